@@ -1,0 +1,58 @@
+# Two commands on a bare machine with Python 3.11 or later: make demo, make test.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(abspath $(VENV))/bin
+SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtime generated -name '*.py' -o -name '*.j2' -o -name '*.json')
+
+.PHONY: demo test test-all lint format check bench clean
+.DEFAULT_GOAL := test
+
+# The package is installed as users install it, from a wheel; a changed source is installed again.
+$(VENV)/.installed: $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit("fitact needs Python 3.11 or later, this is %d.%d: make PYTHON=python3.x" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@rm -rf build/lib build/bdist.*
+	@echo "installing fitact and what it needs into $(VENV)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools wheel
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation '.[dev]'
+	@rm -rf build/lib build/bdist.*
+	@touch $@
+
+## Fit GELU at 3 bits, generate its module, plot it, and train a small model with it and without.
+demo: $(VENV)/.installed
+	mkdir -p build/demo
+	cd build/demo && $(BIN)/fitact fit --fn gelu --bits 3 --force
+	cd build/demo && $(BIN)/fitact codegen
+	cd build/demo && $(BIN)/fitact plot
+	cd build/demo && $(BIN)/python ../../benchmarks/demo.py
+	@echo "look at build/demo/gelu_fewbit3.png and build/demo/loss.png"
+
+## Every kind of test, with representatives where the full product is large.
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m "not full"
+
+## Every test.
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+## Linter, formatter and type checker; the types are those of the installed wheel.
+lint: $(VENV)/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+## Whether generated/ is what its fits generate.
+check: $(VENV)/.installed
+	$(BIN)/fitact codegen --check
+
+## Times, as ratios of two things measured in one run.
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/commands.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

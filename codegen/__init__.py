@@ -1,0 +1,1 @@
+"""From a fit to the source text of a PyTorch activation."""

@@ -1,0 +1,221 @@
+"""Formulas as source text: one printer, two dialects, Triton device code and PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from fitact.errors import UsageError
+from fitact.fitter import expression as language
+
+Expr = Any
+
+# Binding strength of a printed text, loosest first.
+_SUM, _PRODUCT, _UNARY, _CALL = range(4)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A formula printed.
+
+    Attributes:
+        steps: assignments to make first, as (name, text), for what the formula uses more than once.
+        result: the value's text.
+        names: the functions of `runtime.functions` that the texts call.
+
+    """
+
+    steps: tuple[tuple[str, str], ...]
+    result: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a target writes functions and powers.
+
+    Attributes:
+        functions: SymPy class → the text of a call, with {0} for the argument.
+        where: the conditional, with {0}, {1}, {2} for condition and values.
+        power: an integer power of a text, and how strongly the result binds.
+
+    """
+
+    functions: dict[Any, str]
+    where: str
+    power: Callable[[_Printer, str, int], tuple[str, int]]
+
+
+TRITON = Dialect(
+    functions={
+        sympy.exp: "tl.exp({0})",
+        sympy.log: "tl.log({0})",
+        sympy.erf: "tl.erf({0})",
+        sympy.sqrt: "tl.sqrt({0})",
+        language.sigmoid: "tl.sigmoid({0})",
+        language.absolute: "tl.abs({0})",
+        language.softplus: "softplus({0})",
+        language.tanh: "tanh({0})",
+        language.expm1: "expm1({0})",
+        language.log1p: "log1p({0})",
+        language.relu: "relu({0})",
+        language.sign: "sign({0})",
+    },
+    where="tl.where({0}, {1}, {2})",
+    power=lambda printer, base, n: (printer.call("power({0}, {1})", base, str(n)), _CALL),
+)
+
+TORCH = Dialect(
+    functions={
+        sympy.exp: "torch.exp({0})",
+        sympy.log: "torch.log({0})",
+        sympy.erf: "torch.erf({0})",
+        sympy.sqrt: "torch.sqrt({0})",
+        language.sigmoid: "torch.sigmoid({0})",
+        language.absolute: "torch.abs({0})",
+        # PyTorch's softplus is the identity from a threshold on, by default 20: too early for float64
+        language.softplus: "F.softplus({0}, threshold=50.0)",
+        language.tanh: "torch.tanh({0})",
+        language.expm1: "torch.expm1({0})",
+        language.log1p: "torch.log1p({0})",
+        language.relu: "F.relu({0})",
+        language.sign: "torch.sign({0})",
+    },
+    where="torch.where({0}, {1}, {2})",
+    power=lambda _, base, n: (f"{base}**{n}" if base.isidentifier() else f"{base} ** {n}", _UNARY),
+)
+
+
+def render(formula: Expr, dialect: Dialect) -> Code:
+    """Print a formula in `x` as source text of a dialect."""
+    printer = _Printer(dialect)
+    steps = []
+    for i, node in enumerate(_repeated(formula)):
+        steps.append((f"u{i}", printer.text(node)))
+        printer.known[node] = f"u{i}"
+    return Code(tuple(steps), printer.text(formula), tuple(sorted(printer.names)))
+
+
+def _repeated(formula: Expr) -> list[Expr]:
+    """Return the subformulas that cost something and occur more than once, inner ones first.
+
+    One that only occurs inside another repeated one is left where it is.
+    """
+    count: dict[Expr, int] = {}
+    parents: dict[Expr, set[Expr]] = {}
+    todo = [formula]
+    for node in todo:  # grows while it is walked: every occurrence of every node, once
+        for child in node.args:
+            count[child] = count.get(child, 0) + 1
+            parents.setdefault(child, set()).add(node)
+            todo.append(child)
+    found = []
+    for node in sympy.postorder_traversal(formula):
+        costs = bool(node.free_symbols) and (node.is_Function or node.is_Pow or node.is_Add)
+        alone = len(parents.get(node, ())) > 1 or any(count.get(p, 1) == 1 for p in parents.get(node, ()))
+        if costs and count.get(node, 0) > 1 and alone and node not in found:
+            found.append(node)
+    return found
+
+
+class _Printer:
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.names: set[str] = set()
+        self.known: dict[Expr, str] = {}  # subformulas that have a name already
+
+    def text(self, node: Expr, binding: int = _SUM) -> str:
+        """Return the text of a node, in parentheses if it binds looser than `binding`."""
+        text, own = self.node(node)
+        return f"({text})" if own < binding else text
+
+    def node(self, node: Expr) -> tuple[str, int]:
+        if node in self.known:
+            return self.known[node], _CALL
+        if node.is_Symbol:
+            return str(node), _CALL
+        if not node.free_symbols:
+            return number(language.constant(node))
+        if node.is_Add:
+            return self.sum(node), _SUM
+        if node.is_Mul:
+            return self.product(node)
+        if node.is_Pow:
+            return self.power(node)
+        if isinstance(node, language.Where):
+            condition, *values = node.args
+            texts = [self.comparison(condition), *map(self.text, values)]
+            return self.call(self.dialect.where, *texts), _CALL
+        if node.func not in self.dialect.functions:
+            raise UsageError(f"{node.func.__name__} has no generated code")
+        return self.call(self.dialect.functions[node.func], self.text(node.args[0])), _CALL
+
+    def call(self, template: str, *texts: str) -> str:
+        name = template.partition("(")[0]
+        if "." not in name and "{" not in name:
+            self.names.add(name)
+        return template.format(*texts)
+
+    def sum(self, node: Expr) -> str:
+        result = ""
+        for term in sorted(sympy.Add.make_args(node), key=_place):
+            text = self.text(term, _PRODUCT if result else _SUM)
+            if not result:
+                result = text
+            elif text.startswith("-"):
+                result += f" - {text[1:]}"
+            else:
+                result += f" + {text}"
+        return result
+
+    def product(self, node: Expr) -> tuple[str, int]:
+        factors = sympy.Mul.make_args(node)
+        coefficient = language.constant(sympy.Mul(*(f for f in factors if not f.free_symbols)))
+        upper, lower = [], []
+        for factor in factors:
+            if not factor.free_symbols:
+                continue
+            if factor.is_Pow and factor.exp.is_number and language.constant(factor.exp) < 0:
+                lower.append(self.text(1 / factor, _UNARY))
+            else:
+                upper.append(self.text(factor, _UNARY))
+        if abs(coefficient) != 1 or not upper:
+            upper.insert(0, number(abs(coefficient))[0])
+        sign = "-" if coefficient < 0 else ""
+        text = sign + " * ".join(upper) + "".join(f" / {factor}" for factor in lower)
+        return text, _UNARY if len(upper) + len(lower) == 1 else _PRODUCT
+
+    def power(self, node: Expr) -> tuple[str, int]:
+        base, exponent = node.base, node.exp
+        if exponent.is_number and language.constant(exponent) < 0:
+            return f"1.0 / {self.text(1 / node, _UNARY)}", _PRODUCT
+        if exponent == sympy.Rational(1, 2):
+            return self.call(self.dialect.functions[sympy.sqrt], self.text(base)), _CALL
+        if exponent.is_Integer:
+            return self.dialect.power(self, self.text(base, _CALL), int(exponent))
+        if base.free_symbols:
+            return self.node(sympy.exp(exponent * sympy.log(base), evaluate=False))
+        return self.node(
+            sympy.exp(sympy.Float(float(sympy.log(language.constant(base)))) * exponent, evaluate=False)
+        )
+
+    def comparison(self, u: Expr) -> str:
+        """Return the text of u > 0, with a constant term moved to the right and no leading minus."""
+        constant, rest = u.as_coeff_Add()
+        bound = -language.constant(constant)
+        if rest.could_extract_minus_sign():
+            return f"{self.text(-rest)} < {number(-bound)[0]}"
+        return f"{self.text(rest)} > {number(bound)[0]}"
+
+
+def _place(term: Expr) -> tuple[bool, bool]:
+    """Sort key of a term: constants last, and first one that needs no leading minus."""
+    return not term.free_symbols, term.could_extract_minus_sign()
+
+
+def number(value: float) -> tuple[str, int]:
+    """Return the shortest text of a float."""
+    return repr(value + 0.0), _UNARY if value < 0 else _CALL

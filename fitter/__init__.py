@@ -1,0 +1,1 @@
+"""From an activation to a fit of its derivative."""

@@ -1,0 +1,94 @@
+"""An activation: a formula, its derivatives, and what a fit must know about its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fitact.errors import UsageError, quote
+
+from .catalog import CATALOG
+from .expression import Array, Expr, evaluate, switch_points, x
+from .parser import parse
+
+# Two values of f′ that differ by less than this, relative to its largest, are taken as equal: a thousand
+# roundings of float64.
+TOLERANCE = 1e-12
+SAMPLES = 4001  # points at which a shape that has no closed form is looked for
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A pointwise activation y = f(x).
+
+    Attributes:
+        name: its name in the catalog, or None for a formula of the user's.
+        expression: the formula's text.
+
+    Raises:
+        UsageError: the expression is not a formula in x.
+
+    """
+
+    name: str | None
+    expression: str
+
+    def __post_init__(self) -> None:
+        if x not in self._f.free_symbols:
+            raise UsageError(f"activation {quote(self.expression)} does not depend on x: write a formula in x")
+
+    @classmethod
+    def of(cls, text: str) -> Activation:
+        """Return the activation that a name of the catalog or an expression in `x` stands for."""
+        if text in CATALOG:
+            return cls(text, CATALOG[text].expression)
+        if text.isidentifier() and text != "x":
+            names = ", ".join(CATALOG)
+            raise UsageError(
+                f"unknown activation {quote(text)}: expected one of {names}, or an expression in x "
+                "such as x*sigmoid(x)"
+            )
+        return cls(None, text)
+
+    @cached_property
+    def _f(self) -> Expr:
+        return parse(self.expression, what="activation")
+
+    @cached_property
+    def _df(self) -> Expr:
+        return self._f.diff(x)
+
+    @cached_property
+    def _d2f(self) -> Expr:
+        return self._df.diff(x)
+
+    @property
+    def formula(self) -> Expr:
+        """The activation as a SymPy expression in `expression.x`."""
+        return self._f
+
+    def value(self, at: Array) -> Array:
+        """Return f at the points, float64 of any shape."""
+        return evaluate(self._f, at)
+
+    def derivative(self, at: Array) -> Array:
+        """Return f′ at the points; at a breakpoint, the one-sided value that PyTorch gives."""
+        return evaluate(self._df, at)
+
+    def second_derivative(self, at: Array) -> Array:
+        """Return f″ at the points, away from breakpoints."""
+        return evaluate(self._d2f, at)
+
+    def breakpoints(self, low: float, high: float) -> Array:
+        """Return the points inside (low, high) where f or f′ may have a corner or a jump, increasing."""
+        return switch_points(self._f, low, high)
+
+    def has_even_derivative(self, high: float) -> bool:
+        """Whether f′(−x) = f′(x) on [0, high], to 1e-12 of its largest value."""
+        at = np.linspace(0.0, high, SAMPLES)[1:]
+        at = np.setdiff1d(at, np.abs(self.breakpoints(-high, high)))
+        right, left = self.derivative(at), self.derivative(-at)
+        scale = np.max(np.abs(right), initial=0.0)
+        return bool(np.all(np.abs(right - left) <= TOLERANCE * scale))

@@ -1,0 +1,248 @@
+"""Few-Bit: the step function nearest to f′.
+
+Novikov et al., *Few-Bit Backward: Quantized Gradients of Activation Functions for Memory Footprint
+Reduction*, arXiv 2202.00441. Over borders s and levels y, minimise (eq. 3)
+
+    L(s, y) = ∫ (f′(x) − q(x))² w(x) dx,    q(x) = y_i on (s_i, s_{i+1}].
+
+For given borders the best level is the weighted mean of f′ over its interval (eq. 4), so an interval costs
+its spread about that mean, and the best borders on a grid follow from a dynamic programme (eq. 7, 8; the
+paper's eq. 6 misses the denominator of the mean). The programme is the plain O(n² K) one: the faster ones
+need f′ to be monotone, which GELU, SiLU and Mish are not. The borders are then moved off the grid to the
+stationary point nearby, where f′(s_i) is midway between the levels on its two sides (eq. 5).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fitact.errors import UsageError, quote
+
+from .accuracy import step_errors
+from .activation import Activation
+from .expression import Array
+from .fit import StepFit
+from .moments import Moments, spread
+from .weight import Weight
+
+METHOD = "fewbit"
+CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley
+NEWTON_STEPS = 100
+DOMAIN = (-10.0, 10.0)
+
+
+def fit(
+    activation: Activation,
+    bits: int,
+    name: str,
+    *,
+    domain: tuple[float, float] = DOMAIN,
+    weight: Weight | None = None,
+    cells: int = CELLS,
+    seed: int = 0,
+) -> StepFit:
+    """Fit the best step function with 2^bits levels to f′.
+
+    Where f′, weight and domain are symmetric about 0 the fit is made on |x|, and one half-line gets all the
+    levels. Borders and levels are rounded to float32, and the errors are those of the rounded numbers.
+
+    Args:
+        activation: what to fit.
+        bits: 1 to 4.
+        name: the fit's name, a Python identifier.
+        domain: the interval [A, B] on which the error counts; the outer levels hold beyond it.
+        weight: how much an error counts; uniform by default.
+        cells: grid cells of the dynamic programme.
+        seed: recorded; the programme is deterministic.
+
+    Returns:
+        The fit. Its `error["objective"]` is L.
+
+    Raises:
+        UsageError: bits, domain or weight are out of range, or f′ or w is not finite on the domain.
+
+    """
+    if isinstance(bits, bool) or bits not in (1, 2, 3, 4):
+        raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(bits)}")
+    low, high = domain
+    if not (np.isfinite(low) and np.isfinite(high) and low < high):
+        raise UsageError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
+    weight = weight or Weight()
+    breakpoints = np.union1d(activation.breakpoints(low, high), weight.breakpoints(low, high))
+    _check_finite(activation, weight, low, high)
+    even = _is_even(activation, weight, low, high)
+    if even:
+        breakpoints = np.unique(np.abs(breakpoints[breakpoints != 0]))
+    moments = Moments(activation.derivative, weight, 0.0 if even else low, high, breakpoints, cells)
+    if not moments.sums[0, -1] > 0:
+        raise UsageError(f"weight {quote(weight.text)}: it is zero all over the domain {low:g} {high:g}")
+
+    borders = refine(moments, activation, programme(moments, 2**bits), breakpoints)
+    levels = best_levels(moments, borders)
+    borders = _round_borders(borders, breakpoints, activation)
+    levels = levels.astype(np.float32).astype(np.float64)
+    return StepFit(
+        name=name,
+        method=METHOD,
+        activation=activation,
+        bits=bits,
+        domain=(float(low), float(high)),
+        weight=weight,
+        even=even,
+        borders=tuple(borders.tolist()),
+        levels=tuple(levels.tolist()),
+        error=step_errors(activation, weight, (low, high), borders, levels, even),
+        options={"cells": cells, "seed": seed},
+    )
+
+
+def programme(moments: Moments, levels: int) -> Array:
+    """Return the inner borders, (levels − 1,), of the best step function whose borders are grid points.
+
+    `best[k, i]` is the least error of k + 1 levels on the first i cells: the recursion
+    best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and k at once.
+    """
+    n = len(moments.grid) - 1
+    if n < levels:
+        raise UsageError(f"cells: {n} are too few for {levels} levels")
+    best = np.full((levels, n + 1), np.inf)
+    last = np.zeros((levels, n + 1), dtype=np.intp)
+    for i in range(1, n + 1):
+        cost = spread(moments.sums[:, i, None] - moments.sums[:, :i])
+        best[0, i] = cost[0]
+        total = best[:-1, :i] + cost
+        last[1:, i] = total.argmin(axis=1)
+        best[1:, i] = np.take_along_axis(total, last[1:, i, None], axis=1)[:, 0]
+    chosen = np.empty(levels - 1, dtype=np.intp)
+    i = n
+    for k in range(levels - 1, 0, -1):
+        i = last[k, i]
+        chosen[k - 1] = i
+    found: Array = moments.grid[chosen]
+    return found
+
+
+def best_levels(moments: Moments, borders: Array) -> Array:
+    """Return the weighted mean of f′ on each interval, (borders + 1,); its plain mean where w vanishes."""
+    edges = np.concatenate([moments.grid[:1], borders, moments.grid[-1:]])
+    mass, first, _ = np.diff(moments.at(edges), axis=1)
+    levels: Array = np.divide(first, mass, out=np.zeros_like(mass), where=mass > 0)
+    for i in np.flatnonzero(mass <= 0):
+        plain = Moments(moments.derivative, np.ones_like, edges[i], edges[i + 1], np.empty(0), 64).sums[:, -1]
+        levels[i] = plain[1] / plain[0]
+    return levels
+
+
+def _total(moments: Moments, borders: Array) -> float:
+    edges = np.concatenate([moments.grid[:1], borders, moments.grid[-1:]])
+    return float(spread(np.diff(moments.at(edges), axis=1)).sum())
+
+
+def refine(moments: Moments, activation: Activation, borders: Array, breakpoints: Array) -> Array:
+    """Move borders off the grid to the optimum nearby, by Newton's method on eq. 5.
+
+    Solves g_i = 2 f′(s_i) − y_{i−1} − y_i = 0 with each step halved until L does not grow and no border
+    passes another border or a breakpoint. A border on a jump of f′ stays there, and so does one where the
+    weight vanishes or the levels on both sides agree: there g says nothing.
+
+    Returns:
+        The refined borders, (borders,); never worse than those given.
+
+    """
+    levels = best_levels(moments, borders)
+    below, above = _sides(activation, borders)
+    matters = np.abs(np.diff(levels)) > 1e-9 * np.ptp(levels)
+    on_jump = np.isin(borders, breakpoints) & (np.abs(above - below) > 1e-9 * np.ptp(levels))
+    free = (moments.weight(borders) > 0) & matters & ~on_jump
+    stops = np.concatenate([moments.grid[[0, -1]], breakpoints])
+    error = _total(moments, borders)
+    for _ in range(NEWTON_STEPS if free.any() else 0):
+        gradient, jacobian = _stationarity(moments, activation, borders)
+        step = np.zeros_like(borders)
+        try:
+            step[free] = np.linalg.solve(jacobian[np.ix_(free, free)], -gradient[free])
+        except np.linalg.LinAlgError:
+            break
+        for _ in range(40):
+            moved = borders + step
+            moved_error = _total(moments, moved) if _same_order(borders, moved, stops) else np.inf
+            # near the optimum L is flat to float64 while the borders still gain digits: allow its rounding
+            if moved_error <= error * (1 + 1e-13):
+                break
+            step /= 2
+        else:
+            break
+        borders, error = moved, min(error, moved_error)
+        if np.max(np.abs(step)) <= 1e-14 * np.max(np.abs(stops)):
+            break
+    return borders
+
+
+def _stationarity(moments: Moments, activation: Activation, borders: Array) -> tuple[Array, Array]:
+    """Return g (n,) and its tridiagonal Jacobian (n, n) at the borders."""
+    edges = np.concatenate([moments.grid[:1], borders, moments.grid[-1:]])
+    mass = np.diff(moments.at(edges)[0])
+    levels = best_levels(moments, borders)
+    df, w = activation.derivative(borders), moments.weight(borders)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # how the levels left and right of border i answer to it: eq. 4 differentiated
+        left = np.nan_to_num((df - levels[:-1]) * w / mass[:-1])
+        right = np.nan_to_num((levels[1:] - df) * w / mass[1:])
+    gradient = 2 * df - levels[:-1] - levels[1:]
+    jacobian = np.diag(2 * activation.second_derivative(borders) - left - right)
+    jacobian -= np.diag(left[1:], 1) + np.diag(right[:-1], -1)
+    return gradient, jacobian
+
+
+def _same_order(before: Array, after: Array, stops: Array) -> bool:
+    if np.any(np.diff(after) <= 0):
+        return False
+    return bool(np.all((before[:, None] - stops) * (after[:, None] - stops) >= 0))
+
+
+def _sides(activation: Activation, at: Array) -> tuple[Array, Array]:
+    """Return f′ just below and just above the points."""
+    return activation.derivative(np.nextafter(at, -np.inf)), activation.derivative(np.nextafter(at, np.inf))
+
+
+def _round_borders(borders: Array, breakpoints: Array, activation: Activation) -> Array:
+    """Round to float32; a border on a jump whose own f′ is the upper side's goes to the float32 below.
+
+    Other borders are first rounded to 40 bits of the largest: what lies beyond is noise, and a border at 0
+    by symmetry should be 0.
+    """
+    unit = 2.0 ** (np.floor(np.log2(np.max(np.abs(borders), initial=1e-300))) - 40)
+    on_breakpoint = np.isin(borders, breakpoints)
+    rounded = np.where(on_breakpoint, borders, np.round(borders / unit) * unit + 0.0).astype(np.float32)
+    here = activation.derivative(borders)
+    below, above = _sides(activation, borders)
+    upper = on_breakpoint & (np.abs(here - above) < np.abs(here - below))
+    rounded = np.where(upper, np.nextafter(rounded, np.float32(-np.inf)), rounded)
+    if np.any(np.diff(rounded) <= 0):
+        raise UsageError(
+            f"domain: too narrow for {len(borders) + 1} levels, whose borders coincide in float32; use fewer bits"
+        )
+    return rounded.astype(np.float64)
+
+
+def _is_even(activation: Activation, weight: Weight, low: float, high: float) -> bool:
+    at = np.linspace(0.0, high, 1001)
+    symmetric = -low == high and np.allclose(weight(at), weight(-at), rtol=1e-12, atol=0.0)
+    return bool(symmetric and activation.has_even_derivative(high))
+
+
+def _check_finite(activation: Activation, weight: Weight, low: float, high: float) -> None:
+    at = np.linspace(low, high, 4001)
+    for values, what in (
+        (activation.value(at), f"activation {quote(activation.expression)}"),
+        (activation.derivative(at), f"the derivative of {quote(activation.expression)}"),
+        (weight(at), f"weight {quote(weight.text)}"),
+    ):
+        bad = ~np.isfinite(values)
+        if bad.any():
+            raise UsageError(
+                f"{what} is {values[bad][0]} at x = {at[bad][0]:g}: choose a domain on which it is finite"
+            )
+    if np.any(weight(at) < 0):
+        where = at[weight(at) < 0][0]
+        raise UsageError(f"weight {quote(weight.text)} is negative at x = {where:g}: expected w(x) >= 0")

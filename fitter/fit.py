@@ -1,0 +1,243 @@
+"""The record of a fit, and its JSON: the only thing that passes from the fitter to the generator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import keyword
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fitact.errors import FitactError, UsageError, quote
+from fitact.files import read_text
+
+from .activation import Activation
+from .catalog import CATALOG
+from .expression import Array
+from .weight import Weight
+
+SCHEMA = "fitact.fit/1"
+MAX_BYTES = 1 << 20
+STEP_METHODS = ("fewbit", "relumix")
+STEP_ERRORS = ("max", "objective", "primitive_max", "rms")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}")
+
+
+def check_name(name: object, what: str = "name") -> str:
+    """Return `name` if it can name a module, a function and a file; UsageError otherwise."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise UsageError(
+            f"{what}: expected a Python identifier that starts with a letter (80 characters at most), "
+            f"got {quote(name)}"
+        )
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFit:
+    """A step function in place of f′: level i on (border i − 1, border i].
+
+    Calling it evaluates the step function, shape of the argument, float64. NaN gets the first level.
+
+    Attributes:
+        name: the fit's name, and that of the module generated from it.
+        method: `fewbit` or `relumix`.
+        activation: the activation f.
+        bits: k, 1 to 4.
+        domain: the interval over which the errors are taken.
+        weight: how much an error counts.
+        even: whether |x| is compared with the borders in place of x.
+        borders: 2^k − 1 numbers, increasing, each a float32.
+        levels: 2^k numbers, each a float32.
+        error: `objective`, `rms`, `max` and `primitive_max`, see `accuracy.step_errors`.
+        options: what else is needed to make the fit again.
+
+    Raises:
+        UsageError: the parts do not make a fit; the message names the offending one.
+
+    """
+
+    name: str
+    method: str
+    activation: Activation
+    bits: int
+    domain: tuple[float, float]
+    weight: Weight
+    even: bool
+    borders: tuple[float, ...]
+    levels: tuple[float, ...]
+    error: Mapping[str, float]
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.method not in STEP_METHODS:
+            raise UsageError(f"method: expected one of {', '.join(STEP_METHODS)}, got {quote(self.method)}")
+        if isinstance(self.bits, bool) or self.bits not in (1, 2, 3, 4):
+            raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(self.bits)}")
+        if not isinstance(self.even, bool):
+            raise UsageError(f"even: expected true or false, got {quote(self.even)}")
+        _check_numbers("domain", self.domain, 2)
+        _check_numbers("borders", self.borders, 2**self.bits - 1, single=True)
+        _check_numbers("levels", self.levels, 2**self.bits, single=True)
+        for what, numbers in (("domain", self.domain), ("borders", self.borders)):
+            if any(a >= b for a, b in pairwise(numbers)):
+                raise UsageError(f"{what}: expected increasing numbers, got {quote(list(numbers))}")
+        if self.even and self.borders[0] < 0:
+            raise UsageError(f"borders: an even fit has none below 0, got {self.borders[0]!r}")
+        if tuple(sorted(self.error)) != STEP_ERRORS:
+            raise UsageError(f"error: expected {', '.join(STEP_ERRORS)}, got {quote(sorted(self.error))}")
+        _check_numbers("error", tuple(self.error.values()), len(STEP_ERRORS))
+        if min(self.error.values()) < 0:
+            raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
+
+    def __call__(self, x: Array) -> Array:
+        """Return the step function at x."""
+        x = np.asarray(x, dtype=np.float64)
+        # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
+        at = np.where(np.isnan(x), -np.inf, np.abs(x) if self.even else x)
+        return np.asarray(self.levels)[np.searchsorted(self.borders, at)]
+
+    def to_json(self) -> str:
+        """Return the fit's file: the same fit gives the same bytes."""
+        record = {
+            "schema": SCHEMA,
+            "name": self.name,
+            "method": self.method,
+            "activation": {"name": self.activation.name, "expression": self.activation.expression},
+            "bits": self.bits,
+            "domain": list(self.domain),
+            "weight": self.weight.text,
+            "even": self.even,
+            "borders": list(self.borders),
+            "levels": list(self.levels),
+            "error": dict(self.error),
+            "options": dict(self.options),
+        }
+        return json.dumps(record, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the fit's file, in hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def read(path: Path) -> StepFit:
+    """Read a fit from its file, checking every field; UsageError names the file and the field."""
+    try:
+        return from_json(read_text(path, MAX_BYTES))
+    except FitactError as error:
+        message = str(error)
+        raise UsageError(message if message.startswith(str(path)) else f"{path}: {message}") from None
+
+
+def from_json(text: str) -> StepFit:
+    """Read a fit from its JSON. Nothing in it is ever executed.
+
+    Raises:
+        UsageError: the text is not such a record; the message names the field.
+
+    """
+    try:
+        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"not JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"expected a JSON object, got {quote(record)}")
+    schema = record.get("schema")
+    if schema != SCHEMA:
+        newer = isinstance(schema, str) and re.fullmatch(r"fitact\.fit/[1-9]\d{0,5}", schema)
+        remedy = "upgrade fitact to read it" if newer else "this is not a fit of fitact's"
+        raise UsageError(f"schema: expected {SCHEMA}, got {quote(schema)}: {remedy}")
+    expected = {"schema", *StepFit.__dataclass_fields__}
+    for name in sorted(expected ^ set(record)):
+        raise UsageError(f"{name}: {'missing' if name in expected else 'not a field of a fit'}")
+    return StepFit(
+        name=record["name"],
+        method=record["method"],
+        activation=_activation(record["activation"]),
+        bits=record["bits"],
+        domain=_numbers(record, "domain"),  # type: ignore[arg-type]  # its length is checked by the record
+        weight=Weight(_text(record["weight"], "weight")),
+        even=record["even"],
+        borders=_numbers(record, "borders"),
+        levels=_numbers(record, "levels"),
+        error=_mapping(record["error"], "error", (int, float)),
+        options=_mapping(record["options"], "options", (int, float, str)),
+    )
+
+
+def _activation(value: object) -> Activation:
+    record = _mapping(value, "activation", (str, type(None)))
+    if set(record) != {"name", "expression"}:
+        raise UsageError(f"activation: expected name and expression, got {quote(sorted(record))}")
+    name, expression = record["name"], _text(record["expression"], "activation.expression")
+    if name is not None and (name not in CATALOG or CATALOG[name].expression != expression):
+        raise UsageError(
+            f"activation.name: {quote(name)} with the expression {quote(expression)} is not in this "
+            "catalog; a formula of one's own has the name null"
+        )
+    return Activation(name, expression)
+
+
+def _check_numbers(what: str, numbers: tuple[float, ...], count: int, *, single: bool = False) -> None:
+    if len(numbers) != count:
+        raise UsageError(f"{what}: expected {count} numbers, got {len(numbers)}")
+    for i, number in enumerate(numbers):
+        if not math.isfinite(number):
+            raise UsageError(f"{what}[{i}]: expected a finite number, got {number!r}")
+        if single and not (abs(number) < 3.4e38 and float(np.float32(number)) == number):
+            raise UsageError(f"{what}[{i}]: expected a number that float32 holds exactly, got {number!r}")
+
+
+def _numbers(record: dict[str, Any], what: str) -> tuple[float, ...]:
+    values = record[what]
+    if not isinstance(values, list):
+        raise UsageError(f"{what}: expected a list of numbers, got {quote(values)}")
+    return tuple(_number(value, f"{what}[{i}]") for i, value in enumerate(values))
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{what}: expected a number, got {quote(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise UsageError(f"{what}: expected a number in the range of float64, got {quote(value)}") from None
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{what}: expected text, got {quote(value)}")
+    return value
+
+
+def _mapping(value: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{what}: expected an object, got {quote(value)}")
+    for key, item in value.items():
+        if isinstance(item, bool) or not isinstance(item, kinds):
+            raise UsageError(f"{what}.{key[:60]}: unexpected value {quote(item)}")
+    return {
+        key: _number(item, f"{what}.{key}") if isinstance(item, float) else item for key, item in value.items()
+    }
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise UsageError(f"not JSON: {text} is not a number of JSON's")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        twin = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise UsageError(f"{twin[:60]}: stands twice in the same object")
+    return record

@@ -1,0 +1,223 @@
+"""The expression language: a formula in `x`, as text, turned into SymPy without running it.
+
+Python's own grammar is parsed into a syntax tree, and the tree is walked against a whitelist: numbers,
+`x`, `pi`, `e`, arithmetic, comparisons inside `where`, and the functions of `expression.FUNCTIONS`. Nothing
+is ever handed to `eval`, `exec` or `sympify`, so text from a stranger is safe to read; whatever could take
+long (towers of powers, deep nesting, huge numbers) is refused before any work is done on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import string
+import warnings
+from typing import NoReturn
+
+import sympy
+
+from fitact.errors import UsageError, quote
+
+from .expression import CONSTANTS, FUNCTIONS, Expr, Where, constant, x
+
+MAX_LENGTH = 2000  # characters
+# No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
+CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%@~:[]{}")
+MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
+MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow
+
+
+def parse(text: str, *, what: str = "expression") -> Expr:
+    """Read a formula in `x`.
+
+    Args:
+        text: the formula, Python's notation, e.g. `"x*sigmoid(1.702*x)"`.
+        what: how error messages call it.
+
+    Returns:
+        A SymPy expression in the symbol `x`; it may turn out to be constant.
+
+    Raises:
+        UsageError: the text is not a formula of this language; the message gives the reason and the column.
+
+    """
+    return _Parser(text, what).parse()
+
+
+class _Parser:
+    """One walk over one syntax tree; every method returns a SymPy expression or refuses."""
+
+    def __init__(self, text: str, what: str) -> None:
+        self.text = text
+        self.what = what
+
+    def parse(self) -> Expr:
+        text = self.text
+        if not isinstance(text, str):
+            raise UsageError(f"{self.what}: expected text, got {quote(text)}")
+        if len(text) > MAX_LENGTH:
+            raise UsageError(f"{self.what}: {len(text)} characters are too many; at most {MAX_LENGTH} are read")
+        for column, character in enumerate(text, 1):
+            if character == "^":
+                self.refuse(column, "a power is written **, not ^")
+            if character not in CHARACTERS:
+                self.refuse(column, f"unexpected character {character!a}; a formula is plain ASCII")
+        if not text.strip():
+            raise UsageError(f"{self.what}: it is empty; write a formula in x such as x*sigmoid(x)")
+        self.check_brackets()
+        indent = len(text) - len(text.lstrip())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text[indent:], mode="eval").body
+        except SyntaxError as error:
+            self.refuse((error.offset or 1) + indent, f"not a formula ({error.msg})")
+        except (ValueError, MemoryError, RecursionError) as error:
+            self.refuse(1, f"not a formula ({type(error).__name__}: {error})")
+        self.indent = indent
+        return self.expression(tree, 0)
+
+    def check_brackets(self) -> None:
+        depth = 0
+        for column, character in enumerate(self.text, 1):
+            depth += (character in "([{") - (character in ")]}")
+            if depth > MAX_DEPTH:
+                self.refuse(column, f"brackets are nested deeper than {MAX_DEPTH}")
+
+    def refuse(self, where: int | ast.AST, reason: str) -> NoReturn:
+        column = where if isinstance(where, int) else getattr(where, "col_offset", 0) + self.indent + 1
+        raise UsageError(f"{self.what} {quote(self.text)}, column {column}: {reason}") from None
+
+    def expression(self, node: ast.AST, depth: int) -> Expr:
+        if depth > MAX_DEPTH:
+            self.refuse(node, f"nested deeper than {MAX_DEPTH}")
+        depth += 1
+        match node:
+            case ast.Constant(value=bool() | complex() | str() | bytes() | None):
+                self.refuse(node, f"expected a number, got {quote(node.value)}")
+            case ast.Constant(value=int() | float()):
+                return self.number(node)
+            case ast.Name(id="x"):
+                return x
+            case ast.Name(id=name) if name in CONSTANTS:
+                return CONSTANTS[name]
+            case ast.Name(id=name):
+                called = name in FUNCTIONS or name == "where"
+                hint = f"{name} is a function: write {name}(...)" if called else self.known(name)
+                self.refuse(node, hint)
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self.expression(operand, depth)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.expression(operand, depth)
+            case ast.BinOp(op=op, left=left, right=right):
+                return self.binary(node, op, self.expression(left, depth), self.expression(right, depth))
+            case ast.Call():
+                return self.call(node, depth)
+            case ast.Compare():
+                self.refuse(node, "a comparison belongs in where(condition, a, b)")
+            case _:
+                kind = type(node).__name__
+                self.refuse(node, f"{kind} is not part of the language: use numbers, x, + - * / ** and calls")
+
+    def known(self, name: str) -> str:
+        names = ", ".join(["x", *CONSTANTS, *FUNCTIONS, "where"])
+        return f"unknown name {quote(name)}; known are {names}"
+
+    def number(self, node: ast.Constant) -> Expr:
+        value = node.value
+        try:
+            size = abs(float(value))  # type: ignore[arg-type]
+        except OverflowError:
+            size = math.inf
+        if size > MAX_NUMBER:
+            self.refuse(node, f"the number is out of range: at most {MAX_NUMBER:g} in size")
+        # repr is the shortest decimal that names this float: 0.1 becomes 1/10, what its writer meant
+        return sympy.Rational(repr(value))
+
+    def checked(self, node: ast.AST, expr: Expr) -> Expr:
+        """Refuse a constant that is not a real number of moderate size, before anything is built on it."""
+        if expr.is_number:
+            value = constant(expr)
+            if not math.isfinite(value) or abs(value) > MAX_NUMBER:
+                self.refuse(node, f"the constant {quote(str(expr))} is not a real number below {MAX_NUMBER:g}")
+        return expr
+
+    def binary(self, node: ast.AST, op: ast.operator, left: Expr, right: Expr) -> Expr:
+        match op:
+            case ast.Add():
+                return self.checked(node, left + right)
+            case ast.Sub():
+                return self.checked(node, left - right)
+            case ast.Mult():
+                return self.checked(node, left * right)
+            case ast.Div():
+                if right.is_number and constant(right) == 0:
+                    self.refuse(node, "division by zero")
+                return self.checked(node, left / right)
+            case ast.Pow():
+                return self.power(node, left, right)
+            case _:
+                name = type(op).__name__
+                self.refuse(node, f"the operator {name} is not part of the language: use + - * / **")
+
+    def power(self, node: ast.AST, base: Expr, exponent: Expr) -> Expr:
+        if not exponent.is_number:
+            if base.is_number and constant(base) <= 0:
+                self.refuse(node, "a power with x in its exponent needs a positive base")
+            return base**exponent
+        size = constant(exponent)
+        if base.is_number:
+            value = constant(base)
+            try:
+                result = math.pow(value, size)
+            except (OverflowError, ValueError):
+                result = math.inf
+            digits = max(_bits(base), 1) * abs(size)
+            if not math.isfinite(result) or abs(result) > MAX_NUMBER or digits > 2048:
+                self.refuse(node, "this power of numbers is out of range")
+        elif abs(size) > 1000:
+            self.refuse(node, f"the exponent {size:g} is out of range: at most 1000 in size")
+        return self.checked(node, base**exponent)
+
+    def call(self, node: ast.Call, depth: int) -> Expr:
+        if not isinstance(node.func, ast.Name):
+            self.refuse(node, "only the functions of the language can be called, by name")
+        name = node.func.id
+        if node.keywords or any(isinstance(arg, ast.Starred) for arg in node.args):
+            self.refuse(node, f"{name} takes plain arguments only")
+        if name == "where":
+            return self.where(node, depth)
+        if name not in FUNCTIONS:
+            self.refuse(node, self.known(name))
+        count, build = FUNCTIONS[name]
+        if len(node.args) != count:
+            self.refuse(node, f"{name} takes {count} argument{'s'[: count > 1]}, got {len(node.args)}")
+        return self.checked(node, build(*(self.expression(arg, depth) for arg in node.args)))
+
+    def where(self, node: ast.Call, depth: int) -> Expr:
+        if len(node.args) != 3 or not isinstance(node.args[0], ast.Compare):
+            self.refuse(node, "where takes a comparison and two values: where(x > 0, a, b)")
+        test = node.args[0]
+        a, b = (self.expression(arg, depth) for arg in node.args[1:])
+        if len(test.ops) != 1:
+            self.refuse(test, "a condition is one comparison: where(x > 0, a, b)")
+        left = self.expression(test.left, depth)
+        right = self.expression(test.comparators[0], depth)
+        match test.ops[0]:
+            case ast.Gt():
+                return Where(left - right, a, b)
+            case ast.Lt():
+                return Where(right - left, a, b)
+            case ast.GtE():
+                return Where(right - left, b, a)
+            case ast.LtE():
+                return Where(left - right, b, a)
+            case _:
+                self.refuse(test, "a condition compares with <, <=, > or >=")
+
+
+def _bits(number: Expr) -> int:
+    """Size of an exact number in bits; of any other constant, that of a float."""
+    if number.is_Rational:
+        return int(max(abs(number.p).bit_length(), number.q.bit_length()))
+    return 53

@@ -1,0 +1,1 @@
+"""What generated activations, and the models trained with them, need at run time."""

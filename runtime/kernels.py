@@ -1,0 +1,110 @@
+"""The Triton tile loops that every generated activation shares, and the layout of the codes.
+
+A tile is 8 rows of 1024 elements, in contiguous order. Row r of column j owns bits [k·r, k·r + k) of an
+8k-bit word, and the 1024 words of a tile are stored as k planes of 1024 bytes. So a program of one tile
+needs no cross-lane work, reads and writes whole vectors, and k bits an element are kept exactly; only the
+last tile is padded, with code 0. The layout is part of the format: `eager` writes the same bytes.
+
+Arithmetic and comparisons are in float32 whatever the storage dtype: comparing bfloat16 with a border would
+round the border first.
+"""
+
+from __future__ import annotations
+
+from .language import constexpr, jit, tl
+
+ROWS = constexpr(8)
+COLUMNS = constexpr(1024)
+
+
+@jit
+def pick(code, table: tl.constexpr, size: tl.constexpr, first: tl.constexpr = 0, stride: tl.constexpr = 1):
+    """table[first + stride·(code mod size)], as a tree of selects over constants; size is a power of 2."""
+    if size == 1:
+        return tl.full(code.shape, table[first], tl.float32)
+    else:
+        half: tl.constexpr = size // 2
+        upper = pick(code, table, half, first + stride * half, stride)
+        return tl.where((code & half) != 0, upper, pick(code, table, half, first, stride))
+
+
+@jit
+def encode(x, borders: tl.constexpr, bits: tl.constexpr):
+    """How many of the 2^bits − 1 borders lie strictly below x: binary search, one compare a bit."""
+    code = tl.zeros(x.shape, tl.int32)
+    for d in tl.static_range(bits):
+        border = pick(code, borders, 1 << d, (1 << (bits - 1 - d)) - 1, 1 << (bits - d))
+        code = code << 1 | (x > border).to(tl.int32)
+    return code
+
+
+@jit
+def _encode_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
+    """Write y = value(x) of a row and return code(x), 0 where the tensor has ended."""
+    column = tl.arange(0, COLUMNS)
+    if whole:
+        x = tl.load(x_row + column).to(tl.float32)
+        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty))
+        return code(x)
+    else:
+        inside = column < left
+        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty), mask=inside)
+        return tl.where(inside, code(x), 0)
+
+
+@jit
+def _decode_row(dy_row, dx_row, left, slope, whole: tl.constexpr):
+    """Write dx = dy · slope of a row."""
+    column = tl.arange(0, COLUMNS)
+    if whole:
+        dx = tl.load(dy_row + column).to(tl.float32) * slope
+        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty))
+    else:
+        inside = column < left
+        dx = tl.load(dy_row + column, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty), mask=inside)
+
+
+@jit
+def forward_tile(x, y, codes, n, value: tl.constexpr, code: tl.constexpr, bits: tl.constexpr):
+    """Forward on the tile of this program: x (n,) → y (n,) and codes (tiles · bits · COLUMNS,) of uint8.
+
+    value: device function, float32 → float32. code: device function, float32 → int32 below 2^bits.
+    """
+    tile = tl.program_id(0).to(tl.int64)  # offsets pass 2^31 on tensors that fit a GPU
+    first = tile * (ROWS * COLUMNS)
+    word = tl.zeros((COLUMNS,), tl.int32)
+    if first + ROWS * COLUMNS <= n:  # an unmasked row is read and written in whole vectors
+        for row in tl.static_range(ROWS):
+            at = first + row * COLUMNS
+            word |= _encode_row(x + at, y + at, 0, value, code, True) << (bits * row)
+    else:  # one tile a tensor: a loop, to keep the program short
+        for row in range(ROWS):
+            at = first + row * COLUMNS
+            word |= _encode_row(x + at, y + at, n - at, value, code, False) << (bits * row)
+    planes = codes + tile * (bits * COLUMNS) + tl.arange(0, COLUMNS)
+    for plane in tl.static_range(bits):
+        tl.store(planes + plane * COLUMNS, (word >> (8 * plane)).to(tl.uint8))
+
+
+@jit
+def backward_tile(dy, codes, dx, n, derivative: tl.constexpr, bits: tl.constexpr):
+    """Backward on the tile of this program: dx = dy · derivative(code), all (n,) but the codes.
+
+    derivative: device function, int32 whose low `bits` bits are the code → float32.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    first = tile * (ROWS * COLUMNS)
+    planes = codes + tile * (bits * COLUMNS) + tl.arange(0, COLUMNS)
+    word = tl.zeros((COLUMNS,), tl.int32)
+    for plane in tl.static_range(bits):
+        word |= tl.load(planes + plane * COLUMNS).to(tl.int32) << (8 * plane)
+    if first + ROWS * COLUMNS <= n:
+        for row in tl.static_range(ROWS):
+            at = first + row * COLUMNS
+            _decode_row(dy + at, dx + at, 0, derivative(word >> (bits * row)), True)
+    else:
+        for row in range(ROWS):
+            at = first + row * COLUMNS
+            _decode_row(dy + at, dx + at, n - at, derivative(word >> (bits * row)), False)

@@ -1,0 +1,52 @@
+"""fitact: PyTorch activations that keep a few bits per element for backward instead of their input.
+
+    fitact.activation("gelu", bits=3)    an nn.Module in place of nn.GELU()
+
+The command line makes new ones: `fitact fit`, `fitact codegen`, `fitact plot`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fitact.errors import FitactError, JobError, UsageError, quote
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["FitactError", "JobError", "UsageError", "activation"]
+
+
+def activation(name: str, *, method: str = "fewbit", bits: int = 3) -> nn.Module:
+    """Return a shipped activation as a module.
+
+    Args:
+        name: of the activation in the catalog, e.g. `"gelu"`.
+        method: how its derivative was fitted: `"fewbit"`.
+        bits: kept per element for backward.
+
+    Returns:
+        An instance of the class in `fitact.generated.{name}_{method}{bits}`.
+
+    Raises:
+        UsageError: no such activation is shipped; the message lists those that are.
+
+    """
+    from importlib import import_module
+    from importlib.resources import files
+
+    shipped = sorted(
+        path.name.removesuffix(".json")
+        for path in files("fitact.generated").joinpath("fits").iterdir()
+        if path.name.endswith(".json")
+    )
+    wanted = f"{name}_{method}{bits}"
+    if wanted not in shipped:
+        raise UsageError(
+            f"no activation {quote(wanted)} is shipped: there are {', '.join(shipped)}; "
+            "make others with fitact fit"
+        )
+    module = import_module(f"fitact.generated.{wanted}")
+    classes = [getattr(module, name) for name in module.__all__]
+    made: nn.Module = next(c for c in classes if isinstance(c, type))()
+    return made

@@ -1,0 +1,237 @@
+"""The command line: `fit`, `codegen`, `plot`.
+
+Errors are one line on standard error: status 2 for wrong use, 1 for a job that failed. The commands import
+what they need when they run, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fitact.errors import FitactError, UsageError
+
+if TYPE_CHECKING:
+    from fitact.fitter.activation import Activation
+    from fitact.fitter.fit import StepFit
+
+FITS = Path("generated/fits")
+PATH = click.Path(path_type=Path)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Start with:  fitact fit --fn gelu --bits 3  &&  fitact codegen  &&  fitact plot",
+)
+@click.version_option(package_name="fitact", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Make PyTorch activations that keep a few bits per element for backward."""
+
+
+@cli.command()
+@click.option(
+    "--fn",
+    "functions",
+    multiple=True,
+    required=True,
+    metavar="NAME|EXPR",
+    help="Activation of the catalog (gelu, silu, ...) or an expression in x. Repeatable.",
+)
+@click.option("--bits", type=int, multiple=True, required=True, metavar="K", help="1 to 4. Repeatable.")
+@click.option("--method", type=click.Choice(["fewbit"]), default="fewbit", show_default=True, help="How to fit.")
+@click.option("--domain", type=float, nargs=2, metavar="A B", help="Interval to fit on.  [default: -10 10]")
+@click.option(
+    "--weight",
+    default="uniform",
+    show_default=True,
+    metavar="W",
+    help="uniform, normal, normal(mean, deviation), or an expression in x.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Recorded; fewbit is deterministic.")
+@click.option(
+    "--name",
+    help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS; required for an "
+    "expression and for another domain or weight]",
+)
+@click.option(
+    "-o", "--output", type=PATH, metavar="FILE", help="Where to write.  [default: generated/fits/NAME.json]"
+)
+@click.option("--force", is_flag=True, help="Replace a different fit of the same name.")
+def fit(
+    functions: Sequence[str],
+    bits: Sequence[int],
+    method: str,
+    domain: tuple[float, float] | None,
+    weight: str,
+    seed: int,
+    name: str | None,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Fit a cheap derivative to an activation and write it as JSON.
+
+    \b
+    Examples:
+      fitact fit --fn gelu --bits 3
+      fitact fit --fn gelu --fn silu --bits 2 --bits 3
+      fitact fit --fn "x*sigmoid(1.702*x)" --bits 3 --name quick_gelu3
+    """
+    from fitact.files import write
+    from fitact.fitter import fewbit
+    from fitact.fitter.activation import Activation
+    from fitact.fitter.fit import check_name
+    from fitact.fitter.weight import Weight
+
+    jobs = [(Activation.of(function), k) for function in functions for k in bits]
+    if len(jobs) > 1 and (name or output):
+        raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
+    interval, w = domain or fewbit.DOMAIN, Weight(weight)
+    plain = interval == fewbit.DOMAIN and weight == "uniform"
+    if name is None and not (plain and all(activation.name for activation, _ in jobs)):
+        what = "an expression" if plain else "another domain or weight"
+        raise UsageError(f"--name is required for {what}: it names the file, the module and the function")
+    if name is not None:
+        check_name(name, "--name")
+
+    made = []
+    with _progress(jobs, "fitting") as steps:
+        for activation, k in steps:
+            made.append(
+                fewbit.fit(
+                    activation,
+                    k,
+                    name or f"{activation.name}_{method}{k}",
+                    domain=interval,
+                    weight=w,
+                    seed=seed,
+                )
+            )
+    paths = [output or FITS / f"{fit.name}.json" for fit in made]
+    for one, path in zip(made, paths, strict=True):
+        _check_replaceable(path, one, force)
+    for one, path in zip(made, paths, strict=True):
+        write(path, one.to_json())
+    _table(made)
+    for path in paths:
+        click.echo(f"wrote {path}")
+
+
+@cli.command()
+@click.argument("fits", nargs=-1, type=PATH, metavar="[FITS]...")
+@click.option(
+    "--out", type=PATH, default=Path("generated"), show_default=True, metavar="DIR", help="Package to write."
+)
+@click.option("--check", is_flag=True, help="Write nothing; show what would change, and fail if anything would.")
+def codegen(fits: Sequence[Path], out: Path, check: bool) -> None:
+    """Generate a PyTorch module from each fit.
+
+    FITS are fit files; by default all in generated/fits, and then modules whose fit is gone are removed.
+
+    \b
+    Examples:
+      fitact codegen
+      fitact codegen --check
+      fitact codegen my_fit.json --out my_package
+    """
+    from fitact.codegen.generate import drift, generate, plan
+
+    files = plan(_read(fits))
+    prune = not fits
+    if check:
+        difference = drift(files, out, prune=prune)
+        if difference:
+            click.echo(difference, nl=False)
+            raise FitactError(f"{out}: differs from what its fits generate; run fitact codegen")
+        click.echo(f"{out}: {len(files) - 1} modules are what their fits generate")
+        return
+    changed = generate(files, out, prune=prune)
+    for path in changed:
+        click.echo(f"{'wrote' if path.exists() else 'removed'} {path}")
+    if not changed:
+        click.echo(f"{out}: nothing to do, {len(files) - 1} modules are up to date")
+
+
+@cli.command()
+@click.argument("fits", nargs=-1, type=PATH, metavar="[FITS]...")
+@click.option(
+    "-o",
+    "--output",
+    type=PATH,
+    metavar="FILE",
+    help="PNG, SVG or PDF.  [default: NAME.png, or fits.png for several]",
+)
+def plot(fits: Sequence[Path], output: Path | None) -> None:
+    """Draw derivative, step function and error of fits.
+
+    FITS are fit files; by default all in generated/fits, in one figure.
+
+    \b
+    Examples:
+      fitact plot
+      fitact plot generated/fits/gelu_fewbit3.json -o gelu.svg
+    """
+    from fitact.files import write
+    from fitact.fitter.plot import draw
+
+    read = _read(fits)
+    path = output or Path(f"{read[0].name}.png" if len(read) == 1 else "fits.png")
+    kind = path.suffix[1:].lower()
+    if kind not in ("png", "svg", "pdf"):
+        raise UsageError(f"{path}: expected a file name that ends in .png, .svg or .pdf")
+    write(path, draw(read, kind))
+    click.echo(f"wrote {path}")
+
+
+def _read(paths: Sequence[Path]) -> list[StepFit]:
+    from fitact.fitter.fit import read
+
+    found = list(paths) or sorted(FITS.glob("*.json"))
+    if not found:
+        raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
+    return [read(path) for path in found]
+
+
+def _check_replaceable(path: Path, fit: StepFit, force: bool) -> None:
+    from fitact.files import read_text
+    from fitact.fitter.fit import MAX_BYTES
+
+    if not force and path.exists() and read_text(path, MAX_BYTES) != fit.to_json():
+        raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
+
+
+def _progress(
+    jobs: Sequence[tuple[Activation, int]], label: str
+) -> AbstractContextManager[Iterable[tuple[Activation, int]]]:
+    return click.progressbar(jobs, label=label, file=sys.stderr, hidden=len(jobs) < 2)
+
+
+def _table(fits: Sequence[StepFit]) -> None:
+    keys = ("objective", "rms", "max", "primitive_max")
+    width = max(len(fit.name) for fit in fits)
+    click.echo(f"{'':{width}}  bits  " + "  ".join(f"{key:>13}" for key in keys))
+    for fit in fits:
+        errors = "  ".join(f"{fit.error[key]:13.7g}" for key in keys)
+        click.echo(f"{fit.name:{width}}  {fit.bits:4}  {errors}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    try:
+        return cli.main(arguments, prog_name="fitact", standalone_mode=False) or 0
+    except click.ClickException as error:
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fitact"
+        return _fail(f"{error.format_message()} (see {command} --help)", 2)
+    except click.Abort:
+        return _fail("interrupted", 130)
+    except FitactError as error:
+        return _fail(str(error), error.exit_status)
+
+
+def _fail(message: str, status: int) -> int:
+    click.echo("fitact: " + " ".join(message.split()), err=True)
+    return status

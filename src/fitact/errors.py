@@ -1,0 +1,28 @@
+"""The two ways in which fitact fails; each message is one line and says what to do.
+
+What fitact refuses is one of these; anything else that escapes is a defect of fitact.
+"""
+
+from __future__ import annotations
+
+
+class FitactError(Exception):
+    """Base of all errors that fitact raises on purpose."""
+
+    exit_status = 1
+
+
+class UsageError(FitactError, ValueError):
+    """The request cannot be met as stated: the command line exits with status 2."""
+
+    exit_status = 2
+
+
+class JobError(FitactError, RuntimeError):
+    """A well-stated job failed, for example on a folder that cannot be written: status 1."""
+
+
+def quote(value: object, limit: int = 60) -> str:
+    """Return `value` as it should appear in an error message: `repr`, one line, cut to `limit`."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
