@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,19 +41,21 @@ class Dialect:
     Attributes:
         functions: SymPy class → the text of a call, with {0} for the argument.
         where: the conditional, with {0}, {1}, {2} for condition and values.
+        constant: a number as a tensor, for a conditional between two numbers.
         power: an integer power of a text, and how strongly the result binds.
 
     """
 
     functions: dict[Any, str]
     where: str
+    constant: str
     power: Callable[[_Printer, str, int], tuple[str, int]]
 
 
 TRITON = Dialect(
     functions={
-        sympy.exp: "tl.exp({0})",
-        sympy.log: "tl.log({0})",
+        language.exp: "tl.exp({0})",
+        language.log: "tl.log({0})",
         sympy.erf: "tl.erf({0})",
         sympy.sqrt: "tl.sqrt({0})",
         language.sigmoid: "tl.sigmoid({0})",
@@ -65,13 +68,14 @@ TRITON = Dialect(
         language.sign: "sign({0})",
     },
     where="tl.where({0}, {1}, {2})",
+    constant="{0}",
     power=lambda printer, base, n: (printer.call("power({0}, {1})", base, str(n)), _CALL),
 )
 
 TORCH = Dialect(
     functions={
-        sympy.exp: "torch.exp({0})",
-        sympy.log: "torch.log({0})",
+        language.exp: "torch.exp({0})",
+        language.log: "torch.log({0})",
         sympy.erf: "torch.erf({0})",
         sympy.sqrt: "torch.sqrt({0})",
         language.sigmoid: "torch.sigmoid({0})",
@@ -85,6 +89,7 @@ TORCH = Dialect(
         language.sign: "torch.sign({0})",
     },
     where="torch.where({0}, {1}, {2})",
+    constant="torch.full_like(x, {0})",  # where of two numbers would have the default dtype
     power=lambda _, base, n: (f"{base}**{n}" if base.isidentifier() else f"{base} ** {n}", _UNARY),
 )
 
@@ -148,6 +153,8 @@ class _Printer:
         if isinstance(node, language.Where):
             condition, *values = node.args
             texts = [self.comparison(condition), *map(self.text, values)]
+            if not any(value.free_symbols for value in values):
+                texts[1] = self.dialect.constant.format(texts[1])
             return self.call(self.dialect.where, *texts), _CALL
         if node.func not in self.dialect.functions:
             raise UsageError(f"{node.func.__name__} has no generated code")
@@ -197,10 +204,8 @@ class _Printer:
         if exponent.is_Integer:
             return self.dialect.power(self, self.text(base, _CALL), int(exponent))
         if base.free_symbols:
-            return self.node(sympy.exp(exponent * sympy.log(base), evaluate=False))
-        return self.node(
-            sympy.exp(sympy.Float(float(sympy.log(language.constant(base)))) * exponent, evaluate=False)
-        )
+            return self.node(language.exp(exponent * language.log(base)))
+        return self.node(language.exp(math.log(language.constant(base)) * exponent))
 
     def comparison(self, u: Expr) -> str:
         """Return the text of u > 0, with a constant term moved to the right and no leading minus."""

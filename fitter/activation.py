@@ -90,5 +90,7 @@ class Activation:
         at = np.linspace(0.0, high, SAMPLES)[1:]
         at = np.setdiff1d(at, np.abs(self.breakpoints(-high, high)))
         right, left = self.derivative(at), self.derivative(-at)
+        if not (np.isfinite(right).all() and np.isfinite(left).all()):
+            return False
         scale = np.max(np.abs(right), initial=0.0)
         return bool(np.all(np.abs(right - left) <= TOLERANCE * scale))

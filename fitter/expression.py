@@ -39,7 +39,25 @@ class Where(sympy.Function):
         return Where(u, a.diff(symbol), b.diff(symbol))
 
 
-class sigmoid(sympy.Function):  # noqa: N801  SymPy prints a function by its class name
+class exp(sympy.Function):  # noqa: N801  SymPy prints a function by its class name
+    """exp(u); SymPy's own would turn exp(1e9*log(10)) into an integer of a billion digits."""
+
+    nargs = 1
+
+    def fdiff(self, argindex: int = 1) -> Any:
+        return exp(self.args[0])
+
+
+class log(sympy.Function):  # noqa: N801
+    """The natural logarithm."""
+
+    nargs = 1
+
+    def fdiff(self, argindex: int = 1) -> Any:
+        return 1 / self.args[0]
+
+
+class sigmoid(sympy.Function):  # noqa: N801
     """σ(u) = 1 / (1 + exp(−u)), with σ′ = σ(u) σ(−u): no cancellation in either tail."""
 
     nargs = 1
@@ -72,7 +90,7 @@ class expm1(sympy.Function):  # noqa: N801
     nargs = 1
 
     def fdiff(self, argindex: int = 1) -> Any:
-        return sympy.exp(self.args[0])
+        return exp(self.args[0])
 
 
 class log1p(sympy.Function):  # noqa: N801
@@ -121,9 +139,9 @@ def _where(u: Any, a: Any, b: Any) -> Any:
 
 # The functions of the language: name → (number of arguments, what builds the SymPy expression).
 FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "exp": (1, sympy.exp),
+    "exp": (1, exp),
     "expm1": (1, expm1),
-    "log": (1, sympy.log),
+    "log": (1, log),
     "log1p": (1, log1p),
     "sqrt": (1, sympy.sqrt),
     "erf": (1, sympy.erf),
@@ -170,7 +188,9 @@ _NUMPY: dict[Any, Callable[..., Array]] = {
     relu: lambda u: np.where(u > 0, u, 0.0),
     absolute: np.abs,
     sign: np.sign,
-    sympy.exp: np.exp,
+    exp: np.exp,
+    log: np.log,
+    sympy.exp: np.exp,  # from derivatives that SymPy knows, such as those of erf and 2**x
     sympy.log: np.log,
     sympy.erf: _erf,
 }
@@ -193,7 +213,7 @@ def evaluate(expr: Expr, at: Array) -> Array:
         if node in done:
             return done[node]
         if node.is_Rational:
-            result: Any = node.p / node.q
+            result: Any = _ratio(node.p, node.q)
         elif node.is_Float or node in (sympy.pi, sympy.E):
             result = float(node)
         elif node.is_Add:
@@ -218,6 +238,14 @@ def evaluate(expr: Expr, at: Array) -> Array:
 
     with np.errstate(all="ignore"):
         return np.broadcast_to(np.asarray(value(expr), dtype=np.float64), np.shape(at)).copy()
+
+
+def _ratio(p: int, q: int) -> float:
+    """Return p / q, correctly rounded."""
+    try:
+        return p / q
+    except OverflowError:
+        return np.inf if p > 0 else -np.inf
 
 
 def _power(base: Any, exponent: Any, value: Callable[[Any], Any]) -> Any:
@@ -260,6 +288,9 @@ def _zeros(u: Expr, low: float, high: float) -> list[float]:
 
     grid = np.linspace(low, high, SWITCH_SAMPLES)
     values = evaluate(u, grid)
-    exact = [float(point) for point in grid[values == 0]]
+    zero = values == 0
+    # a run of zeros begins and ends where some inner function switches: those points are found by themselves
+    alone = zero & ~np.roll(zero, 1) & ~np.roll(zero, -1)
+    exact = [float(point) for point in grid[alone]]
     cross = np.flatnonzero(values[:-1] * values[1:] < 0)
     return exact + [float(brentq(at, grid[i], grid[i + 1], xtol=1e-15, rtol=1e-15)) for i in cross]

@@ -29,6 +29,8 @@ METHOD = "fewbit"
 CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley
 NEWTON_STEPS = 100
 DOMAIN = (-10.0, 10.0)
+MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
+MIN_WIDTH = 1e-4  # relative: a hundred float32 spacings between two of the 15 borders
 
 
 def fit(
@@ -65,8 +67,7 @@ def fit(
     if isinstance(bits, bool) or bits not in (1, 2, 3, 4):
         raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(bits)}")
     low, high = domain
-    if not (np.isfinite(low) and np.isfinite(high) and low < high):
-        raise UsageError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
+    _check_domain(low, high)
     weight = weight or Weight()
     breakpoints = np.union1d(activation.breakpoints(low, high), weight.breakpoints(low, high))
     _check_finite(activation, weight, low, high)
@@ -229,6 +230,14 @@ def _is_even(activation: Activation, weight: Weight, low: float, high: float) ->
     at = np.linspace(0.0, high, 1001)
     symmetric = -low == high and np.allclose(weight(at), weight(-at), rtol=1e-12, atol=0.0)
     return bool(symmetric and activation.has_even_derivative(high))
+
+
+def _check_domain(low: float, high: float) -> None:
+    got = f"got {low!r} {high!r}"
+    if not (abs(low) <= MAX_DOMAIN and abs(high) <= MAX_DOMAIN and low < high):
+        raise UsageError(f"domain: expected two numbers A < B of at most {MAX_DOMAIN:g} in size, {got}")
+    if high - low < max(MIN_WIDTH * max(abs(low), abs(high)), 1 / MAX_DOMAIN):
+        raise UsageError(f"domain: too narrow for borders in float32, {got}")
 
 
 def _check_finite(activation: Activation, weight: Weight, low: float, high: float) -> None:

@@ -80,7 +80,7 @@ class StepFit:
         check_name(self.name)
         if self.method not in STEP_METHODS:
             raise UsageError(f"method: expected one of {', '.join(STEP_METHODS)}, got {quote(self.method)}")
-        if isinstance(self.bits, bool) or self.bits not in (1, 2, 3, 4):
+        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 1 <= self.bits <= 4:
             raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(self.bits)}")
         if not isinstance(self.even, bool):
             raise UsageError(f"even: expected true or false, got {quote(self.even)}")
@@ -130,11 +130,11 @@ class StepFit:
 
 def read(path: Path) -> StepFit:
     """Read a fit from its file, checking every field; UsageError names the file and the field."""
+    text = read_text(path, MAX_BYTES)
     try:
-        return from_json(read_text(path, MAX_BYTES))
+        return from_json(text)
     except FitactError as error:
-        message = str(error)
-        raise UsageError(message if message.startswith(str(path)) else f"{path}: {message}") from None
+        raise UsageError(f"{path}: {error}") from None
 
 
 def from_json(text: str) -> StepFit:
@@ -159,7 +159,9 @@ def from_json(text: str) -> StepFit:
         raise UsageError(f"schema: expected {SCHEMA}, got {quote(schema)}: {remedy}")
     expected = {"schema", *StepFit.__dataclass_fields__}
     for name in sorted(expected ^ set(record)):
-        raise UsageError(f"{name}: {'missing' if name in expected else 'not a field of a fit'}")
+        if name in expected:
+            raise UsageError(f"{name}: missing")
+        raise UsageError(f"{_label(name)}: not a field of a fit")
     return StepFit(
         name=record["name"],
         method=record["method"],
@@ -225,10 +227,15 @@ def _mapping(value: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any
         raise UsageError(f"{what}: expected an object, got {quote(value)}")
     for key, item in value.items():
         if isinstance(item, bool) or not isinstance(item, kinds):
-            raise UsageError(f"{what}.{key[:60]}: unexpected value {quote(item)}")
-    return {
-        key: _number(item, f"{what}.{key}") if isinstance(item, float) else item for key, item in value.items()
-    }
+            raise UsageError(f"{what}.{_label(key)}: unexpected value {quote(item)}")
+        if isinstance(item, int | float) and not math.isfinite(_number(item, f"{what}.{_label(key)}")):
+            raise UsageError(f"{what}.{_label(key)}: expected a finite number, got {quote(item)}")
+    return value
+
+
+def _label(key: str) -> str:
+    """Return a key as messages name it: as it is where that is plain, quoted where it could be anything."""
+    return key if _NAME.fullmatch(key) else quote(key)
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -236,8 +243,9 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        twin = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise UsageError(f"{twin[:60]}: stands twice in the same object")
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise UsageError(f"{_label(key)}: stands twice in the same object")
+        record[key] = value
     return record

@@ -50,8 +50,8 @@ class Moments:
         self.weight = weight
         self.grid = np.union1d(np.linspace(low, high, cells // 4 + 1), breakpoints)
         self._rows = self._integrate(self.grid)
-        while len(self.grid) <= cells:
-            self._split(cells)
+        while len(self.grid) <= cells and self._split(cells):
+            pass
         self.sums = running(self._rows)
 
     def _integrate(self, edges: Array) -> Array:
@@ -60,8 +60,12 @@ class Moments:
         w = self.weight(at) * weights
         return np.stack([w.sum(axis=1), (w * df).sum(axis=1), (w * df * df).sum(axis=1)])
 
-    def _split(self, cells: int) -> None:
-        """Halve the cells over which f′ varies most, an eighth of them or more, up to `cells` in all."""
+    def _split(self, cells: int) -> bool:
+        """Halve the cells over which f′ varies most, an eighth of them or more, up to `cells` in all.
+
+        Returns whether that added any: cells a rounding wide cannot be halved.
+        """
+        before = len(self.grid)
         error = spread(self._rows)
         # halving a cell on which f′ is straight divides its error by 8: all within that factor may be next
         count = max(np.count_nonzero(error >= error.max() / 8), len(error) // 8)
@@ -69,6 +73,7 @@ class Moments:
         middle = (self.grid[worst] + self.grid[worst + 1]) / 2
         self.grid = np.union1d(self.grid, middle)
         self._rows = self._integrate(self.grid)
+        return len(self.grid) > before
 
     def at(self, points: Array) -> Array:
         """Return W, F and S at any points of the domain: (3, points)."""

@@ -18,13 +18,15 @@ import sympy
 
 from fitact.errors import UsageError, quote
 
-from .expression import CONSTANTS, FUNCTIONS, Expr, Where, constant, x
+from .expression import CONSTANTS, FUNCTIONS, Expr, Where, constant, exp, x
 
 MAX_LENGTH = 2000  # characters
 # No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
 CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%@~:[]{}")
 MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
+MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max stand for formulas that repeat theirs
 MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow
+MAX_BITS = 1024  # of an exact power of a number
 
 
 def parse(text: str, *, what: str = "expression") -> Expr:
@@ -50,6 +52,7 @@ class _Parser:
     def __init__(self, text: str, what: str) -> None:
         self.text = text
         self.what = what
+        self.sizes: dict[Expr, int] = {}
 
     def parse(self) -> Expr:
         text = self.text
@@ -108,7 +111,7 @@ class _Parser:
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 return self.expression(operand, depth)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self.expression(operand, depth)
+                return self.checked(node, -self.expression(operand, depth))
             case ast.BinOp(op=op, left=left, right=right):
                 return self.binary(node, op, self.expression(left, depth), self.expression(right, depth))
             case ast.Call():
@@ -135,12 +138,29 @@ class _Parser:
         return sympy.Rational(repr(value))
 
     def checked(self, node: ast.AST, expr: Expr) -> Expr:
-        """Refuse a constant that is not a real number of moderate size, before anything is built on it."""
+        """Refuse what would hang or overflow later, before anything is built on it.
+
+        That is a formula of too many parts, a constant that is not a real number of moderate size, and a
+        coefficient that SymPy has multiplied out and float64 does not hold.
+        """
+        if self.size(expr) > MAX_NODES:
+            self.refuse(node, f"too long: written out, it has more than {MAX_NODES} parts")
         if expr.is_number:
             value = constant(expr)
             if not math.isfinite(value) or abs(value) > MAX_NUMBER:
                 self.refuse(node, f"the constant {quote(str(expr))} is not a real number below {MAX_NUMBER:g}")
+        else:
+            for term in sympy.Add.make_args(expr):
+                size = abs(term.as_coeff_Mul()[0])
+                if size > MAX_NUMBER or size < 1 / MAX_NUMBER:
+                    self.refuse(node, f"a coefficient is out of range: at most {MAX_NUMBER:g} in size")
         return expr
+
+    def size(self, expr: Expr) -> int:
+        """Return the number of nodes of a formula written out as a tree."""
+        if expr not in self.sizes:
+            self.sizes[expr] = 1 + sum(self.size(arg) for arg in expr.args)
+        return self.sizes[expr]
 
     def binary(self, node: ast.AST, op: ast.operator, left: Expr, right: Expr) -> Expr:
         match op:
@@ -164,7 +184,7 @@ class _Parser:
         if not exponent.is_number:
             if base.is_number and constant(base) <= 0:
                 self.refuse(node, "a power with x in its exponent needs a positive base")
-            return base**exponent
+            return self.checked(node, exp(exponent) if base == sympy.E else base**exponent)
         size = constant(exponent)
         if base.is_number:
             value = constant(base)
@@ -172,11 +192,15 @@ class _Parser:
                 result = math.pow(value, size)
             except (OverflowError, ValueError):
                 result = math.inf
-            digits = max(_bits(base), 1) * abs(size)
-            if not math.isfinite(result) or abs(result) > MAX_NUMBER or digits > 2048:
+            if not math.isfinite(result) or abs(result) > MAX_NUMBER:
                 self.refuse(node, "this power of numbers is out of range")
         elif abs(size) > 1000:
             self.refuse(node, f"the exponent {size:g} is out of range: at most 1000 in size")
+        # SymPy multiplies out the power of a coefficient, and exactly
+        if _bits(base.as_coeff_Mul()[0]) * abs(size) > MAX_BITS:
+            self.refuse(node, "this power of numbers is out of range")
+        if base == sympy.E:
+            return self.checked(node, exp(exponent))
         return self.checked(node, base**exponent)
 
     def call(self, node: ast.Call, depth: int) -> Expr:
@@ -205,15 +229,16 @@ class _Parser:
         right = self.expression(test.comparators[0], depth)
         match test.ops[0]:
             case ast.Gt():
-                return Where(left - right, a, b)
+                chosen = Where(left - right, a, b)
             case ast.Lt():
-                return Where(right - left, a, b)
+                chosen = Where(right - left, a, b)
             case ast.GtE():
-                return Where(right - left, b, a)
+                chosen = Where(right - left, b, a)
             case ast.LtE():
-                return Where(left - right, b, a)
+                chosen = Where(left - right, b, a)
             case _:
                 self.refuse(test, "a condition compares with <, <=, > or >=")
+        return self.checked(node, chosen)
 
 
 def _bits(number: Expr) -> int:

@@ -30,6 +30,7 @@ def draw(fits: Sequence[StepFit], format: str = "png") -> bytes:
         The picture's bytes; the same fits give the same bytes.
 
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,7 +47,8 @@ def draw(fits: Sequence[StepFit], format: str = "png") -> bytes:
         _draw_step(fit, upper, lower)
     buffer = io.BytesIO()
     metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[format]
-    figure.savefig(buffer, format=format, metadata=metadata)
+    with rc_context({"svg.hashsalt": "fitact"}):  # identifiers in an SVG are random without it
+        figure.savefig(buffer, format=format, metadata=metadata)
     return buffer.getvalue()
 
 

@@ -10,9 +10,9 @@ from functools import cached_property
 from fitact.errors import UsageError, quote
 
 from .expression import Array, Expr, evaluate, switch_points
-from .parser import parse
+from .parser import MAX_LENGTH, parse
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _NORMAL = re.compile(rf"normal(?:\(\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\))?")
 
 
@@ -37,6 +37,8 @@ class Weight:
     def _expr(self) -> Expr:
         if self.text == "uniform":
             return parse("1")
+        if not isinstance(self.text, str) or len(self.text) > MAX_LENGTH:
+            return parse(self.text, what="weight")  # which refuses it
         normal = _NORMAL.fullmatch(self.text)
         if normal is None and self.text.startswith("normal"):
             raise UsageError(f"weight {quote(self.text)}: expected normal or normal(mean, deviation)")
@@ -45,7 +47,8 @@ class Weight:
         mean, deviation = float(normal[1] or 0), float(normal[2] or 1)
         if not (math.isfinite(mean) and 0 < deviation < math.inf):
             raise UsageError(f"weight {quote(self.text)}: expected a finite mean and a deviation above 0")
-        return parse(f"exp(-((x - ({mean!r}))/{deviation!r})**2/2)/({deviation!r}*sqrt(2*pi))")
+        density = f"exp(-((x - ({mean!r}))/{deviation!r})**2/2)/({deviation!r}*sqrt(2*pi))"
+        return parse(density, what=f"weight {quote(self.text)}, that is")
 
     def __call__(self, at: Array) -> Array:
         """Return w at the points, float64 of any shape."""

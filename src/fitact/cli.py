@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fitact.errors import FitactError, UsageError
+from fitact.files import reason
 
 if TYPE_CHECKING:
     from fitact.fitter.activation import Activation
@@ -207,7 +208,7 @@ def _check_replaceable(path: Path, fit: StepFit, force: bool) -> None:
 def _progress(
     jobs: Sequence[tuple[Activation, int]], label: str
 ) -> AbstractContextManager[Iterable[tuple[Activation, int]]]:
-    return click.progressbar(jobs, label=label, file=sys.stderr, hidden=len(jobs) < 2)
+    return click.progressbar(jobs, label=label, file=sys.stderr, hidden=len(jobs) < 2 or not sys.stderr.isatty())
 
 
 def _table(fits: Sequence[StepFit]) -> None:
@@ -223,6 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     try:
         return cli.main(arguments, prog_name="fitact", standalone_mode=False) or 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fitact"
         return _fail(f"{error.format_message()} (see {command} --help)", 2)
@@ -230,6 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except FitactError as error:
         return _fail(str(error), error.exit_status)
+    except OSError as error:
+        return _fail(f"{error.filename or 'output'}: {reason(error)}", 1)
 
 
 def _fail(message: str, status: int) -> int:
