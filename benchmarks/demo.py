@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fitact.runtime.memory import count_saved
 
 CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 128, 16, 128, 4, 4
-STEPS, WARMUP, RATE, SEED = 400, 40, 2e-3, 0
+STEPS, WARMUP, RATE, SEED = 300, 30, 3e-3, 0
 VALIDATION_BATCHES = 16
 CHARACTERS = 2_000_000
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .activation import Activation
 from .expression import Array
-from .moments import nodes, quadrature, running
+from .moments import Moments, nodes, quadrature, running
 from .weight import Weight
 
 CELLS = 4000
@@ -39,6 +38,8 @@ def step_errors(
 
     """
     low, high = domain
+    corners = activation.breakpoints(low, high)
+    borders = _snapped(borders, np.abs(corners) if even else corners)
 
     def step(x: Array) -> Array:
         return levels[np.searchsorted(borders, np.abs(x) if even else x)]
@@ -46,45 +47,57 @@ def step_errors(
     def error(x: Array) -> Array:
         return activation.derivative(x) - step(x)
 
-    inner = np.union1d(-borders, borders) if even else borders
-    inner = np.union1d(inner, np.union1d(activation.breakpoints(low, high), weight.breakpoints(low, high)))
-    inner = inner[(low < inner) & (inner < high)]
-    edges = np.union1d(np.linspace(low, high, CELLS + 1), inner)
+    steps = np.union1d(-borders, borders) if even else borders
+    breakpoints = np.union1d(corners, weight.breakpoints(low, high))
+    grid = Moments(activation.derivative, weight, low, high, breakpoints, CELLS).grid
+    edges = np.union1d(grid, steps[(low < steps) & (steps < high)])
 
     objective = quadrature(lambda x: error(x) ** 2 * weight(x), edges).sum()
     mass = quadrature(weight, edges).sum()
-
     sums = running(quadrature(error, edges)[None])[0]
 
     def primitive(x: Array) -> Array:
-        cell = np.clip(np.searchsorted(edges, x) - 1, 0, len(edges) - 2)
-        at, weights = nodes(np.stack([edges[cell], x], axis=-1).ravel())
-        inside = (error(at[::2]) * weights[::2]).sum(axis=1)
-        return np.asarray(sums[cell] + inside)
+        cell = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
+        at, weights = nodes(edges[cell], x)
+        return np.asarray(sums[cell] + (error(at) * weights).sum(axis=1))
 
-    # A border may be the float32 just below a breakpoint (see fewbit): nothing in float32 lies between them.
-    whole = np.diff(edges) > 1.5 * np.spacing(np.abs(edges[1:]).astype(np.float32))
-    # f′ and q are smooth between the edges: the floats next to each edge stand for its two sides
-    sides = np.concatenate([np.nextafter(edges[1:], -np.inf)[whole], np.nextafter(edges[:-1], np.inf)[whole]])
     errors = {
         "objective": objective,
         "rms": np.sqrt(objective / mass),
-        "max": _supremum(error, edges, whole, sides),
-        "primitive_max": _supremum(primitive, edges, whole, edges),
+        "max": _supremum(error, edges, jumps=True),
+        "primitive_max": _supremum(primitive, edges, jumps=False),
     }
     return {key: float(f"{value:.10g}") for key, value in errors.items()}
 
 
-def _supremum(function: Callable[[Array], Array], edges: Array, whole: NDArray[np.bool_], points: Array) -> float:
-    """Return sup |function|, found on the points and each whole cell's nodes and then within the best cells."""
-    at = nodes(edges)[0][whole]
-    starts, ends = edges[:-1][whole], edges[1:][whole]
+def _snapped(borders: Array, corners: Array) -> Array:
+    """Return the borders, those that stand for a corner of f′ moved onto it.
+
+    A border may be the float32 beside a corner that is no float32 or belongs to the upper side. No float32 lies
+    between the two, so what does is no error.
+    """
+    snapped = borders.copy()
+    for corner in corners:
+        snapped[np.abs(borders - corner) < 1.5 * np.spacing(np.abs(np.float32(corner)))] = corner
+    return snapped
+
+
+def _supremum(function: Callable[[Array], Array], edges: Array, *, jumps: bool) -> float:
+    """Return sup |function|, smooth between the edges: looked for at cells' ends and nodes, then closer.
+
+    Where it jumps between cells, a hair inside each end stands for the limit there.
+    """
+    starts, ends = edges[:-1], edges[1:]
+    inset = np.maximum(np.maximum(np.abs(starts), np.abs(ends)) * 2.0**-48, (ends - starts) * 2.0**-40)
+    inset = np.where(jumps, inset, 0.0)
+    inside = np.stack([starts + inset, ends - inset], axis=1)
+    at = np.concatenate([inside, nodes(starts, ends)[0]], axis=1)
     values = np.abs(function(at.ravel()).reshape(at.shape))
-    best = float(max(np.max(np.abs(function(points))), values.max()))
+    best = float(values.max())
     for cell in np.argsort(-values.max(axis=1), kind="stable")[:3]:
-        left, right = starts[cell], ends[cell]
+        left, right = inside[cell]
         for _ in range(8):  # each pass narrows the bracket 32-fold: 64 points, the two cells round the best
-            grid = np.linspace(np.nextafter(left, right), np.nextafter(right, left), 65)
+            grid = np.linspace(left, right, 65)
             found = np.abs(function(grid))
             i = int(found.argmax())
             best = max(best, float(found[i]))

@@ -30,6 +30,7 @@ CELLS = 4000  # grid of the programme; its optimum is then refined, so this only
 NEWTON_STEPS = 100
 DOMAIN = (-10.0, 10.0)
 MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
+MAX_VALUE = 1e30  # of f, f′ and w: float32 holds up to 3e38, and squares stay in float64
 MIN_WIDTH = 1e-4  # relative: a hundred float32 spacings between two of the 15 borders
 
 
@@ -74,14 +75,17 @@ def fit(
     even = _is_even(activation, weight, low, high)
     if even:
         breakpoints = np.unique(np.abs(breakpoints[breakpoints != 0]))
-    moments = Moments(activation.derivative, weight, 0.0 if even else low, high, breakpoints, cells)
+    try:
+        moments = Moments(activation.derivative, weight, 0.0 if even else low, high, breakpoints, cells)
+    except UsageError as error:
+        raise UsageError(f"activation {quote(activation.expression)}: {error}") from None
     if not moments.sums[0, -1] > 0:
         raise UsageError(f"weight {quote(weight.text)}: it is zero all over the domain {low:g} {high:g}")
 
     borders = refine(moments, activation, programme(moments, 2**bits), breakpoints)
     levels = best_levels(moments, borders)
-    borders = _round_borders(borders, breakpoints, activation)
-    levels = levels.astype(np.float32).astype(np.float64)
+    levels = _without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
+    borders = _round_borders(borders, breakpoints, activation, high - low)
     return StepFit(
         name=name,
         method=METHOD,
@@ -151,7 +155,7 @@ def refine(moments: Moments, activation: Activation, borders: Array, breakpoints
 
     """
     levels = best_levels(moments, borders)
-    below, above = _sides(activation, borders)
+    below, above = _sides(activation, borders, moments.grid[-1] - moments.grid[0])
     matters = np.abs(np.diff(levels)) > 1e-9 * np.ptp(levels)
     on_jump = np.isin(borders, breakpoints) & (np.abs(above - below) > 1e-9 * np.ptp(levels))
     free = (moments.weight(borders) > 0) & matters & ~on_jump
@@ -201,22 +205,25 @@ def _same_order(before: Array, after: Array, stops: Array) -> bool:
     return bool(np.all((before[:, None] - stops) * (after[:, None] - stops) >= 0))
 
 
-def _sides(activation: Activation, at: Array) -> tuple[Array, Array]:
-    """Return f′ just below and just above the points."""
-    return activation.derivative(np.nextafter(at, -np.inf)), activation.derivative(np.nextafter(at, np.inf))
+def _sides(activation: Activation, at: Array, width: float) -> tuple[Array, Array]:
+    """Return f′ just below and just above the points: so near that only a jump makes a difference."""
+    step = np.maximum(np.abs(at), width) * 2.0**-40
+    return activation.derivative(at - step), activation.derivative(at + step)
 
 
-def _round_borders(borders: Array, breakpoints: Array, activation: Activation) -> Array:
-    """Round to float32; a border on a jump whose own f′ is the upper side's goes to the float32 below.
+def _without_noise(numbers: Array, scale: float) -> Array:
+    """Round to 40 bits of the scale: what lies beyond is noise, and what is 0 by symmetry should be 0."""
+    unit = 2.0 ** (np.floor(np.log2(max(scale, 1e-300))) - 40)
+    return np.asarray(np.round(numbers / unit) * unit + 0.0)
 
-    Other borders are first rounded to 40 bits of the largest: what lies beyond is noise, and a border at 0
-    by symmetry should be 0.
-    """
-    unit = 2.0 ** (np.floor(np.log2(np.max(np.abs(borders), initial=1e-300))) - 40)
+
+def _round_borders(borders: Array, breakpoints: Array, activation: Activation, width: float) -> Array:
+    """Round to float32; a border on a jump whose own f′ is the upper side's goes to the float32 below."""
     on_breakpoint = np.isin(borders, breakpoints)
-    rounded = np.where(on_breakpoint, borders, np.round(borders / unit) * unit + 0.0).astype(np.float32)
+    smooth = _without_noise(borders, max(np.max(np.abs(borders)), width / 16))
+    rounded = np.where(on_breakpoint, borders, smooth).astype(np.float32)
     here = activation.derivative(borders)
-    below, above = _sides(activation, borders)
+    below, above = _sides(activation, borders, width)
     upper = on_breakpoint & (np.abs(here - above) < np.abs(here - below))
     rounded = np.where(upper, np.nextafter(rounded, np.float32(-np.inf)), rounded)
     if np.any(np.diff(rounded) <= 0):
@@ -242,16 +249,17 @@ def _check_domain(low: float, high: float) -> None:
 
 def _check_finite(activation: Activation, weight: Weight, low: float, high: float) -> None:
     at = np.linspace(low, high, 4001)
-    for values, what in (
-        (activation.value(at), f"activation {quote(activation.expression)}"),
-        (activation.derivative(at), f"the derivative of {quote(activation.expression)}"),
-        (weight(at), f"weight {quote(weight.text)}"),
-    ):
-        bad = ~np.isfinite(values)
+    f, df = f"activation {quote(activation.expression)}", f"the derivative of {quote(activation.expression)}"
+    w = f"weight {quote(weight.text)}"
+    for values, what in ((activation.value(at), f), (activation.derivative(at), df), (weight(at), w)):
+        bad = ~(np.abs(values) <= MAX_VALUE)
         if bad.any():
             raise UsageError(
-                f"{what} is {values[bad][0]} at x = {at[bad][0]:g}: choose a domain on which it is finite"
+                f"{what} is {values[bad][0]:g} at x = {at[bad][0]:g}: choose a domain on which it is at most "
+                f"{MAX_VALUE:g} in size"
             )
-    if np.any(weight(at) < 0):
-        where = at[weight(at) < 0][0]
-        raise UsageError(f"weight {quote(weight.text)} is negative at x = {where:g}: expected w(x) >= 0")
+    heights = weight(at)
+    if np.any(heights < 0):
+        raise UsageError(f"{w} is negative at x = {at[heights < 0][0]:g}: expected w(x) >= 0")
+    if 0 < heights.max() < 1 / MAX_VALUE:
+        raise UsageError(f"{w} is at most {heights.max():g}: expected at least {1 / MAX_VALUE:g} somewhere")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fitact.errors import UsageError
+
 from .expression import Array
 
 Function = Callable[[Array], Array]
@@ -14,16 +16,18 @@ Function = Callable[[Array], Array]
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)
 _NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2
 
+NARROWEST = 2.0**-40  # of the domain: a cell that must be halved further holds a pole
 
-def nodes(edges: Array) -> tuple[Array, Array]:
-    """Return quadrature nodes and weights, both (cells, 10), for the cells between consecutive edges."""
-    width = np.diff(edges)[:, None]
-    return edges[:-1, None] + width * _NODES, width * _WEIGHTS
+
+def nodes(starts: Array, ends: Array) -> tuple[Array, Array]:
+    """Return quadrature nodes and weights, both (cells, 10), for cells from `starts` to `ends`."""
+    width = (ends - starts)[:, None]
+    return starts[:, None] + width * _NODES, width * _WEIGHTS
 
 
 def quadrature(function: Function, edges: Array) -> Array:
     """Integrate over each cell between consecutive edges: (cells,)."""
-    at, weights = nodes(edges)
+    at, weights = nodes(edges[:-1], edges[1:])
     return np.asarray((function(at) * weights).sum(axis=1))
 
 
@@ -35,11 +39,15 @@ class Moments:
         weight: w ≥ 0, smooth between breakpoints.
         low, high: the domain.
         breakpoints: points inside it where f′ or w jumps or has a corner: always on the grid.
-        cells: how many cells the grid has, at least. It starts even and is refined where f′ varies most.
+        cells: how many cells the grid has, about. It starts even, with points that crowd round 0 and the
+            breakpoints in case the domain is wide, and is refined where f′ varies most.
 
     Attributes:
         grid: the grid points, (n + 1,), increasing.
         sums: W, F and S at the grid points, (3, n + 1).
+
+    Raises:
+        UsageError: f′ is unbounded somewhere, or too steep to be integrated.
 
     """
 
@@ -48,43 +56,45 @@ class Moments:
     ) -> None:
         self.derivative = derivative
         self.weight = weight
-        self.grid = np.union1d(np.linspace(low, high, cells // 4 + 1), breakpoints)
-        self._rows = self._integrate(self.grid)
-        while len(self.grid) <= cells and self._split(cells):
-            pass
+        octaves = (high - low) * 0.5 ** np.arange(1, min(cells // 100, 38))
+        round_each = np.union1d(breakpoints, 0.0)[:, None] + np.concatenate([-octaves, octaves])
+        spaced = np.union1d(np.linspace(low, high, cells // 4 + 1), round_each)
+        spaced = spaced[(low <= spaced) & (spaced <= high)]
+        # a cell a few roundings wide at a jump would have nodes on both sides of it
+        apart = np.abs(spaced[:, None] - breakpoints).min(axis=1, initial=np.inf) > NARROWEST * (high - low)
+        self.grid = np.union1d(spaced[apart], np.concatenate([[low, high], breakpoints]))
+        self._rows = self._integrate(self.grid[:-1], self.grid[1:])
+        while len(self.grid) <= cells:
+            self._split(cells)
         self.sums = running(self._rows)
 
-    def _integrate(self, edges: Array) -> Array:
-        at, weights = nodes(edges)
+    def _integrate(self, starts: Array, ends: Array) -> Array:
+        at, weights = nodes(starts, ends)
         df = self.derivative(at)
         w = self.weight(at) * weights
         return np.stack([w.sum(axis=1), (w * df).sum(axis=1), (w * df * df).sum(axis=1)])
 
-    def _split(self, cells: int) -> bool:
-        """Halve the cells over which f′ varies most, an eighth of them or more, up to `cells` in all.
-
-        Returns whether that added any: cells a rounding wide cannot be halved.
-        """
-        before = len(self.grid)
+    def _split(self, cells: int) -> None:
+        """Halve the cells over which f′ varies most, or the widest where it varies no more."""
         error = spread(self._rows)
+        varies = error > 1e-15 * self._rows[2].sum()  # the rest is rounding
+        error = np.where(varies, error, 0.0) if varies.any() else np.diff(self.grid)
         # halving a cell on which f′ is straight divides its error by 8: all within that factor may be next
-        count = max(np.count_nonzero(error >= error.max() / 8), len(error) // 8)
-        worst = np.argsort(-error, kind="stable")[: min(count, cells + 1 - len(self.grid))]
-        middle = (self.grid[worst] + self.grid[worst + 1]) / 2
-        self.grid = np.union1d(self.grid, middle)
-        self._rows = self._integrate(self.grid)
-        return len(self.grid) > before
+        count = min(np.count_nonzero(error >= error.max() / 8), cells + 1 - len(self.grid))
+        worst = np.sort(np.argsort(-error, kind="stable")[:count])
+        starts, ends = self.grid[worst], self.grid[worst + 1]
+        narrow = varies[worst] & (ends - starts < NARROWEST * (self.grid[-1] - self.grid[0]))
+        if narrow.any():
+            raise UsageError(f"the derivative is unbounded or too steep near x = {starts[narrow][0]:g}")
+        middle = (starts + ends) / 2
+        self.grid = np.insert(self.grid, worst + 1, middle)
+        self._rows[:, worst] = self._integrate(starts, middle)
+        self._rows = np.insert(self._rows, worst + 1, self._integrate(middle, ends), axis=1)
 
     def at(self, points: Array) -> Array:
         """Return W, F and S at any points of the domain: (3, points)."""
         cell = np.clip(np.searchsorted(self.grid, points, side="right") - 1, 0, len(self.grid) - 2)
-        start = self.grid[cell]
-        width = (points - start)[:, None]
-        at, weights = start[:, None] + width * _NODES, width * _WEIGHTS
-        df = self.derivative(at)
-        w = self.weight(at) * weights
-        inside = np.stack([w.sum(axis=1), (w * df).sum(axis=1), (w * df * df).sum(axis=1)])
-        return np.asarray(self.sums[:, cell] + inside)
+        return np.asarray(self.sums[:, cell] + self._integrate(self.grid[cell], points))
 
 
 def running(rows: Array) -> Array:
