@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from fitact.runtime.memory import count_saved
 
 CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 128, 16, 128, 4, 4
-STEPS, WARMUP, RATE, SEED = 300, 30, 3e-3, 0
+STEPS, WARM_UP, RATE, SEED = 300, 0.1, 3e-3, 0
 VALIDATION_BATCHES = 16
+SMOOTH = 20  # steps that a point of the loss curve is the mean of
 CHARACTERS = 2_000_000
 
 
@@ -91,18 +92,18 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def train(name: str, data: Tensor, vocabulary: int, activation: Callable[[], nn.Module]) -> Result:
+def train(name: str, data: Tensor, vocabulary: int, activation: Callable[[], nn.Module], steps: int) -> Result:
     """Train from SEED; the same batches in the same order whatever the activation."""
     torch.manual_seed(SEED)
     model = Transformer(vocabulary, activation)
     generator = torch.Generator().manual_seed(SEED)
     cut = len(data) * 9 // 10
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, STEPS, pct_start=WARMUP / STEPS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=WARM_UP)
     losses = []
     start = time.perf_counter()
-    with click.progressbar(range(STEPS), label=f"{name:12}", file=sys.stderr) as steps:
-        for _ in steps:
+    with click.progressbar(range(steps), label=f"{name:12}", file=sys.stderr) as progress:
+        for _ in progress:
             inputs, targets = batch(data[:cut], generator)
             loss = loss_of(model, inputs, targets)
             optimizer.zero_grad()
@@ -124,17 +125,17 @@ def train(name: str, data: Tensor, vocabulary: int, activation: Callable[[], nn.
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Draw the loss curves, smoothed over twenty steps, in one picture."""
+    """Draw the loss curves, smoothed, in one picture."""
     import numpy as np
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for result, color, style in zip(results, ("#1f4e79", "#d1495b"), ("-", "--"), strict=True):
-        smooth = np.convolve(result.losses, np.ones(20) / 20, mode="valid")
+        smooth = np.convolve(result.losses, np.ones(SMOOTH) / SMOOTH, mode="valid")
         kept = result.kept_bytes / 2**20
         label = f"{result.name}: {result.validation:.3f} on held-out text, {kept:.1f} MiB kept"
-        axes.plot(np.arange(len(smooth)) + 20, smooth, style, color=color, linewidth=1.6, label=label)
+        axes.plot(np.arange(len(smooth)) + SMOOTH, smooth, style, color=color, linewidth=1.6, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats a character")
     axes.set_title("A character-level transformer, twice from one seed")
@@ -147,7 +148,7 @@ def table(results: list[Result]) -> str:
     """Return losses and kept bytes side by side, with the ratio to the first run."""
     rows = [("", "final loss", "held-out loss", "kept by autograd", "of it by activations", "seconds")]
     for result in results:
-        final = sum(result.losses[-20:]) / 20
+        final = sum(result.losses[-SMOOTH:]) / SMOOTH
         whole, alone = (
             f"{size:,} ({size / base:.0%})"
             for size, base in (
@@ -162,7 +163,11 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+@click.command()
+@click.option(
+    "--steps", type=click.IntRange(min=SMOOTH), default=STEPS, show_default=True, help="Of each training."
+)
+def main(steps: int) -> None:
     """Train both, write the picture and the numbers, print the table."""
     sys.path.insert(0, os.getcwd())
     from generated.gelu_fewbit3 import GeluFewbit3
@@ -171,10 +176,10 @@ def main() -> None:
     characters = sorted(set(text))
     index = {character: i for i, character in enumerate(characters)}
     data = torch.tensor([index[character] for character in text])
-    print(f"{len(text):,} characters of Python's standard library, {STEPS} steps each")
+    print(f"{len(text):,} characters of Python's standard library, {steps} steps each")
     results = [
-        train("exact GELU", data, len(characters), nn.GELU),
-        train("gelu_fewbit3", data, len(characters), GeluFewbit3),
+        train("exact GELU", data, len(characters), nn.GELU, steps),
+        train("gelu_fewbit3", data, len(characters), GeluFewbit3, steps),
     ]
     draw(results, Path("loss.png"))
     Path("results.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")

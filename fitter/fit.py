@@ -80,7 +80,7 @@ class StepFit:
         check_name(self.name)
         if self.method not in STEP_METHODS:
             raise UsageError(f"method: expected one of {', '.join(STEP_METHODS)}, got {quote(self.method)}")
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 1 <= self.bits <= 4:
+        if type(self.bits) is not int or not 1 <= self.bits <= 4:
             raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(self.bits)}")
         if not isinstance(self.even, bool):
             raise UsageError(f"even: expected true or false, got {quote(self.even)}")
