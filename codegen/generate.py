@@ -12,7 +12,6 @@ import jinja2
 
 from fitact.errors import UsageError, quote
 from fitact.files import reason, write
-from fitact.fitter.catalog import CATALOG
 from fitact.fitter.fit import StepFit
 
 from . import printers
@@ -78,18 +77,16 @@ def render(fit: StepFit) -> str:
             "under another --name"
         )
     formula = fit.activation.formula
-    known = fit.activation.name is not None
+    torch_call = fit.activation.torch
     triton_code = printers.render(formula, printers.TRITON)
     torch_code = (
-        printers.Code((), CATALOG[fit.activation.name].torch, ())
-        if fit.activation.name is not None
-        else printers.render(formula, printers.TORCH)
+        printers.render(formula, printers.TORCH) if torch_call is None else printers.Code((), torch_call, ())
     )
     context = {
         "header": HEADER.format(name=fit.name),
         "name": fit.name,
         "module": module,
-        "composed": not known,
+        "composed": torch_call is None,
         "triton_code": triton_code,
         "torch_code": torch_code,
         "functions": triton_code.names,
@@ -100,6 +97,7 @@ def render(fit: StepFit) -> str:
             "digest": f"sha256 {fit.digest()}",
             "errors": ", ".join(f"{key} {value:.6g}" for key, value in sorted(fit.error.items())),
             "expression": fit.activation.expression,
+            "domain": " to ".join(f"{end:g}" for end in fit.domain),
             "method": fit.method,
             "bits": fit.bits,
             "count": len(fit.levels),

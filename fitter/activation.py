@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +27,7 @@ class Activation:
     Attributes:
         name: its name in the catalog, or None for a formula of the user's.
         expression: the formula's text.
+        parameters: those of the catalog's entry that are not as by default, by name.
 
     Raises:
         UsageError: the expression is not a formula in x.
@@ -34,16 +36,28 @@ class Activation:
 
     name: str | None
     expression: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if x not in self._f.free_symbols:
             raise UsageError(f"activation {quote(self.expression)} does not depend on x: write a formula in x")
 
     @classmethod
-    def of(cls, text: str) -> Activation:
-        """Return the activation that a name of the catalog or an expression in `x` stands for."""
+    def of(cls, text: str, parameters: Mapping[str, float] | None = None) -> Activation:
+        """Return the activation that a name of the catalog or an expression in `x` stands for.
+
+        Raises:
+            UsageError: neither, or a parameter that the catalog's entry does not have.
+
+        """
+        parameters = parameters or {}
         if text in CATALOG:
-            return cls(text, CATALOG[text].expression)
+            entry = CATALOG[text]
+            expression = entry.filled(entry.expression, parameters)
+            changed = {k: float(v) for k, v in sorted(parameters.items()) if float(v) != entry.parameters[k]}
+            return cls(text, expression, changed)
+        if parameters:
+            raise UsageError(f"an expression has no parameters: write the numbers into {quote(text)}")
         if text.isidentifier() and text != "x":
             names = ", ".join(CATALOG)
             raise UsageError(
@@ -63,6 +77,13 @@ class Activation:
     @cached_property
     def _d2f(self) -> Expr:
         return self._df.diff(x)
+
+    @property
+    def torch(self) -> str | None:
+        """A call of PyTorch's own function on `x`, if there is one."""
+        if self.name is None or (entry := CATALOG[self.name]).torch is None:
+            return None
+        return entry.filled(entry.torch, self.parameters)
 
     @property
     def formula(self) -> Expr:
@@ -94,3 +115,14 @@ class Activation:
             return False
         scale = np.max(np.abs(right), initial=0.0)
         return bool(np.all(np.abs(right - left) <= TOLERANCE * scale))
+
+    def pieces(self, low: float, high: float) -> int | None:
+        """Return into how many intervals of constant f′ the breakpoints cut (low, high); None if f′ varies."""
+        corners = self.breakpoints(low, high)
+        edges = np.concatenate([[low], corners, [high]])
+        inside = edges[:-1, None] + np.diff(edges)[:, None] * np.linspace(0.02, 0.98, 49)
+        slopes = self.derivative(inside)
+        scale = TOLERANCE * np.max(np.abs(slopes), initial=0.0)
+        if not np.all(np.ptp(slopes, axis=1) <= scale):
+            return None
+        return 1 + int(np.count_nonzero(np.abs(np.diff(slopes[:, 0])) > scale))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fitact.errors import UsageError, quote
 
 
 @dataclass(frozen=True)
@@ -10,24 +14,78 @@ class Entry:
     """One row of the catalog.
 
     Attributes:
-        expression: the activation in the language of `parser`.
-        torch: a call of PyTorch's own function on `x`, as generated code writes it.
+        expression: the activation in the language of `parser`, with {names} of parameters.
+        torch: a call of PyTorch's own function on `x`, as generated code writes it, with the same names; None
+            where PyTorch has no such function.
+        parameters: their values by default, PyTorch's where it has any.
 
     """
 
     expression: str
-    torch: str
+    torch: str | None
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+    def filled(self, text: str, parameters: Mapping[str, float]) -> str:
+        """Return `expression` or `torch` with the values of the parameters, those not given by default.
+
+        Raises:
+            UsageError: a parameter is unknown or not a finite number.
+
+        """
+        for name, value in parameters.items():
+            if name not in self.parameters:
+                known = ", ".join(self.parameters) or "none"
+                raise UsageError(f"unknown parameter {quote(name)}: expected one of {known}")
+            if not math.isfinite(value):
+                raise UsageError(f"parameter {name}: expected a finite number, got {value!r}")
+        values = {**self.parameters, **parameters}
+        return text.format(**{name: repr(float(value)) for name, value in values.items()})
 
 
-# α and λ of Klambauer et al., Self-Normalizing Neural Networks, as PyTorch rounds them to float64.
-_SELU = "1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))"
-
+# At a breakpoint the derivative of a formula is that of the branch that `where` takes there: PyTorch's.
 CATALOG: dict[str, Entry] = {
+    "celu": Entry("where(x > 0, x, {alpha}*expm1(x/{alpha}))", "F.celu(x, {alpha})", {"alpha": 1.0}),
+    "elu": Entry("where(x > 0, x, {alpha}*expm1(x))", "F.elu(x, {alpha})", {"alpha": 1.0}),
     "gelu": Entry("x*(1 + erf(x/sqrt(2)))/2", "F.gelu(x)"),
+    "gelu_tanh": Entry(
+        "x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))/2",
+        'F.gelu(x, approximate="tanh")',
+    ),
+    "hardshrink": Entry(
+        "where(x > {lambd}, x, where(x < -{lambd}, x, 0))", "F.hardshrink(x, {lambd})", {"lambd": 0.5}
+    ),
+    "hardsigmoid": Entry("where(x > -3, where(x < 3, x/6 + 1/2, 1), 0)", "F.hardsigmoid(x)"),
+    "hardswish": Entry("where(x > -3, where(x < 3, x*(x + 3)/6, x), 0)", "F.hardswish(x)"),
+    "hardtanh": Entry(
+        "where(x > {min_val}, where(x < {max_val}, x, {max_val}), {min_val})",
+        "F.hardtanh(x, {min_val}, {max_val})",
+        {"min_val": -1.0, "max_val": 1.0},
+    ),
+    "leaky_relu": Entry(
+        "where(x > 0, x, {negative_slope}*x)", "F.leaky_relu(x, {negative_slope})", {"negative_slope": 0.01}
+    ),
+    "logsigmoid": Entry("-softplus(-x)", "F.logsigmoid(x)"),
+    "mish": Entry("x*tanh(softplus(x))", "F.mish(x)"),
+    "quick_gelu": Entry("x*sigmoid(1.702*x)", None),
     "relu": Entry("relu(x)", "F.relu(x)"),
-    "selu": Entry(_SELU, "F.selu(x)"),
+    "relu2": Entry("relu(x)**2", "F.relu(x).square()"),
+    "relu6": Entry("where(x > 0, where(x < 6, x, 6), 0)", "F.relu6(x)"),
+    # α and λ of Klambauer et al., Self-Normalizing Neural Networks, as PyTorch rounds them to float64
+    "selu": Entry("1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))", "F.selu(x)"),
     "sigmoid": Entry("sigmoid(x)", "torch.sigmoid(x)"),
     "silu": Entry("x*sigmoid(x)", "F.silu(x)"),
     "softplus": Entry("softplus(x)", "F.softplus(x)"),
+    "softshrink": Entry(
+        "where(x > {lambd}, x - {lambd}, where(x < -{lambd}, x + {lambd}, 0))",
+        "F.softshrink(x, {lambd})",
+        {"lambd": 0.5},
+    ),
+    "softsign": Entry("x/(1 + abs(x))", "F.softsign(x)"),
     "tanh": Entry("tanh(x)", "torch.tanh(x)"),
+    "tanhshrink": Entry("x - tanh(x)", "F.tanhshrink(x)"),
+    "threshold": Entry(
+        "where(x > {threshold}, x, {value})",
+        "F.threshold(x, {threshold}, {value})",
+        {"threshold": 1.0, "value": 0.0},
+    ),
 }

@@ -14,9 +14,11 @@ stationary point nearby, where f′(s_i) is midway between the levels on its two
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
-from fitact.errors import UsageError, quote
+from fitact.errors import FitWarning, UsageError, quote
 
 from .accuracy import step_errors
 from .activation import Activation
@@ -31,6 +33,7 @@ NEWTON_STEPS = 100
 DOMAIN = (-10.0, 10.0)
 MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
 MAX_VALUE = 1e30  # of f, f′ and w: float32 holds up to 3e38, and squares stay in float64
+BEYOND = 100.0  # times the domain's width: how far outside it a fit is looked at for a warning
 MIN_WIDTH = 1e-4  # relative: a hundred float32 spacings between two of the 15 borders
 
 
@@ -64,6 +67,10 @@ def fit(
     Raises:
         UsageError: bits, domain or weight are out of range, or f′ or w is not finite on the domain.
 
+    Warns:
+        FitWarning: beyond the domain f′ leaves the outer levels; or f′ is a step function itself, with more steps
+            than the levels can hold.
+
     """
     if isinstance(bits, bool) or bits not in (1, 2, 3, 4):
         raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(bits)}")
@@ -86,7 +93,7 @@ def fit(
     levels = best_levels(moments, borders)
     levels = _without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
     borders = _round_borders(borders, breakpoints, activation, high - low)
-    return StepFit(
+    fitted = StepFit(
         name=name,
         method=METHOD,
         activation=activation,
@@ -99,6 +106,8 @@ def fit(
         error=step_errors(activation, weight, (low, high), borders, levels, even),
         options={"cells": cells, "seed": seed},
     )
+    _warn(fitted)
+    return fitted
 
 
 def programme(moments: Moments, levels: int) -> Array:
@@ -263,3 +272,32 @@ def _check_finite(activation: Activation, weight: Weight, low: float, high: floa
         raise UsageError(f"{w} is negative at x = {at[heights < 0][0]:g}: expected w(x) >= 0")
     if 0 < heights.max() < 1 / MAX_VALUE:
         raise UsageError(f"{w} is at most {heights.max():g}: expected at least {1 / MAX_VALUE:g} somewhere")
+
+
+def _warn(fit: StepFit) -> None:
+    """Warn of what makes a fit less than it seems."""
+    what = fit.activation.name or quote(fit.activation.expression)
+    low, high = fit.domain
+    pieces = fit.activation.pieces(0.0 if fit.even else low, high)
+    if pieces is not None and pieces > len(fit.levels):
+        bits = (pieces - 1).bit_length()
+        remedy = f"{bits} bits are exact" if bits <= 4 else "no fit of at most 4 bits is exact"
+        warnings.warn(
+            f"the derivative of {what} is a step function with {pieces} levels, of which --bits {fit.bits} "
+            f"holds {len(fit.levels)}: {remedy}",
+            FitWarning,
+            stacklevel=3,
+        )
+    reach = (high - low) * np.geomspace(1e-3, BEYOND, 200)
+    beyond = np.concatenate([low - reach, high + reach])
+    error = np.abs(fit.activation.derivative(beyond) - fit(beyond))
+    error = np.where(np.isfinite(error), error, np.inf)
+    worst = int(error.argmax())
+    if error[worst] > 2 * fit.error["max"] + 1e-6:
+        warnings.warn(
+            f"beyond the domain {low:g} {high:g} the derivative of {what} leaves the step function, by "
+            f"{error[worst]:.3g} at x = {beyond[worst]:.3g}: choose a wider domain, or, where the derivative is "
+            "unbounded, another form",
+            FitWarning,
+            stacklevel=3,
+        )

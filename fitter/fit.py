@@ -111,7 +111,7 @@ class StepFit:
             "schema": SCHEMA,
             "name": self.name,
             "method": self.method,
-            "activation": {"name": self.activation.name, "expression": self.activation.expression},
+            "activation": _activation_record(self.activation),
             "bits": self.bits,
             "domain": list(self.domain),
             "weight": self.weight.text,
@@ -177,17 +177,32 @@ def from_json(text: str) -> StepFit:
     )
 
 
+def _activation_record(activation: Activation) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
+    if activation.parameters:
+        record["parameters"] = dict(activation.parameters)
+    return record
+
+
 def _activation(value: object) -> Activation:
-    record = _mapping(value, "activation", (str, type(None)))
-    if set(record) != {"name", "expression"}:
+    record = _mapping(value, "activation", (str, type(None), dict))
+    if set(record) - {"parameters"} != {"name", "expression"}:
         raise UsageError(f"activation: expected name and expression, got {quote(sorted(record))}")
     name, expression = record["name"], _text(record["expression"], "activation.expression")
-    if name is not None and (name not in CATALOG or CATALOG[name].expression != expression):
+    parameters = _mapping(record.get("parameters", {}), "activation.parameters", (int, float))
+    if name is None and not parameters:
+        return Activation(None, expression)
+    if not isinstance(name, str) or name not in CATALOG:
         raise UsageError(
-            f"activation.name: {quote(name)} with the expression {quote(expression)} is not in this "
-            "catalog; a formula of one's own has the name null"
+            f"activation.name: {quote(name)} is not in this catalog; a formula of one's own has the name null"
         )
-    return Activation(name, expression)
+    activation = Activation.of(name, parameters)
+    if _activation_record(activation) != record:
+        raise UsageError(
+            f"activation.expression: {quote(expression)} is not that of {quote(name)} in this catalog, "
+            f"{quote(activation.expression)}"
+        )
+    return activation
 
 
 def _check_numbers(what: str, numbers: tuple[float, ...], count: int, *, single: bool = False) -> None:

@@ -11,21 +11,58 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
 
+# Exact as step functions: PyTorch's own gradient is the reference at every float.
+PIECEWISE_LINEAR = (
+    "hardshrink",
+    "hardsigmoid",
+    "hardtanh",
+    "leaky_relu",
+    "relu",
+    "relu6",
+    "softshrink",
+    "threshold",
+)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 # PyTorch's own, written out here: the catalog is under test.
 STOCK: dict[str, Any] = {
+    "celu": F.celu,
+    "elu": F.elu,
     "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hardshrink": F.hardshrink,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "leaky_relu": F.leaky_relu,
+    "logsigmoid": F.logsigmoid,
+    "mish": F.mish,
+    # PyTorch has none; rounded once
+    "quick_gelu": lambda x: (wide(x) * torch.sigmoid(1.702 * wide(x))).to(x.dtype),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
     "selu": F.selu,
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "softplus": F.softplus,
+    "softshrink": F.softshrink,
+    "softsign": F.softsign,
     "tanh": torch.tanh,
+    "tanhshrink": F.tanhshrink,
+    "threshold": lambda x: F.threshold(x, 1.0, 0.0),
 }
 
 
@@ -59,6 +96,16 @@ class Shipped:
         wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
         return (dy.to(wide) * self.slope(x).to(wide)).to(dy.dtype)
 
+    @property
+    def piecewise_linear(self) -> bool:
+        return self.fit["activation"]["name"] in PIECEWISE_LINEAR
+
+    def stock_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own, by autograd."""
+        leaf = x.detach().requires_grad_()
+        (dx,) = torch.autograd.grad(self.stock(leaf), leaf, dy)
+        return dx
+
 
 @cache
 def shipped() -> list[Shipped]:
@@ -79,3 +126,28 @@ def around(borders: list[float], dtype: torch.dtype) -> torch.Tensor:
     below, above = np.nextafter(at, kind(-np.inf)), np.nextafter(at, kind(np.inf))
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], dtype=kind)
     return torch.from_numpy(np.concatenate([at, below, above, -at, -below, -above, special]))
+
+
+# One of each kind: every width, an even derivative, a jump, exact steps, a formula that PyTorch lacks.
+KINDS = {
+    "gelu_fewbit1",
+    "gelu_fewbit2",
+    "gelu_fewbit3",
+    "gelu_fewbit4",
+    "hardtanh_fewbit1",
+    "quick_gelu_fewbit3",
+    "relu6_fewbit2",
+    "selu_fewbit3",
+    "tanh_fewbit3",
+}
+
+
+def each(only: set[str] | None = None) -> pytest.MarkDecorator:
+    """Parametrise `one` by the shipped activations; those not in `only` run in the full product alone."""
+    return pytest.mark.parametrize(
+        "one",
+        [
+            pytest.param(one, id=one.name, marks=[] if only is None or one.name in only else pytest.mark.full)
+            for one in shipped()
+        ],
+    )

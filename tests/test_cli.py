@@ -1,6 +1,7 @@
 """The command line: tables of (arguments, effect, error), each in an empty folder."""
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from fitact.cli import cli, main
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.fit import SCHEMA, read
 
 FITS = Path("generated/fits")
@@ -258,7 +260,7 @@ WRONG = [
     ("fit --bits 3", 2, "--fn"),
     (f"{FIT} extra", 2, "extra"),
     # function
-    ("fit --fn gelluu --bits 3", 2, "expected one of gelu"),
+    ("fit --fn gelluu --bits 3", 2, "expected one of celu"),
     ("fit --fn '' --bits 3", 2, "empty"),
     ("fit --fn 'x +' --bits 3 --name a", 2, "not a formula"),
     ("""fit --fn "__import__('os')" --bits 3 --name a""", 2, "unexpected character"),
@@ -536,3 +538,61 @@ def test_version(run):
     status, out, _ = run("--version")
     assert status == 0
     assert out.startswith("fitact 0.")
+
+
+# ---------------------------------------------------------------------------------------- show, param, warnings
+
+
+def test_show_catalog(capsys):
+    assert main(["show"]) == 0
+    out = capsys.readouterr().out
+    for name in CATALOG:
+        assert re.search(rf"^{name} ", out, re.MULTILINE)
+    assert "F.leaky_relu(x, 0.01)" in out
+
+
+@pytest.mark.parametrize(
+    ("thing", "lines"),
+    [
+        ("hardtanh", ["-1, 1", "yes: |x| is coded", "yes: exact at 1 bit"]),
+        ("relu6", ["0, 6", "no", "yes: exact at 2 bits"]),
+        ("gelu", ["F.gelu(x)", "none", "derivative is a step function  no"]),
+        ("x*exp(-x)", ["PyTorch                        none"]),
+    ],
+)
+def test_show_activation(thing, lines, capsys):
+    assert main(["show", thing]) == 0
+    out = capsys.readouterr().out
+    for line in lines:
+        assert line in out
+
+
+def test_show_fits_side_by_side(capsys):
+    assert main(["fit", "--fn", "tanh", "--bits", "1", "--bits", "2"]) == 0
+    capsys.readouterr()
+    assert main(["show", "generated/fits/tanh_fewbit1.json", "generated/fits/tanh_fewbit2.json"]) == 0
+    header, one, two = capsys.readouterr().out.splitlines()
+    assert header.split() == ["bits", "objective", "||f'-q||", "max", "rms", "primitive", "max"]
+    assert one.split()[:3] == ["tanh_fewbit1", "1", "0.1583998"]
+    assert two.split()[:3] == ["tanh_fewbit2", "2", "0.0319104"]
+    assert float(one.split()[3]) == pytest.approx(0.1583998**0.5, rel=1e-6)
+
+
+def test_parameters(capsys):
+    command = "fit --fn leaky_relu --param negative_slope=0.2 --bits 1"
+    assert main([*command.split(), "--name", "leaky"]) == 0
+    assert json.loads(Path("generated/fits/leaky.json").read_text())["levels"] == [0.20000000298023224, 1.0]
+    assert main(["codegen"]) == 0
+    assert "F.leaky_relu(x, 0.2)" in Path("generated/leaky.py").read_text()
+    capsys.readouterr()
+    assert main(command.split()) == 2
+    assert "--name is required for --param" in capsys.readouterr().err
+    assert main([*command.replace("0.2", "x").split(), "--name", "leaky"]) == 2
+    assert "expected NAME=NUMBER" in capsys.readouterr().err
+
+
+def test_warnings_are_one_line_each_and_no_failure(capsys):
+    assert main(["fit", "--fn", "relu6", "--fn", "relu2", "--bits", "1"]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("fitact: warning: the derivative of relu6 is a step function")
+    assert second.startswith("fitact: warning: beyond the domain -10 10 the derivative of relu2")

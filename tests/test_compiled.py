@@ -12,7 +12,7 @@ import torch
 
 from fitact.runtime import ops
 
-from .steps import Shipped, shipped
+from .steps import Shipped, each
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -54,7 +54,7 @@ def vector_bytes(one: Shipped, dtype: str) -> int:
     return 8 if one.fit["bits"] == 4 and dtype != "fp32" else 16
 
 
-@pytest.mark.parametrize("one", shipped(), ids=lambda one: one.name)
+@each({f"gelu_fewbit{bits}" for bits in (1, 2, 3, 4)})
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
@@ -75,7 +75,7 @@ def test_nvidia(one: Shipped, pass_: str, dtype: str, target: str, tmp_path: Pat
     assert len(re.findall(rf"\bSTG\.E\S*\{width}\b", code)) >= ROWS
 
 
-@pytest.mark.parametrize("one", shipped(), ids=lambda one: one.name)
+@each({f"gelu_fewbit{bits}" for bits in (1, 2, 3, 4)})
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amd(one: Shipped, pass_: str, dtype: str) -> None:

@@ -18,6 +18,9 @@ from fitact.fitter.fewbit import fit, programme, refine
 from fitact.fitter.moments import Moments
 from fitact.fitter.weight import Weight
 
+# Fits on odd domains, and of few levels, warn: tests/test_catalog.py has what they say.
+pytestmark = pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+
 REFERENCE = Path(__file__).parent / "reference"
 TABLE1 = json.loads((REFERENCE / "fewbit_table1.json").read_text())
 OPTIMUM = json.loads((REFERENCE / "fewbit_optimum.json").read_text())

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fitact.errors import FitactError, JobError, UsageError, quote
+from fitact.errors import FitactError, FitWarning, JobError, UsageError, quote
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FitactError", "JobError", "UsageError", "activation"]
+__all__ = ["FitWarning", "FitactError", "JobError", "UsageError", "activation"]
 
 
-def activation(name: str, *, method: str = "fewbit", bits: int = 3) -> nn.Module:
+def activation(name: str, *, method: str = "fewbit", bits: int | None = None) -> nn.Module:
     """Return a shipped activation as a module.
 
     Args:
         name: of the activation in the catalog, e.g. `"gelu"`.
         method: how its derivative was fitted: `"fewbit"`.
-        bits: kept per element for backward.
+        bits: kept per element for backward; by default 3, or the one width that is shipped where the
+            derivative is exact with fewer.
 
     Returns:
         An instance of the class in `fitact.generated.{name}_{method}{bits}`.
@@ -40,13 +41,14 @@ def activation(name: str, *, method: str = "fewbit", bits: int = 3) -> nn.Module
         for path in files("fitact.generated").joinpath("fits").iterdir()
         if path.name.endswith(".json")
     )
-    wanted = f"{name}_{method}{bits}"
-    if wanted not in shipped:
+    wanted = [f"{name}_{method}{k}" for k in ([3, 1, 2, 4] if bits is None else [bits])]
+    found = next((one for one in wanted if one in shipped), None)
+    if found is None:
         raise UsageError(
-            f"no activation {quote(wanted)} is shipped: there are {', '.join(shipped)}; "
+            f"no activation {quote(wanted[0])} is shipped: there are {', '.join(shipped)}; "
             "make others with fitact fit"
         )
-    module = import_module(f"fitact.generated.{wanted}")
+    module = import_module(f"fitact.generated.{found}")
     classes = [getattr(module, name) for name in module.__all__]
     made: nn.Module = next(c for c in classes if isinstance(c, type))()
     return made

@@ -1,4 +1,4 @@
-"""The command line: `fit`, `codegen`, `plot`.
+"""The command line: `fit`, `codegen`, `plot`, `show`.
 
 Errors are one line on standard error: status 2 for wrong use, 1 for a job that failed. The commands import
 what they need when they run, so that `--help` is instant.
@@ -7,6 +7,7 @@ what they need when they run, so that `--help` is instant.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fitact.errors import FitactError, UsageError
+from fitact.errors import FitactError, FitWarning, UsageError, quote
 from fitact.files import reason
 
 if TYPE_CHECKING:
@@ -53,11 +54,18 @@ def cli() -> None:
     metavar="W",
     help="uniform, normal, normal(mean, deviation), or an expression in x.",
 )
+@click.option(
+    "--param",
+    "parameters",
+    multiple=True,
+    metavar="K=V",
+    help="A parameter of the activation, e.g. negative_slope=0.2. Repeatable.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Recorded; fewbit is deterministic.")
 @click.option(
     "--name",
     help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS; required for an "
-    "expression and for another domain or weight]",
+    "expression, for --param and for another domain or weight]",
 )
 @click.option(
     "-o", "--output", type=PATH, metavar="FILE", help="Where to write.  [default: generated/fits/NAME.json]"
@@ -69,6 +77,7 @@ def fit(
     method: str,
     domain: tuple[float, float] | None,
     weight: str,
+    parameters: Sequence[str],
     seed: int,
     name: str | None,
     output: Path | None,
@@ -80,7 +89,8 @@ def fit(
     Examples:
       fitact fit --fn gelu --bits 3
       fitact fit --fn gelu --fn silu --bits 2 --bits 3
-      fitact fit --fn "x*sigmoid(1.702*x)" --bits 3 --name quick_gelu3
+      fitact fit --fn "x*sigmoid(1.5*x)" --bits 3 --name my_act
+      fitact fit --fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky_relu02
     """
     from fitact.files import write
     from fitact.fitter import fewbit
@@ -88,19 +98,21 @@ def fit(
     from fitact.fitter.fit import check_name
     from fitact.fitter.weight import Weight
 
-    jobs = [(Activation.of(function), k) for function in functions for k in bits]
+    values = dict(_parameter(text) for text in parameters)
+    jobs = [(Activation.of(function, values), k) for function in functions for k in bits]
     if len(jobs) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     interval, w = domain or fewbit.DOMAIN, Weight(weight)
     plain = interval == fewbit.DOMAIN and weight == "uniform"
-    if name is None and not (plain and all(activation.name for activation, _ in jobs)):
-        what = "an expression" if plain else "another domain or weight"
+    if name is None and not (plain and not parameters and all(activation.name for activation, _ in jobs)):
+        what = "another domain or weight" if not plain else "--param" if parameters else "an expression"
         raise UsageError(f"--name is required for {what}: it names the file, the module and the function")
     if name is not None:
         check_name(name, "--name")
 
     made = []
-    with _progress(jobs, "fitting") as steps:
+    with _progress(jobs, "fitting") as steps, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FitWarning)
         for activation, k in steps:
             made.append(
                 fewbit.fit(
@@ -117,6 +129,8 @@ def fit(
         _check_replaceable(path, one, force)
     for one, path in zip(made, paths, strict=True):
         write(path, one.to_json())
+    for warning in caught:
+        click.echo(f"fitact: warning: {warning.message}", err=True)
     _table(made)
     for path in paths:
         click.echo(f"wrote {path}")
@@ -188,6 +202,80 @@ def plot(fits: Sequence[Path], output: Path | None) -> None:
     click.echo(f"wrote {path}")
 
 
+@cli.command()
+@click.argument("things", nargs=-1, metavar="[ACTIVATION | FITS...]")
+def show(things: Sequence[str]) -> None:
+    """Show the catalog, an activation, or fits side by side.
+
+    Without arguments the catalog. ACTIVATION is a name of the catalog or an expression in x; FITS are fit files,
+    whose names end in .json.
+
+    \b
+    Examples:
+      fitact show
+      fitact show hardtanh
+      fitact show generated/fits/gelu_fewbit2.json generated/fits/gelu_fewbit3.json
+    """
+    from fitact.fitter.activation import Activation
+    from fitact.fitter.fit import read
+
+    if not things:
+        _show_catalog()
+    elif all(thing.endswith(".json") for thing in things):
+        _table([read(Path(thing)) for thing in things])
+    elif len(things) == 1:
+        _show_activation(Activation.of(things[0]))
+    else:
+        raise UsageError("show takes one activation, or fit files whose names end in .json")
+
+
+def _show_catalog() -> None:
+    from fitact.fitter.catalog import CATALOG
+
+    rows = [("name", "f(x)", "PyTorch")]
+    for name, entry in CATALOG.items():
+        call = "none" if entry.torch is None else entry.filled(entry.torch, {})
+        rows.append((name, entry.filled(entry.expression, {}), call))
+    _columns(rows)
+
+
+def _show_activation(activation: Activation) -> None:
+    from fitact.fitter.fewbit import DOMAIN
+
+    low, high = DOMAIN
+    corners = ", ".join(f"{point:g}" for point in activation.breakpoints(low, high)) or "none"
+    even = activation.has_even_derivative(high)
+    pieces = activation.pieces(0.0 if even else low, high)
+    rows = [
+        ("f(x)", activation.expression),
+        ("PyTorch", activation.torch or "none"),
+        (f"breakpoints in [{low:g}, {high:g}]", corners),
+        ("derivative is even", "yes: |x| is coded" if even else "no"),
+        ("derivative is a step function", "no" if pieces is None else f"yes: exact at {_width(pieces)}"),
+    ]
+    _columns(rows)
+
+
+def _width(pieces: int) -> str:
+    bits = max((pieces - 1).bit_length(), 1)
+    return f"{bits} bit{'s'[: bits > 1]}"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows with their columns aligned, the last one as long as it is."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]))
+
+
+def _parameter(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise UsageError(f"--param {quote(text)}: expected NAME=NUMBER") from None
+
+
 def _read(paths: Sequence[Path]) -> list[StepFit]:
     from fitact.fitter.fit import read
 
@@ -212,12 +300,15 @@ def _progress(
 
 
 def _table(fits: Sequence[StepFit]) -> None:
-    keys = ("objective", "rms", "max", "primitive_max")
-    width = max(len(fit.name) for fit in fits)
-    click.echo(f"{'':{width}}  bits  " + "  ".join(f"{key:>13}" for key in keys))
+    """Print the errors of fits side by side; the norm is the root of the objective."""
+    rows = [("", "bits", "objective", "||f'-q||", "max", "rms", "primitive max")]
     for fit in fits:
-        errors = "  ".join(f"{fit.error[key]:13.7g}" for key in keys)
-        click.echo(f"{fit.name:{width}}  {fit.bits:4}  {errors}")
+        e = fit.error
+        errors = (e["objective"], e["objective"] ** 0.5, e["max"], e["rms"], e["primitive_max"])
+        rows.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

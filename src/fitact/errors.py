@@ -22,6 +22,10 @@ class JobError(FitactError, RuntimeError):
     """A well-stated job failed, for example on a folder that cannot be written: status 1."""
 
 
+class FitWarning(UserWarning):
+    """A fit was made, but it may not be what was wanted; the message says why."""
+
+
 def quote(value: object, limit: int = 60) -> str:
     """Return `value` as it should appear in an error message: `repr`, one line, cut to `limit`."""
     text = repr(value)

@@ -5,7 +5,8 @@
 """mish_fewbit2, keeping 2 bits per element for backward.
 
 f(x) = x*tanh(softplus(x))
-Backward multiplies by a step function of x with 4 levels, fitted to f' by the method fewbit.
+Backward multiplies by a step function with 4 levels, fitted to f' by the method fewbit
+for x from -10 to 10; beyond, the outer levels hold.
 """
 
 import torch
@@ -68,7 +69,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="mish_fewbit2-60370fa04ee6803b",
+        key="mish_fewbit2-8356d2e91b7209a5",
         name="mish_fewbit2",
         bits=2,
         borders=BORDERS.value,

@@ -14,9 +14,7 @@ import torch
 from fitact.runtime import functions, ops
 from fitact.runtime.language import jit, tl
 
-from ..steps import DTYPES, Shipped, around, patterns, shipped
-
-each = pytest.mark.parametrize("one", shipped(), ids=lambda one: one.name)
+from ..steps import DTYPES, KINDS, Shipped, around, each, patterns
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -46,20 +44,20 @@ def check(one: Shipped, x: torch.Tensor) -> None:
         assert torch.equal(dx, expected)
 
 
-@each
+@each(KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 8191, 8192, 8193, 20_000])
 def test_sizes_round_the_tile(one: Shipped, dtype: torch.dtype, n: int) -> None:
     check(one, torch.randn(n).to(dtype) * 3)
 
 
-@each
+@each(KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_borders_and_special_values(one: Shipped, dtype: torch.dtype) -> None:
     check(one, around(one.fit["borders"], dtype).to(dtype))
 
 
-@each
+@each(KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_half_pattern(one: Shipped, dtype: torch.dtype) -> None:
     x = patterns(dtype)
@@ -68,7 +66,7 @@ def test_every_half_pattern(one: Shipped, dtype: torch.dtype) -> None:
     check(one, x)
 
 
-@each
+@each(KINDS)
 def test_through_autograd_and_the_compiler(one: Shipped) -> None:
     torch._dynamo.reset()
     dy = torch.randn(300, 50)
