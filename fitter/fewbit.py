@@ -121,12 +121,14 @@ def programme(moments: Moments, levels: int) -> Array:
         raise UsageError(f"cells: {n} are too few for {levels} levels")
     best = np.full((levels, n + 1), np.inf)
     last = np.zeros((levels, n + 1), dtype=np.intp)
+    total = np.empty((levels - 1, n + 1))  # one buffer: allocating it anew would take longer than the sums
+    rows = np.arange(levels - 1)
     for i in range(1, n + 1):
         cost = spread(moments.sums[:, i, None] - moments.sums[:, :i])
         best[0, i] = cost[0]
-        total = best[:-1, :i] + cost
-        last[1:, i] = total.argmin(axis=1)
-        best[1:, i] = np.take_along_axis(total, last[1:, i, None], axis=1)[:, 0]
+        candidates = np.add(best[:-1, :i], cost, out=total[:, :i])
+        last[1:, i] = candidates.argmin(axis=1)
+        best[1:, i] = candidates[rows, last[1:, i]]
     chosen = np.empty(levels - 1, dtype=np.intp)
     i = n
     for k in range(levels - 1, 0, -1):

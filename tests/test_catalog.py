@@ -14,7 +14,8 @@ from fitact.fitter.activation import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.fit import from_json
 
-from .steps import PIECEWISE_LINEAR, STOCK
+from .conftest import ROOT
+from .steps import PIECEWISE_LINEAR, STOCK, Shipped, shipped
 
 PARAMETERS = [
     ("celu", {"alpha": 2.5}, lambda x: F.celu(x, 2.5)),
@@ -126,3 +127,13 @@ def test_every_activation_ships() -> None:
     for name in ("gelu", "silu"):
         for bits in (1, 2, 3, 4):
             assert type(fitact.activation(name, bits=bits)).__name__ == f"{name.capitalize()}Fewbit{bits}"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+@pytest.mark.parametrize("one", shipped(), ids=lambda one: one.name)
+def test_shipped_fits_are_what_the_fitter_makes(one: Shipped) -> None:
+    path = ROOT / "generated" / "fits" / f"{one.name}.json"
+    read = from_json(path.read_text())
+    made = fewbit.fit(read.activation, read.bits, read.name, domain=read.domain, weight=read.weight)
+    assert made.to_json() == path.read_text()
