@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(abspath $(VENV))/bin
 SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtime generated -name '*.py' -o -name '*.j2' -o -name '*.json')
 
-# Threads that wait without spinning: ten times faster where something else runs on the same cores.
+# Threads that wait without spinning: far faster where something else runs on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test test-all lint format check bench clean

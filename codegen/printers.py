@@ -152,7 +152,7 @@ class _Printer:
             return self.power(node)
         if isinstance(node, language.Where):
             condition, *values = node.args
-            texts = [self.comparison(condition), *map(self.text, values)]
+            texts = [self.comparison(condition, node.func), *map(self.text, values)]
             if not any(value.free_symbols for value in values):
                 texts[1] = self.dialect.constant.format(texts[1])
             return self.call(self.dialect.where, *texts), _CALL
@@ -207,13 +207,14 @@ class _Printer:
             return self.node(language.exp(exponent * language.log(base)))
         return self.node(language.exp(math.log(language.constant(base)) * exponent))
 
-    def comparison(self, u: Expr) -> str:
-        """Return the text of u > 0, with a constant term moved to the right and no leading minus."""
+    def comparison(self, u: Expr, kind: Expr) -> str:
+        """Return the text of u > 0 or u >= 0, with a constant term moved to the right and no leading minus."""
+        equal = "=" if kind is language.WhereAtLeast else ""
         constant, rest = u.as_coeff_Add()
         bound = -language.constant(constant)
         if rest.could_extract_minus_sign():
-            return f"{self.text(-rest)} < {number(-bound)[0]}"
-        return f"{self.text(rest)} > {number(bound)[0]}"
+            return f"{self.text(-rest)} <{equal} {number(-bound)[0]}"
+        return f"{self.text(rest)} >{equal} {number(bound)[0]}"
 
 
 def _place(term: Expr) -> tuple[bool, bool]:

@@ -42,7 +42,8 @@ class Entry:
         return text.format(**{name: repr(float(value)) for name, value in values.items()})
 
 
-# At a breakpoint the derivative of a formula is that of the branch that `where` takes there: PyTorch's.
+# At a breakpoint the derivative of a formula is that of the branch that `where` takes there: PyTorch's. And NaN,
+# for which no comparison holds, ends in a branch that keeps it.
 CATALOG: dict[str, Entry] = {
     "celu": Entry("where(x > 0, x, {alpha}*expm1(x/{alpha}))", "F.celu(x, {alpha})", {"alpha": 1.0}),
     "elu": Entry("where(x > 0, x, {alpha}*expm1(x))", "F.elu(x, {alpha})", {"alpha": 1.0}),
@@ -52,12 +53,12 @@ CATALOG: dict[str, Entry] = {
         'F.gelu(x, approximate="tanh")',
     ),
     "hardshrink": Entry(
-        "where(x > {lambd}, x, where(x < -{lambd}, x, 0))", "F.hardshrink(x, {lambd})", {"lambd": 0.5}
+        "where(x >= -{lambd}, where(x <= {lambd}, 0, x), x)", "F.hardshrink(x, {lambd})", {"lambd": 0.5}
     ),
-    "hardsigmoid": Entry("where(x > -3, where(x < 3, x/6 + 1/2, 1), 0)", "F.hardsigmoid(x)"),
-    "hardswish": Entry("where(x > -3, where(x < 3, x*(x + 3)/6, x), 0)", "F.hardswish(x)"),
+    "hardsigmoid": Entry("where(x >= 3, 1, where(x <= -3, 0, x/6 + 1/2))", "F.hardsigmoid(x)"),
+    "hardswish": Entry("where(x >= 3, x, where(x <= -3, 0, x*(x + 3)/6))", "F.hardswish(x)"),
     "hardtanh": Entry(
-        "where(x > {min_val}, where(x < {max_val}, x, {max_val}), {min_val})",
+        "where(x >= {max_val}, {max_val}, where(x <= {min_val}, {min_val}, x))",
         "F.hardtanh(x, {min_val}, {max_val})",
         {"min_val": -1.0, "max_val": 1.0},
     ),
@@ -69,14 +70,14 @@ CATALOG: dict[str, Entry] = {
     "quick_gelu": Entry("x*sigmoid(1.702*x)", None),
     "relu": Entry("relu(x)", "F.relu(x)"),
     "relu2": Entry("relu(x)**2", "F.relu(x).square()"),
-    "relu6": Entry("where(x > 0, where(x < 6, x, 6), 0)", "F.relu6(x)"),
+    "relu6": Entry("where(x >= 6, 6, where(x <= 0, 0, x))", "F.relu6(x)"),
     # α and λ of Klambauer et al., Self-Normalizing Neural Networks, as PyTorch rounds them to float64
     "selu": Entry("1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))", "F.selu(x)"),
     "sigmoid": Entry("sigmoid(x)", "torch.sigmoid(x)"),
     "silu": Entry("x*sigmoid(x)", "F.silu(x)"),
     "softplus": Entry("softplus(x)", "F.softplus(x)"),
     "softshrink": Entry(
-        "where(x > {lambd}, x - {lambd}, where(x < -{lambd}, x + {lambd}, 0))",
+        "where(x >= -{lambd}, where(x <= {lambd}, 0, x - {lambd}), x + {lambd})",
         "F.softshrink(x, {lambd})",
         {"lambd": 0.5},
     ),
@@ -84,7 +85,7 @@ CATALOG: dict[str, Entry] = {
     "tanh": Entry("tanh(x)", "torch.tanh(x)"),
     "tanhshrink": Entry("x - tanh(x)", "F.tanhshrink(x)"),
     "threshold": Entry(
-        "where(x > {threshold}, x, {value})",
+        "where(x <= {threshold}, {value}, x)",
         "F.threshold(x, {threshold}, {value})",
         {"threshold": 1.0, "value": 0.0},
     ),

@@ -22,21 +22,28 @@ x = sympy.Symbol("x")
 
 
 class Where(sympy.Function):
-    """`where(u > 0, a, b)`, the one conditional: every comparison is brought to this form."""
+    """`where(u > 0, a, b)`: b also where u is NaN, as in PyTorch."""
 
     nargs = 3
+    holds = staticmethod(operator.gt)  # how u compares with 0
 
     @classmethod
     def eval(cls, u: Any, a: Any, b: Any) -> Any:
         if a == b:
             return a
         if u.is_number:
-            return a if constant(u) > 0 else b
+            return a if cls.holds(constant(u), 0.0) else b
         return None
 
     def _eval_derivative(self, symbol: Any) -> Any:
         u, a, b = self.args
-        return Where(u, a.diff(symbol), b.diff(symbol))
+        return self.func(u, a.diff(symbol), b.diff(symbol))
+
+
+class WhereAtLeast(Where):
+    """`where(u >= 0, a, b)`."""
+
+    holds = staticmethod(operator.ge)
 
 
 class exp(sympy.Function):  # noqa: N801  SymPy prints a function by its class name
@@ -133,8 +140,11 @@ def _gelu(u: Any) -> Any:
     return u * (1 + sympy.erf(u / sympy.sqrt(2))) / 2
 
 
-def _where(u: Any, a: Any, b: Any) -> Any:
-    return Where(u, a, b)
+def _chosen(a: Any, b: Any, side: int) -> Any:
+    """Return min (side 1) or max (side −1) of a and b: NaN if x is, like PyTorch's clamp."""
+    if b.is_number:
+        a, b = b, a
+    return Where(side * (b - a), a, b)
 
 
 # The functions of the language: name → (number of arguments, what builds the SymPy expression).
@@ -153,8 +163,8 @@ FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     "sign": (1, sign),
     "gelu": (1, _gelu),
     "silu": (1, lambda u: u * sigmoid(u)),
-    "min": (2, lambda a, b: Where(b - a, a, b)),
-    "max": (2, lambda a, b: Where(a - b, a, b)),
+    "min": (2, lambda a, b: _chosen(a, b, 1)),
+    "max": (2, lambda a, b: _chosen(a, b, -1)),
 }
 CONSTANTS = {"pi": sympy.pi, "e": sympy.E}
 
@@ -163,8 +173,12 @@ SWITCH_SAMPLES = 4001
 SWITCHES = (Where, relu, absolute, sign)
 
 
-def _select(u: Array, a: Array, b: Array) -> Array:
+def _where(u: Array, a: Array, b: Array) -> Array:
     return np.where(u > 0, a, b)
+
+
+def _where_at_least(u: Array, a: Array, b: Array) -> Array:
+    return np.where(u >= 0, a, b)
 
 
 def _erf(u: Array) -> Array:
@@ -179,13 +193,14 @@ def _sigmoid(u: Array) -> Array:
 
 
 _NUMPY: dict[Any, Callable[..., Array]] = {
-    Where: _select,
+    Where: _where,
+    WhereAtLeast: _where_at_least,
     sigmoid: _sigmoid,
     softplus: lambda u: np.logaddexp(u, 0.0),
     tanh: np.tanh,
     expm1: np.expm1,
     log1p: np.log1p,
-    relu: lambda u: np.where(u > 0, u, 0.0),
+    relu: lambda u: np.where(u < 0, 0.0, u),
     absolute: np.abs,
     sign: np.sign,
     exp: np.exp,

@@ -47,7 +47,7 @@ class Moments:
         sums: W, F and S at the grid points, (3, n + 1).
 
     Raises:
-        UsageError: f′ is unbounded somewhere, or too steep to be integrated.
+        UsageError: f′ is unbounded somewhere, has a jump that is no breakpoint, or is too steep to be integrated.
 
     """
 
@@ -85,7 +85,9 @@ class Moments:
         starts, ends = self.grid[worst], self.grid[worst + 1]
         narrow = varies[worst] & (ends - starts < NARROWEST * (self.grid[-1] - self.grid[0]))
         if narrow.any():
-            raise UsageError(f"the derivative is unbounded or too steep near x = {starts[narrow][0]:g}")
+            raise UsageError(
+                f"the derivative is unbounded, or jumps or is too steep, near x = {starts[narrow][0]:g}"
+            )
         middle = (starts + ends) / 2
         self.grid = np.insert(self.grid, worst + 1, middle)
         self._rows[:, worst] = self._integrate(starts, middle)

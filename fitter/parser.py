@@ -18,7 +18,7 @@ import sympy
 
 from fitact.errors import UsageError, quote
 
-from .expression import CONSTANTS, FUNCTIONS, Expr, Where, constant, exp, x
+from .expression import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, exp, x
 
 MAX_LENGTH = 2000  # characters
 # No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
@@ -233,9 +233,9 @@ class _Parser:
             case ast.Lt():
                 chosen = Where(right - left, a, b)
             case ast.GtE():
-                chosen = Where(right - left, b, a)
+                chosen = WhereAtLeast(left - right, a, b)
             case ast.LtE():
-                chosen = Where(left - right, b, a)
+                chosen = WhereAtLeast(right - left, a, b)
             case _:
                 self.refuse(test, "a condition compares with <, <=, > or >=")
         return self.checked(node, chosen)

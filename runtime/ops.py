@@ -114,7 +114,7 @@ def apply(x: Tensor, key: str) -> Tensor:
             f"{find(key).name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
         )
     if not torch.is_grad_enabled():
-        return find(key).value(x)
+        return find(key).value(x).to(x.dtype)  # autocast widens some operators' results
     if x.is_contiguous():
         return _differentiable(x, (), key)
     order = _memory_order(x)
@@ -132,7 +132,15 @@ def _differentiable(x: Tensor, dims: Sequence[int], key: str) -> Tensor:
 def _memory_order(x: Tensor) -> list[int] | None:
     """Return the permutation that makes a dense tensor contiguous, None if there is none."""
     strides, sizes = x.stride(), x.shape
-    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
+    order: list[int] = []
+    for dim in range(x.dim()):  # insertion sort: a compiler can guard comparisons of symbolic sizes, but not sort
+        place = len(order)
+        while place > 0:
+            other = order[place - 1]
+            if strides[dim] < strides[other] or (strides[dim] == strides[other] and sizes[dim] <= sizes[other]):
+                break
+            place -= 1
+        order.insert(place, dim)
     return order if x.permute(order).is_contiguous() else None
 
 
@@ -189,9 +197,10 @@ class _Gradient(torch.autograd.Function):
 def _forward_eager(x: Tensor, dims: Sequence[int], key: str) -> tuple[Tensor, Tensor]:
     step = find(key)
     with torch.no_grad():
-        y = step.value(x.permute(list(dims)) if dims else x).to(x.dtype)  # autocast widens some operators' results
+        y = step.value(x.permute(list(dims)) if dims else x).to(x.dtype)
         if dims:
-            y = y.permute(_inverse(dims)).contiguous()
+            # set_: the result may be a permutation of y, but no view of it, or it could not be changed in place
+            y = x.new_empty(0).set_(y.permute(_inverse(dims)).contiguous())
         return y, eager.encode(x, step.borders, step.bits, step.even)
 
 
@@ -246,7 +255,7 @@ def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, key: str)
 def _padded(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Return a batch (size, …) as (size, elements rounded up to whole tiles), contiguous."""
     batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    flat = batch.reshape(size, -1)
+    flat = batch.reshape(size, batch.shape[1:].numel())
     return torch.nn.functional.pad(flat, (0, -flat.shape[1] % eager.TILE))
 
 
@@ -258,7 +267,7 @@ def _forward_vmap(
     shape = x.movedim(dim, 0).shape
     y, codes = torch.ops.fitact.forward(_padded(x, dim, size), (), key)
     y = y[:, : shape[1:].numel()].reshape(shape)
-    return (y, codes.view(size, -1)), (0, 0)
+    return (y, codes.view(size, codes.numel() // max(size, 1))), (0, 0)
 
 
 def _backward_vmap(

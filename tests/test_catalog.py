@@ -137,3 +137,10 @@ def test_shipped_fits_are_what_the_fitter_makes(one: Shipped) -> None:
     read = from_json(path.read_text())
     made = fewbit.fit(read.activation, read.bits, read.name, domain=read.domain, weight=read.weight)
     assert made.to_json() == path.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG))
+def test_nan_stays_nan(name: str) -> None:
+    """In the formula too, from which the Triton kernel is written."""
+    assert np.isnan(Activation.of(name).value(np.array([np.nan]))).all()
+    assert STOCK[name](torch.tensor([float("nan")])).isnan().all()

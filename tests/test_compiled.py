@@ -80,9 +80,11 @@ def test_nvidia(one: Shipped, pass_: str, dtype: str, target: str, tmp_path: Pat
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amd(one: Shipped, pass_: str, dtype: str) -> None:
     code = compiled(one, pass_, dtype, TARGETS["gfx942"]).asm["amdgcn"]
-    for kind in ("vgpr", "sgpr"):
-        assert re.findall(rf"\.{kind}_spill_count:\s+(\d+)", code) == ["0"]
+    assert re.findall(r"\.vgpr_spill_count:\s+(\d+)", code) == ["0"]
+    assert re.findall(r"\.private_segment_fixed_size:\s+(\d+)", code) == ["0"]  # no memory of its own
     assert "scratch_" not in code
+    if one.fit["bits"] < 4:  # at 4 bits a few scalar registers are parked in lanes of a vector register
+        assert re.findall(r"\.sgpr_spill_count:\s+(\d+)", code) == ["0"]
     width = {16: "dwordx4", 8: "dwordx2"}[vector_bytes(one, dtype)]
     assert len(re.findall(rf"(?:buffer|global)_load_{width}\b", code)) >= ROWS
     assert len(re.findall(rf"(?:buffer|global)_store_{width}\b", code)) >= ROWS

@@ -230,6 +230,34 @@ def test_compile_dynamic_recompiles_once() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("layout", ["transposed", "channels_last"])
+def test_compile_other_layouts_with_dynamic_sizes(layout: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(gelu_fewbit3, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (8, 9, 30):
+        x = torch.randn(2, n, 4, 5)
+        x = x.transpose(1, 2) if layout == "transposed" else x.to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        y = compiled(x)
+        dy = torch.randn_like(y)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        torch.testing.assert_close(y, F.gelu(x))
+        assert equal(dx, GELU3.gradient(x, dy))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_result_can_be_changed_in_place(layout: str) -> None:
+    x = LAYOUTS[layout]().requires_grad_()
+    y = gelu_fewbit3(x).mul_(2)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert equal(dx, 2 * GELU3.slope(x).float())
+
+
+def test_vmap_of_nothing() -> None:
+    assert torch.func.vmap(gelu_fewbit3)(torch.randn(0, 7)).shape == (0, 7)
+    assert torch.func.vmap(gelu_fewbit3)(torch.randn(7, 0)).shape == (7, 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(16, 64), fitact.activation("gelu"), nn.Linear(64, 16))
