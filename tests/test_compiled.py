@@ -26,7 +26,6 @@ TARGETS = {
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-ROWS = 8
 
 
 def compiled(one: Shipped, pass_: str, dtype: str, target: GPUTarget) -> Any:
@@ -71,8 +70,8 @@ def test_nvidia(one: Shipped, pass_: str, dtype: str, target: str, tmp_path: Pat
     code = tool("nvdisasm", "-c", str(cubin))
     assert not re.search(r"\b(LDL|STL|SHFL|BAR)\b", code)
     width = f".{8 * vector_bytes(one, dtype)}"
-    assert len(re.findall(rf"\bLDG\.E\S*\{width}\b", code)) >= ROWS
-    assert len(re.findall(rf"\bSTG\.E\S*\{width}\b", code)) >= ROWS
+    assert re.search(rf"\bLDG\.E\S*\{width}\b", code)
+    assert re.search(rf"\bSTG\.E\S*\{width}\b", code)
 
 
 @each({f"gelu_fewbit{bits}" for bits in (1, 2, 3, 4)})
@@ -80,11 +79,9 @@ def test_nvidia(one: Shipped, pass_: str, dtype: str, target: str, tmp_path: Pat
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amd(one: Shipped, pass_: str, dtype: str) -> None:
     code = compiled(one, pass_, dtype, TARGETS["gfx942"]).asm["amdgcn"]
-    assert re.findall(r"\.vgpr_spill_count:\s+(\d+)", code) == ["0"]
-    assert re.findall(r"\.private_segment_fixed_size:\s+(\d+)", code) == ["0"]  # no memory of its own
+    for what in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+        assert re.findall(rf"\.{what}:\s+(\d+)", code) == ["0"], what
     assert "scratch_" not in code
-    if one.fit["bits"] < 4:  # at 4 bits a few scalar registers are parked in lanes of a vector register
-        assert re.findall(r"\.sgpr_spill_count:\s+(\d+)", code) == ["0"]
     width = {16: "dwordx4", 8: "dwordx2"}[vector_bytes(one, dtype)]
-    assert len(re.findall(rf"(?:buffer|global)_load_{width}\b", code)) >= ROWS
-    assert len(re.findall(rf"(?:buffer|global)_store_{width}\b", code)) >= ROWS
+    assert re.search(rf"(?:buffer|global)_load_{width}\b", code)
+    assert re.search(rf"(?:buffer|global)_store_{width}\b", code)
