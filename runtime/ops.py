@@ -200,7 +200,8 @@ def _forward_eager(x: Tensor, dims: Sequence[int], key: str) -> tuple[Tensor, Te
         y = step.value(x.permute(list(dims)) if dims else x).to(x.dtype)
         if dims:
             # set_: the result may be a permutation of y, but no view of it, or it could not be changed in place
-            y = x.new_empty(0).set_(y.permute(_inverse(dims)).contiguous())
+            y = y.permute(_inverse(dims)).contiguous()
+            y = x.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
         return y, eager.encode(x, step.borders, step.bits, step.even)
 
 

@@ -301,7 +301,7 @@ def _progress(
 
 def _table(fits: Sequence[StepFit]) -> None:
     """Print the errors of fits side by side; the norm is the root of the objective."""
-    rows = [("", "bits", "objective", "||f'-q||", "max", "rms", "primitive max")]
+    rows: list[tuple[str, ...]] = [("", "bits", "objective", "||f'-q||", "max", "rms", "primitive max")]
     for fit in fits:
         e = fit.error
         errors = (e["objective"], e["objective"] ** 0.5, e["max"], e["rms"], e["primitive_max"])

@@ -27,10 +27,10 @@ def check(one: Shipped, x: torch.Tensor) -> None:
     y, codes = torch.ops.fitact.forward(x, (), key)
     assert torch.equal(codes, ops._forward_eager(x, (), key)[1])
     exact = one.stock(x.double())
-    # 1 + erf cancels on the far left: a rounding of 1, times x
+    # x (1 + erf) cancels on the far left and x − tanh x near 0: the device functions' 5e-7, times x
     info = torch.finfo(x.dtype)
     smallest = info.smallest_normal * (1 if x.dtype == torch.bfloat16 else info.eps)
-    allowed = ULP[x.dtype] * exact.abs() + 1.2e-7 * x.double().abs() + smallest
+    allowed = ULP[x.dtype] * exact.abs() + 5e-7 * x.double().abs() + smallest
     rounded = exact.to(x.dtype).double()
     assert bool(((y.double() - exact).abs() <= allowed)[rounded.isfinite()].all())
     assert torch.equal(y[~rounded.isfinite()].double().nan_to_num(), rounded[~rounded.isfinite()].nan_to_num())
