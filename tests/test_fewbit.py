@@ -454,15 +454,16 @@ def bounded(monkeypatch):
     monkeypatch.setattr(Activation, "derivative", counted)
 
 
-# formula, bits, the levels of f′ from left to right, its breakpoints and the side each belongs to
+# formula, bits, the levels of f′ from left to right, its breakpoints and the side each belongs to; min and max with
+# a number are clamps, whose gradient PyTorch passes at the bound too
 STEPS = [
     ("relu", 1, [0, 1], {0: "lower"}),
     ("where(x > 0, x, 0.01*x)", 1, [0.01, 1], {0: "lower"}),
     ("where(x<0, 0.1*x-1, 2*x+3)", 1, [0.1, 2], {0: "upper"}),
     ("where(x<=0, 0.1*x-1, 2*x+3)", 1, [0.1, 2], {0: "lower"}),
-    ("max(min(x,1),-1)", 1, [0, 1, 0], {-1: "lower", 1: "upper"}),
-    ("max(min(x,1),-1)", 2, [0, 1, 0], {-1: "lower", 1: "upper"}),
-    ("min(relu(x), 6)", 2, [0, 1, 0], {0: "lower", 6: "upper"}),
+    ("max(min(x,1),-1)", 1, [0, 1, 0], {-1: "upper", 1: "lower"}),
+    ("max(min(x,1),-1)", 2, [0, 1, 0], {-1: "upper", 1: "lower"}),
+    ("min(relu(x), 6)", 2, [0, 1, 0], {0: "lower", 6: "lower"}),
     ("where(abs(x) > 0.5, x, 0)", 1, [1, 0, 1], {-0.5: "upper", 0.5: "lower"}),
     ("abs(x - 1)", 1, [-1, 1], {1: "between"}),
     *((f"where(x > {c}, x, 0)", 1, [0, 1], {c: "between"}) for c in (0.1, 0.2, -1.3)),
