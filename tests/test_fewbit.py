@@ -454,8 +454,8 @@ def bounded(monkeypatch):
     monkeypatch.setattr(Activation, "derivative", counted)
 
 
-# formula, bits, the levels of f′ from left to right, its breakpoints and the side each belongs to; min and max with
-# a number are clamps, whose gradient PyTorch passes at the bound too
+# formula, bits, the levels of f′ from left to right, its breakpoints and the side each belongs to; min and max
+# with a number are clamps, whose gradient PyTorch passes at the bound too
 STEPS = [
     ("relu", 1, [0, 1], {0: "lower"}),
     ("where(x > 0, x, 0.01*x)", 1, [0.01, 1], {0: "lower"}),
