@@ -46,7 +46,7 @@ class WhereAtLeast(Where):
     holds = staticmethod(operator.ge)
 
 
-class exp(sympy.Function):  # noqa: N801  SymPy prints a function by its class name
+class exp(sympy.Function):
     """exp(u); SymPy's own would turn exp(1e9*log(10)) into an integer of a billion digits."""
 
     nargs = 1
@@ -55,7 +55,7 @@ class exp(sympy.Function):  # noqa: N801  SymPy prints a function by its class n
         return exp(self.args[0])
 
 
-class log(sympy.Function):  # noqa: N801
+class log(sympy.Function):
     """The natural logarithm."""
 
     nargs = 1
@@ -64,7 +64,7 @@ class log(sympy.Function):  # noqa: N801
         return 1 / self.args[0]
 
 
-class sigmoid(sympy.Function):  # noqa: N801
+class sigmoid(sympy.Function):
     """σ(u) = 1 / (1 + exp(−u)), with σ′ = σ(u) σ(−u): no cancellation in either tail."""
 
     nargs = 1
@@ -73,7 +73,7 @@ class sigmoid(sympy.Function):  # noqa: N801
         return sigmoid(self.args[0]) * sigmoid(-self.args[0])
 
 
-class softplus(sympy.Function):  # noqa: N801
+class softplus(sympy.Function):
     """log(1 + exp(u)), whose derivative is σ(u)."""
 
     nargs = 1
@@ -82,7 +82,7 @@ class softplus(sympy.Function):  # noqa: N801
         return sigmoid(self.args[0])
 
 
-class tanh(sympy.Function):  # noqa: N801
+class tanh(sympy.Function):
     """tanh u, with 1 − tanh² u = 4 σ(2u) σ(−2u): no cancellation."""
 
     nargs = 1
@@ -91,7 +91,7 @@ class tanh(sympy.Function):  # noqa: N801
         return 4 * sigmoid(2 * self.args[0]) * sigmoid(-2 * self.args[0])
 
 
-class expm1(sympy.Function):  # noqa: N801
+class expm1(sympy.Function):
     """exp(u) − 1."""
 
     nargs = 1
@@ -100,7 +100,7 @@ class expm1(sympy.Function):  # noqa: N801
         return exp(self.args[0])
 
 
-class log1p(sympy.Function):  # noqa: N801
+class log1p(sympy.Function):
     """log(1 + u)."""
 
     nargs = 1
@@ -109,7 +109,7 @@ class log1p(sympy.Function):  # noqa: N801
         return 1 / (1 + self.args[0])
 
 
-class relu(sympy.Function):  # noqa: N801
+class relu(sympy.Function):
     """max(u, 0), with PyTorch's derivative, 0 at 0."""
 
     nargs = 1
@@ -118,7 +118,7 @@ class relu(sympy.Function):  # noqa: N801
         return Where(self.args[0], sympy.Integer(1), sympy.Integer(0))
 
 
-class absolute(sympy.Function):  # noqa: N801
+class absolute(sympy.Function):
     """|u|, with PyTorch's derivative, 0 at 0."""
 
     nargs = 1
@@ -127,7 +127,7 @@ class absolute(sympy.Function):  # noqa: N801
         return sign(self.args[0])
 
 
-class sign(sympy.Function):  # noqa: N801
+class sign(sympy.Function):
     """−1, 0 or 1; its derivative is 0."""
 
     nargs = 1

@@ -5,8 +5,7 @@ A tile is 8 rows of 1024 elements, in contiguous order. Row r of column j owns b
 needs no cross-lane work, reads and writes whole vectors, and k bits an element are kept exactly; only the
 last tile is padded, with code 0. The layout is part of the format: `eager` writes the same bytes.
 
-The rows of a tile are a loop, not written out: written out, eight rows of GELU take 128 registers instead of
-87 and three times the instructions, and longer formulas spill.
+The rows of a tile are a loop, not written out: written out they take more registers, and longer formulas spill.
 
 Arithmetic and comparisons are in float32 whatever the storage dtype: comparing bfloat16 with a border would
 round the border first.
