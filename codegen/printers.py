@@ -41,7 +41,7 @@ class Dialect:
     Attributes:
         functions: SymPy class → the text of a call, with {0} for the argument.
         where: the conditional, with {0}, {1}, {2} for condition and values.
-        constant: a number as a tensor, for a conditional between two numbers.
+        constant: a number as a tensor like {variable}, for a conditional between two numbers.
         power: an integer power of a text, and how strongly the result binds.
 
     """
@@ -52,20 +52,41 @@ class Dialect:
     power: Callable[[_Printer, str, int], tuple[str, int]]
 
 
+# Atoms that are functions of `runtime.functions`, under the same names.
+_DEVICE_ATOMS = (
+    language.asinh,
+    language.atan,
+    language.cosh,
+    language.erfc,
+    language.expm1,
+    language.hypot1,
+    language.isru,
+    language.log1p,
+    language.logcosh,
+    language.relu,
+    language.sech2,
+    language.sign,
+    language.sinh,
+    language.softplus,
+    language.softsign,
+    language.squareplus,
+    language.tan,
+    language.tanh,
+    language.tsech2,
+)
+DEVICE_FUNCTIONS = ("power", *(atom.__name__ for atom in _DEVICE_ATOMS))
+
 TRITON = Dialect(
     functions={
         language.exp: "tl.exp({0})",
         language.log: "tl.log({0})",
-        sympy.erf: "tl.erf({0})",
+        language.erf: "tl.erf({0})",
+        language.sin: "tl.sin({0})",
+        language.cos: "tl.cos({0})",
         sympy.sqrt: "tl.sqrt({0})",
         language.sigmoid: "tl.sigmoid({0})",
         language.absolute: "tl.abs({0})",
-        language.softplus: "softplus({0})",
-        language.tanh: "tanh({0})",
-        language.expm1: "expm1({0})",
-        language.log1p: "log1p({0})",
-        language.relu: "relu({0})",
-        language.sign: "sign({0})",
+        **{atom: f"{atom.__name__}({{0}})" for atom in _DEVICE_ATOMS},
     },
     where="tl.where({0}, {1}, {2})",
     constant="{0}",
@@ -74,29 +95,54 @@ TRITON = Dialect(
 
 TORCH = Dialect(
     functions={
-        language.exp: "torch.exp({0})",
-        language.log: "torch.log({0})",
-        sympy.erf: "torch.erf({0})",
         sympy.sqrt: "torch.sqrt({0})",
-        language.sigmoid: "torch.sigmoid({0})",
         language.absolute: "torch.abs({0})",
         # PyTorch's softplus is the identity from a threshold on, by default 20: too early for float64
         language.softplus: "F.softplus({0}, threshold=50.0)",
-        language.tanh: "torch.tanh({0})",
-        language.expm1: "torch.expm1({0})",
-        language.log1p: "torch.log1p({0})",
         language.relu: "F.relu({0})",
-        language.sign: "torch.sign({0})",
+        language.softsign: "F.softsign({0})",
+        **{
+            atom: f"torch.{atom.__name__}({{0}})"
+            for atom in (
+                language.asinh,
+                language.atan,
+                language.cos,
+                language.cosh,
+                language.erf,
+                language.erfc,
+                language.exp,
+                language.expm1,
+                language.log,
+                language.log1p,
+                language.sigmoid,
+                language.sign,
+                language.sin,
+                language.sinh,
+                language.tan,
+                language.tanh,
+            )
+        },
+        **{
+            atom: f"composed.{atom.__name__}({{0}})"
+            for atom in (
+                language.hypot1,
+                language.isru,
+                language.logcosh,
+                language.sech2,
+                language.squareplus,
+                language.tsech2,
+            )
+        },
     },
     where="torch.where({0}, {1}, {2})",
-    constant="torch.full_like(x, {0})",  # where of two numbers would have the default dtype
+    constant="torch.full_like({variable}, {0})",  # where of two numbers would have the default dtype
     power=lambda _, base, n: (f"{base}**{n}" if base.isidentifier() else f"{base} ** {n}", _UNARY),
 )
 
 
-def render(formula: Expr, dialect: Dialect) -> Code:
-    """Print a formula in `x` as source text of a dialect."""
-    printer = _Printer(dialect)
+def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
+    """Print a formula in `x` as source text of a dialect, with another name for `x` if one is given."""
+    printer = _Printer(dialect, variable)
     steps = []
     for i, node in enumerate(_repeated(formula)):
         steps.append((f"u{i}", printer.text(node)))
@@ -127,8 +173,9 @@ def _repeated(formula: Expr) -> list[Expr]:
 
 
 class _Printer:
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, dialect: Dialect, variable: str) -> None:
         self.dialect = dialect
+        self.variable = variable
         self.names: set[str] = set()
         self.known: dict[Expr, str] = {}  # subformulas that have a name already
 
@@ -141,7 +188,7 @@ class _Printer:
         if node in self.known:
             return self.known[node], _CALL
         if node.is_Symbol:
-            return str(node), _CALL
+            return self.variable, _CALL
         if not node.free_symbols:
             return number(language.constant(node))
         if node.is_Add:
@@ -154,7 +201,7 @@ class _Printer:
             condition, *values = node.args
             texts = [self.comparison(condition, node.func), *map(self.text, values)]
             if not any(value.free_symbols for value in values):
-                texts[1] = self.dialect.constant.format(texts[1])
+                texts[1] = self.dialect.constant.format(texts[1], variable=self.variable)
             return self.call(self.dialect.where, *texts), _CALL
         if node.func not in self.dialect.functions:
             raise UsageError(f"{node.func.__name__} has no generated code")

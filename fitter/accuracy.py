@@ -38,7 +38,7 @@ def step_errors(
 
     """
     low, high = domain
-    corners = activation.breakpoints(low, high)
+    corners = activation.switch_points(low, high)
     borders = _snapped(borders, np.abs(corners) if even else corners)
 
     def step(x: Array) -> Array:

@@ -10,14 +10,15 @@ import numpy as np
 
 from fitact.errors import UsageError, quote
 
+from . import analysis
+from .analysis import Asymptote, Breakpoint, Monotone, Range
 from .catalog import CATALOG
-from .expression import Array, Expr, evaluate, switch_points, x
+from .expression import Array, Expr, evaluate, sizes, x
 from .parser import parse
+from .stable import stable
+from .zeros import REALS
 
-# Two values of f′ that differ by less than this, relative to its largest, are taken as equal: a thousand
-# roundings of float64.
-TOLERANCE = 1e-12
-SAMPLES = 4001  # points at which a shape that has no closed form is looked for
+MAX_PARTS = 5000  # of f″; the literature's longest has some 600
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,21 @@ class Activation:
 
     @cached_property
     def _f(self) -> Expr:
-        return parse(self.expression, what="activation")
+        parsed = parse(self.expression, what="activation")
+        if max(sizes(parsed)) > MAX_PARTS:
+            raise UsageError(
+                f"activation {quote(self.expression)}: too long: its second derivative, written out, would "
+                f"have more than {MAX_PARTS} parts"
+            )
+        return stable(parsed)
 
     @cached_property
     def _df(self) -> Expr:
-        return self._f.diff(x)
+        return stable(self._f.diff(x))
 
     @cached_property
     def _d2f(self) -> Expr:
-        return self._df.diff(x)
+        return stable(self._df.diff(x))
 
     @property
     def torch(self) -> str | None:
@@ -90,6 +97,16 @@ class Activation:
         """The activation as a SymPy expression in `expression.x`."""
         return self._f
 
+    @property
+    def slope(self) -> Expr:
+        """Its derivative as a SymPy expression in `expression.x`."""
+        return self._df
+
+    @property
+    def curvature(self) -> Expr:
+        """Its second derivative as a SymPy expression in `expression.x`."""
+        return self._d2f
+
     def value(self, at: Array) -> Array:
         """Return f at the points, float64 of any shape."""
         return evaluate(self._f, at)
@@ -102,27 +119,46 @@ class Activation:
         """Return f″ at the points, away from breakpoints."""
         return evaluate(self._d2f, at)
 
-    def breakpoints(self, low: float, high: float) -> Array:
-        """Return the points inside (low, high) where f or f′ may have a corner or a jump, increasing."""
-        return switch_points(self._f, low, high)
+    def switch_points(self, low: float, high: float) -> Array:
+        """Return the points inside (low, high) where f or f′ may have a corner or a jump, increasing.
+
+        Beside the breakpoints these are the points where a `where`, `relu`, `abs` or `sign` switches smoothly.
+        """
+        return analysis.switch_points(self._f, low, high)
+
+    def breakpoints(self, low: float = -REALS, high: float = REALS) -> tuple[Breakpoint, ...]:
+        """Return the jumps of f and of f′ inside (low, high), increasing."""
+        return analysis.breakpoints(self._f, self._df, low, high)
 
     def has_even_derivative(self, high: float) -> bool:
         """Whether f′(−x) = f′(x) on [0, high], to 1e-12 of its largest value."""
-        at = np.linspace(0.0, high, SAMPLES)[1:]
-        at = np.setdiff1d(at, np.abs(self.breakpoints(-high, high)))
-        right, left = self.derivative(at), self.derivative(-at)
-        if not (np.isfinite(right).all() and np.isfinite(left).all()):
-            return False
-        scale = np.max(np.abs(right), initial=0.0)
-        return bool(np.all(np.abs(right - left) <= TOLERANCE * scale))
+        return analysis.parity(self._df, high) == "even"
 
-    def pieces(self, low: float, high: float) -> int | None:
+    def has_odd_derivative(self, high: float) -> bool:
+        """Whether f′(−x) = −f′(x) on [0, high], to 1e-12 of its largest value."""
+        return analysis.parity(self._df, high) == "odd"
+
+    @cached_property
+    def asymptotes(self) -> tuple[Asymptote, Asymptote]:
+        """How f behaves toward −∞ and toward +∞."""
+        return analysis.asymptote(self._f, -1), analysis.asymptote(self._f, 1)
+
+    def monotone(self, low: float = -REALS, high: float = REALS) -> Monotone:
+        """Return the intervals of (low, high) on which f is monotone, and the zeros of f′ with their orders."""
+        return analysis.pieces(self._f, self._df, low, high)
+
+    def derivative_range(self, low: float = -REALS, high: float = REALS) -> Range:
+        """Return infimum and supremum of f′ on (low, high)."""
+        return analysis.derivative_range(self._f, self._df, self._d2f, low, high)
+
+    def steps(self, low: float, high: float) -> int | None:
         """Return into how many intervals of constant f′ the breakpoints cut (low, high); None if f′ varies."""
-        corners = self.breakpoints(low, high)
-        edges = np.concatenate([[low], corners, [high]])
+        edges = np.concatenate([[low], self.switch_points(low, high), [high]])
         inside = edges[:-1, None] + np.diff(edges)[:, None] * np.linspace(0.02, 0.98, 49)
         slopes = self.derivative(inside)
-        scale = TOLERANCE * np.max(np.abs(slopes), initial=0.0)
+        if not np.isfinite(slopes).all():
+            return None
+        scale = analysis.TOLERANCE * np.max(np.abs(slopes), initial=0.0)
         if not np.all(np.ptp(slopes, axis=1) <= scale):
             return None
         return 1 + int(np.count_nonzero(np.abs(np.diff(slopes[:, 0])) > scale))

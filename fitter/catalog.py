@@ -47,6 +47,7 @@ class Entry:
 CATALOG: dict[str, Entry] = {
     "celu": Entry("where(x > 0, x, {alpha}*expm1(x/{alpha}))", "F.celu(x, {alpha})", {"alpha": 1.0}),
     "elu": Entry("where(x > 0, x, {alpha}*expm1(x))", "F.elu(x, {alpha})", {"alpha": 1.0}),
+    "exp": Entry("exp(x)", "torch.exp(x)"),
     "gelu": Entry("x*(1 + erf(x/sqrt(2)))/2", "F.gelu(x)"),
     "gelu_tanh": Entry(
         "x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))/2",

@@ -7,8 +7,11 @@ is compiled and nothing is executed.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -46,98 +49,299 @@ class WhereAtLeast(Where):
     holds = staticmethod(operator.ge)
 
 
-class exp(sympy.Function):
+class _Atom(sympy.Function):
+    """A function of one argument u; `slope(u)` is its derivative.
+
+    `parity` is +1 where it is even and -1 where it is odd: then u has no leading minus. `origin` is the value
+    at 0, where it has a short name.
+    """
+
+    nargs = 1
+    parity = 0
+    origin: int | None = None
+
+    @classmethod
+    def eval(cls, u: Any) -> Any:
+        if u == 0 and (cls.parity < 0 or cls.origin is not None):
+            return sympy.Integer(cls.origin or 0)
+        if cls.parity and u.could_extract_minus_sign():
+            return cls.parity * cls(-u)
+        return None
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        raise NotImplementedError
+
+    def fdiff(self, argindex: int = 1) -> Any:
+        return self.slope(self.args[0])
+
+
+class exp(_Atom):
     """exp(u); SymPy's own would turn exp(1e9*log(10)) into an integer of a billion digits."""
 
-    nargs = 1
+    origin = 1
 
-    def fdiff(self, argindex: int = 1) -> Any:
-        return exp(self.args[0])
+    @classmethod
+    def eval(cls, u: Any) -> Any:
+        if u == 0:
+            return sympy.Integer(1)
+        sign, rest = u.as_coeff_Mul()
+        return rest.args[0] ** sign if rest.func is log and rest.is_number and abs(sign) == 1 else None
 
-
-class log(sympy.Function):
-    """The natural logarithm."""
-
-    nargs = 1
-
-    def fdiff(self, argindex: int = 1) -> Any:
-        return 1 / self.args[0]
-
-
-class sigmoid(sympy.Function):
-    """σ(u) = 1 / (1 + exp(−u)), with σ′ = σ(u) σ(−u): no cancellation in either tail."""
-
-    nargs = 1
-
-    def fdiff(self, argindex: int = 1) -> Any:
-        return sigmoid(self.args[0]) * sigmoid(-self.args[0])
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return exp(u)
 
 
-class softplus(sympy.Function):
-    """log(1 + exp(u)), whose derivative is σ(u)."""
-
-    nargs = 1
-
-    def fdiff(self, argindex: int = 1) -> Any:
-        return sigmoid(self.args[0])
-
-
-class tanh(sympy.Function):
-    """tanh u, with 1 − tanh² u = 4 σ(2u) σ(−2u): no cancellation."""
-
-    nargs = 1
-
-    def fdiff(self, argindex: int = 1) -> Any:
-        return 4 * sigmoid(2 * self.args[0]) * sigmoid(-2 * self.args[0])
-
-
-class expm1(sympy.Function):
+class expm1(_Atom):
     """exp(u) − 1."""
 
-    nargs = 1
+    origin = 0
 
-    def fdiff(self, argindex: int = 1) -> Any:
-        return exp(self.args[0])
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return exp(u)
 
 
-class log1p(sympy.Function):
+class log(_Atom):
+    """The natural logarithm."""
+
+    @classmethod
+    def eval(cls, u: Any) -> Any:
+        return sympy.Integer(0) if u == 1 else None
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return 1 / u
+
+
+class log1p(_Atom):
     """log(1 + u)."""
 
-    nargs = 1
+    origin = 0
 
-    def fdiff(self, argindex: int = 1) -> Any:
-        return 1 / (1 + self.args[0])
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return 1 / (1 + u)
 
 
-class relu(sympy.Function):
+class sigmoid(_Atom):
+    """σ(u) = 1 / (1 + exp(−u)), with σ′ = σ(u) σ(−u): no cancellation in either tail."""
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return sigmoid(u) * sigmoid(-u)
+
+
+class softplus(_Atom):
+    """log(1 + exp(u)), whose derivative is σ(u)."""
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return sigmoid(u)
+
+
+class sinh(_Atom):
+    """The hyperbolic sine."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return cosh(u)
+
+
+class cosh(_Atom):
+    """The hyperbolic cosine."""
+
+    parity = 1
+    origin = 1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return sinh(u)
+
+
+class tanh(_Atom):
+    """The hyperbolic tangent."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return sech2(u)
+
+
+class sech2(_Atom):
+    """1 / cosh² u = 1 − tanh² u, without cancellation."""
+
+    parity = 1
+    origin = 1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return -2 * tanh(u) * sech2(u)
+
+
+class tsech2(_Atom):
+    """U / cosh² u, also where u overflows."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return sech2(u) - 2 * tanh(u) * tsech2(u)
+
+
+class logcosh(_Atom):
+    """log(cosh u), without overflow and without cancellation near 0."""
+
+    parity = 1
+    origin = 0
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return tanh(u)
+
+
+class asinh(_Atom):
+    """The inverse hyperbolic sine."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return 1 / hypot1(u)
+
+
+class sin(_Atom):
+    """The sine."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return cos(u)
+
+
+class cos(_Atom):
+    """The cosine."""
+
+    parity = 1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return -sin(u)
+
+
+class tan(_Atom):
+    """The tangent."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return 1 + tan(u) ** 2
+
+
+class atan(_Atom):
+    """The inverse tangent."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return hypot1(u) ** -2
+
+
+class erf(_Atom):
+    """The error function."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return 2 / sympy.sqrt(sympy.pi) * exp(-(u**2))
+
+
+class erfc(_Atom):
+    """1 − erf(u), without cancellation."""
+
+    origin = 1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return -2 / sympy.sqrt(sympy.pi) * exp(-(u**2))
+
+
+class hypot1(_Atom):
+    """√(1 + u²), without overflow."""
+
+    parity = 1
+    origin = 1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return isru(u)
+
+
+class isru(_Atom):
+    """u / √(1 + u²), without overflow."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return hypot1(u) ** -3
+
+
+class squareplus(_Atom):
+    """(u + √(u² + 4)) / 2, without overflow and without cancellation in the left tail."""
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return squareplus(u) / hypot1(u / 2) / 2
+
+
+class softsign(_Atom):
+    """u / (1 + |u|)."""
+
+    parity = -1
+
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return (1 + absolute(u)) ** -2
+
+
+class relu(_Atom):
     """max(u, 0), with PyTorch's derivative, 0 at 0."""
 
-    nargs = 1
+    origin = 0
 
-    def fdiff(self, argindex: int = 1) -> Any:
-        return Where(self.args[0], sympy.Integer(1), sympy.Integer(0))
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return Where(u, sympy.Integer(1), sympy.Integer(0))
 
 
-class absolute(sympy.Function):
+class absolute(_Atom):
     """|u|, with PyTorch's derivative, 0 at 0."""
 
-    nargs = 1
+    parity = 1
+    origin = 0
 
-    def fdiff(self, argindex: int = 1) -> Any:
-        return sign(self.args[0])
+    @staticmethod
+    def slope(u: Any) -> Any:
+        return sign(u)
 
 
-class sign(sympy.Function):
+class sign(_Atom):
     """−1, 0 or 1; its derivative is 0."""
 
-    nargs = 1
+    parity = -1
 
-    def fdiff(self, argindex: int = 1) -> Any:
+    @staticmethod
+    def slope(u: Any) -> Any:
         return sympy.Integer(0)
-
-
-def _gelu(u: Any) -> Any:
-    return u * (1 + sympy.erf(u / sympy.sqrt(2))) / 2
 
 
 def _chosen(a: Any, b: Any, side: int) -> Any:
@@ -147,44 +351,44 @@ def _chosen(a: Any, b: Any, side: int) -> Any:
     return Where(side * (b - a), a, b)
 
 
-# The functions of the language: name → (number of arguments, what builds the SymPy expression).
+# The functions of the language: name → (number of arguments, what builds the SymPy expression). Beside these,
+# every activation of the catalog is one.
 FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     "exp": (1, exp),
     "expm1": (1, expm1),
     "log": (1, log),
     "log1p": (1, log1p),
     "sqrt": (1, sympy.sqrt),
-    "erf": (1, sympy.erf),
+    "square": (1, lambda u: u**2),
+    "sin": (1, sin),
+    "cos": (1, cos),
+    "tan": (1, tan),
+    "atan": (1, atan),
+    "sinh": (1, sinh),
+    "cosh": (1, cosh),
+    "sech2": (1, sech2),
+    "tsech2": (1, tsech2),
+    "logcosh": (1, logcosh),
     "tanh": (1, tanh),
+    "asinh": (1, asinh),
+    "erf": (1, erf),
+    "erfc": (1, erfc),
     "sigmoid": (1, sigmoid),
     "softplus": (1, softplus),
+    "hypot1": (1, hypot1),
+    "isru": (1, isru),
+    "squareplus": (1, squareplus),
+    "softsign": (1, softsign),
     "relu": (1, relu),
     "abs": (1, absolute),
     "sign": (1, sign),
-    "gelu": (1, _gelu),
-    "silu": (1, lambda u: u * sigmoid(u)),
     "min": (2, lambda a, b: _chosen(a, b, 1)),
     "max": (2, lambda a, b: _chosen(a, b, -1)),
+    "clamp": (3, lambda u, low, high: _chosen(_chosen(u, low, -1), high, 1)),
 }
-CONSTANTS = {"pi": sympy.pi, "e": sympy.E}
-
-# Places where a formula may have a corner or a jump: the first argument of these changes sign there.
-SWITCH_SAMPLES = 4001
+# A formula may have a corner or a jump where the first argument of these changes sign.
 SWITCHES = (Where, relu, absolute, sign)
-
-
-def _where(u: Array, a: Array, b: Array) -> Array:
-    return np.where(u > 0, a, b)
-
-
-def _where_at_least(u: Array, a: Array, b: Array) -> Array:
-    return np.where(u >= 0, a, b)
-
-
-def _erf(u: Array) -> Array:
-    from scipy import special  # costs more to import than the rest of this file
-
-    return np.asarray(special.erf(u))
+CONSTANTS = {"pi": sympy.pi, "e": exp(sympy.Integer(1))}
 
 
 def _sigmoid(u: Array) -> Array:
@@ -192,23 +396,114 @@ def _sigmoid(u: Array) -> Array:
     return np.where(u >= 0, 1.0, e) / (1.0 + e)
 
 
-_NUMPY: dict[Any, Callable[..., Array]] = {
-    Where: _where,
-    WhereAtLeast: _where_at_least,
-    sigmoid: _sigmoid,
-    softplus: lambda u: np.logaddexp(u, 0.0),
-    tanh: np.tanh,
+def _softplus(u: Array) -> Array:
+    return np.maximum(u, 0.0) + np.log1p(np.exp(-np.abs(u)))
+
+
+def _sech2(u: Array) -> Array:
+    e = np.exp(-2 * np.abs(u))
+    return np.asarray(4 * e / (1 + e) ** 2)
+
+
+def _tsech2(u: Array) -> Array:
+    bounded = np.clip(u, -400.0, 400.0)  # beyond, it is below 1e-340
+    return np.asarray(bounded * _sech2(bounded))
+
+
+def _logcosh(u: Array) -> Array:
+    a = np.abs(u)
+    tail = a + np.log1p(np.exp(-2 * a)) - np.log(np.asarray(2.0, a.dtype))
+    return np.asarray(np.where(a < 1, np.log1p(2 * np.sinh(np.minimum(a, 1.0) / 2) ** 2), tail))
+
+
+def _special(name: str) -> Callable[[Array], Array]:
+    def function(u: Array) -> Array:
+        from scipy import special  # costs more to import than the rest of this file
+
+        return np.asarray(getattr(special, name)(u))
+
+    return function
+
+
+def _isru(u: Array) -> Array:
+    return np.where(np.isinf(u), np.sign(u), u / np.hypot(u, np.ones((), u.dtype)))
+
+
+def _squareplus(u: Array) -> Array:
+    s = np.hypot(u, np.asarray(2.0, u.dtype))
+    return np.where(u > 0, u / 2 + s / 2, 2 / (s - u))
+
+
+NUMPY: dict[Any, Callable[..., Any]] = {
+    Where: lambda u, a, b: np.where(u > 0, a, b),
+    WhereAtLeast: lambda u, a, b: np.where(u >= 0, a, b),
+    exp: np.exp,
     expm1: np.expm1,
+    log: np.log,
     log1p: np.log1p,
-    relu: lambda u: np.where(u < 0, 0.0, u),
+    sigmoid: _sigmoid,
+    softplus: _softplus,
+    sinh: np.sinh,
+    cosh: np.cosh,
+    tanh: np.tanh,
+    sech2: _sech2,
+    tsech2: _tsech2,
+    logcosh: _logcosh,
+    asinh: np.arcsinh,
+    sin: np.sin,
+    cos: np.cos,
+    tan: np.tan,
+    atan: np.arctan,
+    erf: _special("erf"),
+    erfc: _special("erfc"),
+    hypot1: lambda u: np.hypot(u, np.ones((), u.dtype)),
+    isru: _isru,
+    squareplus: _squareplus,
+    softsign: lambda u: u / (1 + np.abs(u)),
+    relu: lambda u: np.where(u < 0, np.zeros((), u.dtype), u),
     absolute: np.abs,
     sign: np.sign,
-    exp: np.exp,
-    log: np.log,
-    sympy.exp: np.exp,  # from derivatives that SymPy knows, such as those of erf and 2**x
-    sympy.log: np.log,
-    sympy.erf: _erf,
 }
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Numbers of some kind, in which a formula can be evaluated.
+
+    Attributes:
+        constant: a subformula without `x` → its value.
+        add, multiply: of two values.
+        power: value of the base, value of the exponent, and the exponent as a SymPy expression → value.
+        functions: atom → its value from those of its arguments.
+
+    """
+
+    constant: Callable[[Expr], Any]
+    add: Callable[[Any, Any], Any]
+    multiply: Callable[[Any, Any], Any]
+    power: Callable[[Any, Any, Expr], Any]
+    functions: Mapping[Any, Callable[..., Any]]
+
+    def evaluate(self, expr: Expr, at: Any, done: dict[Expr, Any] | None = None) -> Any:
+        """Return the value of a formula; `done` receives that of every subformula."""
+        done = {} if done is None else done
+        done[x] = at
+
+        def value(node: Expr) -> Any:
+            if node not in done:
+                if not node.free_symbols:
+                    done[node] = self.constant(node)
+                elif node.is_Add:
+                    done[node] = reduce(self.add, map(value, node.args))
+                elif node.is_Mul:
+                    done[node] = reduce(self.multiply, map(value, node.args))
+                elif node.is_Pow:
+                    done[node] = self.power(value(node.base), value(node.exp), node.exp)
+                else:
+                    done[node] = self.functions[node.func](*map(value, node.args))
+            return done[node]
+
+        return value(expr)
 
 
 def evaluate(expr: Expr, at: Array) -> Array:
@@ -222,37 +517,63 @@ def evaluate(expr: Expr, at: Array) -> Array:
         The values, shape of `at`. Outside a formula's domain they are NaN or infinite, without a warning.
 
     """
-    done: dict[Any, Any] = {x: at}
-
-    def value(node: Any) -> Any:
-        if node in done:
-            return done[node]
-        if node.is_Rational:
-            result: Any = _ratio(node.p, node.q)
-        elif node.is_Float or node in (sympy.pi, sympy.E):
-            result = float(node)
-        elif node.is_Add:
-            result = _reduce(operator.add, node)
-        elif node.is_Mul:
-            result = _reduce(operator.mul, node)
-        elif node.is_Pow:
-            result = _power(value(node.base), node.exp, value)
-        elif node.func in _NUMPY:
-            result = _NUMPY[node.func](*map(value, node.args))
-        else:
-            result = np.nan  # complex infinity, NaN and the like: what SymPy makes of 1/0
-        done[node] = result
-        return result
-
-    def _reduce(op: Callable[[Any, Any], Any], node: Any) -> Any:
-        terms = [value(arg) for arg in node.args]
-        result = terms[0]
-        for term in terms[1:]:
-            result = op(result, term)
-        return result
-
     with np.errstate(all="ignore"):
-        return np.broadcast_to(np.asarray(value(expr), dtype=np.float64), np.shape(at)).copy()
+        values = FLOAT64.evaluate(expr, np.asarray(at, dtype=np.float64))
+        return np.broadcast_to(np.asarray(values, dtype=np.float64), np.shape(at)).copy()
+
+
+@lru_cache(maxsize=10_000)
+def constant(expr: Expr) -> float:
+    """Return the float64 value of an expression without `x`; NaN for what SymPy makes of 1/0."""
+    if expr.is_Rational:
+        return _ratio(expr.p, expr.q)
+    if expr.is_Float or expr == sympy.pi:
+        return float(expr)
+    args = [np.float64(constant(arg)) for arg in expr.args]
+    with np.errstate(all="ignore"):
+        if expr.is_Add:
+            return float(reduce(operator.add, args))
+        if expr.is_Mul:
+            return float(reduce(operator.mul, args))
+        if expr.is_Pow:
+            return float(_power(args[0], args[1], expr.exp))
+        return float(NUMPY[expr.func](*args)) if expr.func in NUMPY else math.nan
+
+
+def size(expr: Expr) -> int:
+    """Return how many parts a formula written out has."""
+    return sizes(expr)[0]
+
+
+def sizes(expr: Expr) -> tuple[int, int, int]:
+    """Return how many parts a formula written out has, and about how many its first two derivatives would have."""
+    done: dict[Expr, tuple[int, int, int]] = {}
+
+    def parts(node: Expr) -> tuple[int, int, int]:
+        if node not in done:
+            done[node] = _parts(node, [parts(arg) for arg in node.args])
+        return done[node]
+
+    return parts(expr)
+
+
+def _parts(node: Expr, args: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """Return `sizes` from those of the arguments: the rules of differentiation, counted."""
+    own = [sum(arg[k] for arg in args) for k in range(3)]
+    if not args:
+        return 1, int(node == x), 0
+    if node.is_Add or isinstance(node, Where):
+        return own[0] + 1, own[1] + 1, own[2] + 1
+    if node.is_Mul:
+        moving = [arg for arg in args if arg[1]]
+        first = sum(arg[1] + own[0] - arg[0] for arg in moving)
+        second = sum(arg[2] + own[0] - arg[0] for arg in moving)
+        pairs = sum(own[0] - a[0] - b[0] + a[1] + b[1] for a in moving for b in moving if a is not b)
+        return own[0] + 1, first + 1, second + pairs + 1
+    if not own[1]:
+        return own[0] + 1, 0, 0
+    # h(u): h′ u′, and h″ u′² + h′ u″, with u about twice in h′ and four times in h″
+    return own[0] + 1, 2 * own[0] + own[1] + 3, 6 * own[0] + 3 * own[1] + own[2] + 6
 
 
 def _ratio(p: int, q: int) -> float:
@@ -260,52 +581,19 @@ def _ratio(p: int, q: int) -> float:
     try:
         return p / q
     except OverflowError:
-        return np.inf if p > 0 else -np.inf
+        return math.inf if p > 0 else -math.inf
 
 
-def _power(base: Any, exponent: Any, value: Callable[[Any], Any]) -> Any:
-    if exponent == sympy.Rational(1, 2):
+def _power(base: Any, exponent: Any, symbolic: Expr) -> Any:
+    if symbolic == sympy.Rational(1, 2):
         return np.sqrt(base)
-    if exponent == sympy.Rational(-1, 2):
-        return 1.0 / np.sqrt(base)
-    if exponent == -1:
-        return np.divide(1.0, base)
-    return np.power(np.asarray(base, dtype=np.float64), value(exponent))
+    if symbolic == sympy.Rational(-1, 2):
+        return 1 / np.sqrt(base)
+    if symbolic == -1:
+        return 1 / base
+    if symbolic.is_Integer and 0 < symbolic <= 4:  # as exact as products are, and faster
+        return reduce(operator.mul, [base] * int(symbolic))
+    return np.power(base, exponent)
 
 
-def constant(expr: Expr) -> float:
-    """Return the float64 value of an expression without `x`."""
-    return float(evaluate(expr, np.zeros(())))
-
-
-def switch_points(expr: Expr, low: float, high: float) -> Array:
-    """Return the points inside (low, high) where a formula may have a corner or a jump, increasing.
-
-    They are the zeros of the arguments of `where`, `relu`, `abs` and `sign`: exact where the argument is
-    linear in x, otherwise bracketed on a grid of 4000 cells and solved to float64.
-    """
-    arguments = [node.args[0] for node in sympy.preorder_traversal(expr) if isinstance(node, SWITCHES)]
-    found = {point for u in arguments for point in _zeros(u, low, high)}
-    return np.array(sorted(point for point in found if low < point < high), dtype=np.float64)
-
-
-def _zeros(u: Expr, low: float, high: float) -> list[float]:
-    slope = u.diff(x)
-    if not slope.free_symbols:
-        if slope == 0:
-            return []
-        return [float(evaluate(-u.subs(x, 0) / slope, np.zeros(())))]
-
-    from scipy.optimize import brentq
-
-    def at(point: float) -> float:
-        return float(evaluate(u, np.asarray(point)))
-
-    grid = np.linspace(low, high, SWITCH_SAMPLES)
-    values = evaluate(u, grid)
-    zero = values == 0
-    # a run of zeros begins and ends where some inner function switches: those points are found by themselves
-    alone = zero & ~np.roll(zero, 1) & ~np.roll(zero, -1)
-    exact = [float(point) for point in grid[alone]]
-    cross = np.flatnonzero(values[:-1] * values[1:] < 0)
-    return exact + [float(brentq(at, grid[i], grid[i + 1], xtol=1e-15, rtol=1e-15)) for i in cross]
+FLOAT64 = Arithmetic(lambda node: np.float64(constant(node)), operator.add, operator.mul, _power, NUMPY)

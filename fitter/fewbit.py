@@ -20,12 +20,14 @@ import numpy as np
 
 from fitact.errors import FitWarning, UsageError, quote
 
+from . import check
 from .accuracy import step_errors
 from .activation import Activation
 from .expression import Array
 from .fit import StepFit
 from .moments import Moments, spread
 from .weight import Weight
+from .zeros import zeros
 
 METHOD = "fewbit"
 CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley
@@ -69,7 +71,7 @@ def fit(
 
     Warns:
         FitWarning: beyond the domain f′ leaves the outer levels; or f′ is a step function itself, with more steps
-            than the levels can hold.
+            than the levels can hold; or floating point fails on the formula, see `check.problem`.
 
     """
     if isinstance(bits, bool) or bits not in (1, 2, 3, 4):
@@ -77,13 +79,16 @@ def fit(
     low, high = domain
     _check_domain(low, high)
     weight = weight or Weight()
-    breakpoints = np.union1d(activation.breakpoints(low, high), weight.breakpoints(low, high))
-    _check_finite(activation, weight, low, high)
+    breakpoints = np.union1d(activation.switch_points(low, high), weight.breakpoints(low, high))
+    check_finite(activation, weight, low, high)
     even = _is_even(activation, weight, low, high)
     if even:
         breakpoints = np.unique(np.abs(breakpoints[breakpoints != 0]))
+    # a grid that has the extrema of f′ misses no feature of it, however narrow
+    extrema = zeros(activation.curvature, low, high).at
+    marks = np.union1d(breakpoints, np.abs(extrema) if even else extrema)
     try:
-        moments = Moments(activation.derivative, weight, 0.0 if even else low, high, breakpoints, cells)
+        moments = Moments(activation.derivative, weight, 0.0 if even else low, high, marks, cells)
     except UsageError as error:
         raise UsageError(f"activation {quote(activation.expression)}: {error}") from None
     if not moments.sums[0, -1] > 0:
@@ -258,7 +263,8 @@ def _check_domain(low: float, high: float) -> None:
         raise UsageError(f"domain: too narrow for borders in float32, {got}")
 
 
-def _check_finite(activation: Activation, weight: Weight, low: float, high: float) -> None:
+def check_finite(activation: Activation, weight: Weight, low: float, high: float) -> None:
+    """Raise UsageError where f, f′ or w is not finite on the domain, or w negative or 0."""
     at = np.linspace(low, high, 4001)
     f, df = f"activation {quote(activation.expression)}", f"the derivative of {quote(activation.expression)}"
     w = f"weight {quote(weight.text)}"
@@ -278,9 +284,10 @@ def _check_finite(activation: Activation, weight: Weight, low: float, high: floa
 
 def _warn(fit: StepFit) -> None:
     """Warn of what makes a fit less than it seems."""
+    check.warn(fit.activation)
     what = fit.activation.name or quote(fit.activation.expression)
     low, high = fit.domain
-    pieces = fit.activation.pieces(0.0 if fit.even else low, high)
+    pieces = fit.activation.steps(0.0 if fit.even else low, high)
     if pieces is not None and pieces > len(fit.levels):
         bits = (pieces - 1).bit_length()
         remedy = f"{bits} bits are exact" if bits <= 4 else "no fit of at most 4 bits is exact"

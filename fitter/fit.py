@@ -8,10 +8,11 @@ import keyword
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from fitact.files import read_text
 
 from .activation import Activation
 from .catalog import CATALOG
-from .expression import Array
+from .expression import Array, Expr
+from .parser import parse
+from .stable import stable
 from .weight import Weight
 
 SCHEMA = "fitact.fit/1"
 MAX_BYTES = 1 << 20
-STEP_METHODS = ("fewbit", "relumix")
-STEP_ERRORS = ("max", "objective", "primitive_max", "rms")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}")
 
 
@@ -41,15 +42,64 @@ def check_name(name: object, what: str = "name") -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFit:
+class Fit:
+    """What every fit has; its subclasses are the kinds of fit, one or more methods each.
+
+    Attributes:
+        name: the fit's name, and that of the module generated from it.
+        method: how it was made.
+        activation: the activation f.
+        error: errors by name, none negative.
+
+    Raises:
+        UsageError: the parts do not make a fit; the message names the offending one.
+
+    """
+
+    METHODS: ClassVar[tuple[str, ...]]
+    ERRORS: ClassVar[tuple[str, ...]]
+
+    name: str
+    method: str
+    activation: Activation
+    error: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.method not in self.METHODS:
+            raise UsageError(f"method: expected one of {', '.join(self.METHODS)}, got {quote(self.method)}")
+        if tuple(sorted(self.error)) != self.ERRORS:
+            raise UsageError(f"error: expected {', '.join(self.ERRORS)}, got {quote(sorted(self.error))}")
+        _check_numbers("error", tuple(self.error.values()), len(self.ERRORS))
+        if min(self.error.values()) < 0:
+            raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
+
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "method": self.method,
+            "activation": _activation_record(self.activation),
+            "error": dict(self.error),
+        }
+
+    def to_json(self) -> str:
+        """Return the fit's file: the same fit gives the same bytes."""
+        return json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the fit's file, in hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFit(Fit):
     """A step function in place of f′: level i on (border i − 1, border i].
 
     Calling it evaluates the step function, shape of the argument, float64. NaN gets the first level.
 
     Attributes:
-        name: the fit's name, and that of the module generated from it.
-        method: `fewbit` or `relumix`.
-        activation: the activation f.
         bits: k, 1 to 4.
         domain: the interval over which the errors are taken.
         weight: how much an error counts.
@@ -59,27 +109,21 @@ class StepFit:
         error: `objective`, `rms`, `max` and `primitive_max`, see `accuracy.step_errors`.
         options: what else is needed to make the fit again.
 
-    Raises:
-        UsageError: the parts do not make a fit; the message names the offending one.
-
     """
 
-    name: str
-    method: str
-    activation: Activation
+    METHODS = ("fewbit", "relumix")
+    ERRORS = ("max", "objective", "primitive_max", "rms")
+
     bits: int
     domain: tuple[float, float]
     weight: Weight
     even: bool
     borders: tuple[float, ...]
     levels: tuple[float, ...]
-    error: Mapping[str, float]
     options: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_name(self.name)
-        if self.method not in STEP_METHODS:
-            raise UsageError(f"method: expected one of {', '.join(STEP_METHODS)}, got {quote(self.method)}")
+        super().__post_init__()
         if type(self.bits) is not int or not 1 <= self.bits <= 4:
             raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(self.bits)}")
         if not isinstance(self.even, bool):
@@ -92,11 +136,6 @@ class StepFit:
                 raise UsageError(f"{what}: expected increasing numbers, got {quote(list(numbers))}")
         if self.even and self.borders[0] < 0:
             raise UsageError(f"borders: an even fit has none below 0, got {self.borders[0]!r}")
-        if tuple(sorted(self.error)) != STEP_ERRORS:
-            raise UsageError(f"error: expected {', '.join(STEP_ERRORS)}, got {quote(sorted(self.error))}")
-        _check_numbers("error", tuple(self.error.values()), len(STEP_ERRORS))
-        if min(self.error.values()) < 0:
-            raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
 
     def __call__(self, x: Array) -> Array:
         """Return the step function at x."""
@@ -105,30 +144,70 @@ class StepFit:
         at = np.where(np.isnan(x), -np.inf, np.abs(x) if self.even else x)
         return np.asarray(self.levels)[np.searchsorted(self.borders, at)]
 
-    def to_json(self) -> str:
-        """Return the fit's file: the same fit gives the same bytes."""
-        record = {
-            "schema": SCHEMA,
-            "name": self.name,
-            "method": self.method,
-            "activation": _activation_record(self.activation),
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return super().record() | {
             "bits": self.bits,
             "domain": list(self.domain),
             "weight": self.weight.text,
             "even": self.even,
             "borders": list(self.borders),
             "levels": list(self.levels),
-            "error": dict(self.error),
             "options": dict(self.options),
         }
-        return json.dumps(record, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
-    def digest(self) -> str:
-        """Return the SHA-256 of the fit's file, in hexadecimal."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+    @classmethod
+    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a record that only this kind of fit has."""
+        return {
+            "bits": record["bits"],
+            "domain": _numbers(record, "domain"),
+            "weight": Weight(_text(record["weight"], "weight")),
+            "even": record["even"],
+            "borders": _numbers(record, "borders"),
+            "levels": _numbers(record, "levels"),
+            "options": _mapping(record["options"], "options", (int, float, str)),
+        }
 
 
-def read(path: Path) -> StepFit:
+@dataclass(frozen=True, kw_only=True)
+class ExactFit(Fit):
+    """f′ as a function of the output y: nothing but y is kept.
+
+    Attributes:
+        derivative: f′ as an expression in `y`.
+        error: by storage dtype, what the rounding of y costs, see `exact.errors`.
+
+    """
+
+    METHODS = ("exact",)
+    ERRORS = ("bfloat16", "float16", "float32")
+
+    derivative: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.form  # which the parser may refuse
+
+    @cached_property
+    def form(self) -> Expr:
+        """The derivative as a SymPy expression, with `expression.x` for y."""
+        return stable(parse(self.derivative, what="derivative", variable="y"))
+
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return super().record() | {"derivative": self.derivative}
+
+    @classmethod
+    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a record that only this kind of fit has."""
+        return {"derivative": _text(record["derivative"], "derivative")}
+
+
+KINDS = (StepFit, ExactFit)
+
+
+def read(path: Path) -> StepFit | ExactFit:
     """Read a fit from its file, checking every field; UsageError names the file and the field."""
     text = read_text(path, MAX_BYTES)
     try:
@@ -137,7 +216,7 @@ def read(path: Path) -> StepFit:
         raise UsageError(f"{path}: {error}") from None
 
 
-def from_json(text: str) -> StepFit:
+def from_json(text: str) -> StepFit | ExactFit:
     """Read a fit from its JSON. Nothing in it is ever executed.
 
     Raises:
@@ -157,23 +236,22 @@ def from_json(text: str) -> StepFit:
         newer = isinstance(schema, str) and re.fullmatch(r"fitact\.fit/[1-9]\d{0,5}", schema)
         remedy = "upgrade fitact to read it" if newer else "this is not a fit of fitact's"
         raise UsageError(f"schema: expected {SCHEMA}, got {quote(schema)}: {remedy}")
-    expected = {"schema", *StepFit.__dataclass_fields__}
+    method = record.get("method")
+    kind = next((kind for kind in KINDS if method in kind.METHODS), None)
+    if kind is None:
+        methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
+        raise UsageError(f"method: expected one of {methods}, got {quote(method)}")
+    expected = {"schema", *(part.name for part in fields(kind))}
     for name in sorted(expected ^ set(record)):
         if name in expected:
             raise UsageError(f"{name}: missing")
-        raise UsageError(f"{_label(name)}: not a field of a fit")
-    return StepFit(
+        raise UsageError(f"{_label(name)}: not a field of a fit of the method {method}")
+    return kind(
         name=record["name"],
         method=record["method"],
         activation=_activation(record["activation"]),
-        bits=record["bits"],
-        domain=_numbers(record, "domain"),  # type: ignore[arg-type]  # its length is checked by the record
-        weight=Weight(_text(record["weight"], "weight")),
-        even=record["even"],
-        borders=_numbers(record, "borders"),
-        levels=_numbers(record, "levels"),
         error=_mapping(record["error"], "error", (int, float)),
-        options=_mapping(record["options"], "options", (int, float, str)),
+        **kind.parts(record),
     )
 
 

@@ -9,16 +9,19 @@ long (towers of powers, deep nesting, huge numbers) is refused before any work i
 from __future__ import annotations
 
 import ast
+import difflib
 import math
 import string
 import warnings
 from typing import NoReturn
 
 import sympy
+from sympy.printing.str import StrPrinter
 
 from fitact.errors import UsageError, quote
 
-from .expression import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, exp, x
+from .catalog import CATALOG
+from .expression import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, exp, log, x
 
 MAX_LENGTH = 2000  # characters
 # No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
@@ -26,15 +29,17 @@ CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%
 MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
 MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max stand for formulas that repeat theirs
 MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow
+MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
 MAX_BITS = 1024  # of an exact power of a number
 
 
-def parse(text: str, *, what: str = "expression") -> Expr:
+def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
     """Read a formula in `x`.
 
     Args:
         text: the formula, Python's notation, e.g. `"x*sigmoid(1.702*x)"`.
         what: how error messages call it.
+        variable: what the text calls `x`.
 
     Returns:
         A SymPy expression in the symbol `x`; it may turn out to be constant.
@@ -43,15 +48,47 @@ def parse(text: str, *, what: str = "expression") -> Expr:
         UsageError: the text is not a formula of this language; the message gives the reason and the column.
 
     """
-    return _Parser(text, what).parse()
+    return _Parser(text, what, variable).parse()
+
+
+def text_of(expr: Expr, variable: str = "x") -> str:
+    """Return a formula as text that `parse` reads, numbers that are no short fractions rounded to float64."""
+    numbers = {n: _decimal(n) for n in expr.atoms(sympy.Rational) if n.q > MAX_DENOMINATOR}
+    return str(_Text().doprint(expr.xreplace({x: sympy.Symbol(variable), **numbers})))
+
+
+def _decimal(number: Expr) -> Expr:
+    text = sympy.Symbol(repr(abs(constant(number))))
+    return -text if number < 0 else text
+
+
+class _Text(StrPrinter):
+    """SymPy's own notation, which is Python's, but for the names of the language."""
+
+    def _print_Where(self, node: Expr) -> str:  # noqa: N802, SymPy's names
+        return self.conditional(node, ">")
+
+    def _print_WhereAtLeast(self, node: Expr) -> str:  # noqa: N802
+        return self.conditional(node, ">=")
+
+    def _print_absolute(self, node: Expr) -> str:
+        return f"abs({self._print(node.args[0])})"
+
+    def conditional(self, node: Expr, comparison: str) -> str:
+        u, a, b = node.args
+        bound, rest = u.as_coeff_Add()
+        if rest.could_extract_minus_sign():
+            bound, rest, comparison = -bound, -rest, comparison.replace(">", "<")
+        return f"where({self._print(rest)} {comparison} {self._print(-bound)}, {self._print(a)}, {self._print(b)})"
 
 
 class _Parser:
     """One walk over one syntax tree; every method returns a SymPy expression or refuses."""
 
-    def __init__(self, text: str, what: str) -> None:
+    def __init__(self, text: str, what: str, variable: str) -> None:
         self.text = text
         self.what = what
+        self.variable = variable
         self.sizes: dict[Expr, int] = {}
 
     def parse(self) -> Expr:
@@ -100,12 +137,12 @@ class _Parser:
                 self.refuse(node, f"expected a number, got {quote(node.value)}")
             case ast.Constant(value=int() | float()):
                 return self.number(node)
-            case ast.Name(id="x"):
+            case ast.Name(id=self.variable):
                 return x
             case ast.Name(id=name) if name in CONSTANTS:
                 return CONSTANTS[name]
             case ast.Name(id=name):
-                called = name in FUNCTIONS or name == "where"
+                called = name in FUNCTIONS or name in CATALOG or name == "where"
                 hint = f"{name} is a function: write {name}(...)" if called else self.known(name)
                 self.refuse(node, hint)
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -123,8 +160,10 @@ class _Parser:
                 self.refuse(node, f"{kind} is not part of the language: use numbers, x, + - * / ** and calls")
 
     def known(self, name: str) -> str:
-        names = ", ".join(["x", *CONSTANTS, *FUNCTIONS, "where"])
-        return f"unknown name {quote(name)}; known are {names}"
+        names = [self.variable, *CONSTANTS, "where", *FUNCTIONS]
+        near = difflib.get_close_matches(name.lower(), [*names, *CATALOG], 1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)} and the activations"
+        return f"unknown name {quote(name)}; {hint}"
 
     def number(self, node: ast.Constant) -> Expr:
         value = node.value
@@ -184,7 +223,7 @@ class _Parser:
         if not exponent.is_number:
             if base.is_number and constant(base) <= 0:
                 self.refuse(node, "a power with x in its exponent needs a positive base")
-            return self.checked(node, exp(exponent) if base == sympy.E else base**exponent)
+            return self.checked(node, exp(exponent) if base == CONSTANTS["e"] else exp(exponent * log(base)))
         size = constant(exponent)
         if base.is_number:
             value = constant(base)
@@ -199,7 +238,7 @@ class _Parser:
         # SymPy multiplies out the power of a coefficient, and exactly
         if _bits(base.as_coeff_Mul()[0]) * abs(size) > MAX_BITS:
             self.refuse(node, "this power of numbers is out of range")
-        if base == sympy.E:
+        if base == CONSTANTS["e"]:
             return self.checked(node, exp(exponent))
         return self.checked(node, base**exponent)
 
@@ -211,12 +250,26 @@ class _Parser:
             self.refuse(node, f"{name} takes plain arguments only")
         if name == "where":
             return self.where(node, depth)
-        if name not in FUNCTIONS:
+        if name not in FUNCTIONS and name not in CATALOG:
             self.refuse(node, self.known(name))
-        count, build = FUNCTIONS[name]
-        if len(node.args) != count:
-            self.refuse(node, f"{name} takes {count} argument{'s'[: count > 1]}, got {len(node.args)}")
-        return self.checked(node, build(*(self.expression(arg, depth) for arg in node.args)))
+        least, most = _arguments(name)
+        if not least <= len(node.args) <= most:
+            count = f"{least} argument{'s'[: least > 1]}" if least == most else f"{least} to {most} arguments"
+            self.refuse(node, f"{name} takes {count}, got {len(node.args)}")
+        args = [self.expression(arg, depth) for arg in node.args]
+        if name in FUNCTIONS:
+            return self.checked(node, FUNCTIONS[name][1](*args))
+        return self.checked(node, self.activation(node, name, *args))
+
+    def activation(self, node: ast.Call, name: str, u: Expr, *parameters: Expr) -> Expr:
+        """Return an activation of the catalog at u, its parameters in PyTorch's order."""
+        entry = CATALOG[name]
+        values = {}
+        for key, number, at in zip(entry.parameters, parameters, node.args[1:], strict=False):
+            if not number.is_number:
+                self.refuse(at, f"{key} of {name} is a number, without x")
+            values[key] = constant(number)
+        return parse(entry.filled(entry.expression, values), what=name).xreplace({x: u})
 
     def where(self, node: ast.Call, depth: int) -> Expr:
         if len(node.args) != 3 or not isinstance(node.args[0], ast.Compare):
@@ -239,6 +292,13 @@ class _Parser:
             case _:
                 self.refuse(test, "a condition compares with <, <=, > or >=")
         return self.checked(node, chosen)
+
+
+def _arguments(name: str) -> tuple[int, int]:
+    """Return how many arguments a function takes, at least and at most."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name][0], FUNCTIONS[name][0]
+    return 1, 1 + len(CATALOG[name].parameters)
 
 
 def _bits(number: Expr) -> int:

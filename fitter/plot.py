@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .fit import StepFit
+from .exact import rounded
+from .expression import evaluate
+from .fit import ExactFit, StepFit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,10 +19,11 @@ EXACT, FITTED, ERROR = "#1f4e79", "#d1495b", "#6b705c"
 COLUMNS = 4
 MARGIN = 0.15  # of the span of the borders, drawn on either side of it
 POINTS = 4001
+REACH = 6.0  # of x, where there is no domain
 
 
-def draw(fits: Sequence[StepFit], format: str = "png") -> bytes:
-    """Draw fits beside each other, two panels each: derivative and step function above, error below.
+def draw(fits: Sequence[StepFit | ExactFit], format: str = "png") -> bytes:
+    """Draw fits beside each other, two panels each: f′ and what stands for it above, the error below.
 
     Args:
         fits: what to draw, four to a row.
@@ -44,7 +47,10 @@ def draw(fits: Sequence[StepFit], format: str = "png") -> bytes:
         row, column = divmod(i, columns)
         upper = figure.add_subplot(grid[2 * row, column])
         lower = figure.add_subplot(grid[2 * row + 1, column], sharex=upper)
-        _draw_step(fit, upper, lower)
+        if isinstance(fit, StepFit):
+            _draw_step(fit, upper, lower)
+        else:
+            _draw_exact(fit, upper, lower)
     buffer = io.BytesIO()
     metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[format]
     with rc_context({"svg.hashsalt": "fitact"}):  # identifiers in an SVG are random without it
@@ -60,28 +66,49 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
     # each border twice, a hair apart, so that jumps are drawn upright and exactly there
     x = np.sort(np.concatenate([np.linspace(low, high, POINTS), borders, np.nextafter(borders, high)]))
     derivative, step = fit.activation.derivative(x), fit(x)
-    label = fit.activation.name or fit.activation.expression
     of = "of |x|, " if fit.even else ""
     upper.plot(x, step, color=FITTED, linewidth=1.6, label=f"step function, {of}{len(fit.levels)} levels")
     upper.plot(x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
-    upper.set_title(f"{fit.name}:  $f$ = {label if len(label) < 40 else label[:37] + '...'}", fontsize=11, pad=22)
-    upper.set_ylabel("derivative")
-    # above the axes: inside them it would cover one curve or another
-    upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=9)
-    upper.tick_params(labelbottom=False)
     error = derivative - step
     lower.fill_between(x, error, color=ERROR, alpha=0.35, linewidth=0)
     lower.plot(x, error, color=ERROR, linewidth=0.9)
-    lower.axhline(0, color="black", linewidth=0.6)
-    lower.set_ylabel("error")
-    lower.set_xlabel(
-        f"x\n$L$ = {fit.error['objective']:.4g},  max error = {fit.error['max']:.3g}", linespacing=1.5
-    )
     for axes in (upper, lower):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(low, high)
         for border in borders:
             axes.axvline(border, color="black", alpha=0.12, linewidth=0.7)
+    _dress(fit, upper, lower, f"$L$ = {fit.error['objective']:.4g},  max error = {fit.error['max']:.3g}")
+
+
+def _draw_exact(fit: ExactFit, upper: Axes, lower: Axes) -> None:
+    x = np.linspace(-REACH, REACH, POINTS)
+    derivative, y = fit.activation.derivative(x), fit.activation.value(x)
+    for dtype, color in (("bfloat16", FITTED), ("float16", ERROR)):
+        found = evaluate(fit.form, rounded(y, dtype))
+        upper.plot(x, found, color=color, linewidth=1.6, label=f"from $y$ in {dtype}")
+        lower.plot(x, (found - derivative) / np.maximum(1, np.abs(derivative)), color=color, linewidth=0.8)
+    upper.plot(x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
+    for axes in (upper, lower):
+        axes.set_xlim(-REACH, REACH)
+    form = f"$f\\,'$ = {fit.derivative if len(fit.derivative) < 50 else 'g(y)'}"
+    errors = f"max error = {fit.error['bfloat16']:.2g} (bfloat16), {fit.error['float16']:.2g} (float16)"
+    _dress(fit, upper, lower, f"{form}\n{errors}")
+    lower.set_ylabel("error / max(1, |$f\\,'$|)", fontsize=8)
+
+
+def _dress(fit: StepFit | ExactFit, upper: Axes, lower: Axes, message: str) -> None:
+    """Add what all panels have: title, legend, labels."""
+    label = fit.activation.name or fit.activation.expression
+    upper.set_title(f"{fit.name}:  $f$ = {label if len(label) < 40 else label[:37] + '...'}", fontsize=11, pad=22)
+    upper.set_ylabel("derivative")
+    # above the axes: inside them it would cover one curve or another
+    legend = {"ncols": 3, "columnspacing": 1.2, "frameon": False, "fontsize": 9}
+    upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), **legend)
+    upper.tick_params(labelbottom=False)
+    lower.axhline(0, color="black", linewidth=0.6)
+    lower.set_ylabel("error")
+    lower.set_xlabel(f"x\n{message}", linespacing=1.5)
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def _view(fit: StepFit) -> tuple[float, float]:

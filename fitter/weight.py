@@ -11,11 +11,12 @@ import numpy as np
 
 from fitact.errors import UsageError, quote
 
-from .expression import Array, Expr, evaluate, switch_points
+from .analysis import switch_points
+from .expression import Array, Expr, evaluate
 from .parser import MAX_LENGTH, parse
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-_NORMAL = re.compile(rf"normal(?:\(\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\))?")
+_NORMAL = re.compile(rf"normal(?:\( *({_NUMBER}) *, *({_NUMBER}) *\))?", re.ASCII)
 
 
 @dataclass(frozen=True)

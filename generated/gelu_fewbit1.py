@@ -12,8 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import erfc
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
+from fitact.runtime.language import constexpr, jit
 from fitact.runtime.ops import Step, apply, register
 
 __all__ = ["GeluFewbit1", "gelu_fewbit1"]
@@ -30,7 +31,7 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * (tl.erf(0.7071067811865476 * x) + 1.0)
+    return 0.5 * x * erfc(-0.7071067811865476 * x)
 
 
 @jit
@@ -59,7 +60,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit1-e49d587b3c63962c",
+        key="gelu_fewbit1-6e52f0ab11ba8e6f",
         name="gelu_fewbit1",
         bits=1,
         borders=BORDERS.value,

@@ -12,8 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import erfc
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
+from fitact.runtime.language import constexpr, jit
 from fitact.runtime.ops import Step, apply, register
 
 __all__ = ["GeluFewbit2", "gelu_fewbit2"]
@@ -38,7 +39,7 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * (tl.erf(0.7071067811865476 * x) + 1.0)
+    return 0.5 * x * erfc(-0.7071067811865476 * x)
 
 
 @jit
@@ -67,7 +68,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit2-e0fd102ea5a74678",
+        key="gelu_fewbit2-63c4219fdd3ff7a6",
         name="gelu_fewbit2",
         bits=2,
         borders=BORDERS.value,

@@ -12,8 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import erfc
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
+from fitact.runtime.language import constexpr, jit
 from fitact.runtime.ops import Step, apply, register
 
 __all__ = ["GeluFewbit4", "gelu_fewbit4"]
@@ -62,7 +63,7 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * (tl.erf(0.7071067811865476 * x) + 1.0)
+    return 0.5 * x * erfc(-0.7071067811865476 * x)
 
 
 @jit
@@ -91,7 +92,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit4-53cab7b5bcdf59c3",
+        key="gelu_fewbit4-5ca6aa7d0f6e18fc",
         name="gelu_fewbit4",
         bits=4,
         borders=BORDERS.value,

@@ -12,9 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import power, tanh
+from fitact.runtime.functions import power
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import Step, apply, register
 
 __all__ = ["GeluTanhFewbit3", "gelu_tanh_fewbit3"]
@@ -47,7 +47,7 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * (tanh(0.7978845608028654 * (x + 0.044715 * power(x, 3))) + 1.0)
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
 
 
 @jit
@@ -76,7 +76,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_tanh_fewbit3-8b29e65d619363d6",
+        key="gelu_tanh_fewbit3-f182f393b4cc6e91",
         name="gelu_tanh_fewbit3",
         bits=3,
         borders=BORDERS.value,

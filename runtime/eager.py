@@ -6,7 +6,7 @@ intermediates stay in the cache, never weigh as much as the tensor, and no threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -79,4 +79,14 @@ def decode(dy: Tensor, codes: Tensor, levels: Sequence[float], bits: int) -> Ten
         part_dy = flat[element]
         slope = table.index_select(0, code.view(-1)[: part_dy.numel()])
         dx[element] = part_dy * slope
+    return dx.view(dy.shape)
+
+
+def multiply(dy: Tensor, output: Tensor, slope: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+    """Return dy · slope(output) of two contiguous tensors, in `dtype`, rounded once from float32."""
+    flat_dy, flat_y = dy.view(-1), output.view(-1)
+    dx = torch.empty_like(flat_dy, dtype=dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for _, element in _chunks(dy, tiles_of(dy)):
+        dx[element] = flat_dy[element].to(wide) * slope(flat_y[element].to(wide))
     return dx.view(dy.shape)

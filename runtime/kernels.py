@@ -112,3 +112,61 @@ def backward_tile(dy, codes, dx, n, derivative: tl.constexpr, bits: tl.constexpr
         for row in range(ROWS):
             at = first + row * COLUMNS
             _decode_row(dy + at, dx + at, left - row * COLUMNS, derivative(word >> (bits * row)), False)
+
+
+@jit
+def _map_row(x_row, y_row, left, value: tl.constexpr, whole: tl.constexpr):
+    """Write y = value(x) of a row."""
+    column = tl.arange(0, COLUMNS)
+    if whole:
+        x = tl.load(x_row + column).to(tl.float32)
+        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty))
+    else:
+        inside = column < left
+        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty), mask=inside)
+
+
+@jit
+def _slope_row(dy_row, y_row, dx_row, left, derivative: tl.constexpr, whole: tl.constexpr):
+    """Write dx = dy · derivative(y) of a row."""
+    column = tl.arange(0, COLUMNS)
+    if whole:
+        y = tl.load(y_row + column).to(tl.float32)
+        dx = tl.load(dy_row + column).to(tl.float32) * derivative(y)
+        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty))
+    else:
+        inside = column < left
+        y = tl.load(y_row + column, mask=inside, other=0.0).to(tl.float32)
+        dx = tl.load(dy_row + column, mask=inside, other=0.0).to(tl.float32) * derivative(y)
+        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty), mask=inside)
+
+
+@jit
+def map_tile(x, y, n, value: tl.constexpr):
+    """Forward without codes on the tile of this program: y = value(x), both (n,)."""
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    if first + ROWS * COLUMNS <= n:
+        for row in range(ROWS):
+            at = first + row * COLUMNS
+            _map_row(x + at, y + at, 0, value, True)
+    else:
+        left = (n - first).to(tl.int32)
+        for row in range(ROWS):
+            at = first + row * COLUMNS
+            _map_row(x + at, y + at, left - row * COLUMNS, value, False)
+
+
+@jit
+def slope_tile(dy, y, dx, n, derivative: tl.constexpr):
+    """Backward from the output on the tile of this program: dx = dy · derivative(y), all (n,)."""
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    if first + ROWS * COLUMNS <= n:
+        for row in range(ROWS):
+            at = first + row * COLUMNS
+            _slope_row(dy + at, y + at, dx + at, 0, derivative, True)
+    else:
+        left = (n - first).to(tl.int32)
+        for row in range(ROWS):
+            at = first + row * COLUMNS
+            _slope_row(dy + at, y + at, dx + at, left - row * COLUMNS, derivative, False)

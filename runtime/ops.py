@@ -1,7 +1,9 @@
 """The op pair, its autograd, and the registry of activations.
 
-    fitact::forward(Tensor x, int[] dims, str key) -> (Tensor y, Tensor codes)
-    fitact::backward(Tensor grad, Tensor? output, Tensor codes, str key) -> Tensor
+    fitact::forward(Tensor x, int[] dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
+    fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
+
+`dtype` is that of y in the one and of the input's gradient in the other.
 
 To PyTorch both are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
 hash of the fit and of the generated text, finds the activation; so a compiled graph holds no Python object,
@@ -20,7 +22,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,30 +35,26 @@ DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """An activation whose derivative is a step function of its input: what the ops need to run it.
+class Pointwise:
+    """A registered activation: what the ops need to run it. Its subclasses are the kinds of generated module.
 
     Attributes:
         key: identifies fit and generated text.
         name: as messages call it.
-        bits: kept per element.
-        borders, levels: the step function, 2^bits − 1 and 2^bits numbers, each a float32.
-        even: whether |x| is compared with the borders.
         value: the activation with PyTorch's operators, Tensor → Tensor.
-        forward: Triton kernel (x, y, codes, n).
-        backward: Triton kernel (dy, codes, dx, n).
+        forward, backward: Triton kernels; their arguments are those of `run_forward` and `run_backward`.
+        bits: kept per element as codes.
+        keeps_output: whether backward needs y.
 
     """
 
     key: str
     name: str
-    bits: int
-    borders: tuple[float, ...]
-    levels: tuple[float, ...]
-    even: bool
     value: Callable[[Tensor], Tensor]
     forward: Any
     backward: Any
+    bits: int = 0
+    keeps_output: ClassVar[bool]
 
     def threads(self, x: Tensor) -> int:
         """Return the threads of a program: a thread's share of a row is then 16 bytes of x.
@@ -65,17 +63,89 @@ class Step:
         """
         return 256 if self.bits == 4 or x.dtype == torch.float32 else 128
 
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the codes of a contiguous tensor, (tiles · bits · COLUMNS,) of uint8, by PyTorch's operators."""
+        raise NotImplementedError
 
-_registry: dict[str, Step] = {}
+    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dy · f′ in `dtype`, shape of the contiguous dy, with PyTorch's operators."""
+        raise NotImplementedError
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+        """Launch the forward kernel, which writes y and codes."""
+        raise NotImplementedError
+
+    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
+        """Launch the backward kernel, which writes dx."""
+        raise NotImplementedError
 
 
-def register(step: Step) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Step(Pointwise):
+    """An activation whose derivative is a step function of its input.
+
+    Attributes:
+        borders, levels: the step function, 2^bits − 1 and 2^bits numbers, each a float32.
+        even: whether |x| is compared with the borders.
+
+    """
+
+    keeps_output = False
+
+    borders: tuple[float, ...]
+    levels: tuple[float, ...]
+    even: bool
+
+    def encode(self, x: Tensor) -> Tensor:
+        return eager.encode(x, self.borders, self.bits, self.even)
+
+    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return eager.decode(dy, codes, self.levels, self.bits)
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+        launch(self.forward, x, y, codes)
+
+    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
+        launch(self.backward, dy, codes, dx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Pointwise):
+    """An activation whose derivative is a function of its output.
+
+    Attributes:
+        slope: that function with PyTorch's operators, Tensor → Tensor.
+
+    """
+
+    keeps_output = True
+
+    slope: Callable[[Tensor], Tensor]
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.new_empty(0, dtype=torch.uint8)
+
+    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        assert y is not None
+        return eager.multiply(dy, y, self.slope, dtype)
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+        launch(self.forward, x, y)
+
+    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
+        launch(self.backward, dy, y, dx)
+
+
+_registry: dict[str, Pointwise] = {}
+
+
+def register(activation: Pointwise) -> str:
     """Make an activation known to the ops and return its key; again is harmless."""
-    _registry[step.key] = step
-    return step.key
+    _registry[activation.key] = activation
+    return activation.key
 
 
-def find(key: str) -> Step:
+def find(key: str) -> Pointwise:
     """Return the activation of a key."""
     try:
         return _registry[key]
@@ -102,30 +172,36 @@ def apply(x: Tensor, key: str) -> Tensor:
         key: of a registered activation.
 
     Returns:
-        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense).
+        A tensor of the shape and memory order of x (contiguous if x is not dense). Its dtype is that of x; where
+        backward needs the output, under autocast it is the autocast dtype, so that the next layer keeps the
+        same storage and no copy of it.
 
     Raises:
         TypeError: x is not a tensor of one of these dtypes.
 
     """
+    activation = find(key)
     if getattr(x, "dtype", None) not in DTYPES:
         found = getattr(x, "dtype", type(x).__name__)
         raise TypeError(
-            f"{find(key).name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
+            f"{activation.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
         )
+    dtype = x.dtype
+    if activation.keeps_output and dtype in KERNEL_DTYPES and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
     if not torch.is_grad_enabled():
-        return find(key).value(x).to(x.dtype)  # autocast widens some operators' results
+        return activation.value(x).to(dtype)  # autocast widens some operators' results
     if x.is_contiguous():
-        return _differentiable(x, (), key)
+        return _differentiable(x, (), dtype, key)
     order = _memory_order(x)
     if order is None:
-        return _differentiable(x.contiguous(), (), key)
+        return _differentiable(x.contiguous(), (), dtype, key)
     dims = _inverse(order)
-    return _differentiable(x.permute(order), dims, key).permute(dims)
+    return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
 
 
-def _differentiable(x: Tensor, dims: Sequence[int], key: str) -> Tensor:
-    y: Tensor = _Pointwise.apply(x, dims, key)[0]
+def _differentiable(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
+    y: Tensor = _Pointwise.apply(x, dims, dtype, key)[0]
     return y
 
 
@@ -149,91 +225,98 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 class _Pointwise(torch.autograd.Function):
-    """Saves the codes, and an empty tensor that ties the gradient to x without keeping x."""
+    """Saves the codes, y where it is needed, and an empty tensor that ties the gradient to x without keeping x."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, dims: Sequence[int], key: str) -> tuple[Tensor, Tensor, Tensor]:
-        return *torch.ops.fitact.forward(x, dims, key), x.new_empty(0)
+    def forward(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor, Tensor]:
+        return *torch.ops.fitact.forward(x, dims, dtype, key), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.key = inputs[2]
-        ctx.mark_non_differentiable(output[1])
+        y, codes, tie = output
+        ctx.dtype, ctx.key = inputs[0].dtype, inputs[3]
+        ctx.mark_non_differentiable(codes)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output[1:])
+        ctx.save_for_backward(y if find(ctx.key).keeps_output else None, codes, tie)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
         if dy is None:
-            return None, None, None
-        codes, tie = ctx.saved_tensors
-        return _Gradient.apply(dy.contiguous(), tie, codes, ctx.key), None, None
+            return None, None, None, None
+        y, codes, tie = ctx.saved_tensors
+        return _Gradient.apply(dy.contiguous(), tie, y, codes, ctx.dtype, ctx.key), None, None, None
 
 
 class _Gradient(torch.autograd.Function):
-    """dy · level, which cannot be differentiated again: without it, second derivatives would be silently 0."""
+    """dy · f′, which cannot be differentiated again: without it, second derivatives would be silently 0."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(dy: Tensor, tie: Tensor, codes: Tensor, key: str) -> Tensor:
-        dx: Tensor = torch.ops.fitact.backward(dy, None, codes, key)
+    def forward(dy: Tensor, tie: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str) -> Tensor:
+        dx: Tensor = torch.ops.fitact.backward(dy, y, codes, dtype, key)
         return dx
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.key = inputs[3]
+        ctx.key = inputs[5]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"{find(ctx.key).name}: a second derivative was asked for, but only codes of the first are kept; "
-            "use the exact activation where gradients are differentiated again"
+            f"{find(ctx.key).name}: a second derivative was asked for, but only what the first needs is kept; "
+            "use PyTorch's own activation where gradients are differentiated again"
         )
 
 
-def _forward_eager(x: Tensor, dims: Sequence[int], key: str) -> tuple[Tensor, Tensor]:
-    step = find(key)
+def _forward_eager(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+    activation = find(key)
     with torch.no_grad():
-        y = step.value(x.permute(list(dims)) if dims else x).to(x.dtype)
+        y = activation.value(x.permute(list(dims)) if dims else x).to(dtype)
         if dims:
             # set_: the result may be a permutation of y, but no view of it, or it could not be changed in place
             y = y.permute(_inverse(dims)).contiguous()
-            y = x.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
-        return y, eager.encode(x, step.borders, step.bits, step.even)
+            y = x.new_empty(0, dtype=dtype).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
+        return y, activation.encode(x)
 
 
-def _backward_eager(grad: Tensor, output: Tensor | None, codes: Tensor, key: str) -> Tensor:
-    step = find(key)
+def _backward_eager(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str) -> Tensor:
     with torch.no_grad():
-        return eager.decode(grad, codes, step.levels, step.bits)
+        return find(key).gradient(grad, output, codes, dtype)
 
 
-def _forward_triton(x: Tensor, dims: Sequence[int], key: str) -> tuple[Tensor, Tensor]:
+class Launch:
+    """Launches kernels over the tiles of a tensor."""
+
+    def __init__(self, over: Tensor, threads: int) -> None:
+        self.over = over
+        self.grid = (eager.tiles_of(over),)
+        self.num_warps = threads // _warp_size(over.device)
+
+    def __call__(self, kernel: Any, *tensors: Tensor | None) -> None:
+        """Run `kernel(*tensors, n)`, a program for each tile."""
+        if self.over.numel():
+            with torch.cuda.device_of(self.over):
+                kernel[self.grid](*tensors, self.over.numel(), num_warps=self.num_warps)
+
+
+def _forward_triton(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     if x.dtype not in KERNEL_DTYPES:
-        return _forward_eager(x, dims, key)
-    step = find(key)
-    y, codes = _forward_fake(x, dims, key)
-    if x.numel():
-        warp = _warp_size(x.device)
-        with torch.cuda.device_of(x):
-            step.forward[(eager.tiles_of(x),)](x, y, codes, x.numel(), num_warps=step.threads(x) // warp)
+        return _forward_eager(x, dims, dtype, key)
+    activation = find(key)
+    y, codes = _forward_fake(x, dims, dtype, key)
+    activation.run_forward(Launch(x, activation.threads(x)), x, y, codes)
     return y, codes
 
 
-def _backward_triton(grad: Tensor, output: Tensor | None, codes: Tensor, key: str) -> Tensor:
+def _backward_triton(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str) -> Tensor:
     if grad.dtype not in KERNEL_DTYPES:
-        return _backward_eager(grad, output, codes, key)
-    step = find(key)
-    dx = torch.empty_like(grad)
-    if grad.numel():
-        warp = _warp_size(grad.device)
-        with torch.cuda.device_of(grad):
-            step.backward[(eager.tiles_of(grad),)](
-                grad, codes, dx, grad.numel(), num_warps=step.threads(grad) // warp
-            )
+        return _backward_eager(grad, output, codes, dtype, key)
+    activation = find(key)
+    dx = torch.empty_like(grad, dtype=dtype)
+    activation.run_backward(Launch(grad, activation.threads(grad)), grad, output, codes, dx)
     return dx
 
 
@@ -243,49 +326,55 @@ def _warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
-def _forward_fake(x: Tensor, dims: Sequence[int], key: str) -> tuple[Tensor, Tensor]:
+def _forward_fake(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     # one dimension: a compiler would specialise on a dimension of tiles that is 1
-    size = eager.tiles_of(x) * find(key).bits * eager.COLUMNS
-    return torch.empty_like(x), x.new_empty(size, dtype=torch.uint8)
+    bits = find(key).bits
+    size = eager.tiles_of(x) * bits * eager.COLUMNS if bits else 0
+    return torch.empty_like(x, dtype=dtype), x.new_empty(size, dtype=torch.uint8)
 
 
-def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, key: str) -> Tensor:
-    return torch.empty_like(grad)
+def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str) -> Tensor:
+    return torch.empty_like(grad, dtype=dtype)
 
 
-def _padded(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return a batch (size, …) as (size, elements rounded up to whole tiles), contiguous."""
+def _batched(x: Tensor, dim: int | None, size: int, key: str) -> Tensor:
+    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where there are codes.
+
+    Every element of the batch gets tiles of its own, so that its codes are its own.
+    """
     batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     flat = batch.reshape(size, batch.shape[1:].numel())
-    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % eager.TILE))
+    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % eager.TILE if find(key).bits else 0))
 
 
 def _forward_vmap(
-    info: Any, in_dims: Any, x: Tensor, dims: Sequence[int], key: str
+    info: Any, in_dims: Any, x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Batching rule: every element of the batch gets tiles of its own, so that its codes are its own."""
     size, dim = info.batch_size, in_dims[0]
     shape = x.movedim(dim, 0).shape
-    y, codes = torch.ops.fitact.forward(_padded(x, dim, size), (), key)
+    y, codes = torch.ops.fitact.forward(_batched(x, dim, size, key), (), dtype, key)
     y = y[:, : shape[1:].numel()].reshape(shape)
     return (y, codes.view(size, codes.numel() // max(size, 1))), (0, 0)
 
 
 def _backward_vmap(
-    info: Any, in_dims: Any, grad: Tensor, output: Tensor | None, codes: Tensor, key: str
+    info: Any, in_dims: Any, grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str
 ) -> tuple[Tensor, int]:
-    size, (grad_dim, _, codes_dim, _) = info.batch_size, in_dims
+    size, (grad_dim, output_dim, codes_dim, *_) = info.batch_size, in_dims
     shape = (size, *grad.shape) if grad_dim is None else grad.movedim(grad_dim, 0).shape
     codes = codes.expand(size, -1) if codes_dim is None else codes.movedim(codes_dim, 0)
-    dx = torch.ops.fitact.backward(_padded(grad, grad_dim, size), output, codes.reshape(-1), key)
+    y = None if output is None else _batched(output, output_dim, size, key)
+    dx = torch.ops.fitact.backward(_batched(grad, grad_dim, size, key), y, codes.reshape(-1), dtype, key)
     return dx[:, : torch.Size(shape[1:]).numel()].reshape(shape), 0
 
 
 def _define() -> torch.library.Library:
     library = torch.library.Library("fitact", "DEF")
     tags = (torch.Tag.pt2_compliant_tag,)
-    library.define("forward(Tensor x, int[] dims, str key) -> (Tensor, Tensor)", tags=tags)
-    library.define("backward(Tensor grad, Tensor? output, Tensor codes, str key) -> Tensor", tags=tags)
+    library.define("forward(Tensor x, int[] dims, ScalarType dtype, str key) -> (Tensor, Tensor)", tags=tags)
+    library.define(
+        "backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor", tags=tags
+    )
     library.impl("forward", _forward_eager, "CompositeExplicitAutograd")
     library.impl("backward", _backward_eager, "CompositeExplicitAutograd")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

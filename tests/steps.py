@@ -40,6 +40,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 STOCK: dict[str, Any] = {
     "celu": F.celu,
     "elu": F.elu,
+    "exp": torch.exp,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "hardshrink": F.hardshrink,
@@ -109,9 +110,10 @@ class Shipped:
 
 @cache
 def shipped() -> list[Shipped]:
+    """The shipped step activations."""
     folder = files("fitact.generated") / "fits"
     fits = sorted((path.name, json.loads(path.read_text())) for path in folder.iterdir())
-    return [Shipped(file.removesuffix(".json"), fit) for file, fit in fits]
+    return [Shipped(file.removesuffix(".json"), fit) for file, fit in fits if "levels" in fit]
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:

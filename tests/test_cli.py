@@ -554,10 +554,42 @@ def test_show_catalog(capsys):
 @pytest.mark.parametrize(
     ("thing", "lines"),
     [
-        ("hardtanh", ["-1, 1", "yes: |x| is coded", "yes: exact at 1 bit"]),
-        ("relu6", ["0, 6", "no", "yes: exact at 2 bits"]),
-        ("gelu", ["F.gelu(x)", "none", "derivative is a step function  no"]),
-        ("x*exp(-x)", ["PyTorch                        none"]),
+        (
+            "hardtanh",
+            [
+                "breakpoints    -1 (corner of the derivative), 1 (corner of the derivative)",
+                "derivative is  even: steps code |x|",
+                "pieces         is constant to -1, rises from -1 to 1, is constant from 1; 2 bits tell them apart",
+                "toward -inf    the limit -1",
+                "fewbit         yes: exact at 1 bit",
+                "exact          yes: f'(x) = where(y >= 1, 0, where(y > -1, 1, 0))",
+            ],
+        ),
+        ("relu6", ["derivative is  neither even nor odd", "fewbit         yes: exact at 2 bits"]),
+        (
+            "gelu",
+            [
+                "PyTorch        F.gelu(x)",
+                "computed as    x*erfc(-sqrt(2)*x/2)/2",
+                "breakpoints    none",
+                "toward +inf    the line x",
+                "pieces         falls to -0.7517915247, rises from -0.7517915247; 1 bit tells them apart",
+                "zeros of f'    -0.7517915247 (order 1)",
+                "range of f'    -0.1289041452 to 1.128904145",
+                "fewbit         yes: 1 to 4 bits",
+                "exact          no: no closed form of the derivative in the output was found: x occurs more than",
+            ],
+        ),
+        (
+            "x*exp(-x)",
+            [
+                "PyTorch        none: computed by the formula",
+                "fewbit         yes, but beyond the domain -10 10 an unbounded derivative is cut off",
+            ],
+        ),
+        ("x + 2*sin(x)", ["beyond, f' has too many zeros to be counted", "toward +inf    +infinity, along no line"]),
+        ("x*(atan(x)/pi + 1/2)", ["arithmetic     in float32 it is", "'atan(x)/pi + 1/2' cancels; write the"]),
+        ("log(x)", ["toward -inf    undefined", "fewbit         no: activation 'log(x)' is nan at x = -10"]),
     ],
 )
 def test_show_activation(thing, lines, capsys):

@@ -296,7 +296,7 @@ def test_states_the_error_of_its_numbers(name, bits, domain, weight):
 
 def moments_of(name, domain, weight, cells):
     activation, w = Activation.of(text(name)), Weight(weight)
-    breakpoints = np.union1d(activation.breakpoints(*domain), w.breakpoints(*domain))
+    breakpoints = np.union1d(activation.switch_points(*domain), w.breakpoints(*domain))
     return activation, breakpoints, Moments(activation.derivative, w, *domain, breakpoints, cells)
 
 

@@ -172,7 +172,7 @@ WRONG = [
         for name in ("\N{FULLWIDTH LATIN SMALL LETTER A}", None, 1, True, ["a"], {})
     ),
     # method
-    *(("method", method, "method: expected") for method in ("", "Fewbit", "exact", None, 1, ["fewbit"], {})),
+    *(("method", method, "method: expected") for method in ("", "Fewbit", "exakt", None, 1, ["fewbit"], {})),
     # activation
     *(("activation", value, "activation: expected") for value in (None, "tanh", 1, [], {}, {"name": "tanh"})),
     ("activation.expression", GONE, "activation: expected"),

@@ -381,9 +381,9 @@ def test_opcheck(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, key = torch.randn(shape).to(dtype), GELU3.module.KEY
     dims = tuple(reversed(range(x.dim())))
     for order in ((), dims):
-        torch.library.opcheck(torch.ops.fitact.forward.default, (x, order, key))
-    y, codes = torch.ops.fitact.forward(x, (), key)
-    torch.library.opcheck(torch.ops.fitact.backward.default, (torch.ones_like(y), None, codes, key))
+        torch.library.opcheck(torch.ops.fitact.forward.default, (x, order, x.dtype, key))
+    y, codes = torch.ops.fitact.forward(x, (), x.dtype, key)
+    torch.library.opcheck(torch.ops.fitact.backward.default, (torch.ones_like(y), None, codes, x.dtype, key))
 
 
 def test_export() -> None:
@@ -417,7 +417,7 @@ def test_codes_are_the_layout_that_is_documented() -> None:
     """Row r of column j in bits [k·r, k·r + k) of an 8k-bit word, stored as k planes of 1024 bytes."""
     x = torch.randn(10_000)
     x[5] = float("nan")
-    _, codes = torch.ops.fitact.forward(x, (), GELU3.module.KEY)
+    _, codes = torch.ops.fitact.forward(x, (), x.dtype, GELU3.module.KEY)
     assert codes.dtype == torch.uint8
     planes = codes.view(2, 3, 1024)
     expected = torch.zeros(2 * 8192, dtype=torch.long)

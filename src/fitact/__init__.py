@@ -22,12 +22,12 @@ def activation(name: str, *, method: str = "fewbit", bits: int | None = None) ->
 
     Args:
         name: of the activation in the catalog, e.g. `"gelu"`.
-        method: how its derivative was fitted: `"fewbit"`.
+        method: `"fewbit"`, a step function for the derivative, or `"exact"`, the derivative from the output.
         bits: kept per element for backward; by default 3, or the one width that is shipped where the
-            derivative is exact with fewer.
+            derivative is exact with fewer. None for `"exact"`, which keeps none.
 
     Returns:
-        An instance of the class in `fitact.generated.{name}_{method}{bits}`.
+        An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_exact`.
 
     Raises:
         UsageError: no such activation is shipped; the message lists those that are.
@@ -41,7 +41,12 @@ def activation(name: str, *, method: str = "fewbit", bits: int | None = None) ->
         for path in files("fitact.generated").joinpath("fits").iterdir()
         if path.name.endswith(".json")
     )
-    wanted = [f"{name}_{method}{k}" for k in ([3, 1, 2, 4] if bits is None else [bits])]
+    if bits is not None:
+        wanted = [f"{name}_{method}{bits}"]
+    elif method == "exact":
+        wanted = [f"{name}_exact"]
+    else:
+        wanted = [f"{name}_{method}{k}" for k in (3, 1, 2, 4)]
     found = next((one for one in wanted if one in shipped), None)
     if found is None:
         raise UsageError(

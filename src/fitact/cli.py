@@ -20,7 +20,7 @@ from fitact.files import reason
 
 if TYPE_CHECKING:
     from fitact.fitter.activation import Activation
-    from fitact.fitter.fit import StepFit
+    from fitact.fitter.fit import ExactFit, StepFit
 
 FITS = Path("generated/fits")
 PATH = click.Path(path_type=Path)
@@ -44,8 +44,20 @@ def cli() -> None:
     metavar="NAME|EXPR",
     help="Activation of the catalog (gelu, silu, ...) or an expression in x. Repeatable.",
 )
-@click.option("--bits", type=int, multiple=True, required=True, metavar="K", help="1 to 4. Repeatable.")
-@click.option("--method", type=click.Choice(["fewbit"]), default="fewbit", show_default=True, help="How to fit.")
+@click.option(
+    "--bits",
+    type=int,
+    multiple=True,
+    metavar="K",
+    help="1 to 4, required for fewbit; exact keeps none. Repeatable.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(["fewbit", "exact"]),
+    default="fewbit",
+    show_default=True,
+    help="fewbit: an optimal step function for the derivative. exact: the derivative as a function of the output.",
+)
 @click.option("--domain", type=float, nargs=2, metavar="A B", help="Interval to fit on.  [default: -10 10]")
 @click.option(
     "--weight",
@@ -64,8 +76,8 @@ def cli() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Recorded; fewbit is deterministic.")
 @click.option(
     "--name",
-    help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS; required for an "
-    "expression, for --param and for another domain or weight]",
+    help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS or ACTIVATION_exact; "
+    "required for an expression, for --param and for another domain or weight]",
 )
 @click.option(
     "-o", "--output", type=PATH, metavar="FILE", help="Where to write.  [default: generated/fits/NAME.json]"
@@ -91,15 +103,21 @@ def fit(
       fitact fit --fn gelu --fn silu --bits 2 --bits 3
       fitact fit --fn "x*sigmoid(1.5*x)" --bits 3 --name my_act
       fitact fit --fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky_relu02
+      fitact fit --fn tanh --method exact
     """
     from fitact.files import write
-    from fitact.fitter import fewbit
+    from fitact.fitter import exact, fewbit
     from fitact.fitter.activation import Activation
     from fitact.fitter.fit import check_name
     from fitact.fitter.weight import Weight
+    from fitact.show import fits as show_fits
 
+    if method == "exact" and (bits or domain or weight != "uniform" or seed):
+        raise UsageError("--method exact has no --bits, --domain, --weight or --seed: nothing is fitted")
+    if method == "fewbit" and not bits:
+        raise UsageError("--bits is required for --method fewbit: 1 to 4, how many to keep per element")
     values = dict(_parameter(text) for text in parameters)
-    jobs = [(Activation.of(function, values), k) for function in functions for k in bits]
+    jobs = [(Activation.of(function, values), k) for function in functions for k in bits or [0]]
     if len(jobs) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     interval, w = domain or fewbit.DOMAIN, Weight(weight)
@@ -110,20 +128,15 @@ def fit(
     if name is not None:
         check_name(name, "--name")
 
-    made = []
+    made: list[StepFit | ExactFit] = []
     with _progress(jobs, "fitting") as steps, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
         for activation, k in steps:
-            made.append(
-                fewbit.fit(
-                    activation,
-                    k,
-                    name or f"{activation.name}_{method}{k}",
-                    domain=interval,
-                    weight=w,
-                    seed=seed,
-                )
-            )
+            named = name or f"{activation.name}_{method}{k or ''}"
+            if method == "exact":
+                made.append(exact.fit(activation, named))
+            else:
+                made.append(fewbit.fit(activation, k, named, domain=interval, weight=w, seed=seed))
     paths = [output or FITS / f"{fit.name}.json" for fit in made]
     for one, path in zip(made, paths, strict=True):
         _check_replaceable(path, one, force)
@@ -131,7 +144,7 @@ def fit(
         write(path, one.to_json())
     for warning in caught:
         click.echo(f"fitact: warning: {warning.message}", err=True)
-    _table(made)
+    show_fits(made)
     for path in paths:
         click.echo(f"wrote {path}")
 
@@ -214,58 +227,21 @@ def show(things: Sequence[str]) -> None:
     Examples:
       fitact show
       fitact show hardtanh
+      fitact show "x*tanh(exp(x))"
       fitact show generated/fits/gelu_fewbit2.json generated/fits/gelu_fewbit3.json
     """
+    from fitact import show as print_
     from fitact.fitter.activation import Activation
     from fitact.fitter.fit import read
 
     if not things:
-        _show_catalog()
+        print_.catalog()
     elif all(thing.endswith(".json") for thing in things):
-        _table([read(Path(thing)) for thing in things])
+        print_.fits([read(Path(thing)) for thing in things])
     elif len(things) == 1:
-        _show_activation(Activation.of(things[0]))
+        print_.activation(Activation.of(things[0]))
     else:
         raise UsageError("show takes one activation, or fit files whose names end in .json")
-
-
-def _show_catalog() -> None:
-    from fitact.fitter.catalog import CATALOG
-
-    rows = [("name", "f(x)", "PyTorch")]
-    for name, entry in CATALOG.items():
-        call = "none" if entry.torch is None else entry.filled(entry.torch, {})
-        rows.append((name, entry.filled(entry.expression, {}), call))
-    _columns(rows)
-
-
-def _show_activation(activation: Activation) -> None:
-    from fitact.fitter.fewbit import DOMAIN
-
-    low, high = DOMAIN
-    corners = ", ".join(f"{point:g}" for point in activation.breakpoints(low, high)) or "none"
-    even = activation.has_even_derivative(high)
-    pieces = activation.pieces(0.0 if even else low, high)
-    rows = [
-        ("f(x)", activation.expression),
-        ("PyTorch", activation.torch or "none"),
-        (f"breakpoints in [{low:g}, {high:g}]", corners),
-        ("derivative is even", "yes: |x| is coded" if even else "no"),
-        ("derivative is a step function", "no" if pieces is None else f"yes: exact at {_width(pieces)}"),
-    ]
-    _columns(rows)
-
-
-def _width(pieces: int) -> str:
-    bits = max((pieces - 1).bit_length(), 1)
-    return f"{bits} bit{'s'[: bits > 1]}"
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows with their columns aligned, the last one as long as it is."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]))
 
 
 def _parameter(text: str) -> tuple[str, float]:
@@ -276,7 +252,7 @@ def _parameter(text: str) -> tuple[str, float]:
         raise UsageError(f"--param {quote(text)}: expected NAME=NUMBER") from None
 
 
-def _read(paths: Sequence[Path]) -> list[StepFit]:
+def _read(paths: Sequence[Path]) -> list[StepFit | ExactFit]:
     from fitact.fitter.fit import read
 
     found = list(paths) or sorted(FITS.glob("*.json"))
@@ -285,7 +261,7 @@ def _read(paths: Sequence[Path]) -> list[StepFit]:
     return [read(path) for path in found]
 
 
-def _check_replaceable(path: Path, fit: StepFit, force: bool) -> None:
+def _check_replaceable(path: Path, fit: StepFit | ExactFit, force: bool) -> None:
     from fitact.files import read_text
     from fitact.fitter.fit import MAX_BYTES
 
@@ -297,18 +273,6 @@ def _progress(
     jobs: Sequence[tuple[Activation, int]], label: str
 ) -> AbstractContextManager[Iterable[tuple[Activation, int]]]:
     return click.progressbar(jobs, label=label, file=sys.stderr, hidden=len(jobs) < 2 or not sys.stderr.isatty())
-
-
-def _table(fits: Sequence[StepFit]) -> None:
-    """Print the errors of fits side by side; the norm is the root of the objective."""
-    rows: list[tuple[str, ...]] = [("", "bits", "objective", "||f'-q||", "max", "rms", "primitive max")]
-    for fit in fits:
-        e = fit.error
-        errors = (e["objective"], e["objective"] ** 0.5, e["max"], e["rms"], e["primitive_max"])
-        rows.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,5 +28,8 @@ class FitWarning(UserWarning):
 
 def quote(value: object, limit: int = 60) -> str:
     """Return `value` as it should appear in an error message: `repr`, one line, cut to `limit`."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON may nest deeper than repr follows
+        text = f"a {type(value).__name__} nested too deep to show"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -12,8 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import erfc
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
+from fitact.runtime.language import constexpr, jit
 from fitact.runtime.ops import Step, apply, register
 
 __all__ = ["GeluFewbit3", "gelu_fewbit3"]
@@ -46,7 +47,7 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * (tl.erf(0.7071067811865476 * x) + 1.0)
+    return 0.5 * x * erfc(-0.7071067811865476 * x)
 
 
 @jit
@@ -75,7 +76,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit3-03dfc6e26a3a632a",
+        key="gelu_fewbit3-482da6199cf5991b",
         name="gelu_fewbit3",
         bits=3,
         borders=BORDERS.value,

@@ -1,0 +1,271 @@
+"""The method `exact`: f′ as a function of the output y = f(x), so that y alone is kept, and no fit is needed.
+
+y is what the next layer keeps anyway, so nothing is kept in addition. The form is derived, not looked up: a
+formula in which x occurs once is a chain of functions, each of which is a solution of an autonomous
+differential equation h′ = G(h), and the value of each link follows from that of the link around it. Where a
+`where` chooses between two branches, the same choice is made by comparing y. What was derived is verified in
+high precision before it is used. Inverted (Novikov and Oseledets, 2024) lists such forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import sympy
+
+from fitact.errors import UsageError, quote
+
+from . import check
+from .activation import Activation
+from .expression import (
+    Array,
+    Expr,
+    Where,
+    WhereAtLeast,
+    absolute,
+    asinh,
+    atan,
+    constant,
+    cos,
+    cosh,
+    evaluate,
+    exp,
+    expm1,
+    hypot1,
+    isru,
+    log,
+    log1p,
+    relu,
+    sigmoid,
+    sign,
+    sinh,
+    softplus,
+    softsign,
+    squareplus,
+    tan,
+    tanh,
+    x,
+)
+from .fit import ExactFit
+from .parser import parse, text_of
+from .precise import MP, exactly
+from .stable import stable
+
+METHOD = "exact"
+DIGITS = 150  # of the verification; tanh'(x) is 1e-43 of 1 at its ends
+REACH = 50.0  # it samples x from -REACH to REACH
+LARGEST = 3e38  # of a derivative that float32 holds
+SMALLEST = 1e-100  # of a derivative that is compared
+AGREEMENT = 1e-20  # relative, between the form and f'
+# x in float32 for the stated error: dense round 0 and out to where every activation has met its asymptote
+SINGLES = np.concatenate([np.linspace(-20.0, 20.0, 200_001), np.geomspace(1e-6, 1e4, 2001)]).astype(np.float32)
+
+# h(u) → (dh/du as a function of h, u as a function of h).
+_AUTONOMOUS: dict[Any, tuple[Callable[[Expr], Expr], Callable[[Expr], Expr]]] = {
+    exp: (lambda h: h, log),
+    expm1: (lambda h: h + 1, log1p),
+    log: (lambda h: exp(-h), exp),
+    log1p: (lambda h: exp(-h), expm1),
+    sigmoid: (lambda h: h * (1 - h), lambda h: log(h) - log1p(-h)),
+    softplus: (lambda h: -expm1(-h), lambda h: h + log(-expm1(-h))),
+    tanh: (lambda h: 1 - h**2, lambda h: (log1p(h) - log1p(-h)) / 2),
+    sinh: (hypot1, asinh),
+    asinh: (lambda h: 1 / cosh(h), sinh),
+    atan: (lambda h: cos(h) ** 2, tan),
+    softsign: (lambda h: (1 - absolute(h)) ** 2, lambda h: h / (1 - absolute(h))),
+    isru: (lambda h: sympy.sqrt(1 - h**2) ** 3, lambda h: h / sympy.sqrt(1 - h**2)),
+    squareplus: (lambda h: h**2 / (1 + h**2), lambda h: h - 1 / h),
+}
+_POSITIVE = (exp, sigmoid, softplus, squareplus, relu, absolute, cosh, hypot1)
+
+
+class _NoFormError(Exception):
+    """The derivation does not cover this formula."""
+
+
+def fit(activation: Activation, name: str) -> ExactFit:
+    """Derive f′ as a function of y, verify it, and state what rounding y costs.
+
+    Args:
+        activation: f.
+        name: of the fit.
+
+    Returns:
+        The fit, with its errors by storage dtype.
+
+    Raises:
+        UsageError: no such form could be derived, or the one that was does not hold; the message says why.
+
+    Warns:
+        FitWarning: floating point fails on the formula, see `check.problem`.
+
+    """
+    text = derived(activation)
+    form = stable(parse(text, what="derivative", variable="y"))
+    check.warn(activation)
+    error = errors(activation, form)
+    return ExactFit(name=name, method=METHOD, activation=activation, derivative=text, error=error)
+
+
+def derived(activation: Activation) -> str:
+    """Return f′ as an expression in y, verified in high precision; UsageError says why there is none."""
+    what = f"activation {quote(activation.expression)}"
+    try:
+        form = _slope(activation.formula, x)
+    except _NoFormError as reason:
+        raise UsageError(f"{what}: no closed form of the derivative in the output was found: {reason}") from None
+    text = text_of(form, "y")
+    _verify(activation, form, text, what)
+    return text
+
+
+def _slope(node: Expr, y: Expr) -> Expr:
+    """Return the derivative with respect to x of a formula whose value is y, as a formula in y."""
+    if node == x:
+        return sympy.Integer(1)
+    if not node.free_symbols:
+        return sympy.Integer(0)
+    if isinstance(node, Where):
+        return _branches(node, y)
+    if node.func is relu:
+        inner = _slope(node.args[0], y)
+        return Where(y, inner, sympy.Integer(0))
+    if node.is_Add:
+        number, rest = node.as_independent(x, as_Add=True)
+        if rest.is_Add:
+            raise _NoFormError(f"x occurs more than once in {rest}")
+        return _slope(rest, y - number)
+    if node.is_Mul:
+        number, rest = node.as_independent(x, as_Add=False)
+        if rest.is_Mul:
+            raise _NoFormError(f"x occurs more than once in {rest}")
+        return _scaled(number, _slope(rest, y / number))
+    if node.is_Pow:
+        return _power(node.base, node.exp, y)
+    if node.func not in _AUTONOMOUS:
+        raise _NoFormError(f"{node.func.__name__} has no inverse in this language")
+    slope, inverse = _AUTONOMOUS[node.func]
+    inner = _slope(node.args[0], inverse(y))
+    return slope(y) * inner if not isinstance(inner, Where) else _scaled(slope(y), inner)
+
+
+def _scaled(number: Expr, form: Expr) -> Expr:
+    """Return number · form, the number inside the branches."""
+    if isinstance(form, Where):
+        u, a, b = form.args
+        return form.func(u, _scaled(number, a), _scaled(number, b))
+    return number * form
+
+
+def _power(base: Expr, n: Expr, y: Expr) -> Expr:
+    """Return the derivative of base**n: n·v^(n−1)·base′ with v = y^(1/n)."""
+    if not n.is_number:
+        raise _NoFormError("x occurs in an exponent")
+    if base.func in _POSITIVE or (base.is_Pow and base.exp.is_Integer and base.exp % 2 == 0):
+        root = y ** (1 / n)
+    elif n.is_Integer and n % 2 == 1 and n > 0:
+        root = sign(y) * absolute(y) ** (1 / n)
+    elif n.is_Integer and n % 2 == 0:
+        raise _NoFormError(f"{base} may have either sign, and its power {n} does not tell which")
+    else:
+        root = y ** (1 / n)
+    inner = _slope(base, root)
+    size = absolute(y) ** (1 - 1 / n) if root.has(sign) else y ** (1 - 1 / n)
+    if n > 1 and isinstance(inner, Where) and inner.args[2] == 0 and inner.args[0] == root:
+        inner = inner.args[1]  # where the branch of 0 is taken, y is 0 and so is y^(1 − 1/n)
+    return n * size * inner
+
+
+def _branches(node: Expr, y: Expr) -> Expr:
+    """Return the derivative of where(u > 0, a, b), the branch told by y."""
+    u, first, second = node.args
+    slope = u.diff(x)
+    if slope.free_symbols or slope == 0:
+        raise _NoFormError(f"the condition on {u} has more than one switching point")
+    at = -u.xreplace({x: sympy.Integer(0)}) / slope
+    upper, lower = (first, second) if constant(slope) > 0 else (second, first)
+    closed = (node.func is WhereAtLeast) == (constant(slope) > 0)  # whether the switching point is the upper's
+    if not upper.free_symbols:
+        closed = True  # the upper branch is flat: all of its y equal this one
+    elif not lower.free_symbols:
+        closed = False
+    kind = WhereAtLeast if closed else Where
+    bound = (upper if closed else lower).xreplace({x: at})
+    ends = evaluate(node, np.array([-REACH, REACH]))
+    above = sympy.expand(y - bound if ends[0] < ends[1] else bound - y)
+    if above.is_Mul:
+        above /= abs(above.as_coeff_Mul()[0])
+    return kind(above, _slope(upper, y), _slope(lower, y))
+
+
+def _verify(activation: Activation, form: Expr, text: str, what: str) -> None:
+    """Compare the form with f′ in high precision, on both sides of every breakpoint and all over."""
+    corners = activation.switch_points(-REACH, REACH)
+    edges = np.concatenate([[-REACH], corners, [REACH]])
+    points = np.concatenate(
+        [np.linspace(-REACH, REACH, 101) + 0.0137, *(corners + d for d in (-1e-3, -1e-6, 1e-6, 1e-3))]
+    )
+    points = points[(np.abs(points) < REACH) & (np.min(np.abs(points[:, None] - edges), axis=1) > 1e-9)]
+    compared = 0
+    for point in points:
+        true, y = exactly(activation.slope, point), exactly(activation.formula, point, DIGITS)
+        if not (MP.isfinite(true) and MP.isfinite(y)) or abs(true) < SMALLEST:
+            continue
+        found = exactly(form, y)
+        compared += 1
+        if not abs(found - true) <= AGREEMENT * abs(true):
+            raise UsageError(
+                f"{what}: its derivative is no function of the output alone: at x = {point:.6g} it is "
+                f"{MP.nstr(true, 6)} where the form {quote(text)} gives {MP.nstr(found, 6)}"
+            )
+    if not compared:
+        raise UsageError(f"{what}: its derivative is nowhere finite from {-REACH:g} to {REACH:g}")
+
+
+def errors(activation: Activation, form: Expr) -> dict[str, float]:
+    """Return what rounding y to a storage dtype costs, x being of the same dtype, to four significant digits.
+
+    It is the maximum of |g(y) − f′(x)| / max(1, |f′(x)|) with g in float32: over all finite values of the two
+    half-precision dtypes, and for float32 over a dense sample. Breakpoints, and y beyond the dtype's range, are
+    left out.
+    """
+    halves = np.arange(1 << 16, dtype=np.uint32)
+    points = {
+        "bfloat16": (halves << 16).astype(np.uint32).view(np.float32),
+        "float16": halves.astype(np.uint16).view(np.float16).astype(np.float32),
+        "float32": np.concatenate([SINGLES, -SINGLES]),
+    }
+    return {dtype: _error(activation, form, at, dtype) for dtype, at in points.items()}
+
+
+def _error(activation: Activation, form: Expr, at: Array, dtype: str) -> float:
+    at = at[np.isfinite(at)].astype(np.float64)
+    corners = activation.switch_points(-1e6, 1e6)
+    at = at[~np.isin(at, corners)]
+    true = activation.derivative(at)
+    y = rounded(activation.value(at), dtype)
+    found = evaluate(form, y).astype(np.float32)
+    valid = (np.abs(true) < LARGEST) & np.isfinite(y)
+    lost = valid & ~np.isfinite(found)
+    if lost.any():
+        raise UsageError(
+            f"activation {quote(activation.expression)}: where y rounds to {y[lost][0]:g} in {dtype}, its "
+            f"derivative as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g}"
+        )
+    error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
+    return float(f"{error.max():.4g}")
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Return float64 values rounded to nearest, ties to even, to the dtype of that name."""
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+        if dtype == "float32":
+            return single.astype(np.float64)
+        if dtype == "float16":
+            return values.astype(np.float16).astype(np.float64)
+    bits = single.view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(single), np.nan, kept.view(np.float32)).astype(np.float64)

@@ -1,0 +1,391 @@
+"""Formulas rewritten so that floating point evaluates them well.
+
+Textbook formulas overflow (`log(1 + exp(x))`), cancel (`1 + erf(x)` in the left tail) or divide infinity by
+infinity (`exp(x)/(1 + exp(x))`). `stable` recognises such idioms, however they are spelt, and puts the atoms
+of `expression` in their place, which are accurate wherever they are representable. Every rule is an identity
+of real numbers for all x at which the formula is defined; the rest of a formula is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+
+from .expression import (
+    Expr,
+    Where,
+    absolute,
+    asinh,
+    constant,
+    cos,
+    cosh,
+    erf,
+    erfc,
+    exp,
+    expm1,
+    hypot1,
+    isru,
+    log,
+    log1p,
+    logcosh,
+    sech2,
+    sigmoid,
+    sin,
+    sinh,
+    size,
+    softplus,
+    softsign,
+    squareplus,
+    tanh,
+    tsech2,
+    x,
+)
+
+HALF = sympy.Rational(1, 2)
+LARGE = 200  # parts of a formula, beyond which no idiom is looked for that would have to be multiplied out
+TERMS = 24  # of a sum, beyond which they are not compared in pairs
+PASSES = 8  # one rule's result is rarely another's idiom, and never for long
+
+# h(u) + 1 and h(u) − 1 without cancellation.
+PLUS_ONE: dict[Any, Callable[[Expr], Expr]] = {
+    tanh: lambda u: 2 * sigmoid(2 * u),
+    erf: lambda u: erfc(-u),
+    expm1: exp,
+    isru: lambda u: squareplus(2 * u) / hypot1(u),
+}
+MINUS_ONE: dict[Any, Callable[[Expr], Expr]] = {
+    tanh: lambda u: -2 * sigmoid(-2 * u),
+    erf: lambda u: -erfc(u),
+    erfc: lambda u: -erf(u),
+    sigmoid: lambda u: -sigmoid(-u),
+    exp: expm1,
+    cos: lambda u: -2 * sin(u / 2) ** 2,
+    cosh: lambda u: 2 * sinh(u / 2) ** 2,
+    sech2: lambda u: -(tanh(u) ** 2),
+    hypot1: lambda u: u * tanh(asinh(u) / 2),
+    isru: lambda u: -squareplus(-2 * u) / hypot1(u),
+}
+SQUARE_MINUS_ONE: dict[Any, Callable[[Expr], Expr]] = {
+    tanh: lambda u: -sech2(u),
+    sin: lambda u: -(cos(u) ** 2),
+    cos: lambda u: -(sin(u) ** 2),
+}
+
+
+def stable(expr: Expr) -> Expr:
+    """Return a formula with the same values that floating point evaluates without overflow or cancellation."""
+    done: dict[Expr, Expr] = {}
+
+    def rewritten(node: Expr) -> Expr:
+        if node not in done:
+            args = [rewritten(arg) for arg in node.args]
+            done[node] = _once(node if list(node.args) == args else node.func(*args))
+        return done[node]
+
+    for _ in range(PASSES):
+        before, expr = expr, rewritten(expr)
+        if expr == before:
+            break
+    return expr
+
+
+def _once(node: Expr) -> Expr:
+    """Apply the rules at the root of a formula whose parts are stable already."""
+    rule = _RULES.get(node.func)
+    return node if rule is None or not node.free_symbols else rule(node)
+
+
+def _sum(node: Expr) -> Expr:
+    """Combine terms r·h(u) ± r, and a few other pairs, until none is left."""
+    terms = list(sympy.Add.make_args(node))
+    if len(terms) > TERMS:
+        return node
+    for i, term in enumerate(terms):
+        for factor in sympy.Mul.make_args(term):
+            rest = term / factor
+            for j, other in enumerate(terms):
+                combined = None if i == j else _pair(factor, rest, other) or _fractions(factor, rest, other)
+                if combined is not None:
+                    left = [t for k, t in enumerate(terms) if k not in (i, j)]
+                    return stable(sympy.Add(*left, combined))
+    return node
+
+
+def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
+    """Return rest·h + other where that can be said better."""
+    for sign in (1, -1):
+        if other == sign * rest:
+            table = PLUS_ONE if sign > 0 else MINUS_ONE
+            if h.func in table:
+                return rest * table[h.func](h.args[0])
+            if sign < 0 and h.is_Pow and h.exp == 2 and h.base.func in SQUARE_MINUS_ONE:
+                return rest * SQUARE_MINUS_ONE[h.base.func](h.base.args[0])
+        if h.func is exp and other == sign * rest * exp(-h.args[0]):
+            return 2 * rest * (cosh if sign > 0 else sinh)(h.args[0])
+        if h.func is hypot1 and other == sign * rest * h.args[0]:
+            return rest * squareplus(sign * 2 * h.args[0])
+    if h.func is sigmoid and other == -rest / 2:
+        return rest / 2 * tanh(h.args[0] / 2)
+    if h.func is sigmoid:  # σ(u) − σ(v) = σ(u) σ(−v) (1 − exp(v − u))
+        for factor in sympy.Mul.make_args(other):
+            if factor.func is sigmoid and other == -rest * factor:
+                u, v = h.args[0], factor.args[0]
+                if (v - u).expand().is_number:
+                    return -rest * h * sigmoid(-v) * expm1((v - u).expand())
+    if h.func is softplus and other == -rest * h.args[0]:
+        return rest * softplus(-h.args[0])
+    return None
+
+
+def _fractions(factor: Expr, rest: Expr, other: Expr) -> Expr | None:
+    """Return rest/Dⁿ + b/Dⁿ⁺¹ as one fraction, if that cancels terms: what the quotient rule leaves."""
+    base, power = factor.as_base_exp()
+    if not (base.is_Add and power.is_Integer and power < 0) or other.has(Where):
+        return None
+    above = other * base ** (1 - power)
+    if base in [f.as_base_exp()[0] for f in sympy.Mul.make_args(above)] or above.has(base):
+        return None
+    if size(other) + size(rest) + size(base) > LARGE:
+        return None
+    left, right = sympy.expand(rest * base), sympy.expand(above)
+    total = _merged(left) + _merged(right)
+    count = len(sympy.Add.make_args(left)) + len(sympy.Add.make_args(right))
+    return total * base ** (power - 1) if len(sympy.Add.make_args(total)) < count else None
+
+
+def _merged(u: Expr) -> Expr:
+    """Return an expanded sum with the exponentials of each term merged."""
+    return sympy.Add(*(_product(term) if term.is_Mul else term for term in sympy.Add.make_args(u)))
+
+
+def _product(node: Expr) -> Expr:
+    """Merge exponentials, and match what stands above the fraction line with what stands below."""
+    factors = list(sympy.Mul.make_args(node))
+    exponents = [f.args[0] for f in factors if f.func is exp]
+    if len(exponents) > 1:
+        others = [f for f in factors if f.func is not exp]
+        return stable(sympy.Mul(*others, exp(sympy.Add(*exponents))))
+    spread = _distributed(factors) or _bounded(factors)
+    if spread is not None:
+        return stable(spread)
+    bounded = _ratio(node)
+    if bounded is not None:
+        return bounded
+    for i, below in enumerate(factors):
+        base, power = below.as_base_exp()
+        for j, above in enumerate(factors):
+            combined = None if i == j else _quotient(base, power, above)
+            if combined is not None:
+                left = [f for k, f in enumerate(factors) if k not in (i, j)]
+                return stable(sympy.Mul(*left, combined))
+    return node
+
+
+def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
+    """Return base^power · above where that can be said better."""
+    if base.func is sigmoid and above.func is exp and power.is_Integer:
+        u, w = base.args[0], above.args[0]
+        for n in range(1, int(min(power, 8)) + 1):  # exp(w) σ(u)^n = exp(w + n u) σ(−u)^n
+            rest = sympy.expand(w + n * u)
+            if rest.is_number:
+                return exp(rest) * sigmoid(-u) ** n * base ** (power - n)
+    if base.func is sigmoid and (above.is_Add or above.func in (expm1, sinh)):
+        terms = _exponentials(above)
+        if terms is not None and len(terms) == 2 and sum(terms.values()) == 0:
+            for w, v in (terms, reversed(terms)):
+                # 1/σ(w − v) = 1 + exp(v − w), and p − q = (p + q) tanh(log(p/q)/2) for p = exp(w), q = exp(v)
+                if sympy.expand(w - v - base.args[0]) == 0:
+                    return terms[w] * tanh((w - v) / 2) * exp(w) * base ** (power - 1)
+    if base.func is sech2 and above == sinh(base.args[0]):
+        return tanh(base.args[0]) / cosh(base.args[0]) * base ** (power - 1)
+    if power.is_Integer and power < 0:
+        again = base ** (power + 1)
+        if base.func is cosh and above == sinh(base.args[0]):
+            return tanh(base.args[0]) * again
+        root, multiplicity = above.as_base_exp()
+        whole = multiplicity.is_Integer and multiplicity > 0
+        if base.func is hypot1 and whole and (root / base.args[0]).is_number:
+            return above / base.args[0] * isru(base.args[0]) * again
+        if base.is_Add and (found := _softsign(base, above)) is not None:
+            return found * again
+    return None
+
+
+def _distributed(factors: list[Expr]) -> Expr | None:
+    """Return exp(u)·(p + q + …) as a sum where all terms are exponentials and none cancels another.
+
+    One may overflow where the other underflows.
+    """
+    for factor in factors:
+        if factor.func is exp:
+            for other in factors:
+                terms = _exponentials(other) if other.is_Add else None
+                if terms is not None and len({constant(n) > 0 for n in terms.values()}) == 1:
+                    summed = sympy.Add(*(n * exp(sympy.expand(w + factor.args[0])) for w, n in terms.items()))
+                    return sympy.Mul(summed, *(f for f in factors if f not in (factor, other)))
+    return None
+
+
+def _bounded(factors: list[Expr]) -> Expr | None:
+    """Return t·sech²(k·t) by the atom for it, where t is an exponential and overflows."""
+    for factor in factors:
+        for other in factors:
+            base, power = other.as_base_exp()
+            if base.func is sech2 and power == 1 and factor.func is exp and (base.args[0] / factor).is_number:
+                number = base.args[0] / factor
+                return tsech2(base.args[0]) / number * sympy.Mul(*(f for f in factors if f not in (factor, other)))
+    return None
+
+
+def _ratio(node: Expr) -> Expr | None:
+    """Return a ratio of polynomials in one exponential E with E divided out where E is large.
+
+    Only where no term of the denominator is negative, so that it does not cancel; two terms are a σ, not this.
+    """
+    if not node.has(exp) or size(node) > LARGE:
+        return None
+    above, below = node.as_numer_denom()
+    if not below.has(exp):
+        return None
+    lower = _exponentials(below)
+    if lower is None or len(lower) < 3 or min(lower.values(), key=constant) <= 0:
+        return None
+    growing = [f for f in sympy.Mul.make_args(above) if f.has(exp, expm1, sinh, cosh)]
+    exps = [f for f in growing if _exponentials(f) is not None]
+    upper = _exponentials(sympy.Mul(*exps))
+    slopes = [w.coeff(x) for w in lower]
+    if upper is None or any(w - w.coeff(x) * x != 0 for w in [*lower, *upper]):
+        return None
+    left, right = min(slopes, key=constant) * x, max(slopes, key=constant) * x
+
+    def divided(w: Expr) -> Expr:
+        upper_sum = sympy.Add(*(a * exp(sympy.expand(v - w)) for v, a in upper.items()))
+        return upper_sum / sympy.Add(*(a * exp(sympy.expand(v - w)) for v, a in lower.items()))
+
+    rest = sympy.Mul(*(f for f in sympy.Mul.make_args(above) if f not in exps))
+    return rest * Where(x, divided(right), divided(left))
+
+
+def _softsign(below: Expr, above: Expr) -> Expr | None:
+    """Return above/below where below = c + k·|u| and above is a multiple of u."""
+    c, rest = below.as_coeff_Add()
+    k, u = rest.as_coeff_Mul()
+    if u.func is not absolute or not c > 0 or not k > 0:
+        return None
+    ratio = above / u.args[0]
+    return ratio / k * softsign(u.args[0] * k / c) if ratio.is_number else None
+
+
+def _exponentials(u: Expr) -> dict[Expr, Expr] | None:
+    """Return what expands to numbers times exponentials as {exponent: number}, None if it does not."""
+    found: dict[Expr, Expr] = {}
+    if size(u) > LARGE:
+        return None
+    plain = u.replace(expm1, lambda v: exp(v) - 1)
+    plain = plain.replace(sinh, lambda v: (exp(v) - exp(-v)) / 2).replace(cosh, lambda v: (exp(v) + exp(-v)) / 2)
+    for term in sympy.Add.make_args(sympy.expand(plain)):
+        number, exponent = term.as_independent(x, as_Add=False)[0], sympy.S.Zero
+        for factor in sympy.Mul.make_args(term / number):
+            base, power = factor.as_base_exp()
+            if factor != 1 and base.func is not exp:
+                return None
+            exponent += power * base.args[0] if factor != 1 else 0
+        exponent = sympy.expand(exponent)
+        found[exponent] = found.get(exponent, 0) + number
+    return {exponent: number for exponent, number in found.items() if number != 0}
+
+
+def _power(node: Expr) -> Expr:
+    base, exponent = node.base, node.exp
+    if not exponent.is_number:
+        return node
+    if base.func is exp:
+        return exp(sympy.expand(base.args[0] * exponent))
+    if base.func is cosh and exponent == -2:
+        return sech2(base.args[0])
+    if base.is_Pow and base.exp == 2 and not exponent.is_Integer:
+        return _once(absolute(base.base) ** (2 * exponent))
+    if base.is_Mul and not exponent.is_Integer:
+        number, rest = base.as_coeff_Mul()
+        return number**exponent * _once(rest**exponent) if number > 0 and number != 1 else node
+    if base.is_Add and (2 * exponent).is_Integer and not exponent.is_Integer:
+        root = _root(base, exponent)
+        if root is not None:
+            return root
+    if base.is_Add and constant(exponent) < 0:
+        terms = _exponentials(base)
+        if terms is not None and len(terms) == 2 and min(terms.values()) > 0:
+            (w, a), (v, b) = sorted(terms.items(), key=lambda item: item[0] == 0)
+            # a e^w + b e^v = b e^v / σ(−(w − v + log(a/b)))
+            u = -(w - v + (log(a / b) if a != b else 0))
+            return _once((b * exp(v)) ** exponent if v != 0 else b**exponent) * sigmoid(u) ** -exponent
+    return node
+
+
+def _root(base: Expr, exponent: Expr) -> Expr | None:
+    """Return (c + k·u²)^(n + 1/2) with c, k > 0 by √(1 + u²)."""
+    c, rest = base.as_coeff_Add()
+    k, square = rest.as_coeff_Mul()
+    if not (square.is_Pow and square.exp == 2 and c > 0 and k > 0):
+        return None
+    return c**exponent * hypot1(sympy.sqrt(k / c) * square.base) ** (2 * exponent)
+
+
+def _logarithm(node: Expr) -> Expr:
+    u = node.args[0]
+    if u.func is exp:
+        return u.args[0]
+    if u.func is sigmoid:
+        return -softplus(-u.args[0])
+    if u.func is cosh:
+        return logcosh(u.args[0])
+    factors = sympy.Mul.make_args(u)
+    if len(factors) > 1 and all(_is_positive(factor) for factor in factors):
+        return stable(sympy.Add(*(log(factor) for factor in factors)))
+    if u.is_Pow and _is_positive(u.base):
+        return stable(u.exp * log(u.base))
+    terms = _exponentials(u) if u.is_Add else None
+    if terms is not None and len(terms) == 2 and min(terms.values()) > 0:
+        (w, a), (v, b) = sorted(terms.items(), key=lambda item: item[0] == 0)
+        ratio = log(a / b) if a != b else sympy.S.Zero
+        return v + (log(b) if b != 1 else 0) + softplus(w - v + ratio)
+    number, _ = u.as_coeff_Add()
+    if HALF <= number <= 2:
+        return _once(log1p(stable(u - 1)))
+    return node
+
+
+def _is_positive(u: Expr) -> bool:
+    """Whether a formula is positive by its form."""
+    if u.is_number:
+        return constant(u) > 0
+    if u.is_Add or u.is_Mul:
+        return all(map(_is_positive, u.args))
+    if u.is_Pow:
+        return _is_positive(u.base)
+    return u.func in (exp, sigmoid, softplus, cosh, sech2, erfc, hypot1, squareplus)
+
+
+def _logarithm1p(node: Expr) -> Expr:
+    u = node.args[0]
+    return softplus(u.args[0]) if u.func is exp else node
+
+
+def _exponential(node: Expr) -> Expr:
+    number, rest = node.args[0].as_coeff_Mul()
+    if rest.func is softplus and number.is_Integer:
+        u = rest.args[0]
+        return sigmoid(-u) ** -number if number < 0 else (1 + exp(u)) ** number
+    return node
+
+
+_RULES: dict[Any, Callable[[Expr], Expr]] = {
+    sympy.Add: _sum,
+    sympy.Mul: _product,
+    sympy.Pow: _power,
+    log: _logarithm,
+    log1p: _logarithm1p,
+    exp: _exponential,
+}
