@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import textwrap
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -54,7 +55,7 @@ def render(fit: StepFit | ExactFit) -> str:
     context = {
         "header": HEADER.format(name=fit.name),
         "digest": f"sha256 {fit.digest()}",
-        "errors": ", ".join(f"{key} {value:.6g}" for key, value in sorted(fit.error.items())),
+        "errors": textwrap.wrap(", ".join(f"{key} {value:.6g}" for key, value in sorted(fit.error.items())), 100),
         "name": fit.name,
         "module": module,
         "activation": fit.activation.name or fit.name,
@@ -79,7 +80,12 @@ def render(fit: StepFit | ExactFit) -> str:
 
 
 def _step(fit: StepFit) -> dict[str, Any]:
+    of = "f" if fit.options.get("objective") == "primitive" else "f'"
+    alias = {"gelu": " (ReGELU2)", "silu": " (ReSiLU2)"}.get(fit.activation.name or "") if fit.bits == 2 else None
+    paper = fit.options.get("source")
+    nearest = f"that is nearest to {of}{alias if alias and of == 'f' else ''}"
     return {
+        "source": f"whose coefficients are those of {paper}" if paper else nearest,
         "kept": f"{fit.bits} bit{'s'[: fit.bits > 1]}",
         "domain": " to ".join(f"{end:g}" for end in fit.domain),
         "bits": fit.bits,

@@ -33,8 +33,8 @@ def step_errors(
         even: whether q is a function of |x|.
 
     Returns:
-        `objective` = ∫ (f′ − q)² w, `rms` = √(objective / ∫ w), `max` = sup |f′ − q|, and `primitive_max` =
-        sup |h − h̃|, where h and h̃ are the integrals of f′ and q from A.
+        `objective` = ∫ (f′ − q)² w, `rms` = √(objective / ∫ w), `max` = sup |f′ − q|; and `primitive_norm` =
+        √∫ (h − h̃)² and `primitive_max` = sup |h − h̃|, where h and h̃ are the integrals of f′ and q from A.
 
     """
     low, high = domain
@@ -65,6 +65,7 @@ def step_errors(
         "objective": objective,
         "rms": np.sqrt(objective / mass),
         "max": _supremum(error, edges, jumps=True),
+        "primitive_norm": np.sqrt(quadrature(lambda x: primitive(x.ravel()).reshape(x.shape) ** 2, edges).sum()),
         "primitive_max": _supremum(primitive, edges, jumps=False),
     }
     return {key: float(f"{value:.10g}") for key, value in errors.items()}

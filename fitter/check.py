@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import sympy
 
 from fitact.errors import FitWarning, quote
 
@@ -24,18 +25,27 @@ ROUNDINGS = 64
 UNIT = 2.0**-24
 LOST = 2.0**-9  # relative: as much as the rounding to bfloat16
 NEAR = 0.1  # of a root: there a relative error says nothing
+HALF = sympy.Rational(1, 2)
 TINY = 1e-37  # below it float32 loses digits whatever the formula
-LARGEST = 3e38
+LARGEST = 1.3e38
 SLOPE_ERROR = 1e-7  # allowed in the derivative, relative to the larger of it and 1
-_SIZES = np.geomspace(1.3e-30, 1.3e38, 69)
+_SIZES = np.union1d(np.geomspace(1.3e-30, 1.3e38, 69), np.geomspace(33.0, 1300.0, 17))
 _MIDDLE = np.linspace(-30.0137, 29.9713, 60)
 POINTS = np.concatenate([-_SIZES[::-1], _MIDDLE, _SIZES]).astype(np.float32).astype(np.float64)
+
+
+def _power(base: Any, exponent: Any, symbolic: Expr) -> Any:
+    """As generated code does: by products and roots, and any other power by logarithm and exponential."""
+    if symbolic.is_Integer or abs(symbolic) == HALF:
+        return FLOAT64.power(base, exponent, symbolic)
+    return np.exp(exponent * np.log(base))
+
 
 FLOAT32 = Arithmetic(
     lambda node: np.float32(constant(node)),
     operator.add,
     operator.mul,
-    lambda base, exponent, symbolic: FLOAT64.power(base, np.float32(exponent), symbolic),
+    lambda base, exponent, symbolic: _power(base, np.float32(exponent), symbolic),
     NUMPY,
 )
 
@@ -43,10 +53,11 @@ FLOAT32 = Arithmetic(
 def problem(activation: Activation) -> str | None:
     """Return in one line where floating point fails on a formula, None if it does not.
 
-    The value is computed in float32 as the kernels do, at 198 points from -1.3e38 to 1.3e38. It is lost where it
-    is off by more than 64 roundings (of f, and of x times f′) and by more than bfloat16 would round it, unless a
-    root of f is within 0.1. The derivative is computed in float64, as the fitter does, and may be off by 1e-7 of
-    itself or of 1.
+    The value is computed in float32 as the kernels do, at some 230 points from -1.3e38 to 1.3e38: nearer to the
+    end of float32's range any product may overflow on its way to a value that does not. It is lost where it is off
+    by more than 64 roundings (of f, and of x times f′) and by more than bfloat16 would round it, unless a root of
+    f is within 0.1. The derivative is computed in float64, as the fitter does, and may be off by 1e-7 of itself or
+    of 1.
     """
     with np.errstate(all="ignore"):
         parts: dict[Expr, Any] = {}
@@ -59,7 +70,8 @@ def problem(activation: Activation) -> str | None:
         if not (MP.isfinite(true) and MP.isfinite(slope)) or abs(true) > LARGEST or abs(slope) > LARGEST:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * slope)), LOST * float(abs(true))) + TINY
-        if not abs(found[i] - float(true)) <= allowed and not _near_root(activation, at, true):
+        lost = not abs(found[i] - float(true)) <= allowed
+        if lost and not (np.isfinite(found[i]) and _near_root(activation, at, true)):
             where = f"in float32 it is {found[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
             return f"{where}: {_blame(parts, i, at)}"
         if not abs(slopes[i] - float(slope)) <= SLOPE_ERROR * max(1.0, float(abs(slope))):
@@ -78,7 +90,7 @@ def warn(activation: Activation) -> None:
 
 def _near_root(activation: Activation, at: float, value: Any) -> bool:
     left, right = (exactly(activation.formula, at + d, 20) for d in (-NEAR, NEAR))
-    return bool(left * right <= 0 or abs(value) < 0.1 * min(abs(left), abs(right)))
+    return bool(left * right < 0 or abs(value) < 0.1 * min(abs(left), abs(right)))
 
 
 def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:

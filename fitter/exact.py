@@ -52,9 +52,12 @@ from .fit import ExactFit
 from .parser import parse, text_of
 from .precise import MP, exactly
 from .stable import stable
+from .zeros import zeros
 
 METHOD = "exact"
 DIGITS = 150  # of the verification; tanh'(x) is 1e-43 of 1 at its ends
+WIDE = 1e6  # up to here the switching points of conditions are looked for
+ROUNDED = 1e-14  # a switching point below it is 0, rounded
 REACH = 50.0  # it samples x from -REACH to REACH
 LARGEST = 3e38  # of a derivative that float32 holds
 SMALLEST = 1e-100  # of a derivative that is compared
@@ -76,7 +79,7 @@ _AUTONOMOUS: dict[Any, tuple[Callable[[Expr], Expr], Callable[[Expr], Expr]]] = 
     atan: (lambda h: cos(h) ** 2, tan),
     softsign: (lambda h: (1 - absolute(h)) ** 2, lambda h: h / (1 - absolute(h))),
     isru: (lambda h: sympy.sqrt(1 - h**2) ** 3, lambda h: h / sympy.sqrt(1 - h**2)),
-    squareplus: (lambda h: h**2 / (1 + h**2), lambda h: h - 1 / h),
+    squareplus: (lambda h: 1 / (1 + h**-2), lambda h: h - 1 / h),
 }
 _POSITIVE = (exp, sigmoid, softplus, squareplus, relu, absolute, cosh, hypot1)
 
@@ -113,7 +116,7 @@ def derived(activation: Activation) -> str:
     """Return f′ as an expression in y, verified in high precision; UsageError says why there is none."""
     what = f"activation {quote(activation.expression)}"
     try:
-        form = _slope(activation.formula, x)
+        form = _compared(_slope(activation.formula, x))
     except _NoFormError as reason:
         raise UsageError(f"{what}: no closed form of the derivative in the output was found: {reason}") from None
     text = text_of(form, "y")
@@ -135,17 +138,17 @@ def _slope(node: Expr, y: Expr) -> Expr:
     if node.is_Add:
         number, rest = node.as_independent(x, as_Add=True)
         if rest.is_Add:
-            raise _NoFormError(f"x occurs more than once in {rest}")
+            raise _NoFormError(f"x occurs more than once in {text_of(rest)}")
         return _slope(rest, y - number)
     if node.is_Mul:
         number, rest = node.as_independent(x, as_Add=False)
         if rest.is_Mul:
-            raise _NoFormError(f"x occurs more than once in {rest}")
+            raise _NoFormError(f"x occurs more than once in {text_of(rest)}")
         return _scaled(number, _slope(rest, y / number))
     if node.is_Pow:
         return _power(node.base, node.exp, y)
     if node.func not in _AUTONOMOUS:
-        raise _NoFormError(f"{node.func.__name__} has no inverse in this language")
+        raise _NoFormError(f"{text_of(node.func(x))} has no inverse in this language")
     slope, inverse = _AUTONOMOUS[node.func]
     inner = _slope(node.args[0], inverse(y))
     return slope(y) * inner if not isinstance(inner, Where) else _scaled(slope(y), inner)
@@ -168,25 +171,23 @@ def _power(base: Expr, n: Expr, y: Expr) -> Expr:
     elif n.is_Integer and n % 2 == 1 and n > 0:
         root = sign(y) * absolute(y) ** (1 / n)
     elif n.is_Integer and n % 2 == 0:
-        raise _NoFormError(f"{base} may have either sign, and its power {n} does not tell which")
+        raise _NoFormError(f"{text_of(base)} may have either sign, and its power {n} does not tell which")
     else:
         root = y ** (1 / n)
     inner = _slope(base, root)
     size = absolute(y) ** (1 - 1 / n) if root.has(sign) else y ** (1 - 1 / n)
     if n > 1 and isinstance(inner, Where) and inner.args[2] == 0 and inner.args[0] == root:
         inner = inner.args[1]  # where the branch of 0 is taken, y is 0 and so is y^(1 − 1/n)
-    return n * size * inner
+    # a root's derivative divides by y: each term, so that no power of y overflows above the line
+    return sympy.expand(n * size * inner) if 0 < n < 1 and inner.is_Add else n * size * inner
 
 
 def _branches(node: Expr, y: Expr) -> Expr:
     """Return the derivative of where(u > 0, a, b), the branch told by y."""
     u, first, second = node.args
-    slope = u.diff(x)
-    if slope.free_symbols or slope == 0:
-        raise _NoFormError(f"the condition on {u} has more than one switching point")
-    at = -u.xreplace({x: sympy.Integer(0)}) / slope
-    upper, lower = (first, second) if constant(slope) > 0 else (second, first)
-    closed = (node.func is WhereAtLeast) == (constant(slope) > 0)  # whether the switching point is the upper's
+    at, rising = _switch(u)
+    upper, lower = (first, second) if rising else (second, first)
+    closed = (node.func is WhereAtLeast) == rising  # whether the switching point is the upper's
     if not upper.free_symbols:
         closed = True  # the upper branch is flat: all of its y equal this one
     elif not lower.free_symbols:
@@ -194,10 +195,35 @@ def _branches(node: Expr, y: Expr) -> Expr:
     kind = WhereAtLeast if closed else Where
     bound = (upper if closed else lower).xreplace({x: at})
     ends = evaluate(node, np.array([-REACH, REACH]))
-    above = sympy.expand(y - bound if ends[0] < ends[1] else bound - y)
-    if above.is_Mul:
-        above /= abs(above.as_coeff_Mul()[0])
+    above = y - bound if ends[0] < ends[1] else bound - y
     return kind(above, _slope(upper, y), _slope(lower, y))
+
+
+def _switch(u: Expr) -> tuple[Expr, bool]:
+    """Return where a formula changes its sign, a number, and whether from − to +."""
+    slope = u.diff(x)
+    if not slope.free_symbols and slope != 0:
+        return -u.xreplace({x: sympy.Integer(0)}) / slope, constant(slope) > 0
+    found = zeros(u, -WIDE, WIDE)
+    if len(found.at) != 1 or not found.complete or found.below[0] == found.above[0]:
+        raise _NoFormError(f"the sign of {text_of(u)} changes more than once, or never")
+    at = float(found.at[0])
+    return sympy.Rational(repr(at if abs(at) > ROUNDED else 0.0)), bool(found.above[0] > 0)
+
+
+def _compared(form: Expr) -> Expr:
+    """Return a form whose conditions compare y itself with a number, where a link compares a function of y."""
+
+    def simpler(node: Expr) -> Expr:
+        u, a, b = node.args
+        try:
+            at, rising = _switch(u)
+        except _NoFormError:
+            return node
+        at = sympy.Rational(repr(constant(at))) if abs(constant(at)) > ROUNDED else sympy.Integer(0)
+        return node.func(x - at if rising else at - x, a, b)
+
+    return form.replace(lambda node: isinstance(node, Where), simpler)
 
 
 def _verify(activation: Activation, form: Expr, text: str, what: str) -> None:
@@ -246,8 +272,12 @@ def _error(activation: Activation, form: Expr, at: Array, dtype: str) -> float:
     at = at[~np.isin(at, corners)]
     true = activation.derivative(at)
     y = rounded(activation.value(at), dtype)
-    found = evaluate(form, y).astype(np.float32)
+    with np.errstate(all="ignore"):
+        found = np.broadcast_to(check.FLOAT32.evaluate(form, y.astype(np.float32)), y.shape).astype(np.float64)
     valid = (np.abs(true) < LARGEST) & np.isfinite(y)
+    if not valid.any():
+        what = f"activation {quote(activation.expression)}"
+        raise UsageError(f"{what}: {dtype} holds neither its value nor its derivative anywhere")
     lost = valid & ~np.isfinite(found)
     if lost.any():
         raise UsageError(

@@ -25,7 +25,7 @@ from .accuracy import step_errors
 from .activation import Activation
 from .expression import Array
 from .fit import StepFit
-from .moments import Moments, spread
+from .moments import Moments, about, spread
 from .weight import Weight
 from .zeros import zeros
 
@@ -96,7 +96,7 @@ def fit(
 
     borders = refine(moments, activation, programme(moments, 2**bits), breakpoints)
     levels = best_levels(moments, borders)
-    levels = _without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
+    levels = without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
     borders = _round_borders(borders, breakpoints, activation, high - low)
     fitted = StepFit(
         name=name,
@@ -115,11 +115,12 @@ def fit(
     return fitted
 
 
-def programme(moments: Moments, levels: int) -> Array:
+def programme(moments: Moments, levels: int, ends: tuple[float, float] | None = None) -> Array:
     """Return the inner borders, (levels − 1,), of the best step function whose borders are grid points.
 
     `best[k, i]` is the least error of k + 1 levels on the first i cells: the recursion
-    best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and k at once.
+    best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and k at once. With `ends`, the first
+    and the last level are given, and an interval of theirs costs its error about that level.
     """
     n = len(moments.grid) - 1
     if n < levels:
@@ -130,10 +131,12 @@ def programme(moments: Moments, levels: int) -> Array:
     rows = np.arange(levels - 1)
     for i in range(1, n + 1):
         cost = spread(moments.sums[:, i, None] - moments.sums[:, :i])
-        best[0, i] = cost[0]
+        best[0, i] = cost[0] if ends is None else about(moments.sums[:, i], ends[0])
         candidates = np.add(best[:-1, :i], cost, out=total[:, :i])
         last[1:, i] = candidates.argmin(axis=1)
         best[1:, i] = candidates[rows, last[1:, i]]
+    if ends is not None:
+        last[-1, n] = np.argmin(best[-2, :n] + about(moments.sums[:, n, None] - moments.sums[:, :n], ends[1]))
     chosen = np.empty(levels - 1, dtype=np.intp)
     i = n
     for k in range(levels - 1, 0, -1):
@@ -227,7 +230,7 @@ def _sides(activation: Activation, at: Array, width: float) -> tuple[Array, Arra
     return activation.derivative(at - step), activation.derivative(at + step)
 
 
-def _without_noise(numbers: Array, scale: float) -> Array:
+def without_noise(numbers: Array, scale: float) -> Array:
     """Round to 40 bits of the scale: what lies beyond is noise, and what is 0 by symmetry should be 0."""
     unit = 2.0 ** (np.floor(np.log2(max(scale, 1e-300))) - 40)
     return np.asarray(np.round(numbers / unit) * unit + 0.0)
@@ -236,7 +239,7 @@ def _without_noise(numbers: Array, scale: float) -> Array:
 def _round_borders(borders: Array, breakpoints: Array, activation: Activation, width: float) -> Array:
     """Round to float32; a border on a jump whose own f′ is the upper side's goes to the float32 below."""
     on_breakpoint = np.isin(borders, breakpoints)
-    smooth = _without_noise(borders, max(np.max(np.abs(borders)), width / 16))
+    smooth = without_noise(borders, max(np.max(np.abs(borders)), width / 16))
     rounded = np.where(on_breakpoint, borders, smooth).astype(np.float32)
     here = activation.derivative(borders)
     below, above = _sides(activation, borders, width)

@@ -22,6 +22,7 @@ from fitact.files import read_text
 from .activation import Activation
 from .catalog import CATALOG
 from .expression import Array, Expr
+from .moments import quadrature
 from .parser import parse
 from .stable import stable
 from .weight import Weight
@@ -106,13 +107,14 @@ class StepFit(Fit):
         even: whether |x| is compared with the borders in place of x.
         borders: 2^k − 1 numbers, increasing, each a float32.
         levels: 2^k numbers, each a float32.
-        error: `objective`, `rms`, `max` and `primitive_max`, see `accuracy.step_errors`.
+        error: `objective`, what was minimised; and `rms`, `max`, `primitive_norm` and `primitive_max` over the
+            domain, see `accuracy.step_errors`.
         options: what else is needed to make the fit again.
 
     """
 
     METHODS = ("fewbit", "relumix")
-    ERRORS = ("max", "objective", "primitive_max", "rms")
+    ERRORS = ("max", "objective", "primitive_max", "primitive_norm", "rms")
 
     bits: int
     domain: tuple[float, float]
@@ -136,6 +138,12 @@ class StepFit(Fit):
                 raise UsageError(f"{what}: expected increasing numbers, got {quote(list(numbers))}")
         if self.even and self.borders[0] < 0:
             raise UsageError(f"borders: an even fit has none below 0, got {self.borders[0]!r}")
+
+    @property
+    def mass(self) -> float:
+        """The integral of the weight over the domain."""
+        edges = np.union1d(np.linspace(*self.domain, 2001), self.weight.breakpoints(*self.domain))
+        return float(quadrature(self.weight, edges).sum())
 
     def __call__(self, x: Array) -> Array:
         """Return the step function at x."""

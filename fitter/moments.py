@@ -120,3 +120,9 @@ def spread(moments: Array) -> Array:
     mass, first, second = moments
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.maximum(np.where(mass > 0, second - first * first / mass, 0.0), 0.0)
+
+
+def about(moments: Array, level: float) -> Array:
+    """Return ∫w·(f′ − level)² from the moments W, F, S of an interval, (3, …)."""
+    mass, first, second = moments
+    return np.asarray(np.maximum(second - 2 * level * first + level * level * mass, 0.0))

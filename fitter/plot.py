@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .exact import rounded
-from .expression import evaluate
+from .expression import Array, evaluate
 from .fit import ExactFit, StepFit
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ REACH = 6.0  # of x, where there is no domain
 
 
 def draw(fits: Sequence[StepFit | ExactFit], format: str = "png") -> bytes:
-    """Draw fits beside each other, two panels each: f′ and what stands for it above, the error below.
+    """Draw fits beside each other: f′ and what stands for it above, the error below; of mixtures f too.
 
     Args:
-        fits: what to draw, four to a row.
+        fits: what to draw, four pairs of panels to a row.
         format: `png`, `svg` or `pdf`.
 
     Returns:
@@ -37,25 +38,49 @@ def draw(fits: Sequence[StepFit | ExactFit], format: str = "png") -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(len(fits), COLUMNS)
-    rows = -(-len(fits) // columns)
+    panels = [panel for fit in fits for panel in _panels(fit)]
+    columns = min(len(panels), COLUMNS)
+    rows = -(-len(panels) // columns)
     width = 7.5 if columns == 1 else 4.5 * columns
     figure = Figure(figsize=(width, 5.2 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2 * rows, columns, height_ratios=[2.2, 1] * rows)
-    for i, fit in enumerate(fits):
+    for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
         upper = figure.add_subplot(grid[2 * row, column])
-        lower = figure.add_subplot(grid[2 * row + 1, column], sharex=upper)
-        if isinstance(fit, StepFit):
-            _draw_step(fit, upper, lower)
-        else:
-            _draw_exact(fit, upper, lower)
+        panel(upper, figure.add_subplot(grid[2 * row + 1, column], sharex=upper))
     buffer = io.BytesIO()
     metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[format]
     with rc_context({"svg.hashsalt": "fitact"}):  # identifiers in an SVG are random without it
         figure.savefig(buffer, format=format, metadata=metadata)
     return buffer.getvalue()
+
+
+def _panels(fit: StepFit | ExactFit) -> list[Callable[[Axes, Axes], None]]:
+    """Return what draws the pairs of panels of a fit."""
+    if isinstance(fit, ExactFit):
+        return [partial(_draw_exact, fit)]
+    if fit.method == "relumix":
+        return [partial(_draw_primitive, fit), partial(_draw_step, fit)]
+    return [partial(_draw_step, fit)]
+
+
+def _draw_primitive(fit: StepFit, upper: Axes, lower: Axes) -> None:
+    low, high = _view(fit)
+    borders = np.array(fit.borders)
+    x = np.union1d(np.linspace(*fit.domain, 4 * POINTS), borders)
+    value = fit.activation.value(x)
+    # the broken line through f at the left end of the domain: its slopes are exact between the borders
+    middle = (x[:-1] + x[1:]) / 2
+    line = value[0] + np.concatenate([[0.0], np.cumsum(np.diff(x) * fit(middle))])
+    shown = (low <= x) & (x <= high)
+    upper.plot(x[shown], line[shown], color=FITTED, linewidth=1.6, label=f"mixture of {len(borders)} ReLUs")
+    upper.plot(x[shown], value[shown], color=EXACT, linewidth=1.8, label="$f$ exact")
+    _error(lower, x[shown], (value - line)[shown])
+    _mark(borders, low, high, upper, lower)
+    norm, most = fit.error["primitive_norm"], fit.error["primitive_max"]
+    _dress(fit, upper, lower, f"norm of the error = {norm:.4g},  max = {most:.3g}")
+    upper.set_ylabel("value")
 
 
 def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
@@ -69,14 +94,22 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
     of = "of |x|, " if fit.even else ""
     upper.plot(x, step, color=FITTED, linewidth=1.6, label=f"step function, {of}{len(fit.levels)} levels")
     upper.plot(x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
-    error = derivative - step
-    lower.fill_between(x, error, color=ERROR, alpha=0.35, linewidth=0)
-    lower.plot(x, error, color=ERROR, linewidth=0.9)
-    for axes in (upper, lower):
+    _error(lower, x, derivative - step)
+    _mark(borders, low, high, upper, lower)
+    norm = "$L$" if fit.method == "fewbit" else f"{fit.options.get('objective', '')} objective"
+    _dress(fit, upper, lower, f"{norm} = {fit.error['objective']:.4g},  max error = {fit.error['max']:.3g}")
+
+
+def _error(axes: Axes, x: Array, error: Array) -> None:
+    axes.fill_between(x, error, color=ERROR, alpha=0.35, linewidth=0)
+    axes.plot(x, error, color=ERROR, linewidth=0.9)
+
+
+def _mark(borders: Array, low: float, high: float, *panels: Axes) -> None:
+    for axes in panels:
         axes.set_xlim(low, high)
         for border in borders:
             axes.axvline(border, color="black", alpha=0.12, linewidth=0.7)
-    _dress(fit, upper, lower, f"$L$ = {fit.error['objective']:.4g},  max error = {fit.error['max']:.3g}")
 
 
 def _draw_exact(fit: ExactFit, upper: Axes, lower: Axes) -> None:

@@ -105,7 +105,7 @@ def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
 def _loses(node: Expr, result: Number) -> bool:
     """Whether a subformula's value may lose digits: too large for the functions above it, or near their zeros."""
     if not result:
-        return False
+        return node.func in DELICATE
     if not MP.isfinite(result):
         return True
     size = MP.mag(result)

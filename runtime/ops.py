@@ -56,12 +56,12 @@ class Pointwise:
     bits: int = 0
     keeps_output: ClassVar[bool]
 
-    def threads(self, x: Tensor) -> int:
-        """Return the threads of a program: a thread's share of a row is then 16 bytes of x.
+    def threads(self, *tensors: Tensor) -> int:
+        """Return the threads of a program: a thread's share of a row is then 16 bytes of the widest tensor.
 
         Four bits want twice the threads that half precision would have: their table of levels takes registers.
         """
-        return 256 if self.bits == 4 or x.dtype == torch.float32 else 128
+        return 256 if self.bits == 4 or any(tensor.dtype == torch.float32 for tensor in tensors) else 128
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the codes of a contiguous tensor, (tiles · bits · COLUMNS,) of uint8, by PyTorch's operators."""
@@ -190,7 +190,7 @@ def apply(x: Tensor, key: str) -> Tensor:
     if activation.keeps_output and dtype in KERNEL_DTYPES and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     if not torch.is_grad_enabled():
-        return activation.value(x).to(dtype)  # autocast widens some operators' results
+        return _value(activation, x, dtype)
     if x.is_contiguous():
         return _differentiable(x, (), dtype, key)
     order = _memory_order(x)
@@ -201,6 +201,10 @@ def apply(x: Tensor, key: str) -> Tensor:
 
 
 def _differentiable(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
+    if find(key).keeps_output and torch.compiler.is_compiling():
+        # traced as a Function, y would be kept as it is after a later change in place; as an op, that is an error
+        changed: Tensor = torch.ops.fitact.forward(x, dims, dtype, key)[0]
+        return changed
     y: Tensor = _Pointwise.apply(x, dims, dtype, key)[0]
     return y
 
@@ -271,10 +275,16 @@ class _Gradient(torch.autograd.Function):
         )
 
 
+def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the activation of x as a tensor of its own; autocast widens the results of some operators."""
+    y = activation.value(x).to(dtype)
+    return y.clone() if y is x else y
+
+
 def _forward_eager(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     activation = find(key)
     with torch.no_grad():
-        y = activation.value(x.permute(list(dims)) if dims else x).to(dtype)
+        y = _value(activation, x.permute(list(dims)) if dims else x, dtype)
         if dims:
             # set_: the result may be a permutation of y, but no view of it, or it could not be changed in place
             y = y.permute(_inverse(dims)).contiguous()
@@ -307,7 +317,7 @@ def _forward_triton(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str
         return _forward_eager(x, dims, dtype, key)
     activation = find(key)
     y, codes = _forward_fake(x, dims, dtype, key)
-    activation.run_forward(Launch(x, activation.threads(x)), x, y, codes)
+    activation.run_forward(Launch(x, activation.threads(x, y)), x, y, codes)
     return y, codes
 
 
@@ -316,7 +326,7 @@ def _backward_triton(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: 
         return _backward_eager(grad, output, codes, dtype, key)
     activation = find(key)
     dx = torch.empty_like(grad, dtype=dtype)
-    activation.run_backward(Launch(grad, activation.threads(grad)), grad, output, codes, dx)
+    activation.run_backward(Launch(grad, activation.threads(grad, dx)), grad, output, codes, dx)
     return dx
 
 
@@ -324,6 +334,20 @@ def _backward_triton(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: 
 def _warp_size(device: torch.device) -> int:
     """Return the lanes of a warp, 64 on AMD's data-centre GPUs; the interpreter has no use for it."""
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    y, codes = output
+    ctx.dtype, ctx.key = inputs[0].dtype, inputs[3]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(y if find(ctx.key).keeps_output else None, codes)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
+    if dy is None:
+        return None, None, None, None
+    y, codes = ctx.saved_tensors
+    return torch.ops.fitact.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None
 
 
 def _forward_fake(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
@@ -384,6 +408,7 @@ def _define() -> torch.library.Library:
             library.impl("backward", _backward_triton, device)
     torch.library.register_fake("fitact::forward", _forward_fake, lib=library)
     torch.library.register_fake("fitact::backward", _backward_fake, lib=library)
+    torch.library.register_autograd("fitact::forward", _differentiate, setup_context=_save, lib=library)
     torch.library.register_vmap("fitact::forward", _forward_vmap, lib=library)
     torch.library.register_vmap("fitact::backward", _backward_vmap, lib=library)
     return library

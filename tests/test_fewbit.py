@@ -193,7 +193,7 @@ def stated_errors(name, a_fit):
         edges[np.abs(edges - jump) < 1.5 * np.spacing(np.float32(abs(jump)))] = jump
     heights = np.concatenate([[0.0], np.cumsum(levels * np.diff(edges))])
     start = oracle.value(edges[0])
-    objective = mass = largest = apart = 0.0
+    objective = mass = largest = apart = squared = 0.0
     for left, right in pairwise(np.union1d(edges, cuts(name, a_fit.weight.text, *a_fit.domain))):
         i = np.searchsorted(edges, (left + right) / 2) - 1
         error = lambda x, i=i: oracle.slope(x) - levels[i]  # noqa: E731
@@ -203,11 +203,13 @@ def stated_errors(name, a_fit):
         mass += integrate.quad(weight, left, right, **exact)[0]
         largest = max(largest, supremum(error, left, right))
         apart = max(apart, supremum(gap, left, right), abs(gap(right)))
+        squared += integrate.quad(lambda x, g=gap: g(x) ** 2, left, right, **exact)[0]
     return {
         "objective": objective,
         "rms": np.sqrt(objective / mass),
         "max": largest,
         "primitive_max": apart,
+        "primitive_norm": np.sqrt(squared),
     }
 
 
@@ -286,7 +288,13 @@ def test_states_the_error_of_its_numbers(name, bits, domain, weight):
     a_fit = fitted(name, bits, domain, weight)
     expected = stated_errors(name, a_fit)
     stated = dict(a_fit.error)
-    for key, rel in {"objective": 1e-8, "rms": 1e-8, "max": 1e-7, "primitive_max": 1e-7}.items():
+    for key, rel in {
+        "objective": 1e-8,
+        "rms": 1e-8,
+        "max": 1e-7,
+        "primitive_max": 1e-7,
+        "primitive_norm": 1e-7,
+    }.items():
         assert stated.pop(key) == pytest.approx(expected[key], rel=rel, abs=1e-17), key
     assert not stated
 

@@ -33,7 +33,7 @@ GOOD: dict[str, Any] = {
     "even": True,
     "borders": [0.25, 0.75, 1.5],
     "levels": [1.0, 0.75, 0.25, -0.0625],
-    "error": {"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "rms": 1e-30},
+    "error": {"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 1e-30},
     "options": {"cells": 4000, "seed": 0, "note": "µ 'quoted'\n"},
 }
 TEXT = json.dumps(GOOD, indent=2, sort_keys=True) + "\n"

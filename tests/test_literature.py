@@ -82,7 +82,7 @@ def test_value(entry: Entry) -> None:
     assert not lines, report(entry, lines)
 
 
-# Three terms of order 1 leave 2/(3π|x|³) there, and no atom has their sum: right to 1e-15 of the largest derivative.
+# Three terms of order 1 leave 2/(3π|x|³) there, and no atom has their sum: right to 1e-15 of the largest slope.
 CANCELS = {"calu": 1e-15}
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,8 @@ from fitact.errors import FitactError, FitWarning, UsageError, quote
 from fitact.files import reason
 
 if TYPE_CHECKING:
-    from fitact.fitter.activation import Activation
+    from click._termui_impl import ProgressBar
+
     from fitact.fitter.fit import ExactFit, StepFit
 
 FITS = Path("generated/fits")
@@ -49,14 +49,15 @@ def cli() -> None:
     type=int,
     multiple=True,
     metavar="K",
-    help="1 to 4, required for fewbit; exact keeps none. Repeatable.",
+    help="1 to 4, required for fewbit and relumix; exact has none. Repeatable.",
 )
 @click.option(
     "--method",
-    type=click.Choice(["fewbit", "exact"]),
+    type=click.Choice(["fewbit", "relumix", "exact"]),
     default="fewbit",
     show_default=True,
-    help="fewbit: an optimal step function for the derivative. exact: the derivative as a function of the output.",
+    help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
+    "the activation. exact: the derivative as a function of the output.",
 )
 @click.option("--domain", type=float, nargs=2, metavar="A B", help="Interval to fit on.  [default: -10 10]")
 @click.option(
@@ -73,7 +74,13 @@ def cli() -> None:
     metavar="K=V",
     help="A parameter of the activation, e.g. negative_slope=0.2. Repeatable.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Recorded; fewbit is deterministic.")
+@click.option(
+    "--objective",
+    type=click.Choice(["primitive", "derivative"]),
+    help="What relumix minimises: the distance from f or from its derivative.  [default: primitive]",
+)
+@click.option("--restarts", type=int, metavar="N", help="Of the annealing of relumix.  [default: 4]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the annealing of relumix.")
 @click.option(
     "--name",
     help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS or ACTIVATION_exact; "
@@ -90,6 +97,8 @@ def fit(
     domain: tuple[float, float] | None,
     weight: str,
     parameters: Sequence[str],
+    objective: str | None,
+    restarts: int | None,
     seed: int,
     name: str | None,
     output: Path | None,
@@ -103,40 +112,62 @@ def fit(
       fitact fit --fn gelu --fn silu --bits 2 --bits 3
       fitact fit --fn "x*sigmoid(1.5*x)" --bits 3 --name my_act
       fitact fit --fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky_relu02
+      fitact fit --fn gelu --bits 2 --method relumix
       fitact fit --fn tanh --method exact
     """
     from fitact.files import write
-    from fitact.fitter import exact, fewbit
+    from fitact.fitter import exact, fewbit, relumix
     from fitact.fitter.activation import Activation
     from fitact.fitter.fit import check_name
     from fitact.fitter.weight import Weight
     from fitact.show import fits as show_fits
 
-    if method == "exact" and (bits or domain or weight != "uniform" or seed):
-        raise UsageError("--method exact has no --bits, --domain, --weight or --seed: nothing is fitted")
-    if method == "fewbit" and not bits:
-        raise UsageError("--bits is required for --method fewbit: 1 to 4, how many to keep per element")
+    _check_options(
+        method,
+        {
+            "--bits": bool(bits),
+            "--domain": domain is not None,
+            "--weight": weight != "uniform",
+            "--objective": objective is not None,
+            "--restarts": restarts is not None,
+            "--seed": seed != 0,
+        },
+    )
     values = dict(_parameter(text) for text in parameters)
     jobs = [(Activation.of(function, values), k) for function in functions for k in bits or [0]]
     if len(jobs) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     interval, w = domain or fewbit.DOMAIN, Weight(weight)
-    plain = interval == fewbit.DOMAIN and weight == "uniform"
+    plain = interval == fewbit.DOMAIN and weight == "uniform" and objective in (None, "primitive")
     if name is None and not (plain and not parameters and all(activation.name for activation, _ in jobs)):
-        what = "another domain or weight" if not plain else "--param" if parameters else "an expression"
+        special = "another domain, weight or objective"
+        what = special if not plain else "--param" if parameters else "an expression"
         raise UsageError(f"--name is required for {what}: it names the file, the module and the function")
     if name is not None:
         check_name(name, "--name")
 
     made: list[StepFit | ExactFit] = []
-    with _progress(jobs, "fitting") as steps, warnings.catch_warnings(record=True) as caught:
+    with _progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
-        for activation, k in steps:
+        for i, (activation, k) in enumerate(jobs):
             named = name or f"{activation.name}_{method}{k or ''}"
             if method == "exact":
                 made.append(exact.fit(activation, named))
+            elif method == "relumix":
+                made.append(
+                    relumix.fit(
+                        activation,
+                        k,
+                        named,
+                        objective=objective or "primitive",
+                        restarts=relumix.RESTARTS if restarts is None else restarts,
+                        seed=seed,
+                        progress=lambda share, i=i: _advance(bar, i + share),  # type: ignore[misc]
+                    )
+                )
             else:
                 made.append(fewbit.fit(activation, k, named, domain=interval, weight=w, seed=seed))
+            _advance(bar, i + 1)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]
     for one, path in zip(made, paths, strict=True):
         _check_replaceable(path, one, force)
@@ -269,10 +300,31 @@ def _check_replaceable(path: Path, fit: StepFit | ExactFit, force: bool) -> None
         raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
 
 
-def _progress(
-    jobs: Sequence[tuple[Activation, int]], label: str
-) -> AbstractContextManager[Iterable[tuple[Activation, int]]]:
-    return click.progressbar(jobs, label=label, file=sys.stderr, hidden=len(jobs) < 2 or not sys.stderr.isatty())
+def _check_options(method: str, given: Mapping[str, bool]) -> None:
+    """Refuse options that mean nothing to a method."""
+    own = {
+        "fewbit": ("--bits", "--domain", "--weight", "--seed"),
+        "relumix": ("--bits", "--objective", "--restarts", "--seed"),
+        "exact": (),
+    }
+    foreign = [option for option, present in given.items() if present and option not in own[method]]
+    if foreign:
+        takes = f"it takes {', '.join(own[method])}" if own[method] else "nothing is fitted"
+        raise UsageError(f"--method {method} has no {' or '.join(foreign)}: {takes}")
+    if "--bits" in own[method] and not given["--bits"]:
+        raise UsageError(f"--bits is required for --method {method}: 1 to 4, how many to keep per element")
+
+
+STEPS = 1000  # of the progress bar, for each fit
+
+
+def _progress(jobs: int, label: str) -> ProgressBar[int]:
+    """Return a progress bar over that many fits, shown where somebody watches."""
+    return click.progressbar(length=jobs * STEPS, label=label, file=sys.stderr, hidden=not sys.stderr.isatty())
+
+
+def _advance(bar: ProgressBar[int], done: float) -> None:
+    bar.update(max(0, round(done * STEPS) - bar.pos))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

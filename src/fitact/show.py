@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from fitact.errors import UsageError
-from fitact.fitter import exact, fewbit
+from fitact.fitter import exact, fewbit, relumix
 from fitact.fitter.activation import Activation
 from fitact.fitter.analysis import Asymptote, Monotone, Range
 from fitact.fitter.catalog import CATALOG
@@ -53,6 +53,7 @@ def activation(f: Activation) -> None:
         ("range of f'", _range(f.derivative_range())),
         ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
         ("fewbit", _fewbit(f, even)),
+        ("relumix", _relumix(f)),
         ("exact", _exact(f)),
     ]
     _columns(rows)
@@ -131,6 +132,16 @@ def _fewbit(f: Activation, even: bool) -> str:
     return "yes: 1 to 4 bits"
 
 
+def _relumix(f: Activation) -> str:
+    try:
+        left, right = relumix.asymptotes(f)
+    except UsageError as error:
+        return f"no: {str(error).partition(': ')[2]}"
+    if any(point.kind == "jump" for point in f.breakpoints()):
+        return "yes, but at 2 to 4 bits only with --objective derivative, as it jumps"
+    return "yes: 2 to 4 bits" if left.slope == right.slope else "yes: 1 to 4 bits"
+
+
 def _exact(f: Activation) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -149,13 +160,16 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> None:
 
 def fits(shown: Sequence[StepFit | ExactFit]) -> None:
     """Print the errors of fits side by side, a table for each kind of fit."""
-    rows: list[tuple[str, ...]] = [("", "bits", "objective", "||f'-q||", "max", "rms", "primitive max")]
+    rows: list[tuple[str, ...]] = [
+        ("", "bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|")
+    ]
     closed: list[tuple[str, ...]] = [("", "bfloat16", "float16", "float32", "f'(x) as a function of y")]
     for fit in shown:
         e = fit.error
         if isinstance(fit, StepFit):
-            # the norm is the root of the objective
-            errors = (e["objective"], e["objective"] ** 0.5, e["max"], e["rms"], e["primitive_max"])
+            # the integral of the weight makes a norm of a mean
+            norm = e["rms"] * math.sqrt(fit.mass)
+            errors = (e["objective"], norm, e["max"], e["rms"], e["primitive_norm"], e["primitive_max"])
             rows.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
         else:
             stated = (e["bfloat16"], e["float16"], e["float32"])

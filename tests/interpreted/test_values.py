@@ -1,0 +1,168 @@
+"""The value of the module generated from a formula, as device code run by Triton's interpreter.
+
+The same comparison as in `tests/test_values.py`. The interpreter truncates float32 to bfloat16, so that bfloat16
+may differ by one more unit in the last place, and misreads its subnormal numbers, which are left out. Then one by
+one the functions of `runtime/functions.py`, over the whole range of float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import triton.language
+
+from fitact.runtime import functions
+from fitact.runtime.language import jit, tl
+
+from .. import values
+from ..values import EACH, FORMULAS, Formula
+
+# NaN and infinity on purpose, in NumPy, which warns of them
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZE = 2**18
+
+
+@jit
+def _apply(x, y, n, function: tl.constexpr, size: tl.constexpr):
+    at = tl.arange(0, size)
+    u = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(y + at, function(u).to(y.dtype.element_ty), mask=at < n)
+
+
+@jit
+def _apply_power(x, y, n, exponent: tl.constexpr, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(y + at, functions.power(tl.load(x + at, mask=at < n, other=0.0), exponent), mask=at < n)
+
+
+def apply(function: object, x: torch.Tensor) -> torch.Tensor:
+    """Return a device function's values, in the dtype of x."""
+    assert x.numel() <= SIZE
+    y = torch.zeros_like(x)
+    _apply[(1,)](x, y, x.numel(), function, 1 << max(x.numel() - 1, 1).bit_length())
+    return y
+
+
+def module(formula: Formula, folder: Path) -> ModuleType:
+    found = values.module(formula.text, folder)
+    found.__dict__.setdefault("tl", triton.language)  # the interpreter asks for it where `_apply` calls `value`
+    return found
+
+
+def normal(x: torch.Tensor) -> torch.Tensor:
+    return x[(x == 0) | (x.abs() >= torch.finfo(x.dtype).smallest_normal)]
+
+
+@EACH
+def test_value(formula: Formula, tmp_path: Path) -> None:
+    if values.may_fail(formula):
+        pytest.skip("reported")
+    value = module(formula, tmp_path).value
+    for dtype in DTYPES:
+        x = values.points(dtype)
+        truncated = dtype == torch.bfloat16
+        x = normal(x) if truncated else x
+        lines = values.misses(formula, apply(value, x), x, truncated=truncated)
+        assert not lines, f"{dtype}: {values.report(formula, lines)}"
+
+
+@EACH
+def test_nan_and_infinity(formula: Formula, tmp_path: Path) -> None:
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    true = values.truth(formula, special.double().numpy())
+    found = apply(module(formula, tmp_path).value, special).double().numpy()
+    assert np.isnan(found[0]) == np.isnan(true[0])
+    finite = np.isfinite(true[1:])
+    np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=1e-6, atol=1e-7)
+
+
+REPORTED = [formula for formula in FORMULAS if values.value_is_reported(formula.text)]
+
+
+@values.each(REPORTED)
+def test_what_is_reported_is_so(formula: Formula, tmp_path: Path) -> None:
+    x = values.neighbours(values.named(formula.text, values.VALUE)[1])
+    at = x.double().numpy()
+    found = apply(module(formula, tmp_path).value, x).double().numpy()
+    limits = values.allowed(Formula(formula.name, formula.text, values.PROMISED, values.LOST), at)
+    assert np.any(~(np.abs(found - values.exact(formula, at)) <= limits / 2))
+
+
+@pytest.mark.parametrize("text", ["squareplus(x)", "x*tanh(softplus(x))", "x*sigmoid(x)"])
+def test_a_module_that_calls_device_functions_only(text: str, tmp_path: Path) -> None:
+    """It does not import `tl`; its own kernels run in the interpreter all the same."""
+    found = values.module(text, tmp_path)
+    x = torch.linspace(-3, 3, 100)
+    y, codes = torch.empty_like(x), torch.empty(1024, dtype=torch.uint8)
+    found.some_fit_forward[(1,)](x, y, codes, x.numel())
+    torch.testing.assert_close(y, found.torch_value(x))
+
+
+# ------------------------------------------------------------------------------------------ device functions
+
+# Units in the last place: the worst that was seen, and a little more; absolute errors below 1.2e-38 do not count.
+ULPS = {
+    "expm1": 5.0,
+    "log1p": 4.0,
+    "softplus": 4.5,
+    "tanh": 5.5,
+    "sinh": 6.0,
+    "cosh": 5.0,
+    "sech2": 5.0,
+    "tsech2": 5.5,
+    "logcosh": 7.5,
+    "asinh": 4.0,
+    "atan": 3.0,
+    "tan": 4.0,
+    "erfc": 12.0,
+    "hypot1": 1.5,
+    "isru": 2.5,
+    "squareplus": 3.0,
+    "softsign": 2.0,
+}
+# And these many more where the exponent is rounded: of |u| − log 2, and of u².
+SLACK = {
+    "sinh": np.abs,
+    "cosh": np.abs,
+    "erfc": lambda u: np.where(u > 0, u * u, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", ULPS)
+def test_device_functions(name: str) -> None:
+    at = values.function_points(name)
+    found = apply(getattr(functions, name), torch.from_numpy(at.astype(np.float32))).double().numpy()
+    error, i = values.worst(found, values.FLOAT64[name](at), slack=SLACK.get(name, np.zeros_like)(at))
+    assert error <= ULPS[name], (at[i], found[i], error)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_power(n: int) -> None:
+    """A rounding for each product that is written out, and no more."""
+    at = values.function_points("power")
+    x = torch.from_numpy(at.astype(np.float32))
+    y = torch.zeros_like(x)
+    _apply_power[(1,)](x, y, x.numel(), n, SIZE)
+    error, i = values.worst(y.double().numpy(), at**n)
+    assert error <= n - 1, (at[i], error)
+
+
+def test_functions_that_do_not_round() -> None:
+    x = torch.from_numpy(values.function_points("relu").astype(np.float32))
+    assert torch.equal(apply(functions.relu, x), torch.relu(x))
+    assert torch.equal(apply(functions.sign, x), torch.sign(x))
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    for name in ("relu", "sign"):
+        found = apply(getattr(functions, name), special)
+        torch.testing.assert_close(found, getattr(torch, name)(special), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ULPS)
+def test_nan_is_kept(name: str) -> None:
+    assert apply(getattr(functions, name), torch.tensor([torch.nan])).isnan().all()
