@@ -199,8 +199,8 @@ def mixture(
     jumps = [point.at for point in activation.breakpoints() if point.kind == "jump"]
     if jumps and count > 1 and objective == "primitive":
         raise UsageError(
-            f"activation {quote(activation.expression)}: it jumps at x = {jumps[0]:g}, where the steeper mixture of "
-            "ReLUs is always the better one, so none is best; use --objective derivative or --method fewbit"
+            f"activation {quote(activation.expression)}: it jumps at x = {jumps[0]:g}, where the steeper of two "
+            "mixtures is the better one, so none is best; use --objective derivative or --method fewbit"
         )
     linear = None if jumps and objective == "primitive" else _broken_line(activation, count, right)
     if linear is not None:

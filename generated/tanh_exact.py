@@ -44,7 +44,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 
 def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return -y**2 + 1.0
+    return -(y**2) + 1.0
 
 
 KEY = register(
