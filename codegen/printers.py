@@ -42,14 +42,14 @@ class Dialect:
         functions: SymPy class → the text of a call, with {0} for the argument.
         where: the conditional, with {0}, {1}, {2} for condition and values.
         constant: a number as a tensor like {variable}, for a conditional between two numbers.
-        power: an integer power of a text, and how strongly the result binds.
+        power: an integer power of a formula, and how strongly the result binds.
 
     """
 
     functions: dict[Any, str]
     where: str
     constant: str
-    power: Callable[[_Printer, str, int], tuple[str, int]]
+    power: Callable[[_Printer, Expr, int], tuple[str, int]]
 
 
 # Atoms that are functions of `runtime.functions`, under the same names.
@@ -90,8 +90,14 @@ TRITON = Dialect(
     },
     where="tl.where({0}, {1}, {2})",
     constant="{0}",
-    power=lambda printer, base, n: (printer.call("power({0}, {1})", base, str(n)), _CALL),
+    power=lambda printer, base, n: (printer.call("power({0}, {1})", printer.text(base), str(n)), _CALL),
 )
+
+
+def _stars(printer: _Printer, base: Expr, n: int) -> tuple[str, int]:
+    text = printer.text(base, _CALL)
+    return f"{text}**{n}" if text.isidentifier() else f"{text} ** {n}", _UNARY
+
 
 TORCH = Dialect(
     functions={
@@ -136,7 +142,7 @@ TORCH = Dialect(
     },
     where="torch.where({0}, {1}, {2})",
     constant="torch.full_like({variable}, {0})",  # where of two numbers would have the default dtype
-    power=lambda _, base, n: (f"{base}**{n}" if base.isidentifier() else f"{base} ** {n}", _UNARY),
+    power=_stars,
 )
 
 
@@ -216,13 +222,12 @@ class _Printer:
     def sum(self, node: Expr) -> str:
         result = ""
         for term in sorted(sympy.Add.make_args(node), key=_place):
-            text = self.text(term, _PRODUCT if result else _SUM)
             if not result:
-                result = text
-            elif text.startswith("-"):
-                result += f" - {text[1:]}"
+                result = self.text(term)
+            elif term.could_extract_minus_sign():
+                result += f" - {self.text(-term, _PRODUCT)}"
             else:
-                result += f" + {text}"
+                result += f" + {self.text(term, _PRODUCT)}"
         return result
 
     def product(self, node: Expr) -> tuple[str, int]:
@@ -239,6 +244,8 @@ class _Printer:
         if abs(coefficient) != 1 or not upper:
             upper.insert(0, number(abs(coefficient))[0])
         sign = "-" if coefficient < 0 else ""
+        if sign and len(upper) == 1 and not lower and "**" in upper[0] and upper[0][-1] != ")":
+            upper[0] = f"({upper[0]})"  # as formatters write it
         text = sign + " * ".join(upper) + "".join(f" / {factor}" for factor in lower)
         return text, _UNARY if len(upper) + len(lower) == 1 else _PRODUCT
 
@@ -249,7 +256,7 @@ class _Printer:
         if exponent == sympy.Rational(1, 2):
             return self.call(self.dialect.functions[sympy.sqrt], self.text(base)), _CALL
         if exponent.is_Integer:
-            return self.dialect.power(self, self.text(base, _CALL), int(exponent))
+            return self.dialect.power(self, base, int(exponent))
         if base.free_symbols:
             return self.node(language.exp(exponent * language.log(base)))
         return self.node(language.exp(math.log(language.constant(base)) * exponent))
@@ -265,8 +272,8 @@ class _Printer:
 
 
 def _place(term: Expr) -> tuple[bool, bool]:
-    """Sort key of a term: constants last, and first one that needs no leading minus."""
-    return not term.free_symbols, term.could_extract_minus_sign()
+    """Sort key of a term: first those that need no leading minus, of each kind constants last."""
+    return term.could_extract_minus_sign(), not term.free_symbols
 
 
 def number(value: float) -> tuple[str, int]:

@@ -25,7 +25,7 @@ def value(x):
 
 @jit
 def derivative(y):
-    return y * (-y + 1.0)
+    return y * (1.0 - y)
 
 
 @jit
@@ -43,12 +43,12 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 
 def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return y * (-y + 1.0)
+    return y * (1.0 - y)
 
 
 KEY = register(
     Exact(
-        key="sigmoid_exact-e9154f21434f8cc3",
+        key="sigmoid_exact-5ab4ea92f6fbf33e",
         name="sigmoid_exact",
         value=torch_value,
         slope=torch_derivative,

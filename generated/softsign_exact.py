@@ -27,7 +27,7 @@ def value(x):
 
 @jit
 def derivative(y):
-    return power((-tl.abs(y) + 1.0), 2)
+    return power(1.0 - tl.abs(y), 2)
 
 
 @jit
@@ -45,12 +45,12 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 
 def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return (-torch.abs(y) + 1.0) ** 2
+    return (1.0 - torch.abs(y)) ** 2
 
 
 KEY = register(
     Exact(
-        key="softsign_exact-3bf3b4c6946cbf0c",
+        key="softsign_exact-a0467eba429a8f6b",
         name="softsign_exact",
         value=torch_value,
         slope=torch_derivative,
