@@ -21,9 +21,10 @@ def activation(name: str, *, method: str = "fewbit", bits: int | None = None) ->
     """Return a shipped activation as a module.
 
     Args:
-        name: of the activation in the catalog, e.g. `"gelu"`; or of a shipped fit, e.g. `"gelu_regelu2_published"`.
-        method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture of
-            ReLUs; or `"exact"`, the derivative as a function of the output.
+        name: of the activation in the catalog, e.g. `"gelu"`; or of a shipped fit, e.g.
+            `"gelu_regelu2_published"`.
+        method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
+            of ReLUs; or `"exact"`, the derivative as a function of the output.
         bits: kept per element for backward; by default 3, or the one width that is shipped where the
             derivative is exact with fewer. None for `"exact"`, which keeps none.
 
