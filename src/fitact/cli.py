@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -116,9 +117,10 @@ def fit(
       fitact fit --fn tanh --method exact
     """
     from fitact.files import write
-    from fitact.fitter import exact, fewbit, relumix
+    from fitact.fitter import fewbit
     from fitact.fitter.activation import Activation
     from fitact.fitter.fit import check_name
+    from fitact.fitter.methods import make
     from fitact.fitter.weight import Weight
     from fitact.show import fits as show_fits
 
@@ -151,23 +153,16 @@ def fit(
         warnings.simplefilter("always", FitWarning)
         for i, (activation, k) in enumerate(jobs):
             named = name or f"{activation.name}_{method}{k or ''}"
-            if method == "exact":
-                made.append(exact.fit(activation, named))
-            elif method == "relumix":
-                made.append(
-                    relumix.fit(
-                        activation,
-                        k,
-                        named,
-                        objective=objective or "primitive",
-                        restarts=relumix.RESTARTS if restarts is None else restarts,
-                        seed=seed,
-                        progress=lambda share, i=i: _advance(bar, i + share),  # type: ignore[misc]
-                    )
-                )
-            else:
-                made.append(fewbit.fit(activation, k, named, domain=interval, weight=w, seed=seed))
-            _advance(bar, i + 1)
+            options: dict[str, Any] = {}
+            if method != "exact":
+                options |= {"bits": k, "seed": seed}
+            if method == "fewbit":
+                options |= {"domain": interval, "weight": w}
+            if method == "relumix":
+                options |= {"objective": objective or "primitive", "progress": partial(_advance, bar, i)}
+                options |= {} if restarts is None else {"restarts": restarts}
+            made.append(make(method, activation, named, **options))
+            _advance(bar, i, 1.0)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]
     for one, path in zip(made, paths, strict=True):
         _check_replaceable(path, one, force)
@@ -302,16 +297,14 @@ def _check_replaceable(path: Path, fit: StepFit | ExactFit, force: bool) -> None
 
 def _check_options(method: str, given: Mapping[str, bool]) -> None:
     """Refuse options that mean nothing to a method."""
-    own = {
-        "fewbit": ("--bits", "--domain", "--weight", "--seed"),
-        "relumix": ("--bits", "--objective", "--restarts", "--seed"),
-        "exact": (),
-    }
-    foreign = [option for option, present in given.items() if present and option not in own[method]]
+    from fitact.fitter.methods import OPTIONS
+
+    own = [f"--{option}" for option in OPTIONS[method]]
+    foreign = [option for option, present in given.items() if present and option not in own]
     if foreign:
-        takes = f"it takes {', '.join(own[method])}" if own[method] else "nothing is fitted"
+        takes = f"it takes {', '.join(own)}" if own else "nothing is fitted"
         raise UsageError(f"--method {method} has no {' or '.join(foreign)}: {takes}")
-    if "--bits" in own[method] and not given["--bits"]:
+    if "--bits" in own and not given["--bits"]:
         raise UsageError(f"--bits is required for --method {method}: 1 to 4, how many to keep per element")
 
 
@@ -323,8 +316,9 @@ def _progress(jobs: int, label: str) -> ProgressBar[int]:
     return click.progressbar(length=jobs * STEPS, label=label, file=sys.stderr, hidden=not sys.stderr.isatty())
 
 
-def _advance(bar: ProgressBar[int], done: float) -> None:
-    bar.update(max(0, round(done * STEPS) - bar.pos))
+def _advance(bar: ProgressBar[int], fits: int, share: float) -> None:
+    """Move the bar to so many whole fits and a share of the next."""
+    bar.update(max(0, round((fits + share) * STEPS) - bar.pos))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,38 @@
+"""The methods by name, and how a fit is made again from its record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import exact, fewbit, relumix
+from .activation import Activation
+from .fit import ExactFit, StepFit
+
+# What each method takes beside the activation and a name.
+OPTIONS = {
+    "fewbit": ("bits", "domain", "weight", "seed"),
+    "relumix": ("bits", "objective", "restarts", "seed"),
+    "exact": (),
+}
+
+
+def make(method: str, activation: Activation, name: str, **options: Any) -> StepFit | ExactFit:
+    """Fit by a method of that name; `options` are those of its `fit`, `OPTIONS` those that are recorded."""
+    if method == "exact":
+        return exact.fit(activation, name, **options)
+    bits = options.pop("bits")
+    if method == "relumix":
+        return relumix.fit(activation, bits, name, **options)
+    return fewbit.fit(activation, bits, name, **options)
+
+
+def again(fit: StepFit | ExactFit) -> StepFit | ExactFit:
+    """Make a fit again from what its record says of how it was made: the same bytes, if nothing has changed."""
+    if fit.name in relumix.PUBLISHED:
+        return relumix.published(fit.name)
+    if isinstance(fit, ExactFit):
+        return make(fit.method, fit.activation, fit.name)
+    options: dict[str, Any] = {"bits": fit.bits, **fit.options}
+    if fit.method == "fewbit":
+        options |= {"domain": fit.domain, "weight": fit.weight}
+    return make(fit.method, fit.activation, fit.name, **options)
