@@ -25,7 +25,7 @@ ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6, torch.
 def check(one: Shipped, x: torch.Tensor) -> None:
     key = one.module.KEY
     y, codes = torch.ops.fitact.forward(x, (), x.dtype, key)
-    assert torch.equal(codes, ops._forward_eager(x, (), key)[1])
+    assert torch.equal(codes, ops._forward_eager(x, (), x.dtype, key)[1])
     exact = one.stock(x.double())
     # x (1 + erf) cancels on the far left and x − tanh x near 0: the device functions' 5e-7, times x
     info = torch.finfo(x.dtype)
@@ -44,7 +44,7 @@ def check(one: Shipped, x: torch.Tensor) -> None:
         assert torch.equal(dx, expected)
 
 
-@each(KINDS)
+@each({"gelu_fewbit3", "gelu_fewbit4", "hardtanh_fewbit1", "relu6_fewbit2"})
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 8191, 8192, 8193, 20_000])
 def test_sizes_round_the_tile(one: Shipped, dtype: torch.dtype, n: int) -> None:
