@@ -36,6 +36,15 @@ def class_name(name: str) -> str:
     return camel if camel != name else f"{camel}Module"
 
 
+def check_free(name: str) -> None:
+    """Raise UsageError if generated modules use a name, or that of its class, themselves."""
+    taken = RESERVED & {name, class_name(name)}
+    if taken:
+        raise UsageError(
+            f"name: generated modules use {quote(min(taken))} themselves; make {quote(name)} under another --name"
+        )
+
+
 def render(fit: StepFit | ExactFit) -> str:
     """Return the source text of the module generated from a fit.
 
@@ -43,13 +52,8 @@ def render(fit: StepFit | ExactFit) -> str:
         UsageError: the fit's name is one that generated modules use themselves.
 
     """
+    check_free(fit.name)
     module = class_name(fit.name)
-    taken = RESERVED & {fit.name, module}
-    if taken:
-        raise UsageError(
-            f"name: generated modules use {quote(min(taken))} themselves; make {quote(fit.name)} again "
-            "under another --name"
-        )
     torch_call = fit.activation.torch
     composed = printers.render(fit.activation.formula, printers.TORCH)
     context = {

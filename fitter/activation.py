@@ -68,14 +68,19 @@ class Activation:
         return cls(None, text)
 
     @cached_property
-    def _f(self) -> Expr:
+    def typed(self) -> Expr:
+        """The formula as it was typed, no idiom replaced, as a SymPy expression in `expression.x`."""
         parsed = parse(self.expression, what="activation")
         if max(sizes(parsed)) > MAX_PARTS:
             raise UsageError(
                 f"activation {quote(self.expression)}: too long: its second derivative, written out, would "
                 f"have more than {MAX_PARTS} parts"
             )
-        return stable(parsed)
+        return parsed
+
+    @cached_property
+    def _f(self) -> Expr:
+        return stable(self.typed)
 
     @cached_property
     def _df(self) -> Expr:

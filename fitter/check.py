@@ -16,7 +16,7 @@ import sympy
 from fitact.errors import FitWarning, quote
 
 from .activation import Activation
-from .expression import FLOAT64, NUMPY, Arithmetic, Array, Expr, constant
+from .expression import FLOAT64, NUMPY, Arithmetic, Array, Expr, constant, x
 from .parser import text_of
 from .precise import MP, exactly
 
@@ -31,7 +31,7 @@ LARGEST = 1.3e38
 SLOPE_ERROR = 1e-7  # allowed in the derivative, relative to the larger of it and 1
 _SIZES = np.union1d(np.geomspace(1.3e-30, 1.3e38, 69), np.geomspace(33.0, 1300.0, 17))
 _MIDDLE = np.linspace(-30.0137, 29.9713, 60)
-POINTS = np.concatenate([-_SIZES[::-1], _MIDDLE, _SIZES]).astype(np.float32).astype(np.float64)
+POINTS = np.concatenate([-_SIZES[::-1], _MIDDLE, [0.0], _SIZES]).astype(np.float32).astype(np.float64)
 
 
 def _power(base: Any, exponent: Any, symbolic: Expr) -> Any:
@@ -64,9 +64,11 @@ def problem(activation: Activation) -> str | None:
         FLOAT32.evaluate(activation.formula, POINTS.astype(np.float32), parts)
         found = np.broadcast_to(parts[activation.formula], POINTS.shape).astype(np.float64)
     slopes = activation.derivative(POINTS)
+    derivative = activation.typed.diff(x)
     for i in np.argsort(np.abs(POINTS), kind="stable"):
         at = float(POINTS[i])
-        true, slope = exactly(activation.formula, at, 20), exactly(activation.slope, at, 20)
+        # of the formula as it was typed: so a mistake in rewriting it would be found too
+        true, slope = exactly(activation.typed, at, 20), exactly(derivative, at, 20)
         if not (MP.isfinite(true) and MP.isfinite(slope)) or abs(true) > LARGEST or abs(slope) > LARGEST:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * slope)), LOST * float(abs(true))) + TINY
@@ -89,7 +91,7 @@ def warn(activation: Activation) -> None:
 
 
 def _near_root(activation: Activation, at: float, value: Any) -> bool:
-    left, right = (exactly(activation.formula, at + d, 20) for d in (-NEAR, NEAR))
+    left, right = (exactly(activation.typed, at + d, 20) for d in (-NEAR, NEAR))
     return bool(left * right < 0 or abs(value) < 0.1 * min(abs(left), abs(right)))
 
 

@@ -63,7 +63,7 @@ LARGEST = 3e38  # of a derivative that float32 holds
 SMALLEST = 1e-100  # of a derivative that is compared
 AGREEMENT = 1e-20  # relative, between the form and f'
 # x in float32 for the stated error: dense round 0 and out to where every activation has met its asymptote
-SINGLES = np.concatenate([np.linspace(-20.0, 20.0, 200_001), np.geomspace(1e-6, 1e4, 2001)]).astype(np.float32)
+SINGLES = np.concatenate([np.linspace(-20.0, 20.0, 200_001), np.geomspace(1e-30, 1e4, 4001)]).astype(np.float32)
 
 # h(u) → (dh/du as a function of h, u as a function of h).
 _AUTONOMOUS: dict[Any, tuple[Callable[[Expr], Expr], Callable[[Expr], Expr]]] = {
@@ -237,7 +237,9 @@ def _verify(activation: Activation, form: Expr, text: str, what: str) -> None:
     compared = 0
     for point in points:
         true, y = exactly(activation.slope, point), exactly(activation.formula, point, DIGITS)
-        if not (MP.isfinite(true) and MP.isfinite(y)) or abs(true) < SMALLEST:
+        if MP.isfinite(y) and not MP.isfinite(true):
+            raise UsageError(f"{what}: its derivative is not finite at x = {point:.6g}, where its value is")
+        if not MP.isfinite(y) or abs(true) < SMALLEST:
             continue
         found = exactly(form, y)
         compared += 1
@@ -271,8 +273,11 @@ def _error(activation: Activation, form: Expr, at: Array, dtype: str) -> float:
     corners = activation.switch_points(-1e6, 1e6)
     at = at[~np.isin(at, corners)]
     true = activation.derivative(at)
-    y = rounded(activation.value(at), dtype)
     with np.errstate(all="ignore"):
+        # PyTorch's own functions are right to a rounding; a formula is computed in float32, and rounded again
+        own = activation.torch is not None
+        value = activation.value(at) if own else check.FLOAT32.evaluate(activation.formula, at.astype(np.float32))
+        y = rounded(np.broadcast_to(value, at.shape).astype(np.float64), dtype)
         found = np.broadcast_to(check.FLOAT32.evaluate(form, y.astype(np.float32)), y.shape).astype(np.float64)
     valid = (np.abs(true) < LARGEST) & np.isfinite(y)
     if not valid.any():

@@ -79,7 +79,7 @@ def _draw_primitive(fit: StepFit, upper: Axes, lower: Axes) -> None:
     _error(lower, x[shown], (value - line)[shown])
     _mark(borders, low, high, upper, lower)
     norm, most = fit.error["primitive_norm"], fit.error["primitive_max"]
-    _dress(fit, upper, lower, f"norm of the error = {norm:.4g},  max = {most:.3g}")
+    _dress(fit, upper, lower, f"norm of the error = {norm:.4g}\nmax error = {most:.3g}")
     upper.set_ylabel("value")
 
 
@@ -97,7 +97,7 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
     _error(lower, x, derivative - step)
     _mark(borders, low, high, upper, lower)
     norm = "$L$" if fit.method == "fewbit" else f"{fit.options.get('objective', '')} objective"
-    _dress(fit, upper, lower, f"{norm} = {fit.error['objective']:.4g},  max error = {fit.error['max']:.3g}")
+    _dress(fit, upper, lower, f"{norm} = {fit.error['objective']:.4g}\nmax error = {fit.error['max']:.3g}")
 
 
 def _error(axes: Axes, x: Array, error: Array) -> None:

@@ -41,7 +41,7 @@ from .fit import StepFit
 from .moments import Moments, running
 from .precise import MP, exactly
 from .weight import Weight
-from .zeros import zeros
+from .zeros import REALS, breaks, zeros
 
 METHOD = "relumix"
 OBJECTIVES = ("primitive", "derivative")
@@ -49,7 +49,8 @@ RESTARTS = 4  # of the annealing, by default
 ANNEALING_STEPS = 40
 STARTS = 40  # distributions of the knots that are tried before annealing
 POWERS = (0.4, 0.5)  # of |h″|: knots spaced by its square root are best for many, those of its 0.4th for few
-REACH = 1e4  # of the table of integrals; beyond it, tails follow their power law
+REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law
+LEAST_POWER = 0.52  # of a tail whose square has an integral, 1/2 and something for the test
 INNER = 12.0  # up to here its cells are even, then they grow
 HALF_WIDTH = 40.0  # of the search
 CELLS = 4000
@@ -212,10 +213,67 @@ def mixture(
         )
     if objective == "derivative":
         return _derivative_optimum(activation, count, left, right)
-    problem = Primitive(activation, left, right)
-    if count == 1:
-        return _single(problem)
-    return _search(problem, activation, count, restarts, seed, told)
+    _refuse_poles(activation)
+    frame = _Frame.of(activation, left, right)
+    problem = Primitive(activation, left, right, frame)
+    found = _single(problem) if count == 1 else _search(problem, activation, count, restarts, seed, told)
+    return frame.undone(found)
+
+
+def _refuse_poles(activation: Activation) -> None:
+    for point in breaks(activation.formula, -REACH, REACH)[0].values():
+        for side in (-1, 1):
+            value = exactly(activation.formula, point + side * MP.mpf("1e-12"), 15)
+            if not abs(value) < 1e9 * (1 + abs(point)):
+                raise UsageError(
+                    f"activation {quote(activation.expression)}: it is not finite near x = {float(point):.6g}, "
+                    "and a mixture of ReLUs is; use --method fewbit on a domain without that point"
+                )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Units in which an activation bends within a few of 0, by about one: x = center + scale·u, h = size·g.
+
+    Those of the literature do so as they are, and keep their own: then center is 0, and the others are 1.
+    """
+
+    center: float
+    scale: float
+    size: float
+
+    @classmethod
+    def of(cls, activation: Activation, left: Asymptote, right: Asymptote) -> _Frame:
+        bends = zeros(activation.curvature, -REALS, REALS).at
+        marks = np.concatenate([[0.0], bends, activation.switch_points(-REALS, REALS)])
+        marks = marks[np.abs(marks) < REACH]
+        steps = np.geomspace(1e-9, REACH, 2000)
+        x = np.unique(np.concatenate([marks, *(mark + side * steps for mark in marks for side in (-1, 1))]))
+        lines = [line.slope * x + line.intercept for line in (left, right)]
+        off = np.min([np.abs(activation.value(x) - line) for line in lines], axis=0)
+        off[off < 1e-12 * np.abs(lines[0])] = 0.0  # rounding
+        share = np.cumsum(off[1:] ** 4 * np.diff(x))  # a power that slow tails do not count in
+        if not share[-1] > 0:
+            return cls(0.0, 1.0, 1.0)
+        low, middle, high = np.interp([0.1, 0.5, 0.9], share / share[-1], x[1:])
+        size = 2.0 ** np.round(np.log2(off.max()))
+        scale = 2.0 ** np.round(np.log2(high - low))
+        near = abs(middle) < 6.0 and 2.0**-3 <= scale <= 2.0**6
+        size = 1.0 if 2**-6 <= size <= 2**6 else float(size)
+        return cls(0.0, 1.0, size) if near else cls(float(middle), float(scale) / 4, size)
+
+    def line(self, end: Asymptote) -> Asymptote:
+        """Return an asymptote in these units."""
+        slope = end.slope * self.scale / self.size
+        return Asymptote("line", slope, (end.intercept + end.slope * self.center) / self.size)
+
+    def undone(self, found: Mixture) -> Mixture:
+        """Return a mixture in the units of the activation."""
+        return Mixture(
+            self.center + self.scale * found.knots,
+            found.slopes * self.size / self.scale,
+            found.objective * self.size**2 * self.scale,
+        )
 
 
 def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
@@ -234,8 +292,9 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
                 f"{what}: a mixture of ReLUs is a straight line {toward}, and this activation tends to none; use "
                 "--method fewbit"
             )
-        near, far = (abs(_distance(activation, end, side * 10.0**k)) * 10.0 ** (k / 2) for k in (3, 6))
-        if far > 0.1 * near and far > 1e-6:
+        near, far = (abs(_distance(activation, end, side * 10.0**k)) for k in (8, 10))
+        rounding = 1e-9 + 2.0**-50 * abs(end.slope) * 1e10
+        if far > rounding and far > near * 10.0 ** (-2 * LEAST_POWER):
             raise UsageError(
                 f"{what}: {toward} it nears its asymptote too slowly for the squared distance to have an "
                 "integral; use --method fewbit"
@@ -271,9 +330,11 @@ def evaluated(activation: Activation, found: Mixture, objective: str) -> float:
 def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixture | None:
     """Return f′ itself where it is a step function of at most `count` borders; those left over do nothing."""
     corners = [point.at for point in activation.breakpoints()]
-    edge = 1 + max(map(abs, corners), default=0.0)
-    if not corners or len(corners) > count or activation.steps(-2 * edge, 2 * edge) is None:
+    bends = zeros(activation.curvature, -REALS, REALS)
+    if len(corners) > count or not bends.complete or any(sign for *_, sign in bends.signs):
         return None
+    corners = corners or [0.0]
+    edge = 1 + max(map(abs, corners))
     ends = np.array([corners[0] - 1, *corners, corners[-1] + 1])
     middles = activation.derivative((ends[:-1] + ends[1:]) / 2)
     spare = count - len(corners)
@@ -286,21 +347,29 @@ class Primitive:
 
     Integrals of h, x h and h² from 0, and of the squared distances from the asymptotes, are tabulated on cells
     that have every break of h among their ends; a knot adds the integral over part of a cell, by 16 Gauss–Legendre
-    nodes. Beyond ±1e4 a distance counts as a power of x, the exponent seen there.
+    nodes. Beyond ±1e5 a distance counts as a power of x, the exponent seen there.
 
     Args:
         activation: h.
         left, right: its asymptotes.
+        frame: the units of everything else here.
 
     """
 
-    def __init__(self, activation: Activation, left: Asymptote, right: Asymptote) -> None:
-        self.h = activation.value
-        self.left, self.right = left, right
+    def __init__(
+        self, activation: Activation, left: Asymptote, right: Asymptote, frame: _Frame = _Frame(0.0, 1.0, 1.0)
+    ) -> None:
+        def h(u: Array) -> Array:
+            return activation.value(frame.center + frame.scale * u) / frame.size
+
+        self.h = h
+        self.frame = frame
+        self.left, self.right = frame.line(left), frame.line(right)
         cells = 240
         outer = np.geomspace(INNER, REACH, cells)
         spaced = np.concatenate([-outer, np.linspace(-INNER, INNER, 2 * cells + 1), outer])
-        self.edges = np.union1d(spaced, activation.switch_points(-REACH, REACH))
+        switches = (activation.switch_points(-REALS, REALS) - frame.center) / frame.scale
+        self.edges = np.union1d(spaced, switches[np.abs(switches) < REACH])
         rows = self._rows(self.edges[:-1], self.edges[1:])
         middle = int(np.searchsorted(self.edges, 0.0))
         # outward from 0, so that what is small near 0 is not the difference of what is large far away
@@ -309,7 +378,7 @@ class Primitive:
         central = np.concatenate([below, above[:, 1:]], axis=1)
         # and the distances inward from where they vanish; the second is minus what is left to the right
         self.sums = np.concatenate([central, running(rows[3:4]), -running(rows[4:, ::-1])[:, ::-1]])
-        self.tails = tuple(self._tail(end, side) for side, end in ((-1, left), (1, right)))
+        self.tails = tuple(self._tail(end, side) for side, end in ((-1, self.left), (1, self.right)))
 
     def _rows(self, starts: Array, ends: Array) -> Array:
         width = (ends - starts)[:, None]
@@ -381,7 +450,7 @@ def _search(
     problem: Primitive, activation: Activation, count: int, restarts: int, seed: int, progress: Progress
 ) -> Mixture:
     """Follow every start to the bottom of its valley and return the deepest."""
-    stretches = _stretches(activation, count)
+    stretches = _stretches(activation, count, problem.frame)
     starts = list(itertools.islice(_distributions(stretches, count), STARTS))
     work = len(starts) + restarts * 3 + 2
     found: list[tuple[float, Array]] = []
@@ -423,26 +492,30 @@ class _Stretch:
         return np.interp((np.arange(count) + 0.5) / max(count, 1), self.share[power], self.points)
 
 
-def _stretches(activation: Activation, count: int) -> list[tuple[_Stretch, float]]:
+def _stretches(activation: Activation, count: int, frame: _Frame) -> list[tuple[_Stretch, float]]:
     """Return the stretches between the zeros of h″ and the breaks of h′, each with its share of ∫ |h″|^0.4."""
-    inner = np.union1d(
-        zeros(activation.curvature, -HALF_WIDTH, HALF_WIDTH).at, activation.switch_points(-HALF_WIDTH, HALF_WIDTH)
-    )
+    low, high = frame.center - frame.scale * HALF_WIDTH, frame.center + frame.scale * HALF_WIDTH
+    inner = np.union1d(zeros(activation.curvature, low, high).at, activation.switch_points(low, high))
     found = []
-    for low, high in itertools.pairwise([-HALF_WIDTH, *inner, HALF_WIDTH]):
-        points = np.linspace(low, high, 2001)[1:-1]
-        bend = np.abs(activation.second_derivative(points))
+    for start, end in itertools.pairwise([low, *inner, high]):
+        points = np.linspace(start, end, 2001)[1:-1]
+        bend = np.abs(activation.second_derivative(points)) * frame.scale**2 / frame.size
         bend = np.where(np.isfinite(bend), bend, 0.0)
-        if high - low < 1e-6 or bend.max() < 1e-12:
+        width = (end - start) / frame.scale
+        if width < 1e-6 or bend.max() < 1e-12:
             continue
         share = {power: np.cumsum(bend**power) for power in POWERS}
-        mass = float(share[POWERS[0]][-1] * (high - low))
-        found.append((_Stretch(points, {p: s / s[-1] for p, s in share.items()}), mass))
-    total = sum(mass for _, mass in found)
+        mass = float(share[POWERS[0]][-1] * width)
+        places = (points - frame.center) / frame.scale
+        found.append((_Stretch(places, {p: s / s[-1] for p, s in share.items()}), mass))
+    total = sum(mass for _, mass in found) or 1.0
     # a corner wants a knot, wherever it may be in its neighbourhood
-    for corner in activation.breakpoints(-HALF_WIDTH, HALF_WIDTH):
-        points = corner.at + np.linspace(-0.5, 0.5, 101)
+    for corner in activation.breakpoints(low, high):
+        points = (corner.at - frame.center) / frame.scale + np.linspace(-0.5, 0.5, 101)
         found.append((_Stretch(points, {power: np.linspace(0, 1, 101) for power in POWERS}), total / count))
+    if not found:
+        points = np.linspace(-1, 1, 101)
+        found.append((_Stretch(points, {power: np.linspace(0, 1, 101) for power in POWERS}), 1.0))
     return [(stretch, mass / sum(mass for _, mass in found)) for stretch, mass in found]
 
 
@@ -566,7 +639,9 @@ def _derivative_optimum(activation: Activation, count: int, left: Asymptote, rig
         jacobian[fixed] = np.eye(count)[fixed]
         move = np.linalg.solve(jacobian, -g)
         moved = knots + move
-        if np.any(np.diff(moved) <= 0) or total(moved) > total(knots) * (1 + 1e-12):
+        if np.any(np.diff(moved) <= 0):
+            break
+        if np.linalg.norm(np.where(fixed, 0.0, gradient(moved))) > np.linalg.norm(g):
             break
         knots = moved
         if np.max(np.abs(move)) < 1e-13:

@@ -8,7 +8,7 @@ of real numbers for all x at which the formula is defined; the rest of a formula
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -16,6 +16,7 @@ import sympy
 from .expression import (
     Expr,
     Where,
+    WhereAtLeast,
     absolute,
     asinh,
     constant,
@@ -43,8 +44,10 @@ from .expression import (
     x,
 )
 
+ONE = sympy.Integer(1)
 HALF = sympy.Rational(1, 2)
 LARGE = 200  # parts of a formula, beyond which no idiom is looked for that would have to be multiplied out
+GROWTH = 10  # times the parts it had, and LARGE more: what grows further is left as it was given
 TERMS = 24  # of a sum, beyond which they are not compared in pairs
 PASSES = 8  # one rule's result is rarely another's idiom, and never for long
 
@@ -84,11 +87,12 @@ def stable(expr: Expr) -> Expr:
             done[node] = _once(node if list(node.args) == args else node.func(*args))
         return done[node]
 
+    given = expr
     for _ in range(PASSES):
         before, expr = expr, rewritten(expr)
         if expr == before:
             break
-    return expr
+    return expr if size(expr) <= GROWTH * size(given) + LARGE else given
 
 
 def _once(node: Expr) -> Expr:
@@ -132,8 +136,10 @@ def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
         for factor in sympy.Mul.make_args(other):
             if factor.func is sigmoid and other == -rest * factor:
                 u, v = h.args[0], factor.args[0]
-                if (v - u).expand().is_number:
-                    return -rest * h * sigmoid(-v) * expm1((v - u).expand())
+                apart = sympy.expand(v - u)
+                if apart.is_number:  # with the exponent below 0
+                    low, high = (h * sigmoid(-v), -apart) if constant(apart) < 0 else (sigmoid(-u) * factor, apart)
+                    return rest * low * expm1(-abs(high)) * (-1 if constant(apart) < 0 else 1)
     if h.func is softplus and other == -rest * h.args[0]:
         return rest * softplus(-h.args[0])
     return None
@@ -193,11 +199,12 @@ def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
                 return exp(rest) * sigmoid(-u) ** n * base ** (power - n)
     if base.func is sigmoid and (above.is_Add or above.func in (expm1, sinh)):
         terms = _exponentials(above)
-        if terms is not None and len(terms) == 2 and sum(terms.values()) == 0:
+        if terms is not None and len(terms) == 2:
             for w, v in (terms, reversed(terms)):
-                # 1/σ(w − v) = 1 + exp(v − w), and p − q = (p + q) tanh(log(p/q)/2) for p = exp(w), q = exp(v)
-                if sympy.expand(w - v - base.args[0]) == 0:
-                    return terms[w] * tanh((w - v) / 2) * exp(w) * base ** (power - 1)
+                a, b = terms[w], -terms[v]
+                # p − q with p = a exp(w), q = b exp(v): (p − q) σ(log(p/q)) = p tanh(log(p/q)/2)
+                if constant(a / b) > 0 and _is_zero(w - v + log(a / b) - base.args[0]):
+                    return a * exp(w) * tanh(base.args[0] / 2) * base ** (power - 1)
     if base.func is sech2 and above == sinh(base.args[0]):
         return tanh(base.args[0]) / cosh(base.args[0]) * base ** (power - 1)
     if power.is_Integer and power < 0:
@@ -222,8 +229,8 @@ def _distributed(factors: list[Expr]) -> Expr | None:
         if factor.func is exp:
             for other in factors:
                 terms = _exponentials(other) if other.is_Add else None
-                if terms is not None and len({constant(n) > 0 for n in terms.values()}) == 1:
-                    summed = sympy.Add(*(n * exp(sympy.expand(w + factor.args[0])) for w, n in terms.items()))
+                if terms is not None and len(terms) > 1 and len({constant(n) > 0 for n in terms.values()}) == 1:
+                    summed = sympy.Add(*(n * exp(_tidy(w + factor.args[0])) for w, n in terms.items()))
                     return sympy.Mul(summed, *(f for f in factors if f not in (factor, other)))
     return None
 
@@ -244,15 +251,15 @@ def _ratio(node: Expr) -> Expr | None:
 
     Only where no term of the denominator is negative, so that it does not cancel; two terms are a σ, not this.
     """
-    if not node.has(exp) or size(node) > LARGE:
+    if not node.has(exp) or node.has(Where) or size(node) > LARGE:
         return None
     above, below = node.as_numer_denom()
-    if not below.has(exp):
+    if not below.has(exp) or above.has(expm1, sinh):  # which would cancel if multiplied out
         return None
     lower = _exponentials(below)
-    if lower is None or len(lower) < 3 or min(lower.values(), key=constant) <= 0:
+    if lower is None or len(lower) < 3 or not _all_positive(lower.values()):
         return None
-    growing = [f for f in sympy.Mul.make_args(above) if f.has(exp, expm1, sinh, cosh)]
+    growing = [f for f in sympy.Mul.make_args(above) if f.has(exp, cosh)]
     exps = [f for f in growing if _exponentials(f) is not None]
     upper = _exponentials(sympy.Mul(*exps))
     slopes = [w.coeff(x) for w in lower]
@@ -280,21 +287,44 @@ def _softsign(below: Expr, above: Expr) -> Expr | None:
 
 def _exponentials(u: Expr) -> dict[Expr, Expr] | None:
     """Return what expands to numbers times exponentials as {exponent: number}, None if it does not."""
-    found: dict[Expr, Expr] = {}
     if size(u) > LARGE:
         return None
     plain = u.replace(expm1, lambda v: exp(v) - 1)
     plain = plain.replace(sinh, lambda v: (exp(v) - exp(-v)) / 2).replace(cosh, lambda v: (exp(v) + exp(-v)) / 2)
-    for term in sympy.Add.make_args(sympy.expand(plain)):
-        number, exponent = term.as_independent(x, as_Add=False)[0], sympy.S.Zero
-        for factor in sympy.Mul.make_args(term / number):
-            base, power = factor.as_base_exp()
-            if factor != 1 and base.func is not exp:
-                return None
-            exponent += power * base.args[0] if factor != 1 else 0
-        exponent = sympy.expand(exponent)
+    names = {node: sympy.Dummy() for node in plain.atoms(exp) if node.free_symbols}
+    exponents = {name: node.args[0] for node, name in names.items()}
+    expanded = sympy.expand(plain.xreplace(names))
+    if not expanded.free_symbols <= set(exponents):
+        return None
+    found: dict[Expr, Expr] = {}
+    for term in sympy.Add.make_args(expanded):
+        number, rest = term.as_independent(*exponents, as_Add=False)
+        powers = rest.as_powers_dict()
+        if not set(powers) <= {*exponents, ONE}:
+            return None
+        exponent = _tidy(sympy.Add(*(n * exponents[name] for name, n in powers.items() if name != 1)))
         found[exponent] = found.get(exponent, 0) + number
     return {exponent: number for exponent, number in found.items() if number != 0}
+
+
+def _all_positive(numbers: Iterable[Expr]) -> bool:
+    return all(constant(number) > 0 for number in numbers)
+
+
+def _is_zero(u: Expr) -> bool:
+    expanded = sympy.expand(u)
+    return bool(expanded.is_number) and abs(constant(expanded)) < 1e-14
+
+
+def _pivoted(terms: dict[Expr, Expr]) -> list[tuple[Expr, Expr]]:
+    """Return two terms, last the one whose exponent is the flatter: that is the one to take out."""
+    return sorted(terms.items(), key=lambda item: -abs(constant(item[0].diff(x).xreplace({x: ONE}))))
+
+
+def _tidy(exponent: Expr) -> Expr:
+    """Return an exponent multiplied out if it is a straight line; any other would lose digits by it."""
+    expanded = sympy.expand(exponent)
+    return expanded if not expanded.diff(x).free_symbols else exponent
 
 
 def _power(node: Expr) -> Expr:
@@ -302,7 +332,7 @@ def _power(node: Expr) -> Expr:
     if not exponent.is_number:
         return node
     if base.func is exp:
-        return exp(sympy.expand(base.args[0] * exponent))
+        return exp(base.args[0] * exponent)
     if base.func is cosh and exponent == -2:
         return sech2(base.args[0])
     if base.is_Pow and base.exp == 2 and not exponent.is_Integer:
@@ -316,8 +346,8 @@ def _power(node: Expr) -> Expr:
             return root
     if base.is_Add and constant(exponent) < 0:
         terms = _exponentials(base)
-        if terms is not None and len(terms) == 2 and min(terms.values()) > 0:
-            (w, a), (v, b) = sorted(terms.items(), key=lambda item: item[0] == 0)
+        if terms is not None and len(terms) == 2 and _all_positive(terms.values()):
+            (w, a), (v, b) = _pivoted(terms)
             # a e^w + b e^v = b e^v / σ(−(w − v + log(a/b)))
             u = -(w - v + (log(a / b) if a != b else 0))
             return _once((b * exp(v)) ** exponent if v != 0 else b**exponent) * sigmoid(u) ** -exponent
@@ -331,6 +361,17 @@ def _root(base: Expr, exponent: Expr) -> Expr | None:
     if not (square.is_Pow and square.exp == 2 and c > 0 and k > 0):
         return None
     return c**exponent * hypot1(sympy.sqrt(k / c) * square.base) ** (2 * exponent)
+
+
+def _choice(node: Expr) -> Expr:
+    """Take out of each branch what the same condition has decided already."""
+    u, *branches = node.args
+
+    def decided(branch: Expr, i: int) -> Expr:
+        same = [inner for inner in branch.atoms(node.func) if inner.func is node.func and inner.args[0] == u]
+        return branch.xreplace({inner: inner.args[i] for inner in same})
+
+    return node.func(u, decided(branches[0], 1), decided(branches[1], 2))
 
 
 def _logarithm(node: Expr) -> Expr:
@@ -347,8 +388,8 @@ def _logarithm(node: Expr) -> Expr:
     if u.is_Pow and _is_positive(u.base):
         return stable(u.exp * log(u.base))
     terms = _exponentials(u) if u.is_Add else None
-    if terms is not None and len(terms) == 2 and min(terms.values()) > 0:
-        (w, a), (v, b) = sorted(terms.items(), key=lambda item: item[0] == 0)
+    if terms is not None and len(terms) == 2 and _all_positive(terms.values()):
+        (w, a), (v, b) = _pivoted(terms)
         ratio = log(a / b) if a != b else sympy.S.Zero
         return v + (log(b) if b != 1 else 0) + softplus(w - v + ratio)
     number, _ = u.as_coeff_Add()
@@ -388,4 +429,6 @@ _RULES: dict[Any, Callable[[Expr], Expr]] = {
     log: _logarithm,
     log1p: _logarithm1p,
     exp: _exponential,
+    Where: _choice,
+    WhereAtLeast: _choice,
 }

@@ -407,8 +407,27 @@ DERIVATIVES = {
 }
 
 
+# Each was once rewritten without end, or into something that grew with every pass.
+REWRITTEN = [
+    "exp(x)*(e-1)",
+    "exp(-x)*(1-tanh(1))",
+    "1/(1+(e-1)*exp(x))",
+    "1/(log(2)+2*exp(x)+log(3)*exp(2*x))",
+    "sinh(x/2)/(exp(2*x)+exp(x)+1)",
+    "abs(x)/(1+exp(-x)+exp(-2*x))",
+    "expm1(x)/(exp(2*x)+exp(x)+1)",
+    "1/(sech2(2)-exp(erfc(x**2)))",
+    "1/(exp(2*(-x)**1.5)+exp((-x)**1.5)+0.5)",
+]
+
+
 def identifiers(cases: dict[str, str]) -> Any:
     return pytest.mark.parametrize("text", cases.values(), ids=[name.replace(" ", "-") for name in cases])
+
+
+@pytest.mark.parametrize("text", REWRITTEN)
+def test_rewriting_ends(text):
+    check_text(text)
 
 
 @identifiers(HOSTILE)

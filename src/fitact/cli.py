@@ -116,6 +116,7 @@ def fit(
       fitact fit --fn gelu --bits 2 --method relumix
       fitact fit --fn tanh --method exact
     """
+    from fitact.codegen.generate import check_free
     from fitact.files import write
     from fitact.fitter import fewbit
     from fitact.fitter.activation import Activation
@@ -147,6 +148,7 @@ def fit(
         raise UsageError(f"--name is required for {what}: it names the file, the module and the function")
     if name is not None:
         check_name(name, "--name")
+        check_free(name)
 
     made: list[StepFit | ExactFit] = []
     with _progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
