@@ -10,6 +10,7 @@ from .activation import Activation
 from .expression import Array
 from .moments import Moments, nodes, quadrature, running
 from .weight import Weight
+from .zeros import zeros
 
 CELLS = 4000
 
@@ -49,7 +50,8 @@ def step_errors(
 
     steps = np.union1d(-borders, borders) if even else borders
     breakpoints = np.union1d(corners, weight.breakpoints(low, high))
-    grid = Moments(activation.derivative, weight, low, high, breakpoints, CELLS).grid
+    marks = np.union1d(breakpoints, zeros(activation.curvature, low, high).at)
+    grid = Moments(activation.derivative, weight, low, high, marks, CELLS).grid
     edges = np.union1d(grid, steps[(low < steps) & (steps < high)])
 
     objective = quadrature(lambda x: error(x) ** 2 * weight(x), edges).sum()

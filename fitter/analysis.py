@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from .expression import Array, Expr, evaluate
+from .expression import Array, Expr, evaluate, x
 from .precise import MP, Number, exactly, order
 from .zeros import LEAST_ORDER, REALS, Zeros, breaks, zeros
 
@@ -124,7 +124,8 @@ def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
     Where f′ is not finite it has no parity.
     """
     at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
-    at = at * high
+    extrema = np.abs(zeros(df.diff(x), -high, high).at)  # a narrow feature lies between the others
+    at = np.concatenate([at * high, extrema[extrema > 0]])
     right, left = evaluate(df, at), evaluate(df, -at)
     if not (np.isfinite(right).all() and np.isfinite(left).all()):
         return None

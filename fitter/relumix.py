@@ -213,7 +213,6 @@ def mixture(
         )
     if objective == "derivative":
         return _derivative_optimum(activation, count, left, right)
-    _refuse_poles(activation)
     frame = _Frame.of(activation, left, right)
     problem = Primitive(activation, left, right, frame)
     found = _single(problem) if count == 1 else _search(problem, activation, count, restarts, seed, told)
@@ -281,7 +280,7 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
 
     Raises:
         UsageError: there is none on one side, or f tends to it so slowly that the square of the distance has no
-            integral.
+            integral, or f is not finite somewhere.
 
     """
     what = f"activation {quote(activation.expression)}"
@@ -299,6 +298,7 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
                 f"{what}: {toward} it nears its asymptote too slowly for the squared distance to have an "
                 "integral; use --method fewbit"
             )
+    _refuse_poles(activation)
     return activation.asymptotes
 
 

@@ -618,3 +618,16 @@ def test_refuses_in_one_line(formula, bits, domain, weight, culprit):
         fit(Activation.of(formula), bits, "a_fit", domain=domain, weight=Weight(weight))
     assert culprit in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("at", [7.123, -3.3])
+def test_a_narrow_feature_is_not_missed(at: float) -> None:
+    """f′ = 1 but for a wave 1e-4 wide, which costs 1.2533e-4 = √(π/8) / 1e4 · 2 if it is not seen."""
+    narrow = Activation.of(f"x + exp(-((x - ({at}))*1e4)**2)/1e4")
+    made = fit(narrow, 3, "a_fit")
+    assert not made.even
+    assert made.error["objective"] < 6e-6
+    x = np.linspace(at - 5e-4, at + 5e-4, 1_000_001)
+    error = narrow.derivative(x) - made(x)
+    assert made.error["objective"] == pytest.approx(np.mean(error**2) * 1e-3, rel=1e-4)
+    assert made.error["max"] == pytest.approx(np.abs(error).max(), rel=1e-3)
