@@ -257,7 +257,9 @@ class _Frame:
         low, middle, high = np.interp([0.1, 0.5, 0.9], share / share[-1], x[1:])
         size = 2.0 ** np.round(np.log2(off.max()))
         scale = 2.0 ** np.round(np.log2(high - low))
-        near = abs(middle) < 6.0 and 2.0**-3 <= scale <= 2.0**6
+        corners = [point.at for point in activation.breakpoints() if abs(point.at) < REACH]
+        apart = any(abs(corner - middle) > scale * HALF_WIDTH / 8 for corner in corners)
+        near = apart or (abs(middle) < 6.0 and 2.0**-3 <= scale <= 2.0**6)
         size = 1.0 if 2**-6 <= size <= 2**6 else float(size)
         return cls(0.0, 1.0, size) if near else cls(float(middle), float(scale) / 4, size)
 
@@ -476,7 +478,7 @@ def _search(
 def _deepest(found: Sequence[tuple[float, Array]]) -> Array:
     """Return the knots of the least objective; of mirror images, which differ by rounding, always the same one."""
     least = min(value for value, _ in found)
-    equal = [knots for value, knots in found if value <= least * (1 + TIE)]
+    equal = [knots for value, knots in found if value <= least + TIE * abs(least)]
     return min(equal, key=lambda knots: [round(knot, 3) for knot in knots.tolist()])
 
 
@@ -521,22 +523,37 @@ def _stretches(activation: Activation, count: int, frame: _Frame) -> list[tuple[
 
 def _distributions(stretches: Sequence[tuple[_Stretch, float]], count: int) -> Iterator[Array]:
     """Yield starts: every way to share the knots among the stretches, the likeliest first."""
+    ends = np.cumsum([0.0, *(mass for _, mass in stretches)])
+    for power in POWERS:  # all together by their shares
+        quantiles = (np.arange(count) + 0.5) / count
+        which = np.minimum(np.searchsorted(ends, quantiles, side="right") - 1, len(stretches) - 1)
+        yield np.sort(
+            [
+                float(
+                    np.interp(
+                        (q - ends[i]) / stretches[i][1], stretches[i][0].share[power], stretches[i][0].points
+                    )
+                )
+                for q, i in zip(quantiles, which, strict=True)
+            ]
+        )
     likely = np.array([mass * count for _, mass in stretches])
-    ways = sorted(_ways(len(stretches), count, likely), key=lambda way: float(np.sum((way - likely) ** 2)))
+    spread = 3 if len(stretches) <= 4 else 1 if len(stretches) <= 7 else 0
+    ways = sorted(_ways(len(stretches), count, likely, spread), key=lambda way: float(np.sum((way - likely) ** 2)))
     for way in ways:
         for power in POWERS:
             knots = np.concatenate([s.place(n, power) for (s, _), n in zip(stretches, way, strict=True)])
             yield np.sort(knots)
 
 
-def _ways(parts: int, count: int, likely: Array) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write count as a sum of that many numbers, none more than 3 from the likely one."""
+def _ways(parts: int, count: int, likely: Array, spread: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to write count as a sum of numbers, all but the last within spread of the likely ones."""
     if parts == 1:
         yield (count,)
         return
-    low, high = max(0, round(likely[0]) - 3), min(count, round(likely[0]) + 3)
+    low, high = max(0, round(likely[0]) - spread), min(count, round(likely[0]) + spread)
     for first in range(low, high + 1):
-        for rest in _ways(parts - 1, count - first, likely[1:]):
+        for rest in _ways(parts - 1, count - first, likely[1:], spread):
             yield (first, *rest)
 
 
@@ -561,9 +578,12 @@ def _descend(problem: Primitive, start: Array) -> tuple[float, Array] | None:
 
     def function(z: Array) -> tuple[float, Array]:
         knots = knots_of(z)
-        if not (np.abs(knots).max() < REACH and np.diff(knots).min() > 1e-9):
+        largest = np.abs(knots).max()
+        if not (largest < REACH / 10 and np.diff(knots).min() > 1e-7 * max(1.0, largest)):
             return 1e9, np.zeros_like(z)
         value, gradient, _ = problem(knots)
+        if value < 0:  # all digits cancel
+            return 1e9, np.zeros_like(z)
         later = np.cumsum(gradient[::-1])[::-1]
         return value, np.concatenate([later[:1], later[1:] * np.diff(knots)])
 

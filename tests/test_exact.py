@@ -737,8 +737,13 @@ def test_show_of_both_kinds(command) -> None:
     "name", ["torch", "derivative", "torch_derivative", "register", "slope_tile", "Exact", "map_tile"]
 )
 def test_names_that_modules_use(name: str, command) -> None:
-    assert command(f"fit --fn relu2 --method exact --name {name}")[0] == 0
-    status, _, err = command("codegen")
+    status, _, err = command(f"fit --fn relu2 --method exact --name {name}")
+    assert status == 2
+    assert f"generated modules use {name!r}" in err
+    assert written() == []
+    text = (ROOT / "generated" / "fits" / "relu2_exact.json").read_text().replace("relu2_exact", name)
+    Path("own.json").write_text(text)
+    status, _, err = command("codegen own.json")
     assert status == 2
     assert f"generated modules use {name!r}" in err
 
@@ -1463,7 +1468,7 @@ def test_modules(one: Output) -> None:
         ("gelu", {"method": "exact"}, "gelu_exact"),
         ("tanh", {"method": "exact", "bits": 3}, "tanh_exact3"),
         ("tanh", {"method": "other"}, "tanh_other3"),
-        ("tanh_exact", {}, "tanh_exact_fewbit3"),
+        ("tanh_exact", {"method": "relumix"}, "tanh_exact_relumix3"),
     ],
 )
 def test_activations_that_are_not_there(name: str, options: dict[str, Any], wanted: str) -> None:
@@ -1471,8 +1476,9 @@ def test_activations_that_are_not_there(name: str, options: dict[str, Any], want
         fitact.activation(name, **options)
 
 
-def test_without_a_method_steps_are_meant() -> None:
+def test_without_a_method_steps_are_meant_or_the_fit_of_that_name() -> None:
     assert type(fitact.activation("tanh")).__name__ == "TanhFewbit3"
+    assert type(fitact.activation("tanh_exact")).__name__ == "TanhExact"
 
 
 def test_trains_as_pytorch_s() -> None:

@@ -348,7 +348,7 @@ def test_never_worse_than_published(name):
     assert mixed(row["activation"], 2, row["objective"]).objective < row["value"]
 
 
-@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("name", some_full(SEARCHED, (*QUICK, "silu")))
 def test_as_good_as_a_long_search_at_2_bits(name):
     assert mixed(name, 2).objective <= BEST[name]["2"] * (1 + 1e-4)
 

@@ -48,7 +48,8 @@ def activation(name: str, *, method: str = "fewbit", bits: int | None = None) ->
     elif method == "exact":
         wanted = [f"{name}_exact"]
     else:
-        wanted = [*(f"{name}_{method}{k}" for k in (3, 1, 2, 4)), name]
+        own = [name] if method == "fewbit" else []  # the whole name of a fit says its method
+        wanted = [*(f"{name}_{method}{k}" for k in (3, 1, 2, 4)), *own]
     found = next((one for one in wanted if one in shipped), None)
     if found is None:
         raise UsageError(
