@@ -48,6 +48,7 @@ ONE = sympy.Integer(1)
 HALF = sympy.Rational(1, 2)
 LARGE = 200  # parts of a formula, beyond which no idiom is looked for that would have to be multiplied out
 GROWTH = 10  # times the parts it had, and LARGE more: what grows further is left as it was given
+LARGEST = 1000  # parts of a formula that is rewritten at all; the literature's second derivatives have 600
 TERMS = 24  # of a sum, beyond which they are not compared in pairs
 PASSES = 8  # one rule's result is rarely another's idiom, and never for long
 
@@ -88,6 +89,8 @@ def stable(expr: Expr) -> Expr:
         return done[node]
 
     given = expr
+    if size(expr) > LARGEST:
+        return expr
     for _ in range(PASSES):
         before, expr = expr, rewritten(expr)
         if expr == before:

@@ -367,6 +367,7 @@ def worst_of_seeds(name, bits, restarts):
     return max(mixed(name, bits, restarts=restarts, seed=seed).objective for seed in range(20))
 
 
+@pytest.mark.full
 def test_any_seed_finds_the_optimum_of_gelu():
     assert worst_of_seeds("gelu", 2, 1) <= BEST["gelu"]["2"] * (1 + 1e-4)
 
