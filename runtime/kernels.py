@@ -41,18 +41,28 @@ def encode(x, borders: tl.constexpr, bits: tl.constexpr):
 
 
 @jit
-def _encode_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
-    """Write y = value(x) of a row and return code(x), 0 where the tensor has ended."""
+def _map_row(x_row, y_row, left, value: tl.constexpr, whole: tl.constexpr):
+    """Write y = value(x) of a row and return x, 0 where the tensor has ended."""
     column = tl.arange(0, COLUMNS)
     if whole:
         x = tl.load(x_row + column).to(tl.float32)
         tl.store(y_row + column, value(x).to(y_row.dtype.element_ty))
-        return code(x)
+        return x
     else:
         inside = column < left
         x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(y_row + column, value(x).to(y_row.dtype.element_ty), mask=inside)
-        return tl.where(inside, code(x), 0)
+        return x
+
+
+@jit
+def _encode_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
+    """Write y = value(x) of a row and return code(x), 0 where the tensor has ended."""
+    x = _map_row(x_row, y_row, left, value, whole)
+    if whole:
+        return code(x)
+    else:
+        return tl.where(tl.arange(0, COLUMNS) < left, code(x), 0)
 
 
 @jit
@@ -115,31 +125,14 @@ def backward_tile(dy, codes, dx, n, derivative: tl.constexpr, bits: tl.constexpr
 
 
 @jit
-def _map_row(x_row, y_row, left, value: tl.constexpr, whole: tl.constexpr):
-    """Write y = value(x) of a row."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        x = tl.load(x_row + column).to(tl.float32)
-        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty))
-    else:
-        inside = column < left
-        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty), mask=inside)
-
-
-@jit
 def _slope_row(dy_row, y_row, dx_row, left, derivative: tl.constexpr, whole: tl.constexpr):
     """Write dx = dy · derivative(y) of a row."""
     column = tl.arange(0, COLUMNS)
     if whole:
         y = tl.load(y_row + column).to(tl.float32)
-        dx = tl.load(dy_row + column).to(tl.float32) * derivative(y)
-        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty))
     else:
-        inside = column < left
-        y = tl.load(y_row + column, mask=inside, other=0.0).to(tl.float32)
-        dx = tl.load(dy_row + column, mask=inside, other=0.0).to(tl.float32) * derivative(y)
-        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty), mask=inside)
+        y = tl.load(y_row + column, mask=column < left, other=0.0).to(tl.float32)
+    _decode_row(dy_row, dx_row, left, derivative(y), whole)
 
 
 @jit
