@@ -19,10 +19,11 @@ PyTorch path evaluates them in the caller's.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pointwise:
+class Pointwise(ABC):
     """A registered activation: what the ops need to run it. Its subclasses are the kinds of generated module.
 
     Attributes:
@@ -63,21 +64,21 @@ class Pointwise:
         """
         return 256 if self.bits == 4 or any(tensor.dtype == torch.float32 for tensor in tensors) else 128
 
+    @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
         """Return the codes of a contiguous tensor, (tiles · bits · COLUMNS,) of uint8, by PyTorch's operators."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dy · f′ in `dtype`, shape of the contiguous dy, with PyTorch's operators."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         """Launch the forward kernel, which writes y and codes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
         """Launch the backward kernel, which writes dx."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +204,17 @@ def apply(x: Tensor, key: str) -> Tensor:
 def _differentiable(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
     if find(key).keeps_output and torch.compiler.is_compiling():
         # traced as a Function, y would be kept as it is after a later change in place; as an op, that is an error
-        changed: Tensor = torch.ops.fitact.forward(x, dims, dtype, key)[0]
-        return changed
-    y: Tensor = _Pointwise.apply(x, dims, dtype, key)[0]
+        y: Tensor = torch.ops.fitact.forward(x, dims, dtype, key)[0]
+    else:
+        y = _Pointwise.apply(x, dims, dtype, key)[0]
     return y
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], y: Tensor, *others: Tensor) -> None:
+    """Keep for backward: y where it is needed, and the other tensors."""
+    ctx.dtype, ctx.key = inputs[0].dtype, inputs[3]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(y if find(ctx.key).keeps_output else None, *others)
 
 
 def _memory_order(x: Tensor) -> list[int] | None:
@@ -239,11 +247,8 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        y, codes, tie = output
-        ctx.dtype, ctx.key = inputs[0].dtype, inputs[3]
-        ctx.mark_non_differentiable(codes)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(y if find(ctx.key).keeps_output else None, codes, tie)
+        ctx.mark_non_differentiable(output[1])
+        _keep(ctx, inputs, *output)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
@@ -269,10 +274,14 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"{find(ctx.key).name}: a second derivative was asked for, but only what the first needs is kept; "
-            "use PyTorch's own activation where gradients are differentiated again"
-        )
+        _refuse_second_derivative(ctx)
+
+
+def _refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{find(ctx.key).name}: a second derivative was asked for, but only what the first needs is kept; "
+        "use PyTorch's own activation where gradients are differentiated again"
+    )
 
 
 def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -337,10 +346,11 @@ def _warp_size(device: torch.device) -> int:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, codes = output
-    ctx.dtype, ctx.key = inputs[0].dtype, inputs[3]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(y if find(ctx.key).keeps_output else None, codes)
+    _keep(ctx, inputs, *output)
+
+
+def _save_key(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.key = inputs[4]
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
@@ -409,6 +419,9 @@ def _define() -> torch.library.Library:
     torch.library.register_fake("fitact::forward", _forward_fake, lib=library)
     torch.library.register_fake("fitact::backward", _backward_fake, lib=library)
     torch.library.register_autograd("fitact::forward", _differentiate, setup_context=_save, lib=library)
+    torch.library.register_autograd(
+        "fitact::backward", _refuse_second_derivative, setup_context=_save_key, lib=library
+    )
     torch.library.register_vmap("fitact::forward", _forward_vmap, lib=library)
     torch.library.register_vmap("fitact::backward", _backward_vmap, lib=library)
     return library
