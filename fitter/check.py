@@ -1,7 +1,7 @@
 """Where a formula is lost to floating point: the kernels' float32 arithmetic against many digits.
 
-What `stable` recognises is evaluated well. The rest is tried out here, over the whole range of float32, so that
-whoever wrote the formula is told at which x it fails, which part of it is to blame, and how to write it.
+What `stable` recognises is evaluated well. The rest is tried out here, from -1.3e38 to 1.3e38, so that whoever
+wrote the formula is told at which x it fails, which part of it is to blame, and how to write it.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ class _Atom(sympy.Function):
     nargs = 1
     parity = 0
     origin: int | None = None
+    slope: Callable[[Any], Any]
 
     @classmethod
     def eval(cls, u: Any) -> Any:
@@ -67,10 +68,6 @@ class _Atom(sympy.Function):
         if cls.parity and u.could_extract_minus_sign():
             return cls.parity * cls(-u)
         return None
-
-    @staticmethod
-    def slope(u: Any) -> Any:
-        raise NotImplementedError
 
     def fdiff(self, argindex: int = 1) -> Any:
         return self.slope(self.args[0])

@@ -65,10 +65,10 @@ def _decimal(number: Expr) -> Expr:
 class _Text(StrPrinter):
     """SymPy's own notation, which is Python's, but for the names of the language."""
 
-    def _print_Where(self, node: Expr) -> str:  # noqa: N802, SymPy's names
+    def _print_Where(self, node: Expr) -> str:
         return self.conditional(node, ">")
 
-    def _print_WhereAtLeast(self, node: Expr) -> str:  # noqa: N802
+    def _print_WhereAtLeast(self, node: Expr) -> str:
         return self.conditional(node, ">=")
 
     def _print_absolute(self, node: Expr) -> str:

@@ -140,9 +140,10 @@ def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
             if factor.func is sigmoid and other == -rest * factor:
                 u, v = h.args[0], factor.args[0]
                 apart = sympy.expand(v - u)
-                if apart.is_number:  # with the exponent below 0
-                    low, high = (h * sigmoid(-v), -apart) if constant(apart) < 0 else (sigmoid(-u) * factor, apart)
-                    return rest * low * expm1(-abs(high)) * (-1 if constant(apart) < 0 else 1)
+                if apart.is_number and constant(apart) < 0:
+                    return -rest * h * sigmoid(-v) * expm1(apart)
+                if apart.is_number:  # the other way round, so that the exponent is below 0
+                    return rest * factor * sigmoid(-u) * expm1(-apart)
     if h.func is softplus and other == -rest * h.args[0]:
         return rest * softplus(-h.args[0])
     return None
@@ -154,9 +155,7 @@ def _fractions(factor: Expr, rest: Expr, other: Expr) -> Expr | None:
     if not (base.is_Add and power.is_Integer and power < 0) or other.has(Where):
         return None
     above = other * base ** (1 - power)
-    if base in [f.as_base_exp()[0] for f in sympy.Mul.make_args(above)] or above.has(base):
-        return None
-    if size(other) + size(rest) + size(base) > LARGE:
+    if above.has(base) or size(other) + size(rest) + size(base) > LARGE:
         return None
     left, right = sympy.expand(rest * base), sympy.expand(above)
     total = _merged(left) + _merged(right)
