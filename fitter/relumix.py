@@ -38,7 +38,7 @@ from .analysis import Asymptote
 from .expression import Array
 from .fewbit import DOMAIN, programme, without_noise
 from .fit import StepFit
-from .moments import Moments, running
+from .moments import Moments, nodes, quadrature, running
 from .precise import MP, exactly
 from .weight import Weight
 from .zeros import REALS, breaks, zeros
@@ -47,6 +47,8 @@ METHOD = "relumix"
 OBJECTIVES = ("primitive", "derivative")
 RESTARTS = 4  # of the annealing, by default
 ANNEALING_STEPS = 40
+NEWTON_STEPS = 20
+NEIGHBOURS = 2  # gaps, and knots, that are tried near the best: each with each
 STARTS = 40  # distributions of the knots that are tried before annealing
 POWERS = (0.4, 0.5)  # of |h″|: knots spaced by its square root are best for many, those of its 0.4th for few
 REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law
@@ -56,8 +58,6 @@ HALF_WIDTH = 40.0  # of the search
 CELLS = 4000
 TIE = 1e-8  # relative difference of objectives that are taken as equal
 SIDES = np.array([-1.0, 1.0])
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
-_NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2
 
 # The coefficients of the paper's text: free weights (the last one follows) and knots.
 PUBLISHED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...]]] = {
@@ -318,15 +318,14 @@ def evaluated(activation: Activation, found: Mixture, objective: str) -> float:
     edge = -2 * math.log(1e-8 / 2)
     inner = np.union1d(found.knots, activation.switch_points(-edge, edge))
     edges = np.union1d(np.linspace(-edge, edge, 4001), inner)
-    starts, width = edges[:-1, None], np.diff(edges)[:, None]
-    at, weights = starts + width * _NODES, width * _WEIGHTS
-    if objective == "derivative":
-        wrong = activation.derivative(at) - found.slopes[np.searchsorted(found.knots, at)]
-    else:
-        line = left.intercept + left.slope * at
-        hinges = np.maximum(at[..., None] - found.knots, 0.0)
-        wrong = activation.value(at) - line - hinges @ found.weights
-    return float((wrong**2 * weights).sum())
+
+    def wrong(at: Array) -> Array:
+        if objective == "derivative":
+            return activation.derivative(at) - found.slopes[np.searchsorted(found.knots, at)]
+        hinges = np.maximum(at[..., None] - found.knots, 0.0) @ found.weights
+        return activation.value(at) - (left.intercept + left.slope * at) - hinges
+
+    return float(quadrature(lambda at: wrong(at) ** 2, edges).sum())
 
 
 def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixture | None:
@@ -348,8 +347,8 @@ class Primitive:
     """∫ (h − h̃)² over all x as a function of the knots.
 
     Integrals of h, x h and h² from 0, and of the squared distances from the asymptotes, are tabulated on cells
-    that have every break of h among their ends; a knot adds the integral over part of a cell, by 16 Gauss–Legendre
-    nodes. Beyond ±1e5 a distance counts as a power of x, the exponent seen there.
+    that have every break of h among their ends; a knot adds the integral over part of a cell. Beyond ±1e5 a
+    distance counts as a power of x, the exponent seen there.
 
     Args:
         activation: h.
@@ -383,8 +382,7 @@ class Primitive:
         self.tails = tuple(self._tail(end, side) for side, end in ((-1, self.left), (1, self.right)))
 
     def _rows(self, starts: Array, ends: Array) -> Array:
-        width = (ends - starts)[:, None]
-        x, weights = starts[:, None] + width * _NODES, width * _WEIGHTS
+        x, weights = nodes(starts, ends)
         h = self.h(x)
         off = [h - line.slope * x - line.intercept for line in (self.left, self.right)]
         integrands = (h, x * h, h * h, off[0] ** 2, off[1] ** 2)
@@ -454,14 +452,17 @@ def _search(
     """Follow every start to the bottom of its valley and return the deepest."""
     stretches = _stretches(activation, count, problem.frame)
     starts = list(itertools.islice(_distributions(stretches, count), STARTS))
-    work = len(starts) + restarts * 3 + 2
+    work = len(starts) + restarts + NEIGHBOURS**2
+    done = 0
     found: list[tuple[float, Array]] = []
 
     def follow(knots: Array) -> None:
+        nonlocal done
         bottom = _descend(problem, knots)
         if bottom is not None:
             found.append(bottom)
-        progress(min(1.0, len(found) / work))
+        done += 1
+        progress(done / work)
 
     for start in starts:
         follow(start)
@@ -469,9 +470,8 @@ def _search(
         follow(_anneal(problem, count, np.random.default_rng([seed, restart])))
     for start in _neighbours(_deepest(found)):
         follow(start)
-    knots = _polish(problem, _deepest(found))
+    knots = _newton(lambda c: problem(c)[1], _deepest(found), np.ones(count, dtype=bool))
     objective, _, slopes = problem(knots)
-    progress(1.0)
     return Mixture(knots, slopes, objective)
 
 
@@ -522,7 +522,7 @@ def _stretches(activation: Activation, count: int, frame: _Frame) -> list[tuple[
 
 
 def _distributions(stretches: Sequence[tuple[_Stretch, float]], count: int) -> Iterator[Array]:
-    """Yield starts: every way to share the knots among the stretches, the likeliest first."""
+    """Yield starts: by the shares of the stretches, then ways to share the knots among them, likely ones first."""
     ends = np.cumsum([0.0, *(mass for _, mass in stretches)])
     for power in POWERS:  # all together by their shares
         quantiles = (np.arange(count) + 0.5) / count
@@ -558,9 +558,9 @@ def _ways(parts: int, count: int, likely: Array, spread: int) -> Iterator[tuple[
 
 
 def _neighbours(knots: Array) -> Iterator[Array]:
-    """Yield starts near a solution: one knot taken away, and one put where h bends most between two others."""
-    gaps = np.argsort(-np.diff(knots))[:2]
-    weakest = np.argsort(np.minimum(np.diff(knots, prepend=-np.inf), np.diff(knots, append=np.inf)))[:2]
+    """Yield starts near a solution: a knot with a close neighbour taken away, one put into a wide gap."""
+    gaps = np.argsort(-np.diff(knots))[:NEIGHBOURS]
+    weakest = np.argsort(np.minimum(np.diff(knots, prepend=-np.inf), np.diff(knots, append=np.inf)))[:NEIGHBOURS]
     for gap, gone in itertools.product(gaps, weakest):
         middle = (knots[gap] + knots[gap + 1]) / 2
         yield np.sort(np.append(np.delete(knots, gone), middle))
@@ -605,22 +605,26 @@ def _anneal(problem: Primitive, count: int, random: np.random.Generator) -> Arra
     return np.sort(result.x)
 
 
-def _polish(problem: Primitive, knots: Array) -> Array:
-    """Newton's method on the gradient, its Jacobian by central differences: the last digits."""
-    for _ in range(6):
-        gradient = problem(knots)[1]
-        gap = np.min(np.diff(knots))
-        step = min(1e-5, gap / 100)
-        shifts = np.eye(len(knots)) * step
-        jacobian = np.stack([(problem(knots + d)[1] - problem(knots - d)[1]) / (2 * step) for d in shifts], axis=1)
+def _newton(gradient: Callable[[Array], Array], knots: Array, free: Array) -> Array:
+    """Return the knots after Newton's method on the gradient of the free ones: the last digits.
+
+    Its Jacobian is taken by central differences. It stops where a step would not make the gradient smaller, or is
+    no small part of the least gap.
+    """
+    for _ in range(NEWTON_STEPS):
+        gap = np.min(np.diff(knots), initial=1.0)
+        shifts = np.eye(len(knots))[free] * min(1e-5, gap / 100)
+        columns = [(gradient(knots + d) - gradient(knots - d))[free] / (2 * d.sum()) for d in shifts]
+        before = gradient(knots)[free]
         try:
-            move = np.linalg.solve(jacobian, -gradient)
+            move = np.linalg.solve(np.stack(columns, axis=1), -before) if columns else np.empty(0)
         except np.linalg.LinAlgError:
             break
-        if not np.max(np.abs(move)) < gap / 10:
+        moved = knots.copy()
+        moved[free] += move
+        if not np.max(np.abs(move), initial=0.0) < gap / 10:
             break
-        moved = knots + move
-        if np.linalg.norm(problem(moved)[1]) >= np.linalg.norm(gradient):
+        if np.linalg.norm(gradient(moved)[free]) >= np.linalg.norm(before):
             break
         knots = moved
     return knots
@@ -632,8 +636,8 @@ def _derivative_optimum(activation: Activation, count: int, left: Asymptote, rig
     width = HALF_WIDTH
     while width < REACH and np.max(np.abs(activation.derivative(width * SIDES) - ends) ** 2) * width > 1e-12:
         width *= 2
-    breaks = activation.switch_points(-width, width)
-    marks = np.union1d(breaks, zeros(activation.curvature, -width, width).at)
+    switches = activation.switch_points(-width, width)
+    marks = np.union1d(switches, zeros(activation.curvature, -width, width).at)
     moments = Moments(activation.derivative, np.ones_like, -width, width, marks, CELLS)
     knots = programme(moments, count + 1, ends)
 
@@ -650,20 +654,5 @@ def _derivative_optimum(activation: Activation, count: int, left: Asymptote, rig
         y = levels(knots)
         return float(np.sum(parts[2] - 2 * y * parts[1] + y * y * parts[0]))
 
-    fixed = np.isin(knots, breaks)
-    for _ in range(20):
-        g = np.where(fixed, 0.0, gradient(knots))
-        step = 1e-6
-        shifts = np.eye(count) * step
-        jacobian = np.stack([(gradient(knots + d) - gradient(knots - d)) / (2 * step) for d in shifts], axis=1)
-        jacobian[fixed] = np.eye(count)[fixed]
-        move = np.linalg.solve(jacobian, -g)
-        moved = knots + move
-        if np.any(np.diff(moved) <= 0):
-            break
-        if np.linalg.norm(np.where(fixed, 0.0, gradient(moved))) > np.linalg.norm(g):
-            break
-        knots = moved
-        if np.max(np.abs(move)) < 1e-13:
-            break
+    knots = _newton(gradient, knots, ~np.isin(knots, switches))
     return Mixture(knots, levels(knots), max(total(knots), 0.0))

@@ -196,8 +196,13 @@ def stated_errors(name, a_fit):
     objective = mass = largest = apart = squared = 0.0
     for left, right in pairwise(np.union1d(edges, cuts(name, a_fit.weight.text, *a_fit.domain))):
         i = np.searchsorted(edges, (left + right) / 2) - 1
-        error = lambda x, i=i: oracle.slope(x) - levels[i]  # noqa: E731
-        gap = lambda x, i=i: oracle.value(x) - start - heights[i] - levels[i] * (x - edges[i])  # noqa: E731
+
+        def error(x, i=i):
+            return oracle.slope(x) - levels[i]
+
+        def gap(x, i=i):
+            return oracle.value(x) - start - heights[i] - levels[i] * (x - edges[i])
+
         exact = {"epsabs": 1e-15, "epsrel": 1e-10, "limit": 200}
         objective += integrate.quad(lambda x, e=error: e(x) ** 2 * weight(x), left, right, **exact)[0]
         mass += integrate.quad(weight, left, right, **exact)[0]
