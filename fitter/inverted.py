@@ -18,10 +18,9 @@ it. There further bits cut off cells beside the extrema, where the floor is high
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -35,6 +34,7 @@ from . import analysis, check
 from .activation import Activation
 from .exact import rounded
 from .expression import Array
+from .minimax import Coefficients, least_squares, minimax, singles_of
 from .precise import MP, Number, exactly, order
 from .zeros import LEAST_ORDER, REALS, breaks, zeros
 
@@ -53,14 +53,8 @@ CORNER = 1e-3  # by which they differ at least
 EXACT = 3e-8  # a polynomial as near as this is f′ itself: t is no better where it is a root of what cancels
 STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # by which the allowed error is raised while no fit meets it
 FAR = 1e5  # the largest |t| up to which quotients are tried
-EXCHANGES = 30
-CORRECTIONS = 12
-CLOSE = 1.01  # of the least distance: how near a fit comes to it
-POSITIVE = 0.04  # q is at least this, where its size is 1: in float32 no digits are lost
-HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
 Bits = NDArray[np.intp]
 Single = NDArray[np.float32]
-Coefficients = tuple[tuple[float, ...], tuple[float, ...]]  # of numerator and denominator, constant first
 Floats = NDArray[Any]  # float32 or float64
 
 
@@ -647,256 +641,7 @@ def _exact(activation: Activation, samples: _Samples, ends: tuple[int, int]) -> 
         rows = t[:, None] ** np.arange(degree + 1) / size[:, None]
         scale = np.max(np.abs(rows), axis=0)
         scale[scale == 0] = 1.0
-        p = _least_squares(rows / scale, slope / size)
+        p = least_squares(rows / scale, slope / size)
         if np.max(np.abs(rows / scale @ p - slope / size)) <= EXACT:
-            return _singles_of(np.where(np.abs(p) <= EXACT, 0.0, p) / scale), (1.0,)
+            return singles_of(np.where(np.abs(p) <= EXACT, 0.0, p) / scale), (1.0,)
     return None
-
-
-def _powers(t: Array, degree: int) -> tuple[Array, float]:
-    """Return the columns (t/near)^k, (n, degree + 1), and `near`, a typical |t|."""
-    near = float(min(np.max(np.abs(t)), max(1.0, np.median(np.abs(t))))) or 1.0
-    return (t[:, None] / near) ** np.arange(degree + 1), near
-
-
-def _least_squares(rows: Array, values: Array) -> Array:
-    return np.asarray(np.linalg.lstsq(rows, values, rcond=None)[0], dtype=np.float64)
-
-
-def _singles_of(coefficients: Array) -> tuple[float, ...]:
-    with np.errstate(over="ignore", under="ignore"):
-        return tuple(coefficients.astype(np.float32).astype(np.float64).tolist())
-
-
-def minimax(
-    t: Array, low: Array, high: Array, size: Array, weight: Array, degrees: tuple[int, int], allowed: float
-) -> tuple[float, Coefficients | None]:
-    """Find the quotient p/q of given degrees whose largest weighted distance from the data is least.
-
-    The distance at t is the larger of |p/q/size − low| and |p/q/size − high|, divided by weight; q > 0 at all t.
-    The programmes run on a few t, to which those with the largest distance are added until none is larger.
-
-    Args:
-        t: (n,), increasing.
-        low: the least value at each t.
-        high: the largest value at each t.
-        size: what p/q is divided by there.
-        weight: what a distance is divided by there.
-        degrees: of p and q.
-        allowed: where the distance cannot be this small the search ends.
-
-    Returns:
-        The distance at the last few t, which is less than that at all; and the coefficients of p and q as float32
-        numbers, constant first, or None if the distance exceeds `allowed`.
-
-    """
-    a, b = degrees
-    # p and q may have any factor in common: this one keeps powers of one size, whatever the range
-    powers, near = _powers(t, max(a, b))
-    basis, change = np.linalg.qr(powers / (1 + np.abs(t[:, None]) / near) ** max(a, b))
-    basis, change = basis * math.sqrt(len(t)), change / math.sqrt(len(t))
-    above, below = basis[:, : a + 1] / (size * weight)[:, None], basis[:, : b + 1]
-    low, high = low / weight, high / weight
-
-    def distance(p: Array, q: Array) -> Array:
-        bottom, top = below @ q, above @ p
-        with np.errstate(all="ignore"):
-            far = np.maximum(np.abs(top / bottom - low), np.abs(top / bottom - high))
-        return np.where(bottom > 0, far, np.inf)
-
-    cosine = (1 - np.cos(np.linspace(0, np.pi, 3 * (a + b + 4)))) / 2
-    even = np.searchsorted(t, t[0] + cosine * (t[-1] - t[0])).clip(0, len(t) - 1)
-    chosen = np.unique([*even, *(cosine * (len(t) - 1)).astype(int), int(np.argmax(high - low))])
-    q: Array = np.zeros(b + 1)
-    q[0] = 1.0 if below[0, 0] > 0 else -1.0
-    one = below @ q
-    p = _least_squares(above / one[:, None], (low + high) / 2)
-    best: tuple[float, Array, Array] = (math.inf, p, q)
-    for _ in range(EXCHANGES):
-        p, q, reached = _corrected(above[chosen], below[chosen], low[chosen], high[chosen], p, q)
-        if reached > allowed:
-            return reached, None
-        far = distance(p, q)
-        if far.max() < best[0]:
-            best = float(far.max()), p, q
-        if far.max() <= reached * CLOSE:
-            break
-        peak = (far >= np.roll(far, 1)) & (far >= np.roll(far, -1)) & (far > reached)
-        worst = np.flatnonzero(peak)
-        worst = worst[np.argsort(-far[worst], kind="stable")[:16]]
-        chosen = np.union1d(chosen, worst)
-    if best[0] > allowed:
-        return reached, None
-    top, bottom = (np.linalg.solve(change[: len(c), : len(c)], c) / near ** np.arange(len(c)) for c in best[1:])
-    scale = np.max(np.abs(bottom))
-    return reached, (_singles_of(top / scale), _singles_of(bottom / scale))
-
-
-def _corrected(
-    above: Array, below: Array, low: Array, high: Array, p: Array, q: Array
-) -> tuple[Array, Array, float]:
-    """Return the best p and q at a few points, by differential correction, and the distance they reach.
-
-    From p, q and their distance e, the next p and q minimise the largest of (|p − value·q| − e·q)/q_before, with
-    the coefficients of q within [−1, 1].
-    """
-    from scipy.optimize import linprog
-
-    reached = math.inf
-    for _ in range(CORRECTIONS):
-        bottom, top = below @ q, above @ p
-        if not (bottom > 0).all():  # where points were added: begin again with q = 1
-            q = np.zeros(len(q))
-            q[0] = np.sign(below[0, 0])
-            bottom = below @ q
-            p = _least_squares(above / bottom[:, None], (low + high) / 2)
-            top = above @ p
-        now = float(np.maximum(np.abs(top / bottom - low), np.abs(top / bottom - high)).max())
-        if now >= reached * (1 - 1e-3):
-            break
-        reached, best = now, (p, q)
-        upper = np.hstack([-above, (high - now)[:, None] * below, -bottom[:, None]])
-        lower = np.hstack([above, (-low - now)[:, None] * below, -bottom[:, None]])
-        bounds = [(None, None)] * len(p) + [(-1, 1)] * len(q) + [(None, None)]
-        cost = np.zeros(len(bounds))
-        cost[-1] = 1.0
-        away = np.hstack([np.zeros_like(above), -below, np.zeros_like(bottom[:, None])])
-        right = np.concatenate([np.zeros(2 * len(low)), -POSITIVE * np.abs(below[:, 0])])
-        rows = np.vstack([upper, lower, away])
-        result = linprog(cost, rows, right, bounds=bounds, method="highs", options=HIGHS)
-        if result.x is None:
-            break
-        p, q = result.x[: len(p)], result.x[len(p) : -1]
-        if not (below @ q > 0).all():
-            break
-    return *best, reached
-
-
-# --- the paper's forms
-
-# Section 5.1 of the paper. SiLU's two rows stand there in each other's place, and approximate sigmoid(x), not f′.
-PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "gelu": (
-        (0.001217659791976, -0.296412101274584, 0.442363293155713, 0.831270529039268),
-        (-1.383717971214795, 1.558420184350027, 0.04404574801811, 0.032146736769376, -2.119885089843949),
-    ),
-    "silu": (
-        (0.217177007595768, -0.507684370508263, 0.079631397669175, 0.357494204859375),
-        (-1.31085640213098, 0.848589647031652, -0.162990512595109, 0.002696163985044, -5.770613302664509),
-    ),
-}
-REFITS = (1.0, 0.9, 1.1)  # of the published coefficients: where searches start
-
-
-@dataclass(frozen=True)
-class Parametric:
-    """The paper's form for GELU or SiLU, in float64; v = y − f(T) with T the minimum.
-
-    GELU's left piece is c0 + c1·u^c2·(1 − u)^c3 with u = v/|f(T)|, its right one is
-    1 + (c0 + c1·√v + c2·v)·exp(c3·(c4 − v)³). SiLU's sigmoid(x) is c0 + c1·√v + c2·v + c3·v² on the left and of
-    GELU's form on the right, and f′ = sigmoid(x)·(1 − y) + y.
-
-    Attributes:
-        activation: f.
-        split, minimum: T and f(T).
-        coefficients: c of the left and of the right piece.
-        error: max |form − f′| on either, over all x.
-
-    """
-
-    activation: Activation
-    split: float
-    minimum: float
-    coefficients: tuple[tuple[float, ...], tuple[float, ...]]
-    error: tuple[float, float]
-
-    def evaluate(self, y: Array, code: Bits) -> Array:
-        """Return f′ of outputs y of the left (code 0) or the right piece (code 1), float64."""
-        name = str(self.activation.name)
-        left, right = (_form(name, s, np.array(self.coefficients[s]), y, self.minimum) for s in (0, 1))
-        return np.where(code == 0, left, right)
-
-
-def parametric(activation: Activation, *, refit: bool = True) -> Parametric:
-    """Return the paper's form with its own coefficients, or with the best ones that are found from them.
-
-    The search is robust least squares, then minimax by linear programmes on the linearised form; the best of
-    three starts and of the published coefficients counts.
-
-    Args:
-        activation: gelu or silu.
-        refit: whether to search.
-
-    Returns:
-        The form, with its errors.
-
-    Raises:
-        UsageError: another activation.
-
-    """
-    name = activation.name
-    if name not in PUBLISHED:
-        raise UsageError(f"activation: expected one of {', '.join(PUBLISHED)}, got {quote(name)}")
-    (split,) = activation.monotone().zeros
-    minimum = float(exactly(activation.formula, split.at, 30))
-    coefficients, errors = [], []
-    for s, side in enumerate((-1.0, 1.0)):
-        distance = np.concatenate([[0.0], np.geomspace(1e-9, 40.0, 4000), np.linspace(0.0, 12.0, 4001)])
-        x = np.unique(split.at + side * distance)
-        y, slope = np.maximum(activation.value(x), minimum), activation.derivative(x)
-        form = functools.partial(_form, str(name), s, y=y, minimum=minimum)
-        best = np.array(PUBLISHED[str(name)][s])
-        for start in REFITS if refit else ():
-            best = min(best, _nearest(form, slope, best * start), key=lambda c: _off(form, slope, c))
-        coefficients.append(tuple(best.tolist()))
-        errors.append(_off(form, slope, best))
-    return Parametric(activation, split.at, minimum, (coefficients[0], coefficients[1]), (errors[0], errors[1]))
-
-
-def _form(name: str, s: int, c: Array, y: Array, minimum: float) -> Array:
-    """Return the paper's form of a piece; what is infinite on the way is 1e9."""
-    v = np.maximum(y - minimum, 0.0)
-    with np.errstate(all="ignore"):
-        if s == 1:
-            value = 1 + (c[0] + c[1] * np.sqrt(v) + c[2] * v) * np.exp(np.minimum(c[3] * (c[4] - v) ** 3, 300.0))
-        elif name == "gelu":
-            u = np.minimum(v / abs(minimum), 1.0)
-            value = c[0] + c[1] * u ** c[2] * (1 - u) ** c[3]
-        else:
-            value = c[0] + c[1] * np.sqrt(v) + c[2] * v + c[3] * v**2
-        if name == "silu":
-            value = value * (1 - y) + y
-    return np.asarray(np.nan_to_num(value, nan=1e9, posinf=1e9, neginf=-1e9))
-
-
-def _off(form: Callable[[Array], Array], slope: Array, c: Array) -> float:
-    return float(np.max(np.abs(form(c) - slope)))
-
-
-def _nearest(form: Callable[[Array], Array], slope: Array, start: Array) -> Array:
-    """Return coefficients whose largest error is least nearby: Gauss–Newton steps, each a linear programme."""
-    from scipy.optimize import least_squares, linprog
-
-    found = least_squares(lambda c: np.clip(form(c) - slope, -10, 10), start, loss="soft_l1", f_scale=1e-3)
-    c: Array = found.x
-    radius = 0.1
-    for _ in range(60):
-        wrong = form(c) - slope
-        now = float(np.max(np.abs(wrong)))
-        step = 1e-6 * np.maximum(np.abs(c), 1e-2)
-        jacobian = np.stack([(form(c + d) - form(c - d)) / (2 * d.sum()) for d in np.diag(step)], axis=1)
-        worst = np.argsort(-np.abs(wrong), kind="stable")
-        chosen = np.union1d(worst[:60], np.arange(0, len(wrong), 40))
-        ones = -np.ones((len(chosen), 1))
-        rows = np.vstack([np.hstack([sign * jacobian[chosen], ones]) for sign in (1, -1)])
-        right = np.concatenate([-wrong[chosen], wrong[chosen]])
-        bounds = [(-radius * size, radius * size) for size in np.maximum(np.abs(c), 1e-2)] + [(0, None)]
-        result = linprog(np.eye(len(c) + 1)[-1], rows, right, bounds=bounds, method="highs")
-        if result.x is None or radius < 1e-7:
-            break
-        moved = c + result.x[:-1]
-        if _off(form, slope, moved) < now:
-            c, radius = moved, min(2 * radius, 0.5)
-        else:
-            radius /= 4
-    return c

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from scipy import special
 
 from fitact.errors import FitWarning, UsageError
-from fitact.fitter import inverted
+from fitact.fitter import inverted, parametric
 from fitact.fitter.activation import Activation
 
 pytestmark = pytest.mark.full
@@ -360,9 +360,9 @@ def test_a_formula_that_fails_in_float32_is_warned_of():
 def test_the_papers_forms(name, published):
     value, slope, middle, _ = ACTIVATIONS[name]
     activation = Activation.of(name)
-    printed = inverted.parametric(activation, refit=False)
+    printed = parametric.parametric(activation, refit=False)
     assert [float(f"{error:.3g}") for error in printed.error] == list(published)
-    refit = inverted.parametric(activation)
+    refit = parametric.parametric(activation)
     assert all(a <= b for a, b in zip(refit.error, printed.error, strict=True))
     assert refit.error[1] < 0.4 * printed.error[1]
     x = np.linspace(-20, 20, 400_001)
@@ -374,7 +374,7 @@ def test_the_papers_forms(name, published):
 
 def test_the_papers_forms_are_of_two_activations():
     with pytest.raises(UsageError, match="expected one of gelu, silu, got 'mish'"):
-        inverted.parametric(Activation.of("mish"))
+        parametric.parametric(Activation.of("mish"))
 
 
 @pytest.mark.full
