@@ -81,11 +81,17 @@ def cli() -> None:
     help="What relumix minimises: the distance from f or from its derivative.  [default: primitive]",
 )
 @click.option("--restarts", type=int, metavar="N", help="Of the annealing of relumix.  [default: 4]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the annealing of relumix.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Of the annealing of relumix; fewbit, which is deterministic, records it.",
+)
 @click.option(
     "--name",
     help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS or ACTIVATION_exact; "
-    "required for an expression, for --param and for another domain or weight]",
+    "required for an expression, for --param and for another domain, weight or objective]",
 )
 @click.option(
     "-o", "--output", type=PATH, metavar="FILE", help="Where to write.  [default: generated/fits/NAME.json]"
@@ -121,7 +127,7 @@ def fit(
     from fitact.fitter import fewbit
     from fitact.fitter.activation import Activation
     from fitact.fitter.fit import check_name
-    from fitact.fitter.methods import make
+    from fitact.fitter.methods import OPTIONS, make
     from fitact.fitter.weight import Weight
     from fitact.show import fits as show_fits
 
@@ -155,14 +161,11 @@ def fit(
         warnings.simplefilter("always", FitWarning)
         for i, (activation, k) in enumerate(jobs):
             named = name or f"{activation.name}_{method}{k or ''}"
-            options: dict[str, Any] = {}
-            if method != "exact":
-                options |= {"bits": k, "seed": seed}
-            if method == "fewbit":
-                options |= {"domain": interval, "weight": w}
+            given = {"bits": k, "domain": interval, "weight": w, "objective": objective, "restarts": restarts}
+            given["seed"] = seed
+            options: dict[str, Any] = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
             if method == "relumix":
-                options |= {"objective": objective or "primitive", "progress": partial(_advance, bar, i)}
-                options |= {} if restarts is None else {"restarts": restarts}
+                options["progress"] = partial(_advance, bar, i)
             made.append(make(method, activation, named, **options))
             _advance(bar, i, 1.0)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]

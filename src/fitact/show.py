@@ -151,11 +151,12 @@ def _exact(f: Activation) -> str:
             return f"no: {str(error).partition(': ')[2]}"
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows with their columns aligned, the last one as long as it is."""
+def _columns(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
+    """Print rows with their columns aligned, each by its letter: < to the left, the default, or > to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    sides = align.ljust(len(widths), "<")
     for row in rows:
-        click.echo("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]))
+        click.echo("  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip())
 
 
 def fits(shown: Sequence[StepFit | ExactFit]) -> None:
@@ -174,10 +175,6 @@ def fits(shown: Sequence[StepFit | ExactFit]) -> None:
         else:
             stated = (e["bfloat16"], e["float16"], e["float32"])
             closed.append((fit.name, *(f"{error:.4g}" for error in stated), f" {fit.derivative}"))
-    for table in (rows, closed):
+    for table, align in ((rows, "<>>>>>>>"), (closed, "<>>>")):
         if len(table) > 1:
-            widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-            for row in table:
-                last = row[-1].ljust if table is closed else row[-1].rjust
-                cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), last(widths[-1])]
-                click.echo("  ".join(cells).rstrip())
+            _columns(table, align)
