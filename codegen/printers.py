@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +13,11 @@ import sympy
 
 from fitact.errors import UsageError
 from fitact.fitter import expression as language
+from fitact.fitter.forms import FLAT, Form, Printed, Root
 
 Expr = Any
+
+MAX_LENGTH = 100  # of an expression in a line of generated code
 
 # Binding strength of a printed text, loosest first.
 _SUM, _PRODUCT, _UNARY, _CALL = range(4)
@@ -42,6 +47,7 @@ class Dialect:
         functions: SymPy class → the text of a call, with {0} for the argument.
         where: the conditional, with {0}, {1}, {2} for condition and values.
         constant: a number as a tensor like {variable}, for a conditional between two numbers.
+        clamp: {0} clamped to {1} and {2}, NaN kept.
         power: an integer power of a formula, and how strongly the result binds.
 
     """
@@ -49,6 +55,7 @@ class Dialect:
     functions: dict[Any, str]
     where: str
     constant: str
+    clamp: str
     power: Callable[[_Printer, Expr, int], tuple[str, int]]
 
 
@@ -90,6 +97,7 @@ TRITON = Dialect(
     },
     where="tl.where({0}, {1}, {2})",
     constant="{0}",
+    clamp="tl.clamp({0}, {1}, {2}, propagate_nan=tl.PropagateNan.ALL)",
     power=lambda printer, base, n: (printer.call("power({0}, {1})", printer.text(base), str(n)), _CALL),
 )
 
@@ -142,18 +150,110 @@ TORCH = Dialect(
     },
     where="torch.where({0}, {1}, {2})",
     constant="torch.full_like({variable}, {0})",  # where of two numbers would have the default dtype
+    clamp="torch.clamp({0}, {1}, {2})",
     power=_stars,
 )
 
 
 def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
-    """Print a formula in `x` as source text of a dialect, with another name for `x` if one is given."""
+    """Print a formula in `x` as source text of a dialect, with another name for `x` if one is given.
+
+    What is used more than once becomes a step, and of what would make a line too long the longest part.
+    """
     printer = _Printer(dialect, variable)
-    steps = []
-    for i, node in enumerate(_repeated(formula)):
-        steps.append((f"u{i}", printer.text(node)))
-        printer.known[node] = f"u{i}"
+    steps: list[tuple[str, str]] = []
+
+    def name(node: Expr) -> None:
+        steps.append((f"u{len(steps)}", printer.text(node)))
+        printer.known[node] = steps[-1][0]
+
+    for node in [*_repeated(formula), formula]:
+        while len(printer.text(node)) > MAX_LENGTH:
+            texts = {part: printer.text(part) for part in sympy.preorder_traversal(node) if _costs(part)}
+            parts = [
+                part for part, text in texts.items() if part != node and 1 < len(text) - len("u0") <= MAX_LENGTH
+            ]
+            if not parts:
+                break
+            name(max(parts, key=lambda part: len(texts[part])))
+        if node is not formula:
+            name(node)
     return Code(tuple(steps), printer.text(formula), tuple(sorted(printer.names)))
+
+
+def _costs(node: Expr) -> bool:
+    return bool(node.free_symbols) and bool(node.is_Function or node.is_Pow or node.is_Add)
+
+
+def choice(forms: Sequence[Form], dialect: Dialect, size: int) -> Code:
+    """Print what an inverted fit makes of `y` and `code`: t of its quotients, or f′ by the paper's forms.
+
+    Args:
+        forms: of the codes, all of one sort.
+        dialect: the target.
+        size: how many codes there may be; device code has other bits above those of a code.
+
+    """
+    steps: list[tuple[str, str]] = []
+    names: set[str] = set()
+    results: list[str] = []
+    for i, form in enumerate(forms):
+        if isinstance(form, Printed):
+            code = render(form.shape, dialect, "v")
+            own = {name: f"{name}_{i}" for name, _ in code.steps}
+            steps += [(own[name], _renamed(text, own)) for name, text in code.steps]
+            steps.append((f"q{i}", _renamed(code.result, own)))
+            names |= set(code.names)
+            results.append(f"q{i}")
+        elif len(form.numerator) + len(form.denominator) == 2:  # the same whatever t is
+            results.append(results[-1] if results else "")
+        else:
+            results.append(_variable(form.roots, dialect))
+    first = next((result for result in results if result), "y")
+    runs = [(result, len(list(group))) for result, group in itertools.groupby(r or first for r in results)]
+    chosen, start = runs[-1][0], sum(count for _, count in runs[:-1])
+    for result, count in reversed(runs[:-1]):
+        chosen = dialect.where.format(f"code < {start}", result, chosen)
+        start -= count
+    if len(runs) > 1 and dialect is TRITON:
+        steps.insert(0, ("code", f"code & {size - 1}"))
+    if isinstance(forms[0], Printed):
+        at, sigmoid = forms[0].anchor, forms[0].approximates == "sigmoid"
+        steps = [("y", dialect.clamp.format("y", number(at)[0], FLAT)), ("v", _away("y", at)), *steps]
+        chosen = _times_slope(chosen, steps) if sigmoid else chosen
+    names |= {"root"} if dialect is TRITON and "root(" in chosen else set()
+    return Code(tuple(steps), chosen, tuple(sorted(names)))
+
+
+def _times_slope(sigmoid: str, steps: list[tuple[str, str]]) -> str:
+    """Return f′ of SiLU, of which the sigmoid is known; the sigmoid becomes a step."""
+    steps.append(("q", sigmoid))
+    return "q * (1.0 - y) + y"
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    for old, new in names.items():
+        text = re.sub(rf"\b{old}\b", new, text)
+    return text
+
+
+def _variable(roots: Sequence[Root], dialect: Dialect) -> str:
+    text = ""
+    for root in roots:
+        sign = "-" if root.sign < 0 else "+"
+        text += f" {sign} {_root(root, dialect)}" if text else f"{sign.strip('+')}{_root(root, dialect)}"
+    return text
+
+
+def _away(text: str, anchor: float) -> str:
+    return f"{text} {'-' if anchor > 0 else '+'} {abs(anchor)!r}" if anchor else text
+
+
+def _root(root: Root, dialect: Dialect) -> str:
+    away = _away("y", root.anchor)
+    if root.order == 1 and root.side == 0:
+        return away if away == "y" else f"({away})"
+    return f"{'' if dialect is TRITON else 'composed.'}root({away}, order={root.order}, side={root.side})"
 
 
 def _repeated(formula: Expr) -> list[Expr]:
@@ -171,9 +271,8 @@ def _repeated(formula: Expr) -> list[Expr]:
             todo.append(child)
     found = []
     for node in sympy.postorder_traversal(formula):
-        costs = bool(node.free_symbols) and (node.is_Function or node.is_Pow or node.is_Add)
         alone = len(parents.get(node, ())) > 1 or any(count.get(p, 1) == 1 for p in parents.get(node, ()))
-        if costs and count.get(node, 0) > 1 and alone and node not in found:
+        if _costs(node) and count.get(node, 0) > 1 and alone and node not in found:
             found.append(node)
     return found
 

@@ -52,6 +52,7 @@ from .fit import ExactFit
 from .parser import parse, text_of
 from .precise import MP, exactly
 from .stable import stable
+from .storage import DTYPES, halves, stored
 from .zeros import zeros
 
 METHOD = "exact"
@@ -259,25 +260,19 @@ def errors(activation: Activation, form: Expr) -> dict[str, float]:
     half-precision dtypes, and for float32 over a dense sample. Breakpoints, and y beyond the dtype's range, are
     left out.
     """
-    halves = np.arange(1 << 16, dtype=np.uint32)
-    points = {
-        "bfloat16": (halves << 16).astype(np.uint32).view(np.float32),
-        "float16": halves.astype(np.uint16).view(np.float16).astype(np.float32),
-        "float32": np.concatenate([SINGLES, -SINGLES]),
+    singles = np.concatenate([SINGLES, -SINGLES]).astype(np.float64)
+    return {
+        dtype: _error(activation, form, singles if dtype == "float32" else halves(dtype), dtype)
+        for dtype in DTYPES
     }
-    return {dtype: _error(activation, form, at, dtype) for dtype, at in points.items()}
 
 
 def _error(activation: Activation, form: Expr, at: Array, dtype: str) -> float:
-    at = at[np.isfinite(at)].astype(np.float64)
     corners = activation.switch_points(-1e6, 1e6)
     at = at[~np.isin(at, corners)]
     true = activation.derivative(at)
     with np.errstate(all="ignore"):
-        # PyTorch's own functions are right to a rounding; a formula is computed in float32, and rounded again
-        own = activation.torch is not None
-        value = activation.value(at) if own else check.FLOAT32.evaluate(activation.formula, at.astype(np.float32))
-        y = rounded(np.broadcast_to(value, at.shape).astype(np.float64), dtype)
+        y = stored(activation, at, dtype)
         found = np.broadcast_to(check.FLOAT32.evaluate(form, y.astype(np.float32)), y.shape).astype(np.float64)
     valid = (np.abs(true) < LARGEST) & np.isfinite(y)
     if not valid.any():
@@ -291,16 +286,3 @@ def _error(activation: Activation, form: Expr, at: Array, dtype: str) -> float:
         )
     error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
     return float(f"{error.max():.4g}")
-
-
-def rounded(values: Array, dtype: str) -> Array:
-    """Return float64 values rounded to nearest, ties to even, to the dtype of that name."""
-    with np.errstate(over="ignore"):
-        single = values.astype(np.float32)
-        if dtype == "float32":
-            return single.astype(np.float64)
-        if dtype == "float16":
-            return values.astype(np.float16).astype(np.float64)
-    bits = single.view(np.uint32)
-    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(single), np.nan, kept.view(np.float32)).astype(np.float64)

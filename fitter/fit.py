@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import keyword
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -22,19 +20,21 @@ from fitact.files import read_text
 from .activation import Activation
 from .catalog import CATALOG
 from .expression import Array, Expr
+from .forms import Bits, Form, Printed, Single, codes, form_of, form_record
 from .moments import quadrature
 from .parser import parse
+from .records import NAME, check_increasing, check_keys, check_numbers, label, mapping, numbers, text
 from .stable import stable
+from .storage import DTYPES
 from .weight import Weight
 
 SCHEMA = "fitact.fit/1"
 MAX_BYTES = 1 << 20
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}")
 
 
 def check_name(name: object, what: str = "name") -> str:
     """Return `name` if it can name a module, a function and a file; UsageError otherwise."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or keyword.iskeyword(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(
             f"{what}: expected a Python identifier that starts with a letter and is no keyword (80 characters at "
             f"most), got {quote(name)}"
@@ -71,7 +71,7 @@ class Fit:
             raise UsageError(f"method: expected one of {', '.join(self.METHODS)}, got {quote(self.method)}")
         if tuple(sorted(self.error)) != self.ERRORS:
             raise UsageError(f"error: expected {', '.join(self.ERRORS)}, got {quote(sorted(self.error))}")
-        _check_numbers("error", tuple(self.error.values()), len(self.ERRORS))
+        check_numbers("error", tuple(self.error.values()), len(self.ERRORS))
         if min(self.error.values()) < 0:
             raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
 
@@ -130,12 +130,11 @@ class StepFit(Fit):
             raise UsageError(f"bits: expected 1, 2, 3 or 4, got {quote(self.bits)}")
         if not isinstance(self.even, bool):
             raise UsageError(f"even: expected true or false, got {quote(self.even)}")
-        _check_numbers("domain", self.domain, 2)
-        _check_numbers("borders", self.borders, 2**self.bits - 1, single=True)
-        _check_numbers("levels", self.levels, 2**self.bits, single=True)
-        for what, numbers in (("domain", self.domain), ("borders", self.borders)):
-            if any(a >= b for a, b in pairwise(numbers)):
-                raise UsageError(f"{what}: expected increasing numbers, got {quote(list(numbers))}")
+        check_numbers("domain", self.domain, 2)
+        check_numbers("borders", self.borders, 2**self.bits - 1, single=True)
+        check_numbers("levels", self.levels, 2**self.bits, single=True)
+        check_increasing("domain", self.domain)
+        check_increasing("borders", self.borders)
         if self.even and self.borders[0] < 0:
             raise UsageError(f"borders: an even fit has none below 0, got {self.borders[0]!r}")
 
@@ -169,12 +168,12 @@ class StepFit(Fit):
         """Return the fields of a record that only this kind of fit has."""
         return {
             "bits": record["bits"],
-            "domain": _numbers(record, "domain"),
-            "weight": Weight(_text(record["weight"], "weight")),
+            "domain": numbers(record["domain"], "domain"),
+            "weight": Weight(text(record["weight"], "weight")),
             "even": record["even"],
-            "borders": _numbers(record, "borders"),
-            "levels": _numbers(record, "levels"),
-            "options": _mapping(record["options"], "options", (int, float, str)),
+            "borders": numbers(record["borders"], "borders"),
+            "levels": numbers(record["levels"], "levels"),
+            "options": mapping(record["options"], "options", (int, float, str)),
         }
 
 
@@ -209,22 +208,130 @@ class ExactFit(Fit):
     @classmethod
     def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a record that only this kind of fit has."""
-        return {"derivative": _text(record["derivative"], "derivative")}
+        return {"derivative": text(record["derivative"], "derivative")}
 
 
-KINDS = (StepFit, ExactFit)
+@dataclass(frozen=True, kw_only=True)
+class InvertedFit(Fit):
+    """f′ as a function of the output y and of which cell of x it came from, told by a code.
+
+    Attributes:
+        bits: of a code, 0 to 4; 0 where f is monotone and smooth.
+        domain: the interval of x that the fit is made for; None for the reals.
+        splits: by storage dtype of y, float32 numbers, increasing; the code of x is how many are less than x.
+        forms: by storage dtype, one for each code.
+        error: by storage dtype, max |form − f′| / max(1, |f′|), x and y being of the dtype: of half precision over
+            all of its x, of float32 over a dense sample.
+        floor: by storage dtype, the least such error that any function of that y and code has.
+        options: what else is needed to make the fit again.
+
+    """
+
+    METHODS = ("inverted",)
+    ERRORS = DTYPES
+
+    bits: int
+    domain: tuple[float, float] | None
+    splits: Mapping[str, tuple[float, ...]]
+    forms: Mapping[str, tuple[Form, ...]]
+    floor: Mapping[str, float]
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.bits) is not int or not 0 <= self.bits <= 4:
+            raise UsageError(f"bits: expected 0, 1, 2, 3 or 4, got {quote(self.bits)}")
+        if self.domain is not None:
+            check_numbers("domain", self.domain, 2)
+            check_increasing("domain", self.domain)
+        for what, values in (("splits", self.splits), ("forms", self.forms), ("floor", self.floor)):
+            check_keys(what, values, DTYPES)
+        for dtype in DTYPES:
+            splits, forms = self.splits[dtype], self.forms[dtype]
+            if not 1 <= len(forms) <= 2**self.bits:
+                raise UsageError(f"forms.{dtype}: expected 1 to {2**self.bits} forms, got {len(forms)}")
+            if len({_sort(form) for form in forms}) > 1:
+                raise UsageError(
+                    f"forms.{dtype}: expected quotients, or forms of one anchor that approximate the same"
+                )
+            check_numbers(f"splits.{dtype}", splits, len(forms) - 1, single=True)
+            check_increasing(f"splits.{dtype}", splits)
+            for what in ("error", "floor"):
+                stated, found = getattr(self, what)[dtype], max(getattr(form, what) for form in forms)
+                if stated != found:
+                    raise UsageError(f"{what}.{dtype}: expected that of the worst form, {found!r}, got {stated!r}")
+
+    def code(self, x: Array, dtype: str = "float32") -> Bits:
+        """Return the code of x, any shape; that of NaN is 0."""
+        return codes(self.splits[dtype], x)
+
+    def evaluate(self, y: Array, code: Bits, dtype: str = "float32") -> Single:
+        """Return f′ in float32, as kernels compute it.
+
+        Args:
+            y: outputs, already rounded to `dtype`, any shape.
+            code: of their x, same shape.
+            dtype: the storage dtype, one of `DTYPES`.
+
+        Raises:
+            UsageError: another dtype.
+
+        """
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, got {quote(dtype)}")
+        y, code = np.broadcast_arrays(np.asarray(y, dtype=np.float32), code)
+        slope = np.full(y.shape, np.nan, dtype=np.float32)
+        for s, form in enumerate(self.forms[dtype]):
+            slope[code == s] = form(y[code == s])
+        return slope
+
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return super().record() | {
+            "bits": self.bits,
+            "domain": None if self.domain is None else list(self.domain),
+            "splits": {dtype: list(splits) for dtype, splits in self.splits.items()},
+            "forms": {dtype: [form_record(form) for form in forms] for dtype, forms in self.forms.items()},
+            "floor": dict(self.floor),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a record that only this kind of fit has."""
+        splits, forms = (mapping(record[what], what, (list,)) for what in ("splits", "forms"))
+        return {
+            "bits": record["bits"],
+            "domain": None if record["domain"] is None else numbers(record["domain"], "domain"),
+            "splits": {dtype: numbers(values, f"splits.{label(dtype)}") for dtype, values in splits.items()},
+            "forms": {
+                dtype: tuple(form_of(value, f"forms.{label(dtype)}[{i}]") for i, value in enumerate(values))
+                for dtype, values in forms.items()
+            },
+            "floor": mapping(record["floor"], "floor", (int, float)),
+            "options": mapping(record["options"], "options", (int, float, str)),
+        }
 
 
-def read(path: Path) -> StepFit | ExactFit:
+def _sort(form: Form) -> tuple[Any, ...]:
+    """Return what all forms of a fit have in common."""
+    return (form.anchor, form.approximates) if isinstance(form, Printed) else ()
+
+
+KINDS = (StepFit, ExactFit, InvertedFit)
+AnyFit = StepFit | ExactFit | InvertedFit
+
+
+def read(path: Path) -> AnyFit:
     """Read a fit from its file, checking every field; UsageError names the file and the field."""
-    text = read_text(path, MAX_BYTES)
+    source = read_text(path, MAX_BYTES)
     try:
-        return from_json(text)
+        return from_json(source)
     except FitactError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-def from_json(text: str) -> StepFit | ExactFit:
+def from_json(source: str) -> AnyFit:
     """Read a fit from its JSON. Nothing in it is ever executed.
 
     Raises:
@@ -232,7 +339,7 @@ def from_json(text: str) -> StepFit | ExactFit:
 
     """
     try:
-        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        record = json.loads(source, parse_constant=_no_constant, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
@@ -253,12 +360,12 @@ def from_json(text: str) -> StepFit | ExactFit:
     for name in sorted(expected ^ set(record)):
         if name in expected:
             raise UsageError(f"{name}: missing")
-        raise UsageError(f"{_label(name)}: not a field of a fit of the method {method}")
+        raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
     return kind(
         name=record["name"],
         method=record["method"],
         activation=_activation(record["activation"]),
-        error=_mapping(record["error"], "error", (int, float)),
+        error=mapping(record["error"], "error", (int, float)),
         **kind.parts(record),
     )
 
@@ -271,11 +378,11 @@ def _activation_record(activation: Activation) -> dict[str, Any]:
 
 
 def _activation(value: object) -> Activation:
-    record = _mapping(value, "activation", (str, type(None), dict))
+    record = mapping(value, "activation", (str, type(None), dict))
     if set(record) - {"parameters"} != {"name", "expression"}:
         raise UsageError(f"activation: expected name and expression, got {quote(sorted(record))}")
-    name, expression = record["name"], _text(record["expression"], "activation.expression")
-    parameters = _mapping(record.get("parameters", {}), "activation.parameters", (int, float))
+    name, expression = record["name"], text(record["expression"], "activation.expression")
+    parameters = mapping(record.get("parameters", {}), "activation.parameters", (int, float))
     if name is None and not parameters:
         return Activation(None, expression)
     if not isinstance(name, str) or name not in CATALOG:
@@ -291,62 +398,14 @@ def _activation(value: object) -> Activation:
     return activation
 
 
-def _check_numbers(what: str, numbers: tuple[float, ...], count: int, *, single: bool = False) -> None:
-    if len(numbers) != count:
-        raise UsageError(f"{what}: expected {count} numbers, got {len(numbers)}")
-    for i, number in enumerate(numbers):
-        if not math.isfinite(number):
-            raise UsageError(f"{what}[{i}]: expected a finite number, got {number!r}")
-        if single and not (abs(number) < 3.4e38 and float(np.float32(number)) == number):
-            raise UsageError(f"{what}[{i}]: expected a number that float32 holds exactly, got {number!r}")
-
-
-def _numbers(record: dict[str, Any], what: str) -> tuple[float, ...]:
-    values = record[what]
-    if not isinstance(values, list):
-        raise UsageError(f"{what}: expected a list of numbers, got {quote(values)}")
-    return tuple(_number(value, f"{what}[{i}]") for i, value in enumerate(values))
-
-
-def _number(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{what}: expected a number, got {quote(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise UsageError(f"{what}: expected a number in the range of float64, got {quote(value)}") from None
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{what}: expected text, got {quote(value)}")
-    return value
-
-
-def _mapping(value: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UsageError(f"{what}: expected an object, got {quote(value)}")
-    for key, item in value.items():
-        if isinstance(item, bool) or not isinstance(item, kinds):
-            raise UsageError(f"{what}.{_label(key)}: unexpected value {quote(item)}")
-        if isinstance(item, int | float) and not math.isfinite(_number(item, f"{what}.{_label(key)}")):
-            raise UsageError(f"{what}.{_label(key)}: expected a finite number, got {quote(item)}")
-    return value
-
-
-def _label(key: str) -> str:
-    """Return a key as messages name it: as it is where that is plain, quoted where it could be anything."""
-    return key if _NAME.fullmatch(key) else quote(key)
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise UsageError(f"not JSON: {text} is not a number of JSON's")
+def _no_constant(name: str) -> NoReturn:
+    raise UsageError(f"not JSON: {name} is not a number of JSON's")
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for key, value in pairs:
         if key in record:
-            raise UsageError(f"{_label(key)}: stands twice in the same object")
+            raise UsageError(f"{label(key)}: stands twice in the same object")
         record[key] = value
     return record

@@ -20,26 +20,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fitact.errors import UsageError, quote
 
 from . import analysis, check
 from .activation import Activation
-from .exact import rounded
 from .expression import Array
+from .fit import InvertedFit
+from .forms import Floats, Form, Quotient, Root, Single, codes, has_pole, variable
 from .minimax import Coefficients, least_squares, minimax, singles_of
 from .precise import MP, Number, exactly, order
+from .storage import DTYPES, halves, rounded, stored
 from .zeros import LEAST_ORDER, REALS, breaks, zeros
 
 METHOD = "inverted"
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_BITS = 4
 TOLERANCE = 8e-5  # of the float32 fit, relative to max(1, |f′|)
 ABOVE_FLOOR = 1.1  # what a fit may add to the floor of its dtype
@@ -53,42 +52,6 @@ CORNER = 1e-3  # by which they differ at least
 EXACT = 3e-8  # a polynomial as near as this is f′ itself: t is no better where it is a root of what cancels
 STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # by which the allowed error is raised while no fit meets it
 FAR = 1e5  # the largest |t| up to which quotients are tried
-Bits = NDArray[np.intp]
-Single = NDArray[np.float32]
-Floats = NDArray[Any]  # float32 or float64
-
-
-@dataclass(frozen=True)
-class Root:
-    """One term of the variable t: a root of y − anchor.
-
-    Attributes:
-        at: the zero of f′, in x; NaN if order is 1.
-        anchor: f there, a float32.
-        order: m, 1 + the order of that zero; 1 for y − anchor itself.
-        side: 1 for max(y − anchor, 0)^(1/m), −1 for max(anchor − y, 0)^(1/m), 0 for the signed root on both sides.
-        sign: 1 or −1, of the term in the sum.
-
-    """
-
-    at: float
-    anchor: float
-    order: float
-    side: int
-    sign: int = 1
-
-    def __call__(self, y: Floats, anchor: float | None = None) -> Floats:
-        """Return the term, of float32 as kernels compute it; `anchor` may be a more exact one."""
-        d = y - y.dtype.type(self.anchor if anchor is None else anchor)
-        size = np.abs(d) if self.side == 0 else np.maximum(d if self.side > 0 else -d, y.dtype.type(0))
-        if self.order == 2:
-            size = np.sqrt(size)
-        elif self.order != 1:
-            with np.errstate(divide="ignore"):
-                size = np.exp2(np.log2(size) * y.dtype.type(1 / self.order))
-        if self.side == 0:
-            size = np.copysign(size, d)
-        return np.asarray(size if self.sign > 0 else -size)
 
 
 @dataclass(frozen=True)
@@ -99,6 +62,7 @@ class Cell:
         low, high: its ends; ±REALS stand for ±∞.
         direction: 1 where f rises, −1 where it falls, 0 where it is constant.
         roots: the terms of the variable t in which f′ is a smooth function of y.
+        zeros: the zero of f′, in x, that each is for; NaN where there is none.
 
     """
 
@@ -106,119 +70,31 @@ class Cell:
     high: float
     direction: int
     roots: tuple[Root, ...]
-
-    def variable(self, y: Floats, anchors: Sequence[float | None] | None = None) -> Floats:
-        """Return t, not clamped, of y, in the shape and dtype of y; `anchors` as in `Root`."""
-        terms = zip(self.roots, anchors or [None] * len(self.roots), strict=True)
-        return np.asarray(sum(root(y, anchor) for root, anchor in terms))
-
-
-@dataclass(frozen=True)
-class Form:
-    """p(t)/q(t) on one cell for one storage dtype.
-
-    Attributes:
-        cell: the interval of x, and the variable.
-        low, high: the interval that t is clamped to, float32 numbers; q > 0 on it.
-        numerator, denominator: coefficients of p and q, float32 numbers, constant first; (1,) for a polynomial.
-        error: max |p/q − f′| / max(1, |f′|) over the x of this cell, y being rounded to the dtype.
-        floor: the least such error that any function of that y has. For float32 both are over a dense sample.
-
-    """
-
-    cell: Cell
-    low: float
-    high: float
-    numerator: tuple[float, ...]
-    denominator: tuple[float, ...]
-    error: float
-    floor: float
-
-    def __call__(self, y: Single) -> Single:
-        """Return f′ of outputs of this cell, shape of y, in float32 as kernels compute it."""
-        t = np.minimum(np.maximum(self.cell.variable(y), np.float32(self.low)), np.float32(self.high))
-        p = _horner(self.numerator, t)
-        return p if len(self.denominator) == 1 else p / _horner(self.denominator, t)
-
-
-@dataclass(frozen=True)
-class Inverted:
-    """f′ as a function of the output and of a code of `bits` bits.
-
-    Attributes:
-        activation: f.
-        bits: kept of each element beside y; 0 where f is monotone and smooth.
-        domain: the interval of x that the fit is made for; ±REALS stand for ±∞.
-        splits: by storage dtype, float32 numbers, increasing: the code of x is how many of them are less than x.
-        forms: by storage dtype, one for each code.
-
-    """
-
-    activation: Activation
-    bits: int
-    domain: tuple[float, float]
-    splits: Mapping[str, tuple[float, ...]]
-    forms: Mapping[str, tuple[Form, ...]]
-
-    @property
-    def error(self) -> dict[str, float]:
-        """The largest error of the cells, by dtype."""
-        return {dtype: max(form.error for form in forms) for dtype, forms in self.forms.items()}
-
-    @property
-    def floor(self) -> dict[str, float]:
-        """The largest floor of the cells, by dtype."""
-        return {dtype: max(form.floor for form in forms) for dtype, forms in self.forms.items()}
-
-    def code(self, x: Array, dtype: str = "float32") -> Bits:
-        """Return the code of x, any shape; that of NaN is 0."""
-        return codes(self.splits[dtype], x)
-
-    def evaluate(self, y: Array, code: Bits, dtype: str = "float32") -> Single:
-        """Return f′ in float32, as kernels compute it.
-
-        Args:
-            y: outputs, already rounded to `dtype`, any shape.
-            code: of their x, same shape.
-            dtype: the storage dtype, one of `DTYPES`.
-
-        Raises:
-            UsageError: another dtype.
-
-        """
-        if dtype not in self.forms:
-            raise UsageError(f"dtype: expected one of {', '.join(self.forms)}, got {quote(dtype)}")
-        y, code = np.broadcast_arrays(np.asarray(y, dtype=np.float32), code)
-        slope = np.full(y.shape, np.nan, dtype=np.float32)
-        for s, form in enumerate(self.forms[dtype]):
-            slope[code == s] = form(y[code == s])
-        return slope
-
-
-def codes(splits: Sequence[float], x: Array) -> Bits:
-    """Return how many of the splits are less than x; 0 for NaN."""
-    x = np.asarray(x, dtype=np.float64)
-    return np.searchsorted(np.asarray(splits, dtype=np.float64), np.where(np.isnan(x), -np.inf, x))
+    zeros: tuple[float, ...]
 
 
 def fit(
     activation: Activation,
+    name: str,
     bits: int | None = None,
     *,
     domain: tuple[float, float] | None = None,
-    tolerance: float = TOLERANCE,
-) -> Inverted:
+    tol: float = TOLERANCE,
+    progress: Callable[[float], None] = lambda share: None,
+) -> InvertedFit:
     """Fit f′ as a function of y on every cell, for every storage dtype.
 
     Each fit has the smallest degrees with which the error in float32 arithmetic, y rounded to the dtype, is at
-    most the larger of `tolerance` and 1.1 times the floor of that dtype; where none has, more is allowed by steps.
+    most the larger of `tol` and 1.1 times the floor of that dtype; where none has, more is allowed by steps.
     The floor counts at least as half of that of x in float32: there may be few x of the dtype itself to share a y.
 
     Args:
         activation: f.
+        name: of the fit.
         bits: 1 to 4, or 0 where f is monotone; as few as will do by default.
         domain: the interval of x; the reals by default.
-        tolerance: of the error, relative to max(1, |f′|).
+        tol: of the error, relative to max(1, |f′|).
+        progress: called with the share of the work that is done.
 
     Returns:
         The fit.
@@ -230,25 +106,62 @@ def fit(
         FitWarning: floating point fails on the formula, see `check.problem`.
 
     """
-    if not 1e-6 <= tolerance <= REFUSED:
-        raise UsageError(f"tolerance: expected 1e-6 to {REFUSED:g}, got {quote(tolerance)}")
+    if not 1e-6 <= tol <= REFUSED:
+        raise UsageError(f"tol: expected 1e-6 to {REFUSED:g}, got {quote(tol)}")
     least = cells(activation, None, domain)
+    kept = (len(least) - 1).bit_length() if bits is None else bits
     check.warn(activation)
-    splits, forms = {}, {}
-    for dtype in DTYPES:
-        parts = least if bits is None else cells(activation, bits, domain, dtype)
-        splits[dtype] = _splits(activation, parts)
+    splits: dict[str, tuple[float, ...]] = {}
+    forms: dict[str, tuple[Form, ...]] = {}
+    for i, dtype in enumerate(DTYPES):
+        parts = cells(activation, kept, domain, dtype)
+        splits[dtype] = borders(activation, parts)
         samples = [_samples(activation, cell, dtype, splits[dtype], s) for s, cell in enumerate(parts)]
         floor = max(sample.floor for sample in samples)
         wide = max(
             _floor(*_points(activation, cell, dtype, splits[dtype], s, "float32")[1:])
             for s, cell in enumerate(parts)
         )
-        base = max(tolerance, ABOVE_FLOOR * max(floor, wide / 2))
+        base = max(tol, ABOVE_FLOOR * max(floor, wide / 2))
         goals = [base, *(base * step for step in STEPS if base * step < REFUSED), max(2 * base, REFUSED)]
-        forms[dtype] = tuple(_fitted(activation, sample, goals) for sample in samples)
-    kept = (len(least) - 1).bit_length() if bits is None else bits
-    return Inverted(activation, kept, (least[0].low, least[-1].high), splits, forms)
+        found: list[Form] = []
+        for sample in samples:
+            found.append(_fitted(activation, sample, goals))
+            progress((i + len(found) / len(samples)) / len(DTYPES))
+        forms[dtype] = tuple(found)
+    return record(activation, name, kept, domain, splits, forms, {"family": "rational", "tol": tol})
+
+
+def record(
+    activation: Activation,
+    name: str,
+    bits: int,
+    domain: tuple[float, float] | None,
+    splits: Mapping[str, tuple[float, ...]],
+    forms: Mapping[str, tuple[Form, ...]],
+    options: Mapping[str, float | str],
+) -> InvertedFit:
+    """Return the record of a fit, its errors and floors those of the worst forms."""
+    return InvertedFit(
+        name=name,
+        method=METHOD,
+        activation=activation,
+        bits=bits,
+        domain=domain,
+        splits=splits,
+        forms=forms,
+        error={dtype: max(form.error for form in forms[dtype]) for dtype in DTYPES},
+        floor={dtype: max(form.floor for form in forms[dtype]) for dtype in DTYPES},
+        options=options,
+    )
+
+
+def judged(
+    activation: Activation, cell: Cell, dtype: str, splits: Sequence[float], s: int, form: Callable[..., Single]
+) -> tuple[float, float]:
+    """Return error and floor of a form on cell s of the splits."""
+    samples = _samples(activation, cell, dtype, splits, s)
+    return _stated(form, samples)
 
 
 # --- cells
@@ -361,7 +274,8 @@ def _cell(
 ) -> Cell:
     """Return the cell between two borders, with the terms of its variable."""
     f, df = activation.formula, activation.slope
-    roots = []
+    roots: list[Root] = []
+    zeros_of: list[float] = []
     for at, side in ((low, 1), (inside, 0), (high, -1)):
         if at is None or abs(at) >= REALS or not direction:
             continue
@@ -377,18 +291,19 @@ def _cell(
             raise UsageError(f"{what}: it or its derivative is infinite at x = {at:g}; fit it on a smaller domain")
         if LEAST_ORDER < power < math.inf:
             degree = Fraction(1 + power).limit_denominator(8).numerator  # of f in what f′ is smooth in
-            roots.append(Root(float(exact), float(np.float32(value)), float(degree), side * direction))
+            roots.append(Root(float(np.float32(value)), degree, side * direction))
+            zeros_of.append(float(exact))
     if len(roots) > 1:
         roots = [replace(root, sign=root.side or 1) for root in roots]
     if not roots:
         values = [float(exactly(f, at, 20)) for at in (low, high) if abs(at) < REALS]
         near = min(values, key=abs) if len(values) == 2 and values[0] * values[1] > 0 else 0.0
-        roots = [Root(math.nan, float(np.float32(near)), 1.0, 0)]
-    return Cell(low, high, direction, tuple(roots))
+        roots, zeros_of = [Root(float(np.float32(near)), 1, 0)], [math.nan]
+    return Cell(low, high, direction, tuple(roots), tuple(zeros_of))
 
 
-def _splits(activation: Activation, parts: Sequence[Cell]) -> tuple[float, ...]:
-    """Return the borders as float32 numbers; a border belongs to the cell whose derivative f′ has there."""
+def borders(activation: Activation, parts: Sequence[Cell]) -> tuple[float, ...]:
+    """Return the borders between cells, float32 numbers; a border is of the cell whose derivative f′ has there."""
     splits = []
     for cell in parts[1:]:
         at = cell.low
@@ -409,7 +324,7 @@ def _refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype:
     In a cell all x of one y lie side by side. So for a given floor each run of them whose derivatives spread wider
     has to be cut, as far on as the floor allows; and the floor is found by bisection.
     """
-    splits = _splits(activation, parts)
+    splits = borders(activation, parts)
     runs = []
     for s, cell in enumerate(parts):
         x, y, slope = _points(activation, cell, dtype, splits, s)
@@ -435,7 +350,7 @@ def _refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype:
     refined = []
     for s, cell in enumerate(parts):
         edges = [cell.low, *sorted(at for i, at in cuts if i == s), cell.high]
-        refined += [Cell(a, b, cell.direction, cell.roots) for a, b in itertools.pairwise(edges)]
+        refined += [replace(cell, low=a, high=b) for a, b in itertools.pairwise(edges)]
     return tuple(refined)
 
 
@@ -463,6 +378,7 @@ class _Samples:
     Attributes:
         cell: the cell.
         x, y, slope: of every sample, by x: y rounded to the dtype, (n,) float32, and f′(x).
+        kept: y as a module computes it; that of a formula is off by some roundings of float32.
         floor: half the spread of f′ over the x of one y, relative, at its largest.
         half: whether that dtype is one of half precision.
 
@@ -472,13 +388,16 @@ class _Samples:
     x: Array
     y: Single
     slope: Array
+    kept: Single
     floor: float
     half: bool
 
 
 def _samples(activation: Activation, cell: Cell, dtype: str, splits: Sequence[float], s: int) -> _Samples:
     x, y, slope = _points(activation, cell, dtype, splits, s)
-    return _Samples(cell, x, y, slope, _floor(y, slope), dtype != "float32")
+    with np.errstate(all="ignore"):
+        kept = stored(activation, x, dtype).astype(np.float32)
+    return _Samples(cell, x, y, slope, kept, _floor(y, slope), dtype != "float32")
 
 
 def _floor(y: Floats, slope: Array) -> float:
@@ -495,14 +414,7 @@ def _points(
 
     They are all x of a half-precision dtype, or a sample of those of float32; `inputs` is `dtype` by default.
     """
-    halves = np.arange(1 << 16, dtype=np.uint32)
-    if (inputs or dtype) == "float32":
-        x = _singles(cell)
-    elif (inputs or dtype) == "bfloat16":
-        x = (halves << 16).view(np.float32)
-    else:
-        x = halves.astype(np.uint16).view(np.float16)
-    x = x[np.isfinite(x)].astype(np.float64)
+    x = _singles(cell) if (inputs or dtype) == "float32" else halves(inputs or dtype)
     x = np.unique(x[(x >= cell.low) & (x <= cell.high)])
     x = x[codes(splits, x) == s]
     with np.errstate(all="ignore"):
@@ -551,20 +463,39 @@ def _fitted(activation: Activation, samples: _Samples, goals: Sequence[float]) -
     """
     cell = samples.cell
     if not cell.direction or not samples.y.size:
-        return Form(cell, 0.0, 0.0, (0.0,), (1.0,), 0.0, 0.0)
+        return _quotient(cell, 0.0, 0.0, (0.0,), (1.0,))
     exact = _exact(activation, samples, _settled(samples, goals[0]))
     least: dict[tuple[int, int], float] = {}
     for allowed in goals:
         ends = _settled(samples, allowed)
         for found in itertools.chain([exact] if exact else [], _candidates(samples, ends, allowed, least)):
-            a, b = sorted(cell.variable(samples.y[list(ends)]).tolist()) if len(found[0]) > 1 else (0.0, 0.0)
-            form = _judged(Form(cell, a, b, *found, math.inf, samples.floor), samples)
-            if form.error <= allowed or (found is exact and not samples.half):
-                return form
+            a, b = (
+                sorted(variable(cell.roots, samples.y[list(ends)]).tolist()) if len(found[0]) > 1 else (0.0, 0.0)
+            )
+            if has_pole(found[1], a, b):
+                continue
+            form = _quotient(cell, a, b, *found)
+            if _error(form, samples.y, samples.slope) <= allowed or (found is exact and not samples.half):
+                error, floor = _stated(form, samples)
+                return replace(form, error=error, floor=floor)
     raise UsageError(
         f"activation {quote(activation.expression)}: no quotient of polynomials of {MAX_DEGREES} degrees gives "
         f"its derivative from x = {cell.low:.6g} to {cell.high:.6g} within {goals[-1]:.2g}; fit it on a smaller "
         "domain"
+    )
+
+
+def _quotient(
+    cell: Cell, low: float, high: float, numerator: tuple[float, ...], denominator: tuple[float, ...]
+) -> Quotient:
+    return Quotient(
+        roots=cell.roots,
+        low=low,
+        high=high,
+        numerator=numerator,
+        denominator=denominator,
+        error=0.0,
+        floor=0.0,
     )
 
 
@@ -575,7 +506,7 @@ def _candidates(
 
     `least` is what is known of the least error by degrees, and is added to.
     """
-    t = samples.cell.variable(samples.y)
+    t = variable(samples.cell.roots, samples.y)
     low, high, t = _grouped(np.clip(t, *sorted(t[list(ends)])).astype(np.float64), samples.slope)
     if np.max(np.abs(t)) > FAR:
         return
@@ -611,29 +542,28 @@ def _degrees() -> Iterator[tuple[int, int]]:
     yield from sorted(pairs, key=lambda pair: (sum(pair) + 2 * (pair[1] > 0), pair[1]))
 
 
-def _judged(form: Form, samples: _Samples) -> Form:
-    """Return the form with its error, infinite if it has a pole."""
+def _stated(form: Callable[..., Single], samples: _Samples) -> tuple[float, float]:
+    """Return error and floor of what modules compute, to four significant digits."""
+    error = max(_error(form, samples.y, samples.slope), _error(form, samples.kept, samples.slope))
+    floor = max(samples.floor, _floor(samples.kept, samples.slope))
+    return float(f"{error:.4g}"), float(f"{floor:.4g}")
+
+
+def _error(form: Callable[..., Single], y: Single, slope: Array) -> float:
+    """Return the largest error of a form, product and sum rounded once or each for itself; inf if it is NaN."""
+    size = np.maximum(1.0, np.abs(slope))
     with np.errstate(all="ignore"):
-        off = np.abs(form(samples.y).astype(np.float64) - samples.slope) / np.maximum(1.0, np.abs(samples.slope))
-    poles = np.roots(form.denominator[::-1])
-    poles = poles[np.abs(poles.imag) <= 1e-9 * np.abs(poles)].real
-    error = math.inf if np.any((poles >= form.low) & (poles <= form.high)) else float(off.max())
-    return replace(form, error=error if math.isfinite(error) else math.inf)
-
-
-def _horner(coefficients: Sequence[float], t: Single) -> Single:
-    value = np.full(t.shape, coefficients[-1], dtype=np.float32)
-    for coefficient in coefficients[-2::-1]:
-        value = value * t + np.float32(coefficient)
-    return value
+        off = [np.abs(form(y, fused=fused) - slope) / size for fused in (False, True)]
+    error = float(np.max(off, initial=0.0))
+    return error if math.isfinite(error) else math.inf
 
 
 def _exact(activation: Activation, samples: _Samples, ends: tuple[int, int]) -> Coefficients | None:
     """Return the polynomial that f′ is, if it is one of degree 4 at most, with coefficients in float32."""
     cell, inside = samples.cell, slice(ends[0], ends[1] + 1)
     x, slope = samples.x[inside], samples.slope[inside]
-    anchors = [None if math.isnan(r.at) else float(activation.value(np.array(r.at))) for r in cell.roots]
-    t = cell.variable(activation.value(x), anchors)
+    anchors = [None if math.isnan(at) else float(activation.value(np.array(at))) for at in cell.zeros]
+    t = variable(cell.roots, activation.value(x), anchors)
     size = np.maximum(1.0, np.abs(slope))
     for degree in range(5):
         if degree and len(x) < 5 * (degree + 1):

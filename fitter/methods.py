@@ -4,35 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import exact, fewbit, relumix
+from . import exact, fewbit, inverted, parametric, relumix
 from .activation import Activation
-from .fit import ExactFit, StepFit
+from .fit import AnyFit, ExactFit, InvertedFit, StepFit
 
 # What each method takes beside the activation and a name.
 OPTIONS = {
     "fewbit": ("bits", "domain", "weight", "seed"),
     "relumix": ("bits", "objective", "restarts", "seed"),
+    "inverted": ("bits", "domain", "tol", "family"),
     "exact": (),
 }
+BITS_REQUIRED = ("fewbit", "relumix")
 
 
-def make(method: str, activation: Activation, name: str, **options: Any) -> StepFit | ExactFit:
+def make(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
     """Fit by a method of that name; `options` are those of its `fit`, `OPTIONS` those that are recorded."""
     if method == "exact":
         return exact.fit(activation, name, **options)
+    if method == "inverted":
+        if options.pop("family", "rational") == "parametric":
+            return parametric.fit(activation, name)
+        return inverted.fit(activation, name, **options)
     bits = options.pop("bits")
     if method == "relumix":
         return relumix.fit(activation, bits, name, **options)
     return fewbit.fit(activation, bits, name, **options)
 
 
-def again(fit: StepFit | ExactFit) -> StepFit | ExactFit:
+def again(fit: AnyFit) -> AnyFit:
     """Make a fit again from what its record says of how it was made: the same bytes, if nothing has changed."""
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
-    if isinstance(fit, ExactFit):
-        return make(fit.method, fit.activation, fit.name)
-    options: dict[str, Any] = {"bits": fit.bits, **fit.options}
-    if fit.method == "fewbit":
+    if fit.name in parametric.NAMES:
+        return parametric.published(fit.name)
+    options: dict[str, Any] = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
+    if isinstance(fit, InvertedFit):
+        options |= {"domain": fit.domain}
+    if isinstance(fit, StepFit) and fit.method == "fewbit":
         options |= {"domain": fit.domain, "weight": fit.weight}
     return make(fit.method, fit.activation, fit.name, **options)

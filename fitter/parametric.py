@@ -6,20 +6,20 @@ Novikov and Oseledets, *Inverted Activations*, arXiv 2407.15545.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fitact.errors import UsageError, quote
 
 from .activation import Activation
 from .expression import Array
+from .fit import InvertedFit
+from .forms import Form, Printed
+from .inverted import borders, cells, judged, record
 from .precise import exactly
-
-Bits = NDArray[np.intp]
-
+from .storage import DTYPES
 
 # Section 5.1 of the paper. SiLU's two rows stand there in each other's place, and approximate sigmoid(x), not f′.
 PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -32,72 +32,100 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
         (-1.31085640213098, 0.848589647031652, -0.162990512595109, 0.002696163985044, -5.770613302664509),
     ),
 }
+NAMES = {f"{name}_inverted_published": name for name in PUBLISHED}
+SOURCE = "arXiv 2407.15545"
 REFITS = (1.0, 0.9, 1.1)  # of the published coefficients: where searches start
 
 
-@dataclass(frozen=True)
-class Parametric:
-    """The paper's form for GELU or SiLU, in float64; v = y − f(T) with T the minimum.
-
-    GELU's left piece is c0 + c1·u^c2·(1 − u)^c3 with u = v/|f(T)|, its right one is
-    1 + (c0 + c1·√v + c2·v)·exp(c3·(c4 − v)³). SiLU's sigmoid(x) is c0 + c1·√v + c2·v + c3·v² on the left and of
-    GELU's form on the right, and f′ = sigmoid(x)·(1 − y) + y.
-
-    Attributes:
-        activation: f.
-        split, minimum: T and f(T).
-        coefficients: c of the left and of the right piece.
-        error: max |form − f′| on either, over all x.
-
-    """
-
-    activation: Activation
-    split: float
-    minimum: float
-    coefficients: tuple[tuple[float, ...], tuple[float, ...]]
-    error: tuple[float, float]
-
-    def evaluate(self, y: Array, code: Bits) -> Array:
-        """Return f′ of outputs y of the left (code 0) or the right piece (code 1), float64."""
-        name = str(self.activation.name)
-        left, right = (_form(name, s, np.array(self.coefficients[s]), y, self.minimum) for s in (0, 1))
-        return np.where(code == 0, left, right)
+SHAPES = {"gelu": (("power", "derivative"), ("exponential", "derivative"))}
+SHAPES["silu"] = (("root", "sigmoid"), ("exponential", "sigmoid"))
+DISTANCES = np.concatenate(
+    [[0.0], np.geomspace(1e-9, 40.0, 4000), np.linspace(0.0, 12.0, 4001)]
+)  # from the minimum
 
 
-def parametric(activation: Activation, *, refit: bool = True) -> Parametric:
+def fit(activation: Activation, name: str, *, refit: bool = True) -> InvertedFit:
     """Return the paper's form with its own coefficients, or with the best ones that are found from them.
 
     The search is robust least squares, then minimax by linear programmes on the linearised form; the best of
-    three starts and of the published coefficients counts.
+    three starts and of the published coefficients counts. One form serves all dtypes.
 
     Args:
         activation: gelu or silu.
+        name: of the fit.
         refit: whether to search.
 
     Returns:
-        The form, with its errors.
+        The fit, with its errors by dtype.
 
     Raises:
         UsageError: another activation.
 
     """
-    name = activation.name
-    if name not in PUBLISHED:
-        raise UsageError(f"activation: expected one of {', '.join(PUBLISHED)}, got {quote(name)}")
-    (split,) = activation.monotone().zeros
-    minimum = float(exactly(activation.formula, split.at, 30))
-    coefficients, errors = [], []
-    for s, side in enumerate((-1.0, 1.0)):
-        distance = np.concatenate([[0.0], np.geomspace(1e-9, 40.0, 4000), np.linspace(0.0, 12.0, 4001)])
-        x = np.unique(split.at + side * distance)
-        y, slope = np.maximum(activation.value(x), minimum), activation.derivative(x)
-        form = functools.partial(_form, str(name), s, y=y, minimum=minimum)
-        best = np.array(PUBLISHED[str(name)][s])
-        for start in REFITS if refit else ():
-            best = min(best, _nearest(form, slope, best * start), key=lambda c: _off(form, slope, c))
-        coefficients.append(tuple(best.tolist()))
-        errors.append(_off(form, slope, best))
-    return Parametric(activation, split.at, minimum, (coefficients[0], coefficients[1]), (errors[0], errors[1]))
+    known = activation.name if activation.name in PUBLISHED and not activation.parameters else None
+    if known is None:
+        names = " and ".join(PUBLISHED)
+        raise UsageError(
+            f"activation {quote(activation.expression)}: the parametric forms are those of {names}; "
+            "use --family rational"
+        )
+    parts = cells(activation)
+    minimum = float(exactly(activation.formula, parts[1].low, 30))
+    splits = borders(activation, parts)
+    found: dict[str, list[Form]] = {dtype: [] for dtype in DTYPES}
+    for s, (kind, approximates) in enumerate(SHAPES[known]):
+        c = _best(activation, known, s, parts[1].low, minimum) if refit else np.array(PUBLISHED[known][s])
+        form = Printed(
+            kind=kind,
+            approximates=approximates,
+            anchor=minimum,
+            coefficients=tuple(c.tolist()),
+            error=0.0,
+            floor=0.0,
+        )
+        for dtype, forms in found.items():
+            error, floor = judged(activation, parts[s], dtype, splits, s, form)
+            forms.append(replace(form, error=error, floor=floor))
+    return record(
+        activation,
+        name,
+        1,
+        None,
+        dict.fromkeys(DTYPES, splits),
+        {dtype: tuple(forms) for dtype, forms in found.items()},
+        {"family": "parametric"} if refit else {"source": SOURCE},
+    )
+
+
+def published(name: str) -> InvertedFit:
+    """Return the fit that has the paper's coefficients, by its name: one of `NAMES`."""
+    return fit(Activation.of(NAMES[name]), name, refit=False)
+
+
+def errors(activation: Activation, coefficients: Sequence[Array]) -> tuple[float, ...]:
+    """Return max |form − f′| over all x on the left and on the right piece, in float64 and of exact outputs."""
+    name, (left, right) = str(activation.name), cells(activation)
+    minimum = float(exactly(activation.formula, left.high, 30))
+    return tuple(
+        _off(*_piece(activation, name, s, right.low, minimum), np.asarray(c)) for s, c in enumerate(coefficients)
+    )
+
+
+def _best(activation: Activation, name: str, s: int, split: float, minimum: float) -> Array:
+    form, slope = _piece(activation, name, s, split, minimum)
+    best = np.array(PUBLISHED[name][s])
+    for start in REFITS:
+        best = min(best, _nearest(form, slope, best * start), key=lambda c: _off(form, slope, c))
+    return best
+
+
+def _piece(
+    activation: Activation, name: str, s: int, split: float, minimum: float
+) -> tuple[Callable[[Array], Array], Array]:
+    """Return the form of a piece as a function of the coefficients, and f′, on a sample of x."""
+    x = np.unique(split + (-1.0, 1.0)[s] * DISTANCES)
+    y, slope = np.maximum(activation.value(x), minimum), activation.derivative(x)
+    return functools.partial(_form, name, s, y=y, minimum=minimum), slope
 
 
 def _form(name: str, s: int, c: Array, y: Array, minimum: float) -> Array:

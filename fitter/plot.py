@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .exact import rounded
 from .expression import Array, evaluate
-from .fit import ExactFit, StepFit
+from .fit import AnyFit, ExactFit, InvertedFit, StepFit
+from .storage import DTYPES, halves, rounded, stored
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-EXACT, FITTED, ERROR = "#1f4e79", "#d1495b", "#6b705c"
+EXACT, FITTED, ERROR, SECOND = "#1f4e79", "#d1495b", "#6b705c", "#e09f3e"
+LEAST = 1e-8  # of an error that is drawn
 COLUMNS = 4
 MARGIN = 0.15  # of the span of the borders, drawn on either side of it
 POINTS = 4001
 REACH = 6.0  # of x, where there is no domain
 
 
-def draw(fits: Sequence[StepFit | ExactFit], format: str = "png") -> bytes:
+def draw(fits: Sequence[AnyFit], format: str = "png") -> bytes:
     """Draw fits beside each other: f′ and what stands for it above, the error below; of mixtures f too.
 
     Args:
@@ -56,10 +57,12 @@ def draw(fits: Sequence[StepFit | ExactFit], format: str = "png") -> bytes:
     return buffer.getvalue()
 
 
-def _panels(fit: StepFit | ExactFit) -> list[Callable[[Axes, Axes], None]]:
+def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     """Return what draws the pairs of panels of a fit."""
     if isinstance(fit, ExactFit):
         return [partial(_draw_exact, fit)]
+    if isinstance(fit, InvertedFit):
+        return [partial(_draw_over_output, fit), partial(_draw_over_input, fit)]
     if fit.method == "relumix":
         return [partial(_draw_primitive, fit), partial(_draw_step, fit)]
     return [partial(_draw_step, fit)]
@@ -128,18 +131,73 @@ def _draw_exact(fit: ExactFit, upper: Axes, lower: Axes) -> None:
     lower.set_ylabel("error / max(1, |$f\\,'$|)", fontsize=8)
 
 
-def _dress(fit: StepFit | ExactFit, upper: Axes, lower: Axes, message: str) -> None:
+def _draw_over_output(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
+    x = _inputs(fit, "float32")
+    y, code = fit.activation.value(x), fit.code(x)
+    derivative, found = fit.activation.derivative(x), fit.evaluate(y, code).astype(np.float64)
+    for s in range(len(fit.forms["float32"])):
+        of = code == s
+        first = s == 0
+        upper.plot(y[of], derivative[of], color=EXACT, linewidth=3.2, alpha=0.45, label="$f\\,'$ exact" * first)
+        upper.plot(y[of], found[of], color=FITTED, linewidth=1.2, label="fitted, for each code" * first)
+        lower.semilogy(y[of], _size(found - derivative)[of], color=FITTED, linewidth=0.7)
+    _floor(lower, fit, "float32")
+    error, floor = fit.error["float32"], fit.floor["float32"]
+    _dress(fit, upper, lower, f"max error = {error:.2g} (float32), floor = {floor:.2g}", along="y = f(x)")
+    lower.set_ylabel("|error|")
+
+
+def _draw_over_input(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
+    x = _inputs(fit, "float32")
+    upper.plot(x, fit.activation.derivative(x), color=EXACT, linewidth=3.2, alpha=0.45, label="$f\\,'$ exact")
+    for dtype, color in (("bfloat16", FITTED), ("float16", SECOND), ("float32", ERROR)):
+        at = x if dtype == "float32" else halves(dtype)
+        at = np.sort(at[(at >= x[0]) & (at <= x[-1])])
+        y = stored(fit.activation, at, dtype)
+        found = fit.evaluate(y, fit.code(at, dtype), dtype)
+        upper.plot(at, found, color=color, linewidth=0.9, label=f"$y$ in {dtype}")
+        off = _size(found - fit.activation.derivative(at))
+        lower.semilogy(at, off, color=color, linewidth=0.6)
+        _floor(lower, fit, dtype, color)
+    for split in fit.splits["bfloat16"]:
+        for axes in (upper, lower):
+            axes.axvline(split, color="black", alpha=0.25, linewidth=0.7)
+    errors = ", ".join(f"{fit.error[dtype]:.2g}" for dtype in DTYPES)
+    _dress(fit, upper, lower, f"max error = {errors}\ndashed: no function of that $y$ and code is nearer")
+    lower.set_ylabel("|error|")
+
+
+def _inputs(fit: InvertedFit, dtype: str) -> Array:
+    """Return x to draw: evenly spaced, and densely beside the splits."""
+    low, high = fit.domain or (-REACH, REACH)
+    low, high = max(low, -10 * REACH), min(high, 10 * REACH)
+    near = np.concatenate([split + np.linspace(-0.1, 0.1, 801) for split in (*fit.splits[dtype], low, high)])
+    x = np.union1d(np.linspace(low, high, POINTS), near)
+    return x[(x >= low) & (x <= high)].astype(np.float32).astype(np.float64)
+
+
+def _size(error: Array) -> Array:
+    """Return |error|, no smaller than what a logarithmic axis shows."""
+    return np.maximum(np.abs(error), LEAST)
+
+
+def _floor(axes: Axes, fit: InvertedFit, dtype: str, color: str = FITTED) -> None:
+    axes.axhline(max(fit.floor[dtype], LEAST), color=color, linewidth=1.0, linestyle=(0, (4, 3)))
+
+
+def _dress(fit: AnyFit, upper: Axes, lower: Axes, message: str, along: str = "x") -> None:
     """Add what all panels have: title, legend, labels."""
     label = fit.activation.name or fit.activation.expression
     upper.set_title(f"{fit.name}:  $f$ = {label if len(label) < 40 else label[:37] + '...'}", fontsize=11, pad=22)
     upper.set_ylabel("derivative")
     # above the axes: inside them it would cover one curve or another
-    legend = {"ncols": 3, "columnspacing": 1.2, "frameon": False, "fontsize": 9}
+    legend = {"ncols": 4, "columnspacing": 1.0, "handlelength": 1.4, "frameon": False, "fontsize": 9}
     upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), **legend)
     upper.tick_params(labelbottom=False)
-    lower.axhline(0, color="black", linewidth=0.6)
+    if lower.get_yscale() == "linear":
+        lower.axhline(0, color="black", linewidth=0.6)
     lower.set_ylabel("error")
-    lower.set_xlabel(f"x\n{message}", linespacing=1.5)
+    lower.set_xlabel(f"{along}\n{message}", linespacing=1.5)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
 

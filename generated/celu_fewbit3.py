@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import expm1
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["CeluFewbit3", "celu_fewbit3"]
 
@@ -52,7 +53,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=8)
 
 
@@ -68,7 +69,7 @@ def celu_fewbit3_forward(x, y, codes, n):
 
 @jit
 def celu_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=3)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="celu_fewbit3-f066aeeeccc304a6",
+        key="celu_fewbit3-f9cff5445528bc2e",
         name="celu_fewbit3",
         bits=3,
         borders=BORDERS.value,

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import erfc
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["GeluFewbit1", "gelu_fewbit1"]
 
@@ -35,7 +36,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=2)
 
 
@@ -51,7 +52,7 @@ def gelu_fewbit1_forward(x, y, codes, n):
 
 @jit
 def gelu_fewbit1_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=1)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=1)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit1-5177a410b1fb743a",
+        key="gelu_fewbit1-07e89bbb452f5554",
         name="gelu_fewbit1",
         bits=1,
         borders=BORDERS.value,

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import erfc
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["GeluFewbit2", "gelu_fewbit2"]
 
@@ -43,7 +44,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=4)
 
 
@@ -59,7 +60,7 @@ def gelu_fewbit2_forward(x, y, codes, n):
 
 @jit
 def gelu_fewbit2_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=2)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit2-339c5a30033dcb2f",
+        key="gelu_fewbit2-6625975fea30827c",
         name="gelu_fewbit2",
         bits=2,
         borders=BORDERS.value,

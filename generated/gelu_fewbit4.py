@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import erfc
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["GeluFewbit4", "gelu_fewbit4"]
 
@@ -68,7 +69,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=16)
 
 
@@ -84,7 +85,7 @@ def gelu_fewbit4_forward(x, y, codes, n):
 
 @jit
 def gelu_fewbit4_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=4)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=4)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit4-0b68ac5bf905a4f5",
+        key="gelu_fewbit4-3918d7b771d60bae",
         name="gelu_fewbit4",
         bits=4,
         borders=BORDERS.value,

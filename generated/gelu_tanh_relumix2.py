@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import power
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["GeluTanhRelumix2", "gelu_tanh_relumix2"]
 
@@ -43,7 +44,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=4)
 
 
@@ -59,7 +60,7 @@ def gelu_tanh_relumix2_forward(x, y, codes, n):
 
 @jit
 def gelu_tanh_relumix2_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=2)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_tanh_relumix2-0d8edaa73a6af58f",
+        key="gelu_tanh_relumix2-2fd9426d3c7e823c",
         name="gelu_tanh_relumix2",
         bits=2,
         borders=BORDERS.value,

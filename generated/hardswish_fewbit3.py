@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["HardswishFewbit3", "hardswish_fewbit3"]
 
@@ -50,7 +51,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=8)
 
 
@@ -66,7 +67,7 @@ def hardswish_fewbit3_forward(x, y, codes, n):
 
 @jit
 def hardswish_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=3)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="hardswish_fewbit3-51a95c474daa5c83",
+        key="hardswish_fewbit3-bb609832c4ab3c52",
         name="hardswish_fewbit3",
         bits=3,
         borders=BORDERS.value,

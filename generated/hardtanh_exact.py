@@ -12,9 +12,10 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.kernels import map_tile, slope_tile
+from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import Exact, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Exact, register
 
 __all__ = ["HardtanhExact", "hardtanh_exact"]
 
@@ -25,18 +26,18 @@ def value(x):
 
 
 @jit
-def derivative(y):
+def derivative(y, code):
     return tl.where(y >= 1.0, 0.0, tl.where(y > -1.0, 1.0, 0.0))
 
 
 @jit
 def hardtanh_exact_forward(x, y, n):
-    map_tile(x, y, n, value)
+    forward_tile(x, y, None, n, value, None, bits=0)
 
 
 @jit
 def hardtanh_exact_backward(dy, y, dx, n):
-    slope_tile(dy, y, dx, n, derivative)
+    backward_tile(dy, y, None, dx, n, derivative, bits=0)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="hardtanh_exact-c397615b0c9478d7",
+        key="hardtanh_exact-a22f92a2e77c0ff2",
         name="hardtanh_exact",
         value=torch_value,
         slope=torch_derivative,

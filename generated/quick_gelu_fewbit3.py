@@ -11,9 +11,11 @@ for x from -10 to 10; beyond, the outer levels hold.
 
 import torch
 
+from fitact.runtime import composed
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, in_float32, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["QuickGeluFewbit3", "quick_gelu_fewbit3"]
 
@@ -49,7 +51,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=8)
 
 
@@ -65,17 +67,17 @@ def quick_gelu_fewbit3_forward(x, y, codes, n):
 
 @jit
 def quick_gelu_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=3)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
 
 
-@in_float32
+@composed.in_float32
 def torch_value(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
 KEY = register(
     Step(
-        key="quick_gelu_fewbit3-988690ec84503281",
+        key="quick_gelu_fewbit3-0cb7f371fba513ec",
         name="quick_gelu_fewbit3",
         bits=3,
         borders=BORDERS.value,

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime.functions import power, relu
-from fitact.runtime.kernels import map_tile, slope_tile
+from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import Exact, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Exact, register
 
 __all__ = ["Relu2Exact", "relu2_exact"]
 
@@ -26,18 +27,18 @@ def value(x):
 
 
 @jit
-def derivative(y):
+def derivative(y, code):
     return 2.0 * tl.sqrt(y)
 
 
 @jit
 def relu2_exact_forward(x, y, n):
-    map_tile(x, y, n, value)
+    forward_tile(x, y, None, n, value, None, bits=0)
 
 
 @jit
 def relu2_exact_backward(dy, y, dx, n):
-    slope_tile(dy, y, dx, n, derivative)
+    backward_tile(dy, y, None, dx, n, derivative, bits=0)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="relu2_exact-36517dd9a6fdaf98",
+        key="relu2_exact-5f7982c6ecae8012",
         name="relu2_exact",
         value=torch_value,
         slope=torch_derivative,

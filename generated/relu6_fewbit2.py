@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["Relu6Fewbit2", "relu6_fewbit2"]
 
@@ -42,7 +43,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=4)
 
 
@@ -58,7 +59,7 @@ def relu6_fewbit2_forward(x, y, codes, n):
 
 @jit
 def relu6_fewbit2_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=2)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="relu6_fewbit2-360b7b0682e7a00f",
+        key="relu6_fewbit2-2531278af61c27dd",
         name="relu6_fewbit2",
         bits=2,
         borders=BORDERS.value,

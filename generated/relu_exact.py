@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime.functions import relu
-from fitact.runtime.kernels import map_tile, slope_tile
+from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import Exact, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Exact, register
 
 __all__ = ["ReluExact", "relu_exact"]
 
@@ -26,18 +27,18 @@ def value(x):
 
 
 @jit
-def derivative(y):
+def derivative(y, code):
     return tl.where(y > 0.0, 1.0, 0.0)
 
 
 @jit
 def relu_exact_forward(x, y, n):
-    map_tile(x, y, n, value)
+    forward_tile(x, y, None, n, value, None, bits=0)
 
 
 @jit
 def relu_exact_backward(dy, y, dx, n):
-    slope_tile(dy, y, dx, n, derivative)
+    backward_tile(dy, y, None, dx, n, derivative, bits=0)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="relu_exact-0672303a7f7bfec0",
+        key="relu_exact-09142a96fe455f42",
         name="relu_exact",
         value=torch_value,
         slope=torch_derivative,

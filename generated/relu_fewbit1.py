@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import relu
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["ReluFewbit1", "relu_fewbit1"]
 
@@ -35,7 +36,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=2)
 
 
@@ -51,7 +52,7 @@ def relu_fewbit1_forward(x, y, codes, n):
 
 @jit
 def relu_fewbit1_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=1)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=1)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="relu_fewbit1-f2dc101b206cb550",
+        key="relu_fewbit1-4bde33fc1a0395da",
         name="relu_fewbit1",
         bits=1,
         borders=BORDERS.value,

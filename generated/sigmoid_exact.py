@@ -11,9 +11,10 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 
 import torch
 
-from fitact.runtime.kernels import map_tile, slope_tile
+from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import Exact, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Exact, register
 
 __all__ = ["SigmoidExact", "sigmoid_exact"]
 
@@ -24,18 +25,18 @@ def value(x):
 
 
 @jit
-def derivative(y):
+def derivative(y, code):
     return y * (1.0 - y)
 
 
 @jit
 def sigmoid_exact_forward(x, y, n):
-    map_tile(x, y, n, value)
+    forward_tile(x, y, None, n, value, None, bits=0)
 
 
 @jit
 def sigmoid_exact_backward(dy, y, dx, n):
-    slope_tile(dy, y, dx, n, derivative)
+    backward_tile(dy, y, None, dx, n, derivative, bits=0)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="sigmoid_exact-5ab4ea92f6fbf33e",
+        key="sigmoid_exact-d373ed87d8ddc295",
         name="sigmoid_exact",
         value=torch_value,
         slope=torch_derivative,

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["SiluFewbit1", "silu_fewbit1"]
 
@@ -34,7 +35,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=2)
 
 
@@ -50,7 +51,7 @@ def silu_fewbit1_forward(x, y, codes, n):
 
 @jit
 def silu_fewbit1_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=1)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=1)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +60,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_fewbit1-4625414384017254",
+        key="silu_fewbit1-7dd255afbb8a9b66",
         name="silu_fewbit1",
         bits=1,
         borders=BORDERS.value,

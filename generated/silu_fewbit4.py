@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["SiluFewbit4", "silu_fewbit4"]
 
@@ -66,7 +67,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=16)
 
 
@@ -82,7 +83,7 @@ def silu_fewbit4_forward(x, y, codes, n):
 
 @jit
 def silu_fewbit4_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=4)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=4)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_fewbit4-890d1bcc3ae076e7",
+        key="silu_fewbit4-e2e8da266050b63a",
         name="silu_fewbit4",
         bits=4,
         borders=BORDERS.value,

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["SiluRelumix2", "silu_relumix2"]
 
@@ -42,7 +43,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=4)
 
 
@@ -58,7 +59,7 @@ def silu_relumix2_forward(x, y, codes, n):
 
 @jit
 def silu_relumix2_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=2)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_relumix2-ff943e51f59eded7",
+        key="silu_relumix2-4097c46970d1f830",
         name="silu_relumix2",
         bits=2,
         borders=BORDERS.value,

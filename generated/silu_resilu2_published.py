@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["SiluResilu2Published", "silu_resilu2_published"]
 
@@ -42,7 +43,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=4)
 
 
@@ -58,7 +59,7 @@ def silu_resilu2_published_forward(x, y, codes, n):
 
 @jit
 def silu_resilu2_published_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=2)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_resilu2_published-984c91a609d7d37e",
+        key="silu_resilu2_published-903ff3d85fa185b4",
         name="silu_resilu2_published",
         bits=2,
         borders=BORDERS.value,

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime.functions import expm1, softplus
-from fitact.runtime.kernels import map_tile, slope_tile
+from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit
-from fitact.runtime.ops import Exact, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Exact, register
 
 __all__ = ["SoftplusExact", "softplus_exact"]
 
@@ -26,18 +27,18 @@ def value(x):
 
 
 @jit
-def derivative(y):
+def derivative(y, code):
     return -expm1(-y)
 
 
 @jit
 def softplus_exact_forward(x, y, n):
-    map_tile(x, y, n, value)
+    forward_tile(x, y, None, n, value, None, bits=0)
 
 
 @jit
 def softplus_exact_backward(dy, y, dx, n):
-    slope_tile(dy, y, dx, n, derivative)
+    backward_tile(dy, y, None, dx, n, derivative, bits=0)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="softplus_exact-9fa0bada4b14e9ee",
+        key="softplus_exact-e428f121455fb15d",
         name="softplus_exact",
         value=torch_value,
         slope=torch_derivative,

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import softplus
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["SoftplusFewbit3", "softplus_fewbit3"]
 
@@ -51,7 +52,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=8)
 
 
@@ -67,7 +68,7 @@ def softplus_fewbit3_forward(x, y, codes, n):
 
 @jit
 def softplus_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=3)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="softplus_fewbit3-28073d178383658b",
+        key="softplus_fewbit3-0594d197ffe3c822",
         name="softplus_fewbit3",
         bits=3,
         borders=BORDERS.value,

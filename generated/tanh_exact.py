@@ -12,9 +12,10 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 import torch
 
 from fitact.runtime.functions import power, tanh
-from fitact.runtime.kernels import map_tile, slope_tile
+from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit
-from fitact.runtime.ops import Exact, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Exact, register
 
 __all__ = ["TanhExact", "tanh_exact"]
 
@@ -25,18 +26,18 @@ def value(x):
 
 
 @jit
-def derivative(y):
+def derivative(y, code):
     return 1.0 - power(y, 2)
 
 
 @jit
 def tanh_exact_forward(x, y, n):
-    map_tile(x, y, n, value)
+    forward_tile(x, y, None, n, value, None, bits=0)
 
 
 @jit
 def tanh_exact_backward(dy, y, dx, n):
-    slope_tile(dy, y, dx, n, derivative)
+    backward_tile(dy, y, None, dx, n, derivative, bits=0)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="tanh_exact-70af25a637ae1bac",
+        key="tanh_exact-1b5e26813ec0dbf9",
         name="tanh_exact",
         value=torch_value,
         slope=torch_derivative,

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from fitact.runtime.functions import tanh
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["TanhshrinkFewbit3", "tanhshrink_fewbit3"]
 
@@ -52,7 +53,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=8)
 
 
@@ -68,7 +69,7 @@ def tanhshrink_fewbit3_forward(x, y, codes, n):
 
 @jit
 def tanhshrink_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=3)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="tanhshrink_fewbit3-d7351d226456a19c",
+        key="tanhshrink_fewbit3-c75939844a9c8a07",
         name="tanhshrink_fewbit3",
         bits=3,
         borders=BORDERS.value,

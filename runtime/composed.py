@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from . import eager
 
 
 def hypot1(u: Tensor) -> Tensor:
@@ -41,3 +44,71 @@ def logcosh(u: Tensor) -> Tensor:
     a = u.abs()
     near = torch.log1p(2 * torch.sinh(a.clamp(max=1) / 2).square())
     return torch.where(a < 1, near, a - math.log(2) + torch.log1p(torch.exp(-2 * a)))
+
+
+def root(d: Tensor, order: int, side: int) -> Tensor:
+    """Return max(d, 0)^(1/order), of −d if `side` is −1; if it is 0, the root of |d| with the sign of d."""
+    size = d.abs() if side == 0 else (d if side > 0 else -d).clamp(min=0)
+    if order == 2:
+        size = size.sqrt()
+    elif order > 2:
+        size = torch.exp2(torch.log2(size) * (1 / order))
+    return torch.copysign(size, d) if side == 0 else size
+
+
+def quotient(
+    t: Tensor,
+    code: Tensor,
+    ends: Sequence[float],
+    numerator: Sequence[float],
+    denominator: Sequence[float],
+    size: int,
+) -> Tensor:
+    """Return p/q at t clamped, each element by the numbers of its code.
+
+    Args:
+        t: one-dimensional.
+        code: int32, shape of t; without meaning if `size` is 1.
+        ends: the lower ends of the interval to clamp to by code, then the upper ones.
+        numerator: coefficients of p, a row of `size` for each power, the highest first.
+        denominator: those of q.
+        size: how many codes there are.
+
+    """
+    if size == 1:
+        return _quotient(t, 0, ends, numerator, denominator, 1)
+    value = torch.empty_like(t)
+    for c in range(size):  # each element once, whatever the number of codes
+        (at,) = torch.nonzero(code == c, as_tuple=True)
+        value[at] = _quotient(t[at], c, ends, numerator, denominator, size)
+    return value
+
+
+def _quotient(
+    t: Tensor,
+    c: int,
+    ends: Sequence[float],
+    numerator: Sequence[float],
+    denominator: Sequence[float],
+    size: int,
+) -> Tensor:
+    t = t.clamp(ends[c], ends[size + c])
+    p = _horner(t, numerator[c::size])
+    return p if len(denominator) == size else p / _horner(t, denominator[c::size])
+
+
+def _horner(t: Tensor, coefficients: Sequence[float]) -> Tensor:
+    first, *others = coefficients
+    value = torch.full_like(t, first)
+    for coefficient in others:
+        value.mul_(t).add_(coefficient)
+    return value
+
+
+def in_float32(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap an activation made of several operators so that half precision is rounded only at its end."""
+
+    def value(x: Tensor) -> Tensor:
+        return function(x.to(eager.arithmetic_dtype(x))).to(x.dtype)
+
+    return value

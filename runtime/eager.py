@@ -1,7 +1,8 @@
 """The layout of `kernels` written with PyTorch's operators: CPU, float64, and devices without Triton.
 
-The same codes bit for bit, the same gradients. On a CPU the work goes chunk by chunk, so that the int32
-intermediates stay in the cache, never weigh as much as the tensor, and no thread waits for another.
+The same codes bit for bit, the same gradients (up to the contraction of products and sums). On a CPU the work goes
+chunk by chunk, so that the int32 intermediates stay in the cache, never weigh as much as the tensor, and no thread
+waits for another.
 """
 
 from __future__ import annotations
@@ -61,32 +62,43 @@ def encode(x: Tensor, borders: Sequence[float], bits: int, even: bool) -> Tensor
     return planes.view(-1)
 
 
-def decode(dy: Tensor, codes: Tensor, levels: Sequence[float], bits: int) -> Tensor:
-    """Return dy · level, dtype and shape of the contiguous `dy`, rounded once from float32."""
-    planes = codes.view(-1, bits, COLUMNS)
-    flat = dy.view(-1)
-    dx = torch.empty_like(flat)
-    table = torch.tensor(levels, dtype=arithmetic_dtype(dy), device=dy.device)
-    mask = (1 << bits) - 1
-    for tile, element in _chunks(dy, planes.shape[0]):
-        part = planes[tile].to(torch.int32)
-        word = part[:, 0].clone()
-        for plane in range(1, bits):
-            word |= part[:, plane] << (8 * plane)
-        code = torch.empty((part.shape[0], ROWS, COLUMNS), dtype=torch.int32, device=dy.device)
-        for row in range(ROWS):
-            torch.bitwise_and(word >> (bits * row), mask, out=code[:, row])
-        part_dy = flat[element]
-        slope = table.index_select(0, code.view(-1)[: part_dy.numel()])
-        dx[element] = part_dy * slope
-    return dx.view(dy.shape)
+def backward(
+    dy: Tensor,
+    y: Tensor | None,
+    codes: Tensor,
+    bits: int,
+    slope: Callable[[Tensor, Tensor], Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return dy · slope(y, code) in `dtype`, shape of the contiguous dy, rounded once.
 
+    Args:
+        dy: the gradient of the output, contiguous.
+        y: the output, contiguous, or None if it is not kept; `slope` then gets an empty tensor in its place.
+        codes: as `encode` returns them; empty if `bits` is 0, and `slope` then gets an empty tensor.
+        bits: of a code.
+        slope: takes part of y in float32 (float64) and the codes of that part, int32, both one-dimensional.
+        dtype: of the result.
 
-def multiply(dy: Tensor, output: Tensor, slope: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-    """Return dy · slope(output) of two contiguous tensors, in `dtype`, rounded once from float32."""
-    flat_dy, flat_y = dy.view(-1), output.view(-1)
-    dx = torch.empty_like(flat_dy, dtype=dtype)
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for _, element in _chunks(dy, tiles_of(dy)):
-        dx[element] = flat_dy[element].to(wide) * slope(flat_y[element].to(wide))
-    return dx.view(dy.shape)
+    flat, dx = dy.view(-1), torch.empty(dy.shape, dtype=dtype, device=dy.device)
+    planes = codes.view(-1, bits, COLUMNS) if bits else codes
+    flat_dx, nothing = dx.view(-1), flat.new_empty(0, dtype=wide)
+    for tile, element in _chunks(dy, tiles_of(dy)):
+        part = flat[element]
+        code = _decode(planes[tile], bits)[: part.numel()] if bits else codes
+        flat_dx[element] = part * slope(nothing if y is None else y.view(-1)[element].to(wide), code)
+    return dx
+
+
+def _decode(planes: Tensor, bits: int) -> Tensor:
+    """Return the codes of some tiles, (tiles · TILE,) of int32, from their planes, (tiles, bits, COLUMNS)."""
+    part = planes.to(torch.int32)
+    word = part[:, 0].clone()
+    for plane in range(1, bits):
+        word |= part[:, plane] << (8 * plane)
+    code = torch.empty((part.shape[0], ROWS, COLUMNS), dtype=torch.int32, device=planes.device)
+    for row in range(ROWS):
+        torch.bitwise_and(word >> (bits * row), (1 << bits) - 1, out=code[:, row])
+    return code.view(-1)

@@ -188,3 +188,17 @@ def power(u, n: tl.constexpr):
             return half * half
         else:
             return half * half * u
+
+
+@jit
+def root(d, order: tl.constexpr, side: tl.constexpr):
+    """max(d, 0)^(1/order), of −d if `side` is −1; if it is 0, the root of |d| with the sign of d."""
+    size = tl.abs(d) if side == 0 else tl.maximum(d * side, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if order == 2:
+        size = tl.sqrt(size)
+    elif order > 2:
+        size = tl.exp2(tl.log2(size) * (1.0 / order))
+    if side == 0:
+        return tl.where(d < 0, -size, size)
+    else:
+        return size

@@ -41,7 +41,40 @@ def encode(x, borders: tl.constexpr, bits: tl.constexpr):
 
 
 @jit
-def _map_row(x_row, y_row, left, value: tl.constexpr, whole: tl.constexpr):
+def _horner(t, code, table: tl.constexpr, degree: tl.constexpr, size: tl.constexpr):
+    """Return a polynomial: rows of `size` coefficients, one for each code, the highest power first."""
+    value = pick(code, table, size)
+    for k in tl.static_range(1, degree + 1):
+        value = value * t + pick(code, table, size, size * k)
+    return value
+
+
+@jit
+def quotient(
+    t,
+    code,
+    ends: tl.constexpr,
+    numerator: tl.constexpr,
+    p: tl.constexpr,
+    denominator: tl.constexpr,
+    q: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Return P(t)/Q(t) with t clamped, each element by the numbers of its code, of which there are `size`.
+
+    ends: the lower and then the upper ends of the interval to clamp to, by code. numerator, denominator: the
+    coefficients of P and Q by code, a row for each power, the highest first. p, q: the degrees of P and Q.
+    """
+    t = tl.clamp(t, pick(code, ends, size), pick(code, ends, size, size), propagate_nan=tl.PropagateNan.ALL)
+    value = _horner(t, code, numerator, p, size)
+    if q == 0:  # Q is 1 then
+        return value
+    else:
+        return value / _horner(t, code, denominator, q, size)
+
+
+@jit
+def _value_row(x_row, y_row, left, value: tl.constexpr, whole: tl.constexpr):
     """Write y = value(x) of a row and return x, 0 where the tensor has ended."""
     column = tl.arange(0, COLUMNS)
     if whole:
@@ -56,33 +89,54 @@ def _map_row(x_row, y_row, left, value: tl.constexpr, whole: tl.constexpr):
 
 
 @jit
-def _encode_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
-    """Write y = value(x) of a row and return code(x), 0 where the tensor has ended."""
-    x = _map_row(x_row, y_row, left, value, whole)
-    if whole:
+def _forward_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
+    """Write y = value(x) of a row and return code(x), 0 where the tensor has ended or without codes."""
+    x = _value_row(x_row, y_row, left, value, whole)
+    if code is None:
+        return tl.zeros((COLUMNS,), tl.int32)
+    elif whole:
         return code(x)
     else:
         return tl.where(tl.arange(0, COLUMNS) < left, code(x), 0)
 
 
 @jit
-def _decode_row(dy_row, dx_row, left, slope, whole: tl.constexpr):
-    """Write dx = dy · slope of a row."""
+def _load_row(row, left, whole: tl.constexpr):
+    """Return a row in float32, 0 where the tensor has ended."""
     column = tl.arange(0, COLUMNS)
     if whole:
-        dx = tl.load(dy_row + column).to(tl.float32) * slope
-        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty))
+        return tl.load(row + column).to(tl.float32)
     else:
-        inside = column < left
-        dx = tl.load(dy_row + column, mask=inside, other=0.0).to(tl.float32) * slope
-        tl.store(dx_row + column, dx.to(dx_row.dtype.element_ty), mask=inside)
+        return tl.load(row + column, mask=column < left, other=0.0).to(tl.float32)
+
+
+@jit
+def _backward_row(dy_row, y_row, dx_row, code, left, derivative: tl.constexpr, whole: tl.constexpr):
+    """Write dx = dy · derivative(y, code) of a row."""
+    slope = derivative(None if y_row is None else _load_row(y_row, left, whole), code)
+    dx = (_load_row(dy_row, left, whole) * slope).to(dx_row.dtype.element_ty)
+    column = tl.arange(0, COLUMNS)
+    if whole:
+        tl.store(dx_row + column, dx)
+    else:
+        tl.store(dx_row + column, dx, mask=column < left)
+
+
+@jit
+def _offset(tensor, by):
+    """Return a pointer moved on, None for None."""
+    if tensor is None:
+        return None
+    else:
+        return tensor + by
 
 
 @jit
 def forward_tile(x, y, codes, n, value: tl.constexpr, code: tl.constexpr, bits: tl.constexpr):
     """Forward on the tile of this program: x (n,) → y (n,) and codes (tiles · bits · COLUMNS,) of uint8.
 
-    value: device function, float32 → float32. code: device function, float32 → int32 below 2^bits.
+    value: device function, float32 → float32. code: device function, float32 → int32 below 2^bits. `codes` and
+    `code` are None if `bits` is 0.
     """
     tile = tl.program_id(0).to(tl.int64)  # offsets pass 2^31 on tensors that fit a GPU
     first = tile * (ROWS * COLUMNS)
@@ -90,76 +144,39 @@ def forward_tile(x, y, codes, n, value: tl.constexpr, code: tl.constexpr, bits: 
     if first + ROWS * COLUMNS <= n:  # an unmasked row is read and written in whole vectors
         for row in range(ROWS):
             at = first + row * COLUMNS
-            word |= _encode_row(x + at, y + at, 0, value, code, True) << (bits * row)
+            word |= _forward_row(x + at, y + at, 0, value, code, True) << (bits * row)
     else:
         left = (n - first).to(tl.int32)  # elements from the start of this tile on
         for row in range(ROWS):
             at = first + row * COLUMNS
-            word |= _encode_row(x + at, y + at, left - row * COLUMNS, value, code, False) << (bits * row)
-    planes = codes + tile * (bits * COLUMNS) + tl.arange(0, COLUMNS)
-    for plane in tl.static_range(bits):
-        tl.store(planes + plane * COLUMNS, (word >> (8 * plane)).to(tl.uint8))
+            word |= _forward_row(x + at, y + at, left - row * COLUMNS, value, code, False) << (bits * row)
+    if bits > 0:
+        planes = codes + tile * (bits * COLUMNS) + tl.arange(0, COLUMNS)
+        for plane in tl.static_range(bits):
+            tl.store(planes + plane * COLUMNS, (word >> (8 * plane)).to(tl.uint8))
 
 
 @jit
-def backward_tile(dy, codes, dx, n, derivative: tl.constexpr, bits: tl.constexpr):
-    """Backward on the tile of this program: dx = dy · derivative(code), all (n,) but the codes.
+def backward_tile(dy, y, codes, dx, n, derivative: tl.constexpr, bits: tl.constexpr):
+    """Backward on the tile of this program: dx = dy · derivative(y, code), all (n,) but the codes.
 
-    derivative: device function, int32 whose low `bits` bits are the code → float32.
+    derivative: device function of y, float32 or None, and of the code, the low `bits` bits of an int32; it returns
+    float32. `y` is None where the output is not kept, `codes` if `bits` is 0.
     """
     tile = tl.program_id(0).to(tl.int64)
     first = tile * (ROWS * COLUMNS)
-    planes = codes + tile * (bits * COLUMNS) + tl.arange(0, COLUMNS)
     word = tl.zeros((COLUMNS,), tl.int32)
-    for plane in tl.static_range(bits):
-        word |= tl.load(planes + plane * COLUMNS).to(tl.int32) << (8 * plane)
+    if bits > 0:
+        planes = codes + tile * (bits * COLUMNS) + tl.arange(0, COLUMNS)
+        for plane in tl.static_range(bits):
+            word |= tl.load(planes + plane * COLUMNS).to(tl.int32) << (8 * plane)
     if first + ROWS * COLUMNS <= n:
         for row in range(ROWS):
             at = first + row * COLUMNS
-            _decode_row(dy + at, dx + at, 0, derivative(word >> (bits * row)), True)
-    else:
-        left = (n - first).to(tl.int32)  # elements from the start of this tile on
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            _decode_row(dy + at, dx + at, left - row * COLUMNS, derivative(word >> (bits * row)), False)
-
-
-@jit
-def _slope_row(dy_row, y_row, dx_row, left, derivative: tl.constexpr, whole: tl.constexpr):
-    """Write dx = dy · derivative(y) of a row."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        y = tl.load(y_row + column).to(tl.float32)
-    else:
-        y = tl.load(y_row + column, mask=column < left, other=0.0).to(tl.float32)
-    _decode_row(dy_row, dx_row, left, derivative(y), whole)
-
-
-@jit
-def map_tile(x, y, n, value: tl.constexpr):
-    """Forward without codes on the tile of this program: y = value(x), both (n,)."""
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if first + ROWS * COLUMNS <= n:
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            _map_row(x + at, y + at, 0, value, True)
+            _backward_row(dy + at, _offset(y, at), dx + at, word >> (bits * row), 0, derivative, True)
     else:
         left = (n - first).to(tl.int32)
         for row in range(ROWS):
             at = first + row * COLUMNS
-            _map_row(x + at, y + at, left - row * COLUMNS, value, False)
-
-
-@jit
-def slope_tile(dy, y, dx, n, derivative: tl.constexpr):
-    """Backward from the output on the tile of this program: dx = dy · derivative(y), all (n,)."""
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if first + ROWS * COLUMNS <= n:
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            _slope_row(dy + at, y + at, dx + at, 0, derivative, True)
-    else:
-        left = (n - first).to(tl.int32)
-        for row in range(ROWS):
-            at = first + row * COLUMNS
-            _slope_row(dy + at, y + at, dx + at, left - row * COLUMNS, derivative, False)
+            rest = left - row * COLUMNS
+            _backward_row(dy + at, _offset(y, at), dx + at, word >> (bits * row), rest, derivative, False)

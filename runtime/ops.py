@@ -1,4 +1,4 @@
-"""The op pair, its autograd, and the registry of activations.
+"""The op pair and its autograd.
 
     fitact::forward(Tensor x, int[] dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
@@ -19,150 +19,19 @@ PyTorch path evaluates them in the caller's.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import eager
 from .language import HAS_TRITON
+from .registry import Pointwise, find
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pointwise(ABC):
-    """A registered activation: what the ops need to run it. Its subclasses are the kinds of generated module.
-
-    Attributes:
-        key: identifies fit and generated text.
-        name: as messages call it.
-        value: the activation with PyTorch's operators, Tensor → Tensor.
-        forward, backward: Triton kernels; their arguments are those of `run_forward` and `run_backward`.
-        bits: kept per element as codes.
-        keeps_output: whether backward needs y.
-
-    """
-
-    key: str
-    name: str
-    value: Callable[[Tensor], Tensor]
-    forward: Any
-    backward: Any
-    bits: int = 0
-    keeps_output: ClassVar[bool]
-
-    def threads(self, *tensors: Tensor) -> int:
-        """Return the threads of a program: a thread's share of a row is then 16 bytes of the widest tensor.
-
-        Four bits want twice the threads that half precision would have: their table of levels takes registers.
-        """
-        return 256 if self.bits == 4 or any(tensor.dtype == torch.float32 for tensor in tensors) else 128
-
-    @abstractmethod
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the codes of a contiguous tensor, (tiles · bits · COLUMNS,) of uint8, by PyTorch's operators."""
-
-    @abstractmethod
-    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return dy · f′ in `dtype`, shape of the contiguous dy, with PyTorch's operators."""
-
-    @abstractmethod
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
-        """Launch the forward kernel, which writes y and codes."""
-
-    @abstractmethod
-    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
-        """Launch the backward kernel, which writes dx."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step(Pointwise):
-    """An activation whose derivative is a step function of its input.
-
-    Attributes:
-        borders, levels: the step function, 2^bits − 1 and 2^bits numbers, each a float32.
-        even: whether |x| is compared with the borders.
-
-    """
-
-    keeps_output = False
-
-    borders: tuple[float, ...]
-    levels: tuple[float, ...]
-    even: bool
-
-    def encode(self, x: Tensor) -> Tensor:
-        return eager.encode(x, self.borders, self.bits, self.even)
-
-    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return eager.decode(dy, codes, self.levels, self.bits)
-
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
-        launch(self.forward, x, y, codes)
-
-    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
-        launch(self.backward, dy, codes, dx)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exact(Pointwise):
-    """An activation whose derivative is a function of its output.
-
-    Attributes:
-        slope: that function with PyTorch's operators, Tensor → Tensor.
-
-    """
-
-    keeps_output = True
-
-    slope: Callable[[Tensor], Tensor]
-
-    def encode(self, x: Tensor) -> Tensor:
-        return x.new_empty(0, dtype=torch.uint8)
-
-    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        assert y is not None
-        return eager.multiply(dy, y, self.slope, dtype)
-
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
-        launch(self.forward, x, y)
-
-    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
-        launch(self.backward, dy, y, dx)
-
-
-_registry: dict[str, Pointwise] = {}
-
-
-def register(activation: Pointwise) -> str:
-    """Make an activation known to the ops and return its key; again is harmless."""
-    _registry[activation.key] = activation
-    return activation.key
-
-
-def find(key: str) -> Pointwise:
-    """Return the activation of a key."""
-    try:
-        return _registry[key]
-    except KeyError:
-        raise RuntimeError(
-            f"no activation is registered under the key {key!r}: import the generated module it comes from"
-        ) from None
-
-
-def in_float32(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap an activation made of several operators so that half precision is rounded only at its end."""
-
-    def value(x: Tensor) -> Tensor:
-        return function(x.to(eager.arithmetic_dtype(x))).to(x.dtype)
-
-    return value
 
 
 def apply(x: Tensor, key: str) -> Tensor:
@@ -298,7 +167,7 @@ def _forward_eager(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str)
             # set_: the result may be a permutation of y, but no view of it, or it could not be changed in place
             y = y.permute(_inverse(dims)).contiguous()
             y = x.new_empty(0, dtype=dtype).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
-        return y, activation.encode(x)
+        return y, activation.encode(x, dtype)
 
 
 def _backward_eager(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str) -> Tensor:

@@ -299,8 +299,8 @@ WRONG = [
     # name
     ("fit --fn x*tanh(x) --bits 1", 2, "--name is required for an expression"),
     ("fit --fn tanh --fn x*tanh(x) --bits 1", 2, "--name is required for an expression"),
-    (f"{FIT} --weight normal", 2, "--name is required for another domain, weight or objective"),
-    (f"{FIT} --domain -5 5", 2, "--name is required for another domain, weight or objective"),
+    (f"{FIT} --weight normal", 2, "--name is required for --weight"),
+    (f"{FIT} --domain -5 5", 2, "--name is required for --domain"),
     ("fit --fn tanh --bits 1 --bits 2 --name a", 2, "for a single fit"),
     ("fit --fn tanh --bits 1 --bits 2 -o a.json", 2, "for a single fit"),
     *(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fitact.runtime import ops
+from fitact.runtime import registry
 
 from .steps import Shipped, each
 
@@ -36,7 +36,7 @@ def compiled(one: Shipped, pass_: str, dtype: str, target: GPUTarget) -> Any:
     }[pass_]
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     kernel = getattr(one.module, f"{one.name}_{pass_}")
-    threads = ops.find(one.module.KEY).threads(torch.empty(0, dtype=DTYPES[dtype]))
+    threads = registry.find(one.module.KEY).threads(torch.empty(0, dtype=DTYPES[dtype]))
     return triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs={}, attrs=aligned),
         target=target,

@@ -37,7 +37,7 @@ from fitact.errors import FitWarning, UsageError
 from fitact.fitter import exact
 from fitact.fitter.activation import Activation
 from fitact.fitter.fit import ExactFit, from_json
-from fitact.runtime import ops
+from fitact.runtime import ops, registry
 from fitact.runtime.memory import count_saved
 
 from .conftest import ROOT
@@ -734,7 +734,7 @@ def test_show_of_both_kinds(command) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["torch", "derivative", "torch_derivative", "register", "slope_tile", "Exact", "map_tile"]
+    "name", ["torch", "derivative", "torch_derivative", "register", "backward_tile", "Exact", "forward_tile"]
 )
 def test_names_that_modules_use(name: str, command) -> None:
     status, _, err = command(f"fit --fn relu2 --method exact --name {name}")
@@ -1507,7 +1507,7 @@ def test_trains_as_pytorch_s() -> None:
 def test_keys_differ() -> None:
     keys = sorted(one.module.KEY for one in outputs())
     assert all(a != b for a, b in pairwise(keys))
-    assert all(ops.find(key).keeps_output and ops.find(key).bits == 0 for key in keys)
+    assert all(registry.find(key).keeps_output and ops.find(key).bits == 0 for key in keys)
 
 
 # --------------------------------------------------------------------------- the kernels, compiled ahead of time
@@ -1532,7 +1532,7 @@ def compiled(one: Output, pass_: str, dtype: str, output: str, target: str) -> A
         "backward": {"dy": f"*{output}", "y": f"*{output}", "dx": f"*{dtype}", "n": "i64"},
     }[pass_]
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    threads = ops.find(one.module.KEY).threads(*(torch.empty(0, dtype=FLOATS[kind]) for kind in (dtype, output)))
+    threads = registry.find(one.module.KEY).threads(*(torch.empty(0, dtype=FLOATS[kind]) for kind in (dtype, output)))
     return triton.compile(
         ASTSource(
             fn=getattr(one.module, f"{one.name}_{pass_}"), signature=signature, constexprs={}, attrs=aligned

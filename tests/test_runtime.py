@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fitact
-from fitact.runtime import eager, ops
+from fitact.runtime import eager, ops, registry
 from fitact.runtime.memory import count_saved
 
 from .steps import DTYPES, HALVES, KINDS, Shipped, around, each, patterns, shipped
@@ -405,7 +405,7 @@ def test_module_copies_and_pickles() -> None:
 
 def test_unregistered_key() -> None:
     with pytest.raises(RuntimeError, match="import the generated module"):
-        ops.find("nothing-0")
+        registry.find("nothing-0")
 
 
 def test_shipped_activation_that_is_not_there() -> None:
@@ -478,8 +478,8 @@ def test_in_a_process_of_its_own(script: str) -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    step = ops.find(GELU3.module.KEY)
+    step = registry.find(GELU3.module.KEY)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ops.register(step) == step.key
+        assert registry.register(step) == step.key
     assert eager.TILE == 8192

@@ -24,9 +24,10 @@ def activation(name: str, *, method: str = "fewbit", bits: int | None = None) ->
         name: of the activation in the catalog, e.g. `"gelu"`; or of a shipped fit, e.g.
             `"gelu_regelu2_published"`.
         method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
-            of ReLUs; or `"exact"`, the derivative as a function of the output.
-        bits: kept per element for backward; by default 3, or the one width that is shipped where the
-            derivative is exact with fewer. None for `"exact"`, which keeps none.
+            of ReLUs; `"inverted"`, the derivative as a function of the output and of a bit or two; or `"exact"`,
+            the derivative as a function of the output.
+        bits: kept per element for backward; by default 3, or the least width that is shipped where there is none
+            of 3. None for `"exact"`, which keeps none.
 
     Returns:
         An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_exact`.
@@ -49,7 +50,7 @@ def activation(name: str, *, method: str = "fewbit", bits: int | None = None) ->
         wanted = [f"{name}_exact"]
     else:
         own = [name] if method == "fewbit" else []  # the whole name of a fit says its method
-        wanted = [*(f"{name}_{method}{k}" for k in (3, 1, 2, 4)), *own]
+        wanted = [*(f"{name}_{method}{k}" for k in (3, 0, 1, 2, 4)), *own]
     found = next((one for one in wanted if one in shipped), None)
     if found is None:
         raise UsageError(

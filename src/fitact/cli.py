@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from fitact.files import reason
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
-    from fitact.fitter.fit import ExactFit, StepFit
+    from fitact.fitter.fit import AnyFit
 
 FITS = Path("generated/fits")
 PATH = click.Path(path_type=Path)
@@ -50,17 +51,25 @@ def cli() -> None:
     type=int,
     multiple=True,
     metavar="K",
-    help="1 to 4, required for fewbit and relumix; exact has none. Repeatable.",
+    help="1 to 4, required for fewbit and relumix; inverted takes as few as will do by default, exact has none. "
+    "Repeatable.",
 )
 @click.option(
     "--method",
-    type=click.Choice(["fewbit", "relumix", "exact"]),
+    type=click.Choice(["fewbit", "relumix", "inverted", "exact"]),
     default="fewbit",
     show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
-    "the activation. exact: the derivative as a function of the output.",
+    "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
+    "derivative as a function of the output alone.",
 )
-@click.option("--domain", type=float, nargs=2, metavar="A B", help="Interval to fit on.  [default: -10 10]")
+@click.option(
+    "--domain",
+    type=float,
+    nargs=2,
+    metavar="A B",
+    help="Interval to fit on.  [default: -10 10; for inverted the reals]",
+)
 @click.option(
     "--weight",
     default="uniform",
@@ -80,6 +89,14 @@ def cli() -> None:
     type=click.Choice(["primitive", "derivative"]),
     help="What relumix minimises: the distance from f or from its derivative.  [default: primitive]",
 )
+@click.option(
+    "--tol", type=float, metavar="E", help="Error of the derivative that inverted aims at.  [default: 8e-5]"
+)
+@click.option(
+    "--family",
+    type=click.Choice(["rational", "parametric"]),
+    help="What inverted fits: quotients of polynomials, or its paper's forms (gelu, silu).  [default: rational]",
+)
 @click.option("--restarts", type=int, metavar="N", help="Of the annealing of relumix.  [default: 4]")
 @click.option(
     "--seed",
@@ -91,7 +108,7 @@ def cli() -> None:
 @click.option(
     "--name",
     help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS or ACTIVATION_exact; "
-    "required for an expression, for --param and for another domain, weight or objective]",
+    "required for an expression, for --param and for another domain, weight, objective, tol or family]",
 )
 @click.option(
     "-o", "--output", type=PATH, metavar="FILE", help="Where to write.  [default: generated/fits/NAME.json]"
@@ -105,6 +122,8 @@ def fit(
     weight: str,
     parameters: Sequence[str],
     objective: str | None,
+    tol: float | None,
+    family: str | None,
     restarts: int | None,
     seed: int,
     name: str | None,
@@ -120,13 +139,14 @@ def fit(
       fitact fit --fn "x*sigmoid(1.5*x)" --bits 3 --name my_act
       fitact fit --fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky_relu02
       fitact fit --fn gelu --bits 2 --method relumix
+      fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
     """
     from fitact.codegen.generate import check_free
     from fitact.files import write
     from fitact.fitter import fewbit
     from fitact.fitter.activation import Activation
-    from fitact.fitter.fit import check_name
+    from fitact.fitter.fit import ExactFit, check_name
     from fitact.fitter.methods import OPTIONS, make
     from fitact.fitter.weight import Weight
     from fitact.show import fits as show_fits
@@ -138,35 +158,49 @@ def fit(
             "--domain": domain is not None,
             "--weight": weight != "uniform",
             "--objective": objective is not None,
+            "--tol": tol is not None,
+            "--family": family is not None,
             "--restarts": restarts is not None,
             "--seed": seed != 0,
         },
     )
     values = dict(_parameter(text) for text in parameters)
-    jobs = [(Activation.of(function, values), k) for function in functions for k in bits or [0]]
+    jobs = [(Activation.of(function, values), k) for function in functions for k in bits or [None]]
     if len(jobs) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
-    interval, w = domain or fewbit.DOMAIN, Weight(weight)
-    plain = interval == fewbit.DOMAIN and weight == "uniform" and objective in (None, "primitive")
-    if name is None and not (plain and not parameters and all(activation.name for activation, _ in jobs)):
-        special = "another domain, weight or objective"
-        what = special if not plain else "--param" if parameters else "an expression"
+    if family == "parametric" and (bits or domain or tol is not None):
+        raise UsageError("--family parametric has one bit and no --bits, --domain or --tol")
+    if method == "fewbit":
+        domain = domain or fewbit.DOMAIN
+    special = {
+        "--param": bool(parameters),
+        "--domain": domain not in (None, fewbit.DOMAIN) or (method == "inverted" and domain is not None),
+        "--weight": weight != "uniform",
+        "--objective": objective == "derivative",
+        "--tol": tol is not None,
+        "--family": family == "parametric",
+        "an expression": not all(activation.name for activation, _ in jobs),
+    }
+    if name is None and any(special.values()):
+        what = next(option for option, given in special.items() if given)
         raise UsageError(f"--name is required for {what}: it names the file, the module and the function")
     if name is not None:
         check_name(name, "--name")
         check_free(name)
 
-    made: list[StepFit | ExactFit] = []
+    made: list[AnyFit] = []
     with _progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
         for i, (activation, k) in enumerate(jobs):
-            named = name or f"{activation.name}_{method}{k or ''}"
-            given = {"bits": k, "domain": interval, "weight": w, "objective": objective, "restarts": restarts}
-            given["seed"] = seed
+            given = {"bits": k, "domain": domain, "weight": Weight(weight), "objective": objective, "seed": seed}
+            given |= {"restarts": restarts, "tol": tol, "family": family}
             options: dict[str, Any] = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
-            if method == "relumix":
+            if method in ("relumix", "inverted") and family != "parametric":
                 options["progress"] = partial(_advance, bar, i)
-            made.append(make(method, activation, named, **options))
+            one = make(method, activation, name or f"{activation.name}_{method}", **options)
+            if name is None and not isinstance(one, ExactFit):
+                one = replace(one, name=f"{one.name}{one.bits}")
+            made.append(one)
             _advance(bar, i, 1.0)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]
     for one, path in zip(made, paths, strict=True):
@@ -283,7 +317,7 @@ def _parameter(text: str) -> tuple[str, float]:
         raise UsageError(f"--param {quote(text)}: expected NAME=NUMBER") from None
 
 
-def _read(paths: Sequence[Path]) -> list[StepFit | ExactFit]:
+def _read(paths: Sequence[Path]) -> list[AnyFit]:
     from fitact.fitter.fit import read
 
     found = list(paths) or sorted(FITS.glob("*.json"))
@@ -292,7 +326,7 @@ def _read(paths: Sequence[Path]) -> list[StepFit | ExactFit]:
     return [read(path) for path in found]
 
 
-def _check_replaceable(path: Path, fit: StepFit | ExactFit, force: bool) -> None:
+def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
     from fitact.files import read_text
     from fitact.fitter.fit import MAX_BYTES
 
@@ -302,14 +336,14 @@ def _check_replaceable(path: Path, fit: StepFit | ExactFit, force: bool) -> None
 
 def _check_options(method: str, given: Mapping[str, bool]) -> None:
     """Refuse options that mean nothing to a method."""
-    from fitact.fitter.methods import OPTIONS
+    from fitact.fitter.methods import BITS_REQUIRED, OPTIONS
 
     own = [f"--{option}" for option in OPTIONS[method]]
     foreign = [option for option, present in given.items() if present and option not in own]
     if foreign:
         takes = f"it takes {', '.join(own)}" if own else "nothing is fitted"
         raise UsageError(f"--method {method} has no {' or '.join(foreign)}: {takes}")
-    if "--bits" in own and not given["--bits"]:
+    if method in BITS_REQUIRED and not given["--bits"]:
         raise UsageError(f"--bits is required for --method {method}: 1 to 4, how many to keep per element")
 
 

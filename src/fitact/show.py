@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import click
 
 from fitact.errors import UsageError
-from fitact.fitter import exact, fewbit, relumix
+from fitact.fitter import exact, fewbit, inverted, relumix
 from fitact.fitter.activation import Activation
 from fitact.fitter.analysis import Asymptote, Monotone, Range
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.check import problem
-from fitact.fitter.fit import ExactFit, StepFit
+from fitact.fitter.fit import AnyFit, InvertedFit, StepFit
 from fitact.fitter.parser import text_of
 from fitact.fitter.weight import Weight
 
@@ -54,6 +54,7 @@ def activation(f: Activation) -> None:
         ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
         ("fewbit", _fewbit(f, even)),
         ("relumix", _relumix(f)),
+        ("inverted", _inverted(f)),
         ("exact", _exact(f)),
     ]
     _columns(rows)
@@ -142,6 +143,20 @@ def _relumix(f: Activation) -> str:
     return "yes: 2 to 4 bits" if left.slope == right.slope else "yes: 1 to 4 bits"
 
 
+def _inverted(f: Activation) -> str:
+    try:
+        count = len(inverted.cells(f))
+    except UsageError as error:
+        return f"no: {str(error).partition(': ')[2]}"
+    bits = (count - 1).bit_length()
+    told = f"{bits} bit{'s'[: bits > 1]} or more beside the output" if bits else "the output alone, 0 bits"
+    return (
+        f"yes: {told}, if its {count} smooth pieces can be fitted"
+        if count > 1
+        else f"yes: {told}, if it can be fitted"
+    )
+
+
 def _exact(f: Activation) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,22 +174,27 @@ def _columns(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
         click.echo("  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip())
 
 
-def fits(shown: Sequence[StepFit | ExactFit]) -> None:
+def fits(shown: Sequence[AnyFit]) -> None:
     """Print the errors of fits side by side, a table for each kind of fit."""
-    rows: list[tuple[str, ...]] = [
+    steps: list[tuple[str, ...]] = [
         ("", "bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|")
     ]
-    closed: list[tuple[str, ...]] = [("", "bfloat16", "float16", "float32", "f'(x) as a function of y")]
+    dtypes = ("bfloat16", "float16", "float32")
+    inverse: list[tuple[str, ...]] = [("", "bits", *dtypes, *(f"floor {dtype}" for dtype in dtypes))]
+    closed: list[tuple[str, ...]] = [("", *dtypes, "f'(x) as a function of y")]
     for fit in shown:
         e = fit.error
         if isinstance(fit, StepFit):
             # the integral of the weight makes a norm of a mean
             norm = e["rms"] * math.sqrt(fit.mass)
             errors = (e["objective"], norm, e["max"], e["rms"], e["primitive_norm"], e["primitive_max"])
-            rows.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
+            steps.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
+            continue
+        stated = [f"{e[dtype]:.4g}" for dtype in dtypes]
+        if isinstance(fit, InvertedFit):
+            inverse.append((fit.name, str(fit.bits), *stated, *(f"{fit.floor[dtype]:.4g}" for dtype in dtypes)))
         else:
-            stated = (e["bfloat16"], e["float16"], e["float32"])
-            closed.append((fit.name, *(f"{error:.4g}" for error in stated), f" {fit.derivative}"))
-    for table, align in ((rows, "<>>>>>>>"), (closed, "<>>>")):
+            closed.append((fit.name, *stated, f" {fit.derivative}"))
+    for table, align in ((steps, "<>>>>>>>"), (inverse, "<>>>>>>>"), (closed, "<>>>")):
         if len(table) > 1:
             _columns(table, align)

@@ -12,10 +12,12 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime import composed
 from fitact.runtime.functions import softplus, tanh
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit
-from fitact.runtime.ops import Step, apply, in_float32, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["MishFewbit2", "mish_fewbit2"]
 
@@ -43,7 +45,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=4)
 
 
@@ -59,17 +61,17 @@ def mish_fewbit2_forward(x, y, codes, n):
 
 @jit
 def mish_fewbit2_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=2)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
 
 
-@in_float32
+@composed.in_float32
 def torch_value(x: torch.Tensor) -> torch.Tensor:
     return x * torch.tanh(F.softplus(x, threshold=50.0))
 
 
 KEY = register(
     Step(
-        key="mish_fewbit2-e124e617973105c2",
+        key="mish_fewbit2-44b9c32dd74f1a13",
         name="mish_fewbit2",
         bits=2,
         borders=BORDERS.value,

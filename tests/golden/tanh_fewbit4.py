@@ -15,7 +15,8 @@ import torch
 from fitact.runtime.functions import tanh
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import Step, apply, register
+from fitact.runtime.ops import apply
+from fitact.runtime.registry import Step, register
 
 __all__ = ["TanhFewbit4", "tanh_fewbit4"]
 
@@ -67,7 +68,7 @@ def value(x):
 
 
 @jit
-def derivative(code):
+def derivative(y, code):
     return pick(code, LEVELS, size=16)
 
 
@@ -83,7 +84,7 @@ def tanh_fewbit4_forward(x, y, codes, n):
 
 @jit
 def tanh_fewbit4_backward(dy, codes, dx, n):
-    backward_tile(dy, codes, dx, n, derivative, bits=4)
+    backward_tile(dy, None, codes, dx, n, derivative, bits=4)
 
 
 def torch_value(x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="tanh_fewbit4-21f5b8300de38452",
+        key="tanh_fewbit4-71f3ac0689ca2202",
         name="tanh_fewbit4",
         bits=4,
         borders=BORDERS.value,
