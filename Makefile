@@ -56,6 +56,7 @@ check: $(VENV)/.installed
 ## Times, as ratios of two things measured in one run.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
+	$(BIN)/python benchmarks/instructions.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

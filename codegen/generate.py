@@ -65,7 +65,7 @@ def render(fit: AnyFit) -> str:
     module = class_name(fit.name)
     torch_call = fit.activation.torch
     composed = printers.render(fit.activation.formula, printers.TORCH)
-    context = {
+    context: dict[str, Any] = {
         "header": HEADER.format(name=fit.name),
         "digest": f"sha256 {fit.digest()}",
         "errors": textwrap.wrap(", ".join(f"{key} {value:.6g}" for key, value in sorted(fit.error.items())), 100),

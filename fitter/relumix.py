@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fitact.errors import UsageError, quote
 
@@ -605,7 +606,7 @@ def _anneal(problem: Primitive, count: int, random: np.random.Generator) -> Arra
     return np.sort(result.x)
 
 
-def _newton(gradient: Callable[[Array], Array], knots: Array, free: Array) -> Array:
+def _newton(gradient: Callable[[Array], Array], knots: Array, free: NDArray[np.bool_]) -> Array:
     """Return the knots after Newton's method on the gradient of the free ones: the last digits.
 
     Its Jacobian is taken by central differences. It stops where a step would not make the gradient smaller, or is

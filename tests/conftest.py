@@ -1,8 +1,10 @@
-"""Shared by all tests: a fixed seed, and the tests that run in a process of their own."""
+"""Shared by all tests: a fixed seed, a command line, and the tests that run in a process of their own."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,20 @@ def _seed() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str, str]]:
+    """Run a command line in an empty folder; return its status and what it printed."""
+    from fitact.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(line: str) -> tuple[int, str, str]:
+        status = main(shlex.split(line))
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call

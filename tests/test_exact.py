@@ -31,7 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fitact
-from fitact.cli import main
 from fitact.codegen.generate import render
 from fitact.errors import FitWarning, UsageError
 from fitact.fitter import exact
@@ -610,21 +609,6 @@ def test_same_bytes_in_other_processes() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the command
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Run a command line in an empty folder; return its status and what it printed."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(line: str) -> tuple[int, str, str]:
-        status = main(shlex.split(line))
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
 
 
 def written() -> list[str]:
@@ -1532,7 +1516,9 @@ def compiled(one: Output, pass_: str, dtype: str, output: str, target: str) -> A
         "backward": {"dy": f"*{output}", "y": f"*{output}", "dx": f"*{dtype}", "n": "i64"},
     }[pass_]
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    threads = registry.find(one.module.KEY).threads(*(torch.empty(0, dtype=FLOATS[kind]) for kind in (dtype, output)))
+    threads = registry.find(one.module.KEY).threads(
+        *(torch.empty(0, dtype=FLOATS[kind]) for kind in (dtype, output))
+    )
     return triton.compile(
         ASTSource(
             fn=getattr(one.module, f"{one.name}_{pass_}"), signature=signature, constexprs={}, attrs=aligned

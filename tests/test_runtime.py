@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fitact
-from fitact.runtime import eager, ops, registry
+from fitact.runtime import eager, registry
 from fitact.runtime.memory import count_saved
 
 from .steps import DTYPES, HALVES, KINDS, Shipped, around, each, patterns, shipped

@@ -165,13 +165,12 @@ def fit(
         },
     )
     values = dict(_parameter(text) for text in parameters)
-    jobs = [(Activation.of(function, values), k) for function in functions for k in bits or [None]]
+    widths: Sequence[int | None] = bits or [None]
+    jobs = [(Activation.of(function, values), k) for function in functions for k in widths]
     if len(jobs) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     if family == "parametric" and (bits or domain or tol is not None):
         raise UsageError("--family parametric has one bit and no --bits, --domain or --tol")
-    if method == "fewbit":
-        domain = domain or fewbit.DOMAIN
     special = {
         "--param": bool(parameters),
         "--domain": domain not in (None, fewbit.DOMAIN) or (method == "inverted" and domain is not None),
@@ -192,9 +191,9 @@ def fit(
     with _progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
         for i, (activation, k) in enumerate(jobs):
-            given = {"bits": k, "domain": domain, "weight": Weight(weight), "objective": objective, "seed": seed}
-            given |= {"restarts": restarts, "tol": tol, "family": family}
-            options: dict[str, Any] = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
+            given: dict[str, Any] = {"bits": k, "domain": domain, "weight": Weight(weight), "seed": seed}
+            given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
+            options = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
             if method in ("relumix", "inverted") and family != "parametric":
                 options["progress"] = partial(_advance, bar, i)
             one = make(method, activation, name or f"{activation.name}_{method}", **options)
