@@ -53,7 +53,7 @@ format: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/fitact codegen --check
 
-## Times, as ratios of two things measured in one run.
+## Times, as ratios of two things measured in one run; instructions of the compiled kernels.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/instructions.py
