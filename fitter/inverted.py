@@ -42,6 +42,7 @@ METHOD = "inverted"
 MAX_BITS = 4
 TOLERANCE = 8e-5  # of the float32 fit, relative to max(1, |f′|)
 ABOVE_FLOOR = 1.1  # what a fit may add to the floor of its dtype
+DIVISION = 5  # degrees of numerator and denominator cost as much
 INNER = 0.25  # of the allowed error: what is allowed where rounding costs less than that
 SETTLED = 0.05  # of the allowed error: f′ has met its limit where it differs by less
 REFUSED = 0.01  # a float32 fit with a larger error is none
@@ -535,11 +536,11 @@ def _settled(samples: _Samples, allowed: float) -> tuple[int, int]:
 
 
 def _degrees() -> Iterator[tuple[int, int]]:
-    """Yield degrees of numerator and denominator, the cheapest first; a division counts as two degrees."""
-    polynomials = [(a, 0) for a in range(MAX_DEGREES // 2)]
+    """Yield degrees of numerator and denominator, the cheapest first."""
+    polynomials = [(a, 0) for a in range(MAX_DEGREES)]
     quotients = [(b + more, b) for b in range(1, MAX_DEGREES) for more in (-1, 0, 1)]
     pairs = [(a, b) for a, b in polynomials + quotients if a + b <= MAX_DEGREES]
-    yield from sorted(pairs, key=lambda pair: (sum(pair) + 2 * (pair[1] > 0), pair[1]))
+    yield from sorted(pairs, key=lambda pair: (sum(pair) + DIVISION * (pair[1] > 0), pair[1]))
 
 
 def _stated(form: Callable[..., Single], samples: _Samples) -> tuple[float, float]:
