@@ -75,12 +75,10 @@ def quotient(
         size: how many codes there are.
 
     """
-    if size == 1:
-        return _quotient(t, 0, ends, numerator, denominator, 1)
-    value = torch.empty_like(t)
-    for c in range(size):  # each element once, whatever the number of codes
-        (at,) = torch.nonzero(code == c, as_tuple=True)
-        value[at] = _quotient(t[at], c, ends, numerator, denominator, size)
+    value = _quotient(t, 0, ends, numerator, denominator, size)
+    for c in range(1, size):
+        own = torch.eq(code, c, out=torch.empty_like(t))
+        value = torch.lerp(value, _quotient(t, c, ends, numerator, denominator, size), own)  # one of the two
     return value
 
 
@@ -98,9 +96,9 @@ def _quotient(
 
 
 def _horner(t: Tensor, coefficients: Sequence[float]) -> Tensor:
-    first, *others = coefficients
-    value = torch.full_like(t, first)
-    for coefficient in others:
+    first = next((i for i, coefficient in enumerate(coefficients) if coefficient), len(coefficients) - 1)
+    value = torch.full_like(t, coefficients[first])
+    for coefficient in coefficients[first + 1 :]:
         value.mul_(t).add_(coefficient)
     return value
 

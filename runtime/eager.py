@@ -1,13 +1,14 @@
 """The layout of `kernels` written with PyTorch's operators: CPU, float64, and devices without Triton.
 
 The same codes bit for bit, the same gradients (up to the contraction of products and sums). On a CPU the work goes
-chunk by chunk, so that the int32 intermediates stay in the cache, never weigh as much as the tensor, and no thread
-waits for another.
+chunk by chunk, so that the intermediates stay in the cache, never weigh as much as the tensor, and no thread waits
+for another. There a comparison that writes numbers takes a third of one that writes truth values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ ROWS = 8
 COLUMNS = 1024
 TILE = ROWS * COLUMNS
 CHUNK = 4  # tiles: 32768 elements, up to which PyTorch's operators stay in the calling thread
+PATTERNS = 1 << 16  # numbers of a dtype of half precision
 
 
 def tiles_of(x: Tensor) -> int:
@@ -36,7 +38,12 @@ def _chunks(x: Tensor, tiles: int) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first * TILE, min(last * TILE, x.numel()))
 
 
-def encode(x: Tensor, borders: Sequence[float], bits: int, even: bool) -> Tensor:
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """Return the place of each row's code in a word, (ROWS, 1)."""
+    return torch.arange(0, ROWS * bits, bits, dtype=torch.int32, device=device)[:, None]
+
+
+def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
     """Return the codes of a contiguous tensor: (tiles · bits · COLUMNS,), uint8, plane by plane in each tile.
 
     A code counts the borders strictly below x (below |x| if `even`); that of NaN is 0.
@@ -44,22 +51,51 @@ def encode(x: Tensor, borders: Sequence[float], bits: int, even: bool) -> Tensor
     flat = x.view(-1)
     tiles = tiles_of(x)
     planes = x.new_empty((tiles, bits, COLUMNS), dtype=torch.uint8)
+    shifts = _shifts(bits, x.device)
+    table = (
+        _counts(borders, even, x.dtype) if x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1 else None
+    )
     for tile, element in _chunks(x, tiles):
-        part = flat[element].to(arithmetic_dtype(x))
-        if even:
-            part = part.abs()
-        code = part.new_zeros((tile.stop - tile.start) * TILE, dtype=torch.int32)
-        inside = code[: part.numel()]
-        above = torch.empty_like(inside)
-        for border in borders:
-            inside += torch.gt(part, border, out=above)
+        code = x.new_zeros((tile.stop - tile.start) * TILE, dtype=torch.int32)
+        part = flat[element]
+        if table is None:
+            _count(part, borders, even, code[: part.numel()])
+        else:
+            torch.index_select(table, 0, _patterns(part), out=code[: part.numel()])
         rows = code.view(-1, ROWS, COLUMNS)
-        word = rows[:, 0].clone()
-        for row in range(1, ROWS):
-            word |= rows[:, row] << (bits * row)
+        word = rows.bitwise_left_shift_(shifts).sum(1, dtype=torch.int32)  # no two have a bit in common
         for plane in range(bits):
-            planes[tile, plane] = (word >> (8 * plane)) & 0xFF
+            planes[tile, plane] = word.bitwise_right_shift(8 * plane).bitwise_and_(0xFF)
     return planes.view(-1)
+
+
+def _count(x: Tensor, borders: tuple[float, ...], even: bool, code: Tensor) -> None:
+    """Write how many borders are less than each x, by comparing."""
+    x = x.to(arithmetic_dtype(x))
+    if even:
+        x = x.abs()
+    torch.gt(x, borders[0], out=code)
+    above = torch.empty_like(code)
+    for border in borders[1:]:
+        code += torch.gt(x, border, out=above)
+
+
+def _patterns(x: Tensor) -> Tensor:
+    """Return the bits of numbers of half precision, int32 from 0 to 65535."""
+    return x.view(torch.int16).to(torch.int32).bitwise_and_(PATTERNS - 1)
+
+
+def _numbers(dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a dtype of half precision by their bits, (PATTERNS,)."""
+    return torch.arange(PATTERNS, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@cache
+def _counts(borders: tuple[float, ...], even: bool, dtype: torch.dtype) -> Tensor:
+    """Return how many borders are less than each number of half precision, by its bits, (PATTERNS,) of int32."""
+    counts = torch.empty(PATTERNS, dtype=torch.int32)
+    _count(_numbers(dtype), borders, even, counts)
+    return counts
 
 
 def backward(
@@ -77,28 +113,55 @@ def backward(
         y: the output, contiguous, or None if it is not kept; `slope` then gets an empty tensor in its place.
         codes: as `encode` returns them; empty if `bits` is 0, and `slope` then gets an empty tensor.
         bits: of a code.
-        slope: takes part of y in float32 (float64) and the codes of that part, int32, both one-dimensional.
+        slope: takes part of y and the codes of that part, int32, both one-dimensional; returns float32 (float64).
         dtype: of the result.
 
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     flat, dx = dy.view(-1), torch.empty(dy.shape, dtype=dtype, device=dy.device)
     planes = codes.view(-1, bits, COLUMNS) if bits else codes
-    flat_dx, nothing = dx.view(-1), flat.new_empty(0, dtype=wide)
+    flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
     for tile, element in _chunks(dy, tiles_of(dy)):
         part = flat[element]
         code = _decode(planes[tile], bits)[: part.numel()] if bits else codes
-        flat_dx[element] = part * slope(nothing if y is None else y.view(-1)[element].to(wide), code)
+        torch.mul(part, slope(flat_y if y is None else flat_y[element], code), out=flat_dx[element])
     return dx
 
 
 def _decode(planes: Tensor, bits: int) -> Tensor:
     """Return the codes of some tiles, (tiles · TILE,) of int32, from their planes, (tiles, bits, COLUMNS)."""
-    part = planes.to(torch.int32)
-    word = part[:, 0].clone()
+    word = planes[:, 0].to(torch.int32)
     for plane in range(1, bits):
-        word |= part[:, plane] << (8 * plane)
-    code = torch.empty((part.shape[0], ROWS, COLUMNS), dtype=torch.int32, device=planes.device)
-    for row in range(ROWS):
-        torch.bitwise_and(word >> (bits * row), (1 << bits) - 1, out=code[:, row])
-    return code.view(-1)
+        word |= planes[:, plane].to(torch.int32).bitwise_left_shift_(8 * plane)
+    rows = torch.bitwise_right_shift(word[:, None], _shifts(bits, planes.device))
+    return rows.bitwise_and_((1 << bits) - 1).view(-1)
+
+
+class Tabulated:
+    """A function of y and a code that takes y of any dtype; of half precision its values are looked up.
+
+    A dtype of half precision has 65536 numbers: on a CPU the function of all of them, for each code, is computed
+    once, when a tensor of more than a tile is met, and kept.
+
+    Args:
+        function: of y in float32 or float64 and a code in int32, both one-dimensional, with PyTorch's operators.
+        bits: of a code; without codes `function` gets an empty tensor.
+
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], bits: int) -> None:
+        self.function = function
+        self.bits = bits
+        self.tables: dict[torch.dtype, Tensor] = {}
+
+    def __call__(self, y: Tensor, code: Tensor) -> Tensor:
+        """Return the function in float32, of float64 in float64, shape of the one-dimensional y."""
+        if y.dtype.itemsize > 2 or y.device.type != "cpu" or (y.dtype not in self.tables and y.numel() < TILE):
+            return self.function(y.to(arithmetic_dtype(y)), code)
+        if y.dtype not in self.tables:
+            self.tables[y.dtype] = self._table(y.dtype)
+        at = _patterns(y)
+        return self.tables[y.dtype].index_select(0, at.add_(code, alpha=PATTERNS) if self.bits else at)
+
+    def _table(self, dtype: torch.dtype) -> Tensor:
+        y = _numbers(dtype).to(torch.float32).repeat(1 << self.bits)
+        return self.function(y, torch.arange(len(y), dtype=torch.int32) // PATTERNS)

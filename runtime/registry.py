@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -112,7 +113,11 @@ class Exact(Pointwise):
         return x.new_empty(0, dtype=torch.uint8)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return eager.backward(dy, y, codes, 0, lambda y, _: self.slope(y), dtype)
+        return eager.backward(dy, y, codes, 0, self._slope, dtype)
+
+    @cached_property
+    def _slope(self) -> eager.Tabulated:
+        return eager.Tabulated(lambda y, _: self.slope(y), 0)
 
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         launch(self.forward, x, y)
@@ -144,7 +149,11 @@ class Inverted(Pointwise):
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
         assert y is not None
-        return eager.backward(dy, y, codes, self.bits, self.slopes[_fitted(y.dtype)], dtype)
+        return eager.backward(dy, y, codes, self.bits, self._slopes[_fitted(y.dtype)], dtype)
+
+    @cached_property
+    def _slopes(self) -> dict[torch.dtype, eager.Tabulated]:
+        return {dtype: eager.Tabulated(slope, self.bits) for dtype, slope in self.slopes.items()}
 
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         launch(self.forward, x, y, *([codes] if self.bits else []))
