@@ -81,7 +81,22 @@ _DEVICE_ATOMS = (
     language.tanh,
     language.tsech2,
 )
-DEVICE_FUNCTIONS = ("power", *(atom.__name__ for atom in _DEVICE_ATOMS))
+
+
+# What the language of formulas has no name for, and device code computes in one go.
+_ndtr = sympy.Function("ndtr")  # erfc(−u/√2)/2
+_tanh_softplus = sympy.Function("tanh_softplus")
+
+# Functions that device code has in a shorter form, accurate enough for results of half precision.
+SHORT = {name: f"{name}_half" for name in ("ndtr", "sigmoid", "tanh_softplus")}
+DEVICE_FUNCTIONS = (
+    "power",
+    "ndtr",
+    "sigmoid",
+    "tanh_softplus",
+    *SHORT.values(),
+    *(atom.__name__ for atom in _DEVICE_ATOMS),
+)
 
 TRITON = Dialect(
     functions={
@@ -91,7 +106,9 @@ TRITON = Dialect(
         language.sin: "tl.sin({0})",
         language.cos: "tl.cos({0})",
         sympy.sqrt: "tl.sqrt({0})",
-        language.sigmoid: "tl.sigmoid({0})",
+        language.sigmoid: "sigmoid({0})",
+        _ndtr: "ndtr({0})",
+        _tanh_softplus: "tanh_softplus({0})",
         language.absolute: "tl.abs({0})",
         **{atom: f"{atom.__name__}({{0}})" for atom in _DEVICE_ATOMS},
     },
@@ -162,6 +179,8 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
     """
     printer = _Printer(dialect, variable)
     steps: list[tuple[str, str]] = []
+    if dialect is TRITON:
+        formula = formula.replace(language.erfc, _by_ndtr).replace(language.tanh, _of_softplus)
 
     def name(node: Expr) -> None:
         steps.append((f"u{len(steps)}", printer.text(node)))
@@ -179,6 +198,26 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
         if node is not formula:
             name(node)
     return Code(tuple(steps), printer.text(formula), tuple(sorted(printer.names)))
+
+
+def short(code: Code) -> Code | None:
+    """Return device code for results of half precision, None if there is none that is shorter."""
+    found = {name: SHORT[name] for name in code.names if name in SHORT}
+    if not found:
+        return None
+    steps = tuple((step, _renamed(text, found)) for step, text in code.steps)
+    names = tuple(sorted(found.get(name, name) for name in code.names))
+    return Code(steps, _renamed(code.result, found), names)
+
+
+def _by_ndtr(u: Expr) -> Expr:
+    """Return erfc of u by the normal distribution function, where its argument is that of a rational formula."""
+    argument = -sympy.sqrt(2) * u
+    return language.erfc(u) if argument.has(sympy.sqrt(2)) else 2 * _ndtr(argument)
+
+
+def _of_softplus(u: Expr) -> Expr:
+    return _tanh_softplus(u.args[0]) if isinstance(u, language.softplus) else language.tanh(u)
 
 
 def _costs(node: Expr) -> bool:

@@ -12,9 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import erfc
+from fitact.runtime.functions import ndtr, ndtr_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Step, register
 
@@ -32,7 +32,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * erfc(-0.7071067811865476 * x)
+    return x * ndtr(x)
+
+
+@jit
+def value_half(x):
+    return x * ndtr_half(x)
 
 
 @jit
@@ -47,7 +52,10 @@ def code(x):
 
 @jit
 def gelu_fewbit1_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=1)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=1)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=1)
 
 
 @jit
@@ -61,7 +69,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit1-07e89bbb452f5554",
+        key="gelu_fewbit1-e108d2f44e958990",
         name="gelu_fewbit1",
         bits=1,
         borders=BORDERS.value,

@@ -12,9 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import erfc
+from fitact.runtime.functions import ndtr, ndtr_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Step, register
 
@@ -40,7 +40,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * erfc(-0.7071067811865476 * x)
+    return x * ndtr(x)
+
+
+@jit
+def value_half(x):
+    return x * ndtr_half(x)
 
 
 @jit
@@ -55,7 +60,10 @@ def code(x):
 
 @jit
 def gelu_fewbit2_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=2)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=2)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=2)
 
 
 @jit
@@ -69,7 +77,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit2-6625975fea30827c",
+        key="gelu_fewbit2-c248187d5e568292",
         name="gelu_fewbit2",
         bits=2,
         borders=BORDERS.value,

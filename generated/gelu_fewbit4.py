@@ -13,9 +13,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import erfc
+from fitact.runtime.functions import ndtr, ndtr_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Step, register
 
@@ -65,7 +65,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return 0.5 * x * erfc(-0.7071067811865476 * x)
+    return x * ndtr(x)
+
+
+@jit
+def value_half(x):
+    return x * ndtr_half(x)
 
 
 @jit
@@ -80,7 +85,10 @@ def code(x):
 
 @jit
 def gelu_fewbit4_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=4)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=4)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=4)
 
 
 @jit
@@ -94,7 +102,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_fewbit4-3918d7b771d60bae",
+        key="gelu_fewbit4-e8a894e513045a8f",
         name="gelu_fewbit4",
         bits=4,
         borders=BORDERS.value,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime import composed
-from fitact.runtime.functions import erfc, root
+from fitact.runtime.functions import ndtr, ndtr_half, root
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, quotient
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -104,7 +104,12 @@ FLOAT16_DENOMINATOR = constexpr((
 
 @jit
 def value(x):
-    return 0.5 * x * erfc(-0.7071067811865476 * x)
+    return x * ndtr(x)
+
+
+@jit
+def value_half(x):
+    return x * ndtr_half(x)
 
 
 @jit
@@ -170,9 +175,9 @@ def derivative_float16(y, code):
 @jit
 def gelu_inverted2_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=2)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=2)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=2)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=2)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=2)
 
@@ -229,7 +234,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="gelu_inverted2-0c8559a7c64e9877",
+        key="gelu_inverted2-b10c2df9670efc96",
         name="gelu_inverted2",
         bits=2,
         splits={

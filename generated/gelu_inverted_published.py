@@ -13,7 +13,7 @@ The errors above are those of f', by y's dtype.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import erfc, power, relu
+from fitact.runtime.functions import ndtr, ndtr_half, power, relu
 from fitact.runtime.kernels import backward_tile, encode, forward_tile
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -38,7 +38,12 @@ FLOAT16_SPLITS = constexpr((
 
 @jit
 def value(x):
-    return 0.5 * x * erfc(-0.7071067811865476 * x)
+    return x * ndtr(x)
+
+
+@jit
+def value_half(x):
+    return x * ndtr_half(x)
 
 
 @jit
@@ -95,9 +100,9 @@ def derivative_float16(y, code):
 @jit
 def gelu_inverted_published_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=1)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=1)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=1)
 
@@ -148,7 +153,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="gelu_inverted_published-9ca7a7bf7c37e7cd",
+        key="gelu_inverted_published-bfe04bbeec7b2556",
         name="gelu_inverted_published",
         bits=1,
         splits={

@@ -12,7 +12,7 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import power
+from fitact.runtime.functions import power, sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -48,7 +48,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
 
 
 @jit
@@ -63,7 +68,10 @@ def code(x):
 
 @jit
 def gelu_tanh_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=3)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=3)
 
 
 @jit
@@ -77,7 +85,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_tanh_fewbit3-cb6b11ed59f97abd",
+        key="gelu_tanh_fewbit3-ba3f01199f13f4f4",
         name="gelu_tanh_fewbit3",
         bits=3,
         borders=BORDERS.value,

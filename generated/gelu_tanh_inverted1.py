@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime import composed
-from fitact.runtime.functions import power, root
+from fitact.runtime.functions import power, root, sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, quotient
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -104,7 +104,12 @@ FLOAT16_DENOMINATOR = constexpr((
 
 @jit
 def value(x):
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
 
 
 @jit
@@ -170,9 +175,9 @@ def derivative_float16(y, code):
 @jit
 def gelu_tanh_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=1)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=1)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=1)
 
@@ -229,7 +234,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="gelu_tanh_inverted1-6c6815a8f3325418",
+        key="gelu_tanh_inverted1-9ccb2a251d223427",
         name="gelu_tanh_inverted1",
         bits=1,
         splits={

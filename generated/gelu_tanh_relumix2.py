@@ -12,7 +12,7 @@ that is nearest to f.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import power
+from fitact.runtime.functions import power, sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -40,7 +40,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(1.5957691216057308 * (x + 0.044715 * power(x, 3)))
 
 
 @jit
@@ -55,7 +60,10 @@ def code(x):
 
 @jit
 def gelu_tanh_relumix2_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=2)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=2)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=2)
 
 
 @jit
@@ -69,7 +77,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="gelu_tanh_relumix2-2fd9426d3c7e823c",
+        key="gelu_tanh_relumix2-ae2afe08643cc2d5",
         name="gelu_tanh_relumix2",
         bits=2,
         borders=BORDERS.value,

@@ -12,9 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import softplus, tanh
+from fitact.runtime.functions import tanh_softplus, tanh_softplus_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Step, register
 
@@ -48,7 +48,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tanh(softplus(x))
+    return x * tanh_softplus(x)
+
+
+@jit
+def value_half(x):
+    return x * tanh_softplus_half(x)
 
 
 @jit
@@ -63,7 +68,10 @@ def code(x):
 
 @jit
 def mish_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=3)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=3)
 
 
 @jit
@@ -77,7 +85,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="mish_fewbit3-80dae97933cbd206",
+        key="mish_fewbit3-2087f5a425d607a5",
         name="mish_fewbit3",
         bits=3,
         borders=BORDERS.value,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime import composed
-from fitact.runtime.functions import root, softplus, tanh
+from fitact.runtime.functions import root, tanh_softplus, tanh_softplus_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, quotient
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -98,7 +98,12 @@ FLOAT16_DENOMINATOR = constexpr((
 
 @jit
 def value(x):
-    return x * tanh(softplus(x))
+    return x * tanh_softplus(x)
+
+
+@jit
+def value_half(x):
+    return x * tanh_softplus_half(x)
 
 
 @jit
@@ -164,9 +169,9 @@ def derivative_float16(y, code):
 @jit
 def mish_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=1)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=1)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=1)
 
@@ -223,7 +228,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="mish_inverted1-6d31890c022161d1",
+        key="mish_inverted1-596f1a615cd5469a",
         name="mish_inverted1",
         bits=1,
         splits={

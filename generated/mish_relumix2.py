@@ -12,9 +12,9 @@ that is nearest to f.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import softplus, tanh
+from fitact.runtime.functions import tanh_softplus, tanh_softplus_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Step, register
 
@@ -40,7 +40,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tanh(softplus(x))
+    return x * tanh_softplus(x)
+
+
+@jit
+def value_half(x):
+    return x * tanh_softplus_half(x)
 
 
 @jit
@@ -55,7 +60,10 @@ def code(x):
 
 @jit
 def mish_relumix2_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=2)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=2)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=2)
 
 
 @jit
@@ -69,7 +77,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="mish_relumix2-926e9419b4615508",
+        key="mish_relumix2-41e9c4703f12a403",
         name="mish_relumix2",
         bits=2,
         borders=BORDERS.value,

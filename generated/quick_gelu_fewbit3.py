@@ -12,6 +12,7 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 
 from fitact.runtime import composed
+from fitact.runtime.functions import sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -47,7 +48,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tl.sigmoid(1.702 * x)
+    return x * sigmoid(1.702 * x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(1.702 * x)
 
 
 @jit
@@ -62,7 +68,10 @@ def code(x):
 
 @jit
 def quick_gelu_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=3)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=3)
 
 
 @jit
@@ -77,7 +86,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="quick_gelu_fewbit3-0cb7f371fba513ec",
+        key="quick_gelu_fewbit3-2c7da4c25f23f5b1",
         name="quick_gelu_fewbit3",
         bits=3,
         borders=BORDERS.value,

@@ -13,7 +13,7 @@ The errors above are those of f', by y's dtype.
 import torch
 
 from fitact.runtime import composed
-from fitact.runtime.functions import root
+from fitact.runtime.functions import root, sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, quotient
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -96,7 +96,12 @@ FLOAT16_DENOMINATOR = constexpr((
 
 @jit
 def value(x):
-    return x * tl.sigmoid(1.702 * x)
+    return x * sigmoid(1.702 * x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(1.702 * x)
 
 
 @jit
@@ -162,9 +167,9 @@ def derivative_float16(y, code):
 @jit
 def quick_gelu_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=1)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=1)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=1)
 
@@ -222,7 +227,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="quick_gelu_inverted1-a50eb55e2d11d0fa",
+        key="quick_gelu_inverted1-c4afef11f85b8ebc",
         name="quick_gelu_inverted1",
         bits=1,
         splits={

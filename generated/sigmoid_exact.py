@@ -11,6 +11,7 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 
 import torch
 
+from fitact.runtime.functions import sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit, tl
 from fitact.runtime.ops import apply
@@ -21,7 +22,12 @@ __all__ = ["SigmoidExact", "sigmoid_exact"]
 
 @jit
 def value(x):
-    return tl.sigmoid(x)
+    return sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return sigmoid_half(x)
 
 
 @jit
@@ -31,7 +37,10 @@ def derivative(y, code):
 
 @jit
 def sigmoid_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, None, n, value, None, bits=0)
+    else:
+        forward_tile(x, y, None, n, value_half, None, bits=0)
 
 
 @jit
@@ -49,7 +58,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="sigmoid_exact-d373ed87d8ddc295",
+        key="sigmoid_exact-2210209fccfb13e4",
         name="sigmoid_exact",
         value=torch_value,
         slope=torch_derivative,

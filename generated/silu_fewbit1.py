@@ -12,6 +12,7 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -31,7 +32,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tl.sigmoid(x)
+    return x * sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(x)
 
 
 @jit
@@ -46,7 +52,10 @@ def code(x):
 
 @jit
 def silu_fewbit1_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=1)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=1)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=1)
 
 
 @jit
@@ -60,7 +69,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_fewbit1-7dd255afbb8a9b66",
+        key="silu_fewbit1-20f9007264b78bd9",
         name="silu_fewbit1",
         bits=1,
         borders=BORDERS.value,

@@ -12,6 +12,7 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -39,7 +40,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tl.sigmoid(x)
+    return x * sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(x)
 
 
 @jit
@@ -54,7 +60,10 @@ def code(x):
 
 @jit
 def silu_fewbit2_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=2)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=2)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=2)
 
 
 @jit
@@ -68,7 +77,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_fewbit2-0e6ddc7bff8794be",
+        key="silu_fewbit2-d242a5559c4324eb",
         name="silu_fewbit2",
         bits=2,
         borders=BORDERS.value,

@@ -12,6 +12,7 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -47,7 +48,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tl.sigmoid(x)
+    return x * sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(x)
 
 
 @jit
@@ -62,7 +68,10 @@ def code(x):
 
 @jit
 def silu_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=3)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=3)
 
 
 @jit
@@ -76,7 +85,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_fewbit3-710f1ac731a2d1c7",
+        key="silu_fewbit3-05f9565c64942cd9",
         name="silu_fewbit3",
         bits=3,
         borders=BORDERS.value,

@@ -12,6 +12,7 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.functions import sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -63,7 +64,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tl.sigmoid(x)
+    return x * sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(x)
 
 
 @jit
@@ -78,7 +84,10 @@ def code(x):
 
 @jit
 def silu_fewbit4_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=4)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=4)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=4)
 
 
 @jit
@@ -92,7 +101,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="silu_fewbit4-e2e8da266050b63a",
+        key="silu_fewbit4-b773137d64083e23",
         name="silu_fewbit4",
         bits=4,
         borders=BORDERS.value,

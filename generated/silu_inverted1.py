@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime import composed
-from fitact.runtime.functions import root
+from fitact.runtime.functions import root, sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, quotient
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -103,7 +103,12 @@ FLOAT16_DENOMINATOR = constexpr((
 
 @jit
 def value(x):
-    return x * tl.sigmoid(x)
+    return x * sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(x)
 
 
 @jit
@@ -169,9 +174,9 @@ def derivative_float16(y, code):
 @jit
 def silu_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=1)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=1)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=1)
 
@@ -228,7 +233,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="silu_inverted1-495b8b5649802cd2",
+        key="silu_inverted1-8959d1c163c48a4a",
         name="silu_inverted1",
         bits=1,
         splits={

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime import composed
-from fitact.runtime.functions import root
+from fitact.runtime.functions import root, sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, quotient
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -100,7 +100,12 @@ FLOAT16_DENOMINATOR = constexpr((
 
 @jit
 def value(x):
-    return x * tl.sigmoid(x)
+    return x * sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(x)
 
 
 @jit
@@ -166,9 +171,9 @@ def derivative_float16(y, code):
 @jit
 def silu_inverted2_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=2)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=2)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=2)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=2)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=2)
 
@@ -225,7 +230,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="silu_inverted2-1a4403c7030bf7ac",
+        key="silu_inverted2-fb2575ce452b6989",
         name="silu_inverted2",
         bits=2,
         splits={

@@ -13,7 +13,7 @@ The errors above are those of f', by y's dtype.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import power
+from fitact.runtime.functions import power, sigmoid, sigmoid_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -38,7 +38,12 @@ FLOAT16_SPLITS = constexpr((
 
 @jit
 def value(x):
-    return x * tl.sigmoid(x)
+    return x * sigmoid(x)
+
+
+@jit
+def value_half(x):
+    return x * sigmoid_half(x)
 
 
 @jit
@@ -98,9 +103,9 @@ def derivative_float16(y, code):
 @jit
 def silu_inverted_published_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=1)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=1)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=1)
 
@@ -154,7 +159,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="silu_inverted_published-54024da0835e1367",
+        key="silu_inverted_published-f5f7f59400d0ca57",
         name="silu_inverted_published",
         bits=1,
         splits={

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import special
 
 from fitact.codegen import printers
 from fitact.codegen.generate import class_name, plan, render
@@ -76,7 +77,7 @@ def test_golden_files_are_there():
 def test_shape_of_the_module(fit):
     text = render(fit)
     tree = ast.parse(text)
-    assert text.count("\n") - len(fit.borders) - len(fit.levels) < 92
+    assert text.count("\n") - len(fit.borders) - len(fit.levels) < 102
     assert text.isascii()
     assert text.endswith("\n")
     assert not text.endswith("\n\n")
@@ -289,9 +290,11 @@ def test_printers_agree(text):
     class tl:
         exp, log, sqrt, abs, where = np.exp, np.log, np.sqrt, np.abs, np.where
         erf = staticmethod(lambda u: torch.erf(torch.as_tensor(u)).numpy())
-        sigmoid = staticmethod(lambda u: torch.sigmoid(torch.as_tensor(u)).numpy())
 
     functions = {
+        "ndtr": special.ndtr,
+        "sigmoid": special.expit,
+        "tanh_softplus": lambda u: np.tanh(np.logaddexp(u, 0)),
         "softplus": lambda u: np.logaddexp(u, 0),
         "tanh": np.tanh,
         "expm1": np.expm1,
@@ -313,8 +316,8 @@ def test_printers_agree(text):
     ("text", "dialect", "steps", "result"),
     [
         ("x*sigmoid(x)", printers.TORCH, 0, "x * torch.sigmoid(x)"),
-        ("x*sigmoid(x)", printers.TRITON, 0, "x * tl.sigmoid(x)"),
-        ("x*tanh(softplus(x))", printers.TRITON, 0, "x * tanh(softplus(x))"),
+        ("x*sigmoid(x)", printers.TRITON, 0, "x * sigmoid(x)"),
+        ("x*tanh(softplus(x))", printers.TRITON, 0, "x * tanh_softplus(x)"),
         ("x**2", printers.TORCH, 0, "x**2"),
         ("x**3", printers.TRITON, 0, "power(x, 3)"),
         ("exp(x)/(1 + exp(x))", printers.TORCH, 1, "u0 / (u0 + 1.0)"),

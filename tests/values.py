@@ -352,6 +352,10 @@ DEFINITIONS: dict[str, Any] = {
     "atan": MP.atan,
     "tan": lambda u: MP.sin(u) / MP.cos(u),
     "erfc": _mp_erfc,
+    "ndtr": lambda u: _mp_erfc(-u / MP.sqrt(2)) / 2,
+    "exponential": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
+    "sigmoid": lambda u: 1 / (1 + _mp_exp(-u)) if u > -1000 else _mp_exp(u),
+    "tanh_softplus": lambda u: 1 - 2 / ((1 + _mp_exp(u)) ** 2 + 1) if u < 1000 else MP.one,
     "hypot1": _mp_hypot1,
     "isru": lambda u: u / _mp_hypot1(u),
     "squareplus": lambda u: (u + MP.sqrt(u * u + 4)) / 2,
@@ -376,6 +380,11 @@ def _logcosh(u: Array) -> Array:
     return np.where(a < 1, near, a + np.log1p(np.exp(-2 * a)) - np.log(2))
 
 
+def _tanh_softplus(u: Array) -> Array:
+    m = np.exp(-np.abs(u))
+    return np.where(u > 0, (1 + 2 * m) / (1 + 2 * m + 2 * m * m), m * (m + 2) / (m * (m + 2) + 2))
+
+
 # In float64, which is precise enough for float32: fast.
 FLOAT64: dict[str, Any] = {
     "expm1": np.expm1,
@@ -391,13 +400,19 @@ FLOAT64: dict[str, Any] = {
     "atan": np.arctan,
     "tan": np.tan,
     "erfc": special.erfc,
+    "ndtr": special.ndtr,
+    "exponential": np.exp,
+    "sigmoid": special.expit,
+    "tanh_softplus": _tanh_softplus,
     "hypot1": lambda u: np.hypot(u, 1),
     "isru": lambda u: u / np.hypot(u, 1),
     "squareplus": lambda u: np.where(u > 0, (u + np.hypot(u, 2)) / 2, 2 / (np.hypot(u, 2) - u)),
     "softsign": lambda u: u / (1 + np.abs(u)),
 }
 # Where a function is compared, if not at every float32.
-DOMAIN: dict[str, tuple[float, float]] = {"log1p": (-1 + 2**-24, np.inf), "tan": (-1e4, 1e4)}
+for _name in ("ndtr", "sigmoid", "tanh_softplus"):
+    DEFINITIONS[f"{_name}_half"], FLOAT64[f"{_name}_half"] = DEFINITIONS[_name], FLOAT64[_name]
+DOMAIN: dict[str, tuple[float, float]] = {"log1p": (-1 + 2**-24, np.inf), "tan": (-1e4, 1e4), "exponential": (-np.inf, 88.3)}
 
 
 def function_points(name: str, kind: type = np.float32) -> Array:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime import composed
-from fitact.runtime.functions import erfc, root
+from fitact.runtime.functions import ndtr, ndtr_half, root
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, quotient
 from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
@@ -97,7 +97,12 @@ FLOAT16_DENOMINATOR = constexpr((
 
 @jit
 def value(x):
-    return 0.5 * x * erfc(-0.7071067811865476 * x)
+    return x * ndtr(x)
+
+
+@jit
+def value_half(x):
+    return x * ndtr_half(x)
 
 
 @jit
@@ -163,9 +168,9 @@ def derivative_float16(y, code):
 @jit
 def gelu_inverted1_forward(x, y, codes, n):
     if y.dtype.element_ty == tl.bfloat16:
-        forward_tile(x, y, codes, n, value, code_bfloat16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_bfloat16, bits=1)
     elif y.dtype.element_ty == tl.float16:
-        forward_tile(x, y, codes, n, value, code_float16, bits=1)
+        forward_tile(x, y, codes, n, value_half, code_float16, bits=1)
     else:
         forward_tile(x, y, codes, n, value, code_float32, bits=1)
 
@@ -222,7 +227,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="gelu_inverted1-4c5049c6545793b7",
+        key="gelu_inverted1-8a39ac5a240e08c4",
         name="gelu_inverted1",
         bits=1,
         splits={

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from fitact.runtime import composed
-from fitact.runtime.functions import softplus, tanh
+from fitact.runtime.functions import tanh_softplus, tanh_softplus_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Step, register
 
@@ -41,7 +41,12 @@ LEVELS = constexpr(
 
 @jit
 def value(x):
-    return x * tanh(softplus(x))
+    return x * tanh_softplus(x)
+
+
+@jit
+def value_half(x):
+    return x * tanh_softplus_half(x)
 
 
 @jit
@@ -56,7 +61,10 @@ def code(x):
 
 @jit
 def mish_fewbit2_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=2)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=2)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=2)
 
 
 @jit
@@ -71,7 +79,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="mish_fewbit2-44b9c32dd74f1a13",
+        key="mish_fewbit2-a8eb7af9dafef648",
         name="mish_fewbit2",
         bits=2,
         borders=BORDERS.value,

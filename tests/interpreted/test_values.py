@@ -121,16 +121,26 @@ ULPS = {
     "atan": 3.0,
     "tan": 4.0,
     "erfc": 12.0,
+    "ndtr": 12.0,
+    "ndtr_half": 1000.0,  # 6e-5 relative
+    "exponential": 3.0,
+    "sigmoid": 4.0,
+    "sigmoid_half": 5.0,
+    "tanh_softplus": 6.0,
+    "tanh_softplus_half": 7.0,
     "hypot1": 1.5,
     "isru": 2.5,
     "squareplus": 3.0,
     "softsign": 2.0,
 }
-# And these many more where the exponent is rounded: of |u| − log 2, and of u².
+# And these many more where the exponent is rounded: of |u| − log 2, of u², of u.
 SLACK = {
     "sinh": np.abs,
     "cosh": np.abs,
     "erfc": lambda u: np.where(u > 0, u * u, 0.0),
+    "ndtr": lambda u: np.where(u < 0, 2 * u * u, 0.0),  # of u/√2 too
+    "sigmoid_half": lambda u: np.where(u < 0, -2 * u, 0.0),
+    "tanh_softplus_half": lambda u: np.where(u < 0, -2 * u, 0.0),
 }
 
 
