@@ -57,6 +57,8 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/instructions.py
+	$(BIN)/python benchmarks/activations.py
+	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from . import compiled
 
 ROWS = 8
 COLUMNS = 1024
@@ -30,10 +33,10 @@ def arithmetic_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _chunks(x: Tensor, tiles: int) -> Iterator[tuple[slice, slice]]:
-    """Yield, chunk by chunk, a slice of the tiles and the slice of the elements in them."""
+def _chunks(x: Tensor, start: int, tiles: int) -> Iterator[tuple[slice, slice]]:
+    """Yield, chunk by chunk, a slice of the tiles from `start` on and the slice of the elements in them."""
     size = CHUNK if x.device.type == "cpu" else max(tiles, 1)
-    for first in range(0, tiles, size):
+    for first in range(start, tiles, size):
         last = min(first + size, tiles)
         yield slice(first, last), slice(first * TILE, min(last * TILE, x.numel()))
 
@@ -51,11 +54,14 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
     flat = x.view(-1)
     tiles = tiles_of(x)
     planes = x.new_empty((tiles, bits, COLUMNS), dtype=torch.uint8)
+    done = _whole(x)
+    if done:
+        whole = flat[: done * TILE].view(-1, ROWS, COLUMNS)
+        compiled.encoder(borders, bits, even, x.dtype)(whole, planes[:done])
     shifts = _shifts(bits, x.device)
-    table = (
-        _counts(borders, even, x.dtype) if x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1 else None
-    )
-    for tile, element in _chunks(x, tiles):
+    half = x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1
+    table = _counts(borders, even, x.dtype) if half else None
+    for tile, element in _chunks(x, done, tiles):
         code = x.new_zeros((tile.stop - tile.start) * TILE, dtype=torch.int32)
         part = flat[element]
         if table is None:
@@ -67,6 +73,11 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
         for plane in range(bits):
             planes[tile, plane] = word.bitwise_right_shift(8 * plane).bitwise_and_(0xFF)
     return planes.view(-1)
+
+
+def _whole(x: Tensor) -> int:
+    """Return how many tiles, from the first on, compiled code is to process."""
+    return x.numel() // TILE if x.device.type == "cpu" and compiled.asked_for() else 0
 
 
 def _count(x: Tensor, borders: tuple[float, ...], even: bool, code: Tensor) -> None:
@@ -98,29 +109,37 @@ def _counts(borders: tuple[float, ...], even: bool, dtype: torch.dtype) -> Tenso
     return counts
 
 
-def backward(
-    dy: Tensor,
-    y: Tensor | None,
-    codes: Tensor,
-    bits: int,
-    slope: Callable[[Tensor, Tensor], Tensor],
-    dtype: torch.dtype,
-) -> Tensor:
+class Slope(Protocol):
+    """f′ of what is kept: of y and of a code, int32, one-dimensional tensors, empty where they are not kept."""
+
+    def __call__(self, y: Tensor, code: Tensor) -> Tensor:
+        """Return f′ of y in any dtype, in float32 or float64, in few passes over the memory."""
+
+    def traced(self, y: Tensor, code: Tensor) -> Tensor:
+        """Return f′ of y in float32 or float64, in operations that a compiler fuses; of any shape."""
+
+
+def backward(dy: Tensor, y: Tensor | None, codes: Tensor, bits: int, slope: Slope, dtype: torch.dtype) -> Tensor:
     """Return dy · slope(y, code) in `dtype`, shape of the contiguous dy, rounded once.
 
     Args:
         dy: the gradient of the output, contiguous.
-        y: the output, contiguous, or None if it is not kept; `slope` then gets an empty tensor in its place.
-        codes: as `encode` returns them; empty if `bits` is 0, and `slope` then gets an empty tensor.
+        y: the output, contiguous, or None if it is not kept.
+        codes: as `encode` returns them; empty if `bits` is 0.
         bits: of a code.
-        slope: takes part of y and the codes of that part, int32, both one-dimensional; returns float32 (float64).
+        slope: f′.
         dtype: of the result.
 
     """
     flat, dx = dy.view(-1), torch.empty(dy.shape, dtype=dtype, device=dy.device)
     planes = codes.view(-1, bits, COLUMNS) if bits else codes
     flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
-    for tile, element in _chunks(dy, tiles_of(dy)):
+    done = _whole(dy)
+    if done:
+        rows = [part[: done * TILE].view(-1, ROWS, COLUMNS) for part in (flat, flat_dx)]
+        kept = flat_y if y is None else flat_y[: done * TILE].view(-1, ROWS, COLUMNS)
+        compiled.multiplier(slope.traced, bits, dtype)(rows[0], kept, planes[:done], rows[1])
+    for tile, element in _chunks(dy, done, tiles_of(dy)):
         part = flat[element]
         code = _decode(planes[tile], bits)[: part.numel()] if bits else codes
         torch.mul(part, slope(flat_y if y is None else flat_y[element], code), out=flat_dx[element])
@@ -134,6 +153,21 @@ def _decode(planes: Tensor, bits: int) -> Tensor:
         word |= planes[:, plane].to(torch.int32).bitwise_left_shift_(8 * plane)
     rows = torch.bitwise_right_shift(word[:, None], _shifts(bits, planes.device))
     return rows.bitwise_and_((1 << bits) - 1).view(-1)
+
+
+class Levels:
+    """The slope of a step function: the level of each code."""
+
+    def __init__(self, levels: tuple[float, ...]) -> None:
+        self.levels = levels
+
+    def __call__(self, y: Tensor, code: Tensor) -> Tensor:
+        """Return the levels, in float64 if y, which is empty, is."""
+        return torch.tensor(self.levels, dtype=arithmetic_dtype(y), device=y.device).index_select(0, code)
+
+    def traced(self, y: Tensor, code: Tensor) -> Tensor:
+        """Return the levels, by selects."""
+        return compiled.pick(code, self.levels).to(arithmetic_dtype(y))
 
 
 class Tabulated:
@@ -161,6 +195,10 @@ class Tabulated:
             self.tables[y.dtype] = self._table(y.dtype)
         at = _patterns(y)
         return self.tables[y.dtype].index_select(0, at.add_(code, alpha=PATTERNS) if self.bits else at)
+
+    def traced(self, y: Tensor, code: Tensor) -> Tensor:
+        """Return the function of y in float32 or float64."""
+        return self.function(y, code)
 
     def _table(self, dtype: torch.dtype) -> Tensor:
         y = _numbers(dtype).to(torch.float32).repeat(1 << self.bits)

@@ -86,8 +86,11 @@ class Step(Pointwise):
         return eager.encode(x, self.borders, self.bits, self.even)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        table = torch.tensor(self.levels, dtype=eager.arithmetic_dtype(dy), device=dy.device)
-        return eager.backward(dy, None, codes, self.bits, lambda _, code: table.index_select(0, code), dtype)
+        return eager.backward(dy, None, codes, self.bits, self._slope, dtype)
+
+    @cached_property
+    def _slope(self) -> eager.Levels:
+        return eager.Levels(self.levels)
 
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         launch(self.forward, x, y, codes)

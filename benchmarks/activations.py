@@ -1,0 +1,209 @@
+"""Time and kept bytes of shipped activations beside PyTorch's own, in one run.
+
+    python benchmarks/activations.py [--size N ...] [--dtype float32 bfloat16] [-o RESULTS.json]
+
+For each size and dtype: forward, backward and both, medians in milliseconds; the ratio to the same activation
+of PyTorch in the same run; the bytes autograd keeps for each element. Beside the shipped modules: PyTorch's
+activation under torch.compile, the same with a memory budget of 0.7, Liger-Kernel's where there is one
+and a GPU. On a GPU also the share of the bandwidth that a plain copy reaches in the same run. On a CPU, run it with
+FITACT_CPU=inductor too. An interrupt keeps what is finished. The picture is beside the JSON, as PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fitact.runtime.memory import count_saved
+
+REPEATS = 15
+SECONDS = 0.2  # of warming up
+STOCK: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+SHIPPED = {
+    "gelu": ("gelu_fewbit1", "gelu_fewbit2", "gelu_fewbit3", "gelu_fewbit4", "gelu_inverted1", "gelu_inverted2"),
+    "silu": ("silu_fewbit3", "silu_inverted1"),
+}
+Row = dict[str, Any]
+
+
+def rivals(name: str, device: str) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Yield what is measured of an activation, PyTorch's own first."""
+    stock = STOCK[name]
+    yield "eager", stock
+    for shipped in SHIPPED[name]:
+        yield shipped, getattr(import_module(f"fitact.generated.{shipped}"), shipped)
+    yield "torch.compile", torch.compile(stock)
+
+    def budgeted(x: Tensor) -> Tensor:
+        with torch._functorch.config.patch(activation_memory_budget=0.7):
+            return compiled(x)
+
+    compiled = torch.compile(lambda x: stock(x), dynamic=False)
+    yield "torch.compile, budget 0.7", budgeted
+    if device == "cuda":
+        try:
+            from liger_kernel.transformers.functional import liger_geglu, liger_swiglu
+        except ImportError:
+            return
+        gated = {"gelu": liger_geglu, "silu": liger_swiglu}[name]
+        yield "Liger, gate of ones", lambda x: gated(x, torch.ones_like(x))
+
+
+def measured(call: Callable[[], Any], device: str) -> float:
+    """Return the median time of a call in milliseconds."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < SECONDS:
+        call()
+    times = []
+    for _ in range(REPEATS):
+        if device == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            call()
+            last.record()
+            torch.cuda.synchronize()
+            times.append(first.elapsed_time(last))
+        else:
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def row(label: str, function: Callable[[Tensor], Tensor], x: Tensor, device: str) -> Row:
+    """Measure one activation."""
+    dy = torch.randn_like(x)
+    leaf = x.detach().requires_grad_()
+    with count_saved() as saved:
+        y = function(leaf)
+    y.backward(dy)
+    y = function(leaf)
+
+    def forward() -> None:
+        function(x.detach().requires_grad_())
+
+    def backward() -> None:
+        torch.autograd.grad(y, leaf, dy, retain_graph=True)
+
+    def both() -> None:
+        one = x.detach().requires_grad_()
+        function(one).backward(dy)
+
+    return {
+        "label": label,
+        "kept_bytes_an_element": round(saved.bytes / x.numel(), 4),
+        "forward_ms": measured(forward, device),
+        "backward_ms": measured(backward, device),
+        "both_ms": measured(both, device),
+    }
+
+
+def bandwidth(rows: list[Row], x: Tensor, device: str) -> None:
+    """Add the share of a plain copy's bandwidth, of the bytes that the fitact kernels have to move."""
+    target = torch.empty_like(x)
+    copy = 2 * x.numel() * x.itemsize / measured(lambda: target.copy_(x), device)
+    for one in rows:
+        if "fewbit" in one["label"] or "inverted" in one["label"]:
+            bits = int(one["label"][-1]) / 8
+            output = x.itemsize if "inverted" in one["label"] else 0
+            moved = {"forward": 2 * x.itemsize + bits, "backward": 2 * x.itemsize + bits + output}
+            for pass_, each in moved.items():
+                one[f"{pass_}_share_of_copy"] = round(each * x.numel() / one[f"{pass_}_ms"] / copy, 3)
+
+
+def draw(groups: list[dict[str, Any]], path: Path) -> None:
+    """Draw forward and backward beside each other, a bar for each row, relative to PyTorch's own."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(
+        figsize=(9, 0.6 + 0.27 * sum(len(group["rows"]) + 2 for group in groups)), layout="constrained"
+    )
+    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for axes, group in zip(panels, groups, strict=True):
+        base = group["rows"][0]["both_ms"]
+        for i, one in enumerate(reversed(group["rows"])):
+            axes.barh(i, one["forward_ms"] / base, color="#1f4e79", label="forward" if not i else "")
+            left = one["forward_ms"] / base
+            axes.barh(i, one["backward_ms"] / base, left=left, color="#d1495b", label="backward" if not i else "")
+        labels = [f"{one['label']} ({one['kept_bytes_an_element']:g} B)" for one in reversed(group["rows"])]
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.axvline(1.0, color="black", linewidth=0.7)
+        axes.set_title(f"{group['activation']}, {group['elements']:,} elements, {group['dtype']}", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False, fontsize=8)
+    panels[-1].set_xlabel("time, PyTorch's own forward and backward = 1; in brackets: bytes kept for each element")
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--size", type=int, nargs="+", help="elements; by default 2^22, on a GPU 2^20, 2^24 and 2^27"
+    )
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = arguments.size or ([1 << 20, 1 << 24, 1 << 27] if device == "cuda" else [1 << 22])
+    mode = os.environ.get("FITACT_CPU", "") if device == "cpu" else ""
+    results = Path(__file__).parent / "results" / f"activations_{device}{f'_{mode}' if mode else ''}.json"
+    path = arguments.output or results
+    record: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{platform.machine()}, {platform.system()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "FITACT_CPU": mode,
+        "groups": [],
+    }
+    try:
+        for dtype in arguments.dtype:
+            for size in sizes:
+                for name in STOCK:
+                    x = torch.randn(size, device=device).to(getattr(torch, dtype))
+                    rows: list[Row] = []
+                    group = {"activation": name, "elements": size, "dtype": dtype, "rows": rows}
+                    record["groups"].append(group)
+                    print(f"\n{name}, {size:,} elements, {dtype}")
+                    for label, function in rivals(name, device):
+                        one = row(label, function, x, device)
+                        rows.append(one)
+                        one["ratio"] = round(one["both_ms"] / rows[0]["both_ms"], 3)
+                        times = " ".join(f"{one[f'{pass_}_ms']:9.3f}" for pass_ in ("forward", "backward", "both"))
+                        kept = one["kept_bytes_an_element"]
+                        print(f"{label:28} {times} ms  {one['ratio']:6.2f} times  {kept:6.3f} B", flush=True)
+                    if device == "cuda":
+                        bandwidth(rows, x, device)
+    except KeyboardInterrupt:
+        print("interrupted: what is finished is kept", file=sys.stderr)
+    finally:
+        record["groups"] = [group for group in record["groups"] if group["rows"]]
+        for group in record["groups"]:
+            for one in group["rows"]:
+                one.update({key: round(value, 4) for key, value in one.items() if key.endswith("_ms")})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n")
+        if record["groups"]:
+            draw(record["groups"], path.with_suffix(".png"))
+    print(f"\nwrote {path} and {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()

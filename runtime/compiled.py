@@ -1,0 +1,104 @@
+"""Coding and decoding on a CPU compiled by PyTorch's inductor, where FITACT_CPU=inductor asks for it.
+
+What `eager` does in some passes over each chunk is then one loop in C++, with the same codes bit for bit. It is
+compiled once for each activation and dtype, which takes seconds and a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VARIABLE = "FITACT_CPU"
+
+
+@cache
+def asked_for() -> bool:
+    """Whether compiled code is asked for.
+
+    Raises:
+        RuntimeError: the variable has a value that means nothing, or there is no C++ compiler.
+
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "inductor"):
+        raise RuntimeError(f"{VARIABLE}: expected inductor or nothing, got {value!r}")
+    if value and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "cl"))):
+        raise RuntimeError(
+            f"{VARIABLE}=inductor needs a C++ compiler, g++ or clang++ or CXX: install one, or unset it"
+        )
+    return value == "inductor"
+
+
+def pick(code: Tensor, table: Sequence[float]) -> Tensor:
+    """Return table[code] as a tree of selects, which a compiler turns into vector code; 2^k numbers."""
+    if len(table) == 2:
+        upper, lower = table[1], table[0]
+    else:
+        half = len(table) // 2
+        upper, lower = pick(code, table[half:]), pick(code, table[:half])
+    return torch.where((code & (len(table) // 2)) != 0, upper, lower)
+
+
+@cache
+def encoder(
+    borders: tuple[float, ...], bits: int, even: bool, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
+    """Return what writes the planes of codes, (tiles, bits, columns) of uint8, of an x (tiles, rows, columns)."""
+
+    def encode(x: Tensor, planes: Tensor) -> None:
+        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        if even:
+            x = x.abs()
+        code = torch.zeros_like(x, dtype=torch.int32)
+        for border in borders:
+            code = code + (x > border).to(torch.int32)
+        shifts = torch.arange(0, x.shape[1] * bits, bits, dtype=torch.int32)[:, None]
+        word = (code << shifts).sum(1, dtype=torch.int32)
+        planes.copy_(torch.stack([((word >> (8 * plane)) & 0xFF).to(torch.uint8) for plane in range(bits)], 1))
+
+    return _compile(encode, f"encode_{bits}_{dtype}")
+
+
+@cache
+def multiplier(
+    slope: Callable[[Tensor, Tensor], Tensor], bits: int, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Return what writes dx = dy · slope(y, code), in its dtype, from dy, y, planes and dx.
+
+    dy, y and dx are (tiles, rows, columns), planes as `encoder` writes them; what is not kept is empty.
+    """
+
+    def multiply(dy: Tensor, y: Tensor, planes: Tensor, dx: Tensor) -> None:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        code = planes
+        if bits:
+            word = planes[:, 0].to(torch.int32)
+            for plane in range(1, bits):
+                word = word | (planes[:, plane].to(torch.int32) << (8 * plane))
+            shifts = torch.arange(0, dy.shape[1] * bits, bits, dtype=torch.int32)[:, None]
+            code = (word[:, None] >> shifts) & ((1 << bits) - 1)
+        dx.copy_(dy.to(wide) * slope(y.to(wide), code))
+
+    return _compile(multiply, f"multiply_{bits}_{dtype}")
+
+
+def _compile(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """Compile for any number of tiles; dynamo counts its recompilations by code object, so each gets its own."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=name)
+    own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    compiled = torch.compile(own, fullgraph=True, dynamic=True)
+
+    def run(*tensors: Any) -> None:
+        with torch.no_grad():
+            compiled(*tensors)
+
+    return run
