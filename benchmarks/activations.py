@@ -5,7 +5,7 @@
 For each size and dtype: forward, backward and both, medians in milliseconds; the ratio to the same activation
 of PyTorch in the same run; the bytes autograd keeps for each element. Beside the shipped modules: PyTorch's
 activation under torch.compile, the same with a memory budget of 0.7, Liger-Kernel's where there is one
-and a GPU. On a GPU also the share of the bandwidth that a plain copy reaches in the same run. On a CPU, run it with
+and a GPU. On a GPU also the share of the bandwidth that a plain copy reaches in that run. On a CPU, run it with
 FITACT_CPU=inductor too. An interrupt keeps what is finished. The picture is beside the JSON, as PNG.
 """
 

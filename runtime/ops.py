@@ -38,7 +38,8 @@ def apply(x: Tensor, key: str) -> Tensor:
     """Return the activation of x, keeping its codes for backward.
 
     Args:
-        x: float16, bfloat16, float32 or float64, any shape, strides and device.
+        x: float16, bfloat16, float32 or float64, any shape, strides and device. Of a DTensor each process codes
+            its own shard; one that is yet to be summed over processes is summed first.
         key: of a registered activation.
 
     Returns:
@@ -51,6 +52,8 @@ def apply(x: Tensor, key: str) -> Tensor:
 
     """
     activation = find(key)
+    if type(x).__name__ == "DTensor":
+        return _distributed(x, key)
     if getattr(x, "dtype", None) not in DTYPES:
         found = getattr(x, "dtype", type(x).__name__)
         raise TypeError(
@@ -68,6 +71,18 @@ def apply(x: Tensor, key: str) -> Tensor:
         return _differentiable(x.contiguous(), (), dtype, key)
     dims = _inverse(order)
     return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
+
+
+def _distributed(x: Any, key: str) -> Tensor:
+    """Return the activation of a DTensor, placed as it is."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if any(placement.is_partial() for placement in x.placements):
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    y: Tensor = DTensor.from_local(
+        apply(x.to_local(), key), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+    return y
 
 
 def _differentiable(x: Tensor, dims: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
