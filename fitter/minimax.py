@@ -79,6 +79,8 @@ def minimax(
     q: Array = np.zeros(b + 1)
     q[0] = 1.0 if below[0, 0] > 0 else -1.0
     one = below @ q
+    if not np.all(one):  # the powers are of too many sizes for float64
+        return math.inf, None
     p = least_squares(above / one[:, None], (low + high) / 2)
     best: tuple[float, Array, Array] = (math.inf, p, q)
     for _ in range(EXCHANGES):

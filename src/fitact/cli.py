@@ -216,10 +216,19 @@ def fit(
 @cli.command()
 @click.argument("fits", nargs=-1, type=PATH, metavar="[FITS]...")
 @click.option(
-    "--out", type=PATH, default=Path("generated"), show_default=True, metavar="DIR", help="Package to write."
+    "--out",
+    type=PATH,
+    metavar="DIR",
+    help="Package to write.  [default: generated; with --standalone, standalone]",
 )
 @click.option("--check", is_flag=True, help="Write nothing; show what would change, and fail if anything would.")
-def codegen(fits: Sequence[Path], out: Path, check: bool) -> None:
+@click.option(
+    "--standalone",
+    "alone",
+    is_flag=True,
+    help="Write files that need PyTorch and no fitact, each to be copied alone into another project.",
+)
+def codegen(fits: Sequence[Path], out: Path | None, check: bool, alone: bool) -> None:
     """Generate a PyTorch module from each fit.
 
     FITS are fit files; by default all in generated/fits, and then modules whose fit is gone are removed.
@@ -229,23 +238,28 @@ def codegen(fits: Sequence[Path], out: Path, check: bool) -> None:
       fitact codegen
       fitact codegen --check
       fitact codegen my_fit.json --out my_package
+      fitact codegen --standalone
+      fitact codegen my_fit.json --standalone --out my_project
     """
     from fitact.codegen.generate import drift, generate, plan
 
-    files = plan(_read(fits))
+    files = plan(_read(fits), alone=alone)
+    folder = out or Path("standalone" if alone else "generated")
+    modules = len(files.keys() - {"__init__.py"})
     prune = not fits
     if check:
-        difference = drift(files, out, prune=prune)
+        difference = drift(files, folder, prune=prune, alone=alone)
         if difference:
             click.echo(difference, nl=False)
-            raise FitactError(f"{out}: differs from what its fits generate; run fitact codegen")
-        click.echo(f"{out}: {len(files) - 1} modules are what their fits generate")
+            command = f"fitact codegen{' --standalone' if alone else ''}"
+            raise FitactError(f"{folder}: differs from what its fits generate; run {command}")
+        click.echo(f"{folder}: {modules} modules are what their fits generate")
         return
-    changed = generate(files, out, prune=prune)
+    changed = generate(files, folder, prune=prune, alone=alone)
     for path in changed:
         click.echo(f"{'wrote' if path.exists() else 'removed'} {path}")
     if not changed:
-        click.echo(f"{out}: nothing to do, {len(files) - 1} modules are up to date")
+        click.echo(f"{folder}: nothing to do, {modules} modules are up to date")
 
 
 @cli.command()
