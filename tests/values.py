@@ -412,7 +412,11 @@ FLOAT64: dict[str, Any] = {
 # Where a function is compared, if not at every float32.
 for _name in ("ndtr", "sigmoid", "tanh_softplus"):
     DEFINITIONS[f"{_name}_half"], FLOAT64[f"{_name}_half"] = DEFINITIONS[_name], FLOAT64[_name]
-DOMAIN: dict[str, tuple[float, float]] = {"log1p": (-1 + 2**-24, np.inf), "tan": (-1e4, 1e4), "exponential": (-np.inf, 88.3)}
+DOMAIN: dict[str, tuple[float, float]] = {
+    "log1p": (-1 + 2**-24, np.inf),
+    "tan": (-1e4, 1e4),
+    "exponential": (-np.inf, 88.3),
+}
 
 
 def function_points(name: str, kind: type = np.float32) -> Array:
