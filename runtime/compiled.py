@@ -39,12 +39,9 @@ def asked_for() -> bool:
 
 def pick(code: Tensor, table: Sequence[float]) -> Tensor:
     """Return table[code] as a tree of selects, which a compiler turns into vector code; 2^k numbers."""
-    if len(table) == 2:
-        upper, lower = table[1], table[0]
-    else:
-        half = len(table) // 2
-        upper, lower = pick(code, table[half:]), pick(code, table[:half])
-    return torch.where((code & (len(table) // 2)) != 0, upper, lower)
+    half = len(table) // 2
+    upper, lower = (pick(code, part) if half > 1 else part[0] for part in (table[half:], table[:half]))
+    return torch.where((code & half) != 0, upper, lower)
 
 
 @cache
