@@ -7,18 +7,22 @@ one the functions of `runtime/functions.py`, over the whole range of float32.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton.language
+from scipy import special
 
 from fitact.runtime import functions
 from fitact.runtime.language import jit, tl
 
 from .. import values
+from ..steps import patterns
 from ..values import EACH, FORMULAS, Formula
 
 # NaN and infinity on purpose, in NumPy, which warns of them
@@ -150,6 +154,31 @@ def test_device_functions(name: str) -> None:
     found = apply(getattr(functions, name), torch.from_numpy(at.astype(np.float32))).double().numpy()
     error, i = values.worst(found, values.FLOAT64[name](at), slack=SLACK.get(name, np.zeros_like)(at))
     assert error <= ULPS[name], (at[i], found[i], error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gelu_fewbit3", lambda x: x * special.ndtr(x)),
+        ("silu_fewbit3", lambda x: x * special.expit(x)),
+        ("mish_fewbit3", lambda x: x * values.FLOAT64["tanh_softplus"](x)),
+        ("gelu_tanh_fewbit3", lambda x: x * special.expit(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3))),
+    ],
+)
+def test_short_values_are_lost_in_the_rounding(name: str, value: Any, dtype: torch.dtype) -> None:
+    """At every number of half precision, before the result is rounded: off by a fraction of that rounding."""
+    x = patterns(dtype)
+    x = normal(x[x.isfinite()]).float()
+    short = importlib.import_module(f"fitact.generated.{name}").value_half
+    true = value(x.double().numpy())
+    info = torch.finfo(dtype)
+    known = np.abs(true) <= info.max
+    x, true = x[known], true[known]
+    off = np.abs(apply(short, x).double().numpy() - true)
+    roundings = np.maximum(np.abs(true) * info.eps / 4, info.smallest_normal * info.eps / 2)  # at least
+    flushed = 1.2e-38 * np.maximum(1.0, np.abs(x.double().numpy()))  # a factor that is subnormal is 0
+    assert (np.maximum(off - flushed, 0.0) / roundings).max() <= {torch.bfloat16: 0.06, torch.float16: 0.25}[dtype]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 16])
