@@ -8,6 +8,9 @@ SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtim
 # Threads that wait without spinning: far faster where something else runs on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 
+# Each worker takes a file at a time, on one thread.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+
 .PHONY: demo test test-all lint format check bench clean
 .DEFAULT_GOAL := test
 
@@ -33,11 +36,11 @@ demo: $(VENV)/.installed
 
 ## Every kind of test, with representatives where the full product is large.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m "not full"
+	$(PYTEST) -m "not full"
 
 ## Every test.
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 ## Linter, formatter and type checker; the types are those of the installed wheel.
 lint: $(VENV)/.installed

@@ -99,7 +99,12 @@ def _quotient(form: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     p, q = _polynomial(form["numerator"], t), _polynomial(form["denominator"], t)
     reach = np.minimum(sum(np.abs(root) for root in roots), 2 * max(abs(form["low"]), abs(form["high"])))
     at = np.maximum(np.abs(t), reach)  # t may be a small difference of roots
-    return p / q, (_sizes(form["numerator"], at) + np.abs(p / q) * _sizes(form["denominator"], at)) / np.abs(q)
+    sizes = (_sizes(form["numerator"], at) + np.abs(p / q) * _sizes(form["denominator"], at)) / np.abs(q)
+    for root in form["roots"]:
+        if root["order"] > 2:  # by way of a logarithm, whose rounding counts as it is large
+            far = np.maximum(np.abs(y - root["anchor"]), 1e-300)
+            sizes = sizes * (1 + np.abs(np.log2(far)) / root["order"] / 4)
+    return p / q, sizes
 
 
 def _paper(form: Any, y: np.ndarray, anchor: float) -> np.ndarray:

@@ -23,7 +23,7 @@ FITS = Path(str(resources.files("fitact.generated") / "fits"))
 SHIPPED = sorted(path.stem for path in FITS.glob("*inverted*.json"))
 GOOD: dict[str, Any] = json.loads((FITS / "gelu_inverted1.json").read_text())
 PRINTED: dict[str, Any] = json.loads((FITS / "silu_inverted_published.json").read_text())
-GONE = object()
+GONE = type("Gone", (), {"__repr__": lambda self: "GONE"})()
 
 
 def changed(record: dict[str, Any], path: str, value: object) -> str:

@@ -128,6 +128,7 @@ def check_gradient(one: Inverse, x: torch.Tensor, y: torch.Tensor, dy: torch.Ten
     allowed = dy.double().abs() * one.lost(y, code)
     allowed += half_ulp(expected.abs() + allowed, dx.dtype)
     wrong = (dx.double() - expected).abs() > allowed
+    wrong &= ~(dx.isinf() & (expected.abs() + allowed).to(dx.dtype).isinf())
     assert dx.shape == x.shape
     assert not bool((wrong | dx.isnan())[y.isfinite()].any())
     assert bool(dx[y.isnan()].isnan().all())
@@ -990,7 +991,7 @@ OWN: list[tuple[str, tuple[float, float] | None, int, Callable, Callable]] = [
     ("softplus(x) - 0.3*x", None, 2, lambda x: special.expit(x) - 0.3, lambda x: F.softplus(x) - 0.3 * x),
     ("x + sin(x)**2", (-1, 2), 1, bumps, lambda x: x + x.sin() ** 2),
     # the ones above in the ordinary run
-    ("x**3", None, 1, lambda x: 3 * x**2, lambda x: x**3),
+    ("x**3", (-1e12, 1e12), 1, lambda x: 3 * x**2, lambda x: x**3),
     ("x + sin(x)**2", (-3, 3), 4, bumps, lambda x: x + x.sin() ** 2),
     ("x**3 - x", (-10, 10), 3, lambda x: 3 * x**2 - 1, lambda x: x**3 - x),
     ("x**4 - 2*x**2", (-2, 2), 4, lambda x: 4 * x**3 - 4 * x, lambda x: x**4 - 2 * x**2),
@@ -1026,7 +1027,7 @@ def test_formulas_from_text_to_gradient(
     low, high = domain or (-1e30, 1e30)
     for dtype in (torch.float32, *HALVES):
         x = patterns(dtype)[patterns(dtype).isfinite()] if dtype in HALVES else sample(one, low, high)
-        x = x[(x >= low) & (x <= high)]
+        x = x[(x.double() >= low) & (x.double() <= high)]
         y, dx = run(one.function, x)
         eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
         known = y.isfinite()

@@ -23,7 +23,7 @@ from fitact.runtime.language import jit, tl
 
 from .. import values
 from ..steps import patterns
-from ..values import EACH, FORMULAS, Formula
+from ..values import EACH, Formula
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -86,11 +86,10 @@ def test_nan_and_infinity(formula: Formula, tmp_path: Path) -> None:
     np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=1e-6, atol=1e-7)
 
 
-REPORTED = [formula for formula in FORMULAS if values.value_is_reported(formula.text)]
-
-
-@values.each(REPORTED)
+@EACH
 def test_what_is_reported_is_so(formula: Formula, tmp_path: Path) -> None:
+    if not values.value_is_reported(formula.text):
+        pytest.skip("not reported")
     x = values.neighbours(values.named(formula.text, values.VALUE)[1])
     at = x.double().numpy()
     found = apply(module(formula, tmp_path).value, x).double().numpy()
