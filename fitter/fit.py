@@ -220,8 +220,9 @@ class InvertedFit(Fit):
         domain: the interval of x that the fit is made for; None for the reals.
         splits: by storage dtype of y, float32 numbers, increasing; the code of x is how many are less than x.
         forms: by storage dtype, one for each code.
-        error: by storage dtype, max |form − f′| / max(1, |f′|), x and y being of the dtype: of half precision over
-            all of its x, of float32 over a dense sample.
+        error: by storage dtype, max |form − f′| / max(1, |f′|), x and y being of the dtype and |y| < 1e37: of half
+            precision over all of its x, of float32 over a dense sample. y of the catalog's activations is rounded
+            once; in float32 PyTorch's own is off by more, and near an extremum up to thrice the error comes of it.
         floor: by storage dtype, the least such error that any function of that y and code has.
         options: what else is needed to make the fit again.
 

@@ -7,7 +7,7 @@
 f(x) = where(x >= 3, x, where(x <= -3, 0, x*(x + 3)/6))
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
 p(t)/q(t) with t made of roots of y, for each dtype of y the best of its degrees.
-The errors above are those of f', by y's dtype.
+The errors above are those of f', by y's dtype, for y rounded once.
 """
 
 import torch
@@ -213,7 +213,7 @@ def torch_derivative_float16(y: torch.Tensor, code: torch.Tensor) -> torch.Tenso
 
 KEY = register(
     Inverted(
-        key="hardswish_inverted2-7471274bcea0b046",
+        key="hardswish_inverted2-f1cb9336e2890c0a",
         name="hardswish_inverted2",
         bits=2,
         splits={

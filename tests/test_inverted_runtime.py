@@ -255,14 +255,15 @@ def test_corners_have_pytorch_s_gradient(dtype: torch.dtype) -> None:
 @each_inverse()
 @EACH_DTYPE
 def test_infinity_and_nan(one: Inverse, dtype: torch.dtype) -> None:
-    """NaN where the input or the output is, and nowhere else: of a NaN, only y tells."""
+    """NaN where the output is, and nowhere else."""
     large = torch.finfo(dtype).max
     x = torch.tensor([np.inf, -np.inf, np.nan, large, -large, 0.0, -0.0], dtype=dtype)
     y, dx = run(one.function, x)
     stock = one.stock_gradient(x, torch.ones_like(x))
     assert torch.equal(dx.isnan(), y.isnan())
     assert dx[2].isnan()
-    assert bool((stock.isnan() | x.isnan() | y.isnan())[dx.isnan()].all())
+    # only of hardswish, whose gradient PyTorch takes from the input, is there one where y is NaN
+    assert one.plain == "hardswish" or bool(stock.isnan()[dx.isnan()].all())
     # beyond the interval that t is clamped to, f′ is what it is at its end
     expected = torch.tensor([1, 0, np.nan, 1, 0, *[float(one.true(torch.zeros(())))] * 2], dtype=torch.float64)
     allowed = one.error(dtype) + SLACK + half_ulp(torch.ones(7, dtype=torch.float64), dtype)
