@@ -808,10 +808,10 @@ def test_many_stretches_of_curvature_take_no_time(bits):
     """An oscillation has dozens of inflections, and the ways to share knots among them are without number."""
 
     def stop(*_):
-        pytest.fail("no answer within 40 seconds")
+        pytest.fail("no answer within four minutes")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(40)
+    signal.alarm(240)
     try:
         relumix.mixture(Activation.of("x + sin(x)*exp(-x**2/50)"), bits, restarts=0)
     finally:
