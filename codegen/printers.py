@@ -46,7 +46,7 @@ class Dialect:
     Attributes:
         functions: SymPy class → the text of a call, with {0} for the argument.
         where: the conditional, with {0}, {1}, {2} for condition and values.
-        constant: a number as a tensor like {variable}, for a conditional between two numbers.
+        constant: a number as a tensor like {variable}, for a constant and for a conditional between two numbers.
         clamp: {0} clamped to {1} and {2}, NaN kept.
         power: an integer power of a formula, and how strongly the result binds.
 
@@ -197,7 +197,10 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
             name(max(parts, key=lambda part: len(texts[part])))
         if node is not formula:
             name(node)
-    return Code(tuple(steps), printer.text(formula), tuple(sorted(printer.names)))
+    result = printer.text(formula)
+    if not formula.free_symbols:
+        result = dialect.constant.format(result, variable=variable)
+    return Code(tuple(steps), result, tuple(sorted(printer.names)))
 
 
 def short(code: Code) -> Code | None:

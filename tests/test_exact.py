@@ -910,6 +910,7 @@ def load(fit: ExactFit, folder: Path) -> ModuleType:
 
 
 GENERATED = {
+    "3*x - 2",
     "x**3",
     "x/sqrt(1+x**2)",
     "squareplus(x)",
