@@ -53,8 +53,10 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
     """
     flat = x.view(-1)
     tiles = tiles_of(x)
-    planes = x.new_empty((tiles, bits, COLUMNS), dtype=torch.uint8)
     done = _whole(x)
+    if x.numel() <= COLUMNS:
+        return _encode_row(flat, tiles, borders, bits, even)
+    planes = x.new_empty((tiles, bits, COLUMNS), dtype=torch.uint8)
     if done:
         whole = flat[: done * TILE].view(-1, ROWS, COLUMNS)
         compiled.encoder(borders, bits, even, x.dtype)(whole, planes[:done])
@@ -73,6 +75,20 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
         for plane in range(bits):
             planes[tile, plane] = word.bitwise_right_shift(8 * plane).bitwise_and_(0xFF)
     return planes.view(-1)
+
+
+def _encode_row(x: Tensor, tiles: int, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
+    """Return the codes of at most a row, which are its words, in few operations: small tensors are all overhead."""
+    codes = x.new_zeros(tiles * bits * COLUMNS, dtype=torch.uint8)
+    x = x.to(arithmetic_dtype(x))
+    above = (x.abs() if even else x)[:, None] > _tensor(borders, x.dtype, x.device)
+    torch.sum(above, 1, dtype=torch.uint8, out=codes[: x.numel()])
+    return codes
+
+
+@cache
+def _tensor(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _whole(x: Tensor) -> int:
@@ -141,18 +157,20 @@ def backward(dy: Tensor, y: Tensor | None, codes: Tensor, bits: int, slope: Slop
         compiled.multiplier(slope.traced, bits, dtype)(rows[0], kept, planes[:done], rows[1])
     for tile, element in _chunks(dy, done, tiles_of(dy)):
         part = flat[element]
-        code = _decode(planes[tile], bits)[: part.numel()] if bits else codes
+        code = _decode(planes[tile], bits, part.numel()) if bits else codes
         torch.mul(part, slope(flat_y if y is None else flat_y[element], code), out=flat_dx[element])
     return dx
 
 
-def _decode(planes: Tensor, bits: int) -> Tensor:
-    """Return the codes of some tiles, (tiles · TILE,) of int32, from their planes, (tiles, bits, COLUMNS)."""
+def _decode(planes: Tensor, bits: int, size: int) -> Tensor:
+    """Return the codes of some tiles, (size,) of int32, from their planes, (tiles, bits, COLUMNS)."""
+    if size <= COLUMNS:
+        return planes[0, 0, :size].to(torch.int32)
     word = planes[:, 0].to(torch.int32)
     for plane in range(1, bits):
         word |= planes[:, plane].to(torch.int32).bitwise_left_shift_(8 * plane)
     rows = torch.bitwise_right_shift(word[:, None], _shifts(bits, planes.device))
-    return rows.bitwise_and_((1 << bits) - 1).view(-1)
+    return rows.bitwise_and_((1 << bits) - 1).view(-1)[:size]
 
 
 class Levels:
@@ -163,7 +181,7 @@ class Levels:
 
     def __call__(self, y: Tensor, code: Tensor) -> Tensor:
         """Return the levels, in float64 if y, which is empty, is."""
-        return torch.tensor(self.levels, dtype=arithmetic_dtype(y), device=y.device).index_select(0, code)
+        return _tensor(self.levels, arithmetic_dtype(y), y.device).index_select(0, code)
 
     def traced(self, y: Tensor, code: Tensor) -> Tensor:
         """Return the levels, by selects."""
