@@ -78,7 +78,7 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
 
 
 def _encode_row(x: Tensor, tiles: int, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
-    """Return the codes of at most a row, which are its words, in few operations: small tensors are all overhead."""
+    """Return the codes of at most a row, which are its words, in few operations: small tensors are overhead."""
     codes = x.new_zeros(tiles * bits * COLUMNS, dtype=torch.uint8)
     x = x.to(arithmetic_dtype(x))
     above = (x.abs() if even else x)[:, None] > _tensor(borders, x.dtype, x.device)
