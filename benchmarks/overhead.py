@@ -1,0 +1,101 @@
+"""What a call costs on a tiny tensor, where all is overhead, beside the same call of ops that do nothing.
+
+    python benchmarks/overhead.py [-o RESULTS.json]
+
+Forward and backward of 16 elements: of shipped activations, of one that is registered as they are but computes
+nothing, and of PyTorch's own. Medians in microseconds of one run, and the ratio to the one that computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fitact.runtime.ops import Launch, apply
+from fitact.runtime.registry import Pointwise, register
+
+ELEMENTS = 16
+ROUNDS = 40
+CALLS = 100  # a round
+SHIPPED = ("gelu_fewbit1", "gelu_fewbit3", "silu_fewbit3", "gelu_inverted1", "tanh_exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing(Pointwise):
+    """Keeps codes of 3 bits that nobody writes, and returns what was in memory."""
+
+    keeps_output = False
+
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.new_empty(3 * 1024, dtype=torch.uint8)
+
+    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(dy, dtype=dtype)
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+        pass
+
+    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
+        pass
+
+
+def rivals() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return what is measured, the one that computes nothing first."""
+    nothing = Nothing(key="nothing", name="nothing", bits=3, value=torch.empty_like, forward=None, backward=None)
+    shipped = {name: getattr(import_module(f"fitact.generated.{name}"), name) for name in SHIPPED}
+    return {"nothing": partial(apply, key=register(nothing)), **shipped, "F.gelu": F.gelu}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    x = torch.randn(ELEMENTS, device=device, requires_grad=True)
+    dy = torch.ones_like(x)
+    functions = rivals()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(ROUNDS):  # turn by turn, so that what else the machine does meets all
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                function(x).backward(dy)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    medians = {name: statistics.median(every) for name, every in times.items()}
+    record = {
+        "machine": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{platform.machine()}, {platform.system()}",
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "elements": ELEMENTS,
+        "microseconds": {name: round(value, 1) for name, value in medians.items()},
+        "ratio": {name: round(value / medians["nothing"], 2) for name, value in medians.items()},
+    }
+    for name, value in medians.items():
+        print(f"{name:16} {value:8.1f} us {value / medians['nothing']:6.2f} times")
+    path = arguments.output or Path(__file__).parent / "results" / f"overhead_{device}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
