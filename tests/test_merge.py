@@ -1,0 +1,777 @@
+"""Norms merged into the linear layers that follow: outputs, gradients, kept bytes, refusals, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fitact.errors import JobError, UsageError
+from fitact.runtime.conversion import Site
+from fitact.runtime.memory import count_saved
+from fitact.runtime.merge import merge_norms, unmerge_norms
+from fitact.runtime.merge_layers import Norm, recognise
+from fitact.runtime.models import imported
+from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+GROUPED = SIZES | {"vocab_size": 50, "num_key_value_heads": 2, "pad_token_id": 0}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+Example = tuple[nn.Module, Any]
+
+
+def hugging_face(name: str, **sizes: Any) -> Callable[[], Example]:
+    def build() -> Example:
+        transformers = imported("transformers")
+        kind = name.removesuffix("LMHeadModel").partition("For")[0]
+        model = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
+        if model.main_input_name == "pixel_values":
+            return model, {"pixel_values": torch.randn(2, 3, 16, 16)}
+        inputs = {"input_ids": torch.randint(3, 50, (2, 9))}
+        if model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = torch.randint(3, 50, (2, 7))
+        return model, inputs
+
+    return build
+
+
+def timm_vit() -> Example:
+    vit = imported("timm").models.VisionTransformer
+    model = vit(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
+    return model, (torch.randn(2, 3, 16, 16),)
+
+
+DROPOUT, TIED = "Dropout reads its output", "its weight is tied to"
+# What each model is, how many norms are merged, and why the others are not.
+MODELS: dict[str, tuple[Callable[[], Example], int, list[str]]] = {
+    "bert": (
+        hugging_face("BertForMaskedLM", vocab_size=50, **SIZES),
+        1,  # the last one, which the head reads; all others feed a residual sum too
+        [DROPOUT, "add in BertOutput", "add in BertSelfOutput", "add in BertOutput", TIED],
+    ),
+    "roberta": (
+        hugging_face("RobertaForSequenceClassification", vocab_size=50, **SIZES),
+        0,
+        [DROPOUT, "add in RobertaOutput", "add in RobertaSelfOutput", "add in RobertaOutput", DROPOUT],
+    ),
+    "gpt2": (hugging_face("GPT2LMHeadModel", vocab_size=50, **GPT2), 4, [TIED]),
+    "vit": (hugging_face("ViTForImageClassification", image_size=16, patch_size=8, **SIZES), 5, []),
+    "llama": (hugging_face("LlamaForCausalLM", **GROUPED), 5, []),
+    "mistral": (hugging_face("MistralForCausalLM", **GROUPED), 5, []),
+    "qwen2": (hugging_face("Qwen2ForCausalLM", **GROUPED), 5, []),
+    "qwen3": (
+        hugging_face("Qwen3ForCausalLM", head_dim=8, **GROUPED),
+        5,
+        ["mul in Qwen3Attention"] * 4,
+    ),
+    "gemma": (hugging_face("GemmaForCausalLM", head_dim=8, **GROUPED), 4, [TIED]),
+    "t5": (hugging_face("T5ForConditionalGeneration", vocab_size=50, **T5), 10, [DROPOUT] * 2),
+    "neox": (hugging_face("GPTNeoXForCausalLM", vocab_size=50, **SIZES), 5, []),
+    "timm_vit": (timm_vit, 5, []),
+}
+
+
+def build(name: str) -> Example:
+    """A tiny model in evaluation, with α between 0.5 and 1.5 and normal β."""
+    model, inputs = MODELS[name][0]()
+    randomise(model)
+    return model.eval(), inputs
+
+
+def randomise(model: nn.Module) -> None:
+    with torch.no_grad():
+        for module in model.modules():
+            form = recognise(module)
+            if isinstance(form, Norm):
+                if form.weight is not None:
+                    form.weight.uniform_(0.5, 1.5).sub_(form.offset)
+                if form.bias is not None:
+                    form.bias.normal_()
+
+
+def in_double(model: nn.Module, inputs: Any) -> Any:
+    """Make all of a model float64: the RMSNorms of transformers, which compute in float32, become PyTorch's."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            form = recognise(child)
+            if isinstance(form, Norm) and not form.centred:
+                made = nn.RMSNorm(form.columns, form.eps)
+                made.weight.data.copy_(form.alpha)
+                setattr(module, name, made)
+    model.double()
+    convert = lambda x: x.double() if x.is_floating_point() else x  # noqa: E731
+    return {k: convert(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(convert, inputs))
+
+
+def outputs(model: nn.Module, inputs: Any) -> Tensor:
+    result = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    return result if isinstance(result, Tensor) else result.logits
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """In the 2-norm, relative."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
+def kept(model: nn.Module, inputs: Any) -> int:
+    model.train()
+    with count_saved(model) as saved:
+        outputs(model, inputs)
+    model.eval()
+    return saved.bytes
+
+
+def merged(sites: list[Site]) -> list[Site]:
+    return [site for site in sites if site.after is not None]
+
+
+def reason(sites: list[Site]) -> str:
+    (site,) = sites
+    assert site.after is None and site.kept_after == site.kept_before
+    return site.reason
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    """Every norm is merged or left alone for the expected reason; the same outputs; fewer bytes, as foretold."""
+    model, inputs = build(name)
+    before, bytes_before = outputs(model, inputs).detach(), kept(model, inputs)
+    norms = [path for path, module in model.named_modules() if isinstance(recognise(module), Norm)]
+    sites = merge_norms(model, inputs)
+    assert [site.name for site in sites] == norms
+    done = merged(sites)
+    assert len(done) == MODELS[name][1]
+    left = [site.reason for site in sites if site.after is None]
+    assert len(left) == len(MODELS[name][2])
+    assert all(part in text for part, text in zip(MODELS[name][2], left, strict=True)), left
+    assert distance(outputs(model, inputs), before) < 2e-6
+    assert sum(site.kept_before - site.kept_after for site in sites) == bytes_before - kept(model, inputs)
+    for site in done:
+        assert site.after == type(model.get_submodule(site.name)).__name__
+        assert site.shared and site.kept_after < site.kept_before
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][1]])
+def test_in_float64_outputs_and_gradients(name: str) -> None:
+    """To 1e-10. A merged layer has W̃ = W·diag(α) and b̃ = b + Wβ, so dW = dW̃·diag(α) + db̃·βᵀ."""
+    model, inputs = build(name)
+    inputs = in_double(model, inputs)
+    original = copy.deepcopy(model)
+    sites = merge_norms(model, inputs)
+    assert len(merged(sites)) == MODELS[name][1]
+    expected, result = outputs(original, inputs), outputs(model, inputs)
+    assert distance(result, expected) < 1e-12
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (result * weights).sum().backward()
+    records = [module.merged for module in model.modules() if getattr(module, "merged", None)]
+    by_layer = {id(layer): record.norm for record in records for layer in record.layers}
+    stock = dict(original.named_parameters())
+    compared = 0
+    for path, parameter in model.named_parameters():
+        owner, _, kind = path.rpartition(".")
+        layer = model.get_submodule(owner)
+        if path not in stock:  # a bias that came with β
+            continue
+        gradient, reference = parameter.grad, stock[path].grad
+        if reference is None:
+            assert gradient is None
+            continue
+        norm = by_layer.get(id(layer))
+        if norm is not None and kind == "weight":
+            if type(layer).__name__ == "Conv1D":
+                gradient, reference = gradient.t(), reference.t()
+            gradient = gradient * norm.alpha
+            if norm.beta is not None:
+                gradient = gradient + torch.outer(layer.bias.grad, norm.beta)
+        scale = float(reference.abs().max()) + float(expected.detach().abs().max())
+        assert float((gradient - reference).abs().max()) < 1e-10 * scale, path
+        compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma", "timm_vit"])
+def test_undone(name: str) -> None:
+    model, inputs = build(name)
+    text, state = repr(model), copy.deepcopy(model.state_dict())
+    before = outputs(model, inputs).detach()
+    sites = merge_norms(model, inputs)
+    assert unmerge_norms(model) == [site.name for site in merged(sites)]
+    assert repr(model) == text
+    assert list(model.state_dict()) == list(state)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[key], rtol=2.5e-7, atol=1e-6 if key.endswith("bias") else 0)
+    assert distance(outputs(model, inputs), before) < 2e-6
+    assert len(merged(merge_norms(model, inputs))) == len(merged(sites))
+    assert unmerge_norms(nn.Linear(2, 2)) == []
+
+
+class Block(nn.Module):
+    """A norm, a path, and layers that read what comes out of it."""
+
+    def __init__(
+        self,
+        norm: nn.Module | None = None,
+        path: Callable[[Tensor], Tensor] = lambda x: x,
+        layers: list[nn.Module] | None = None,
+        end: Callable[[Tensor, Tensor], Any] = lambda x, y: y,
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8) if norm is None else norm
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)] if layers is None else layers)
+        self.path, self.end = path, end
+        randomise(self)
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.norm(self.first(x))
+        given = self.path(z)
+        total: Any = 0
+        for layer in self.layers:
+            total = total + layer(given)
+        return self.end(z, total)
+
+
+X = torch.linspace(-2, 2, 3 * 4 * 8).sin().view(3, 4, 8)
+
+
+def check(model: nn.Module, x: Any = X, count: int = 1) -> list[Site]:
+    """Merge, expecting the same outputs."""
+    with torch.no_grad():
+        before = model.eval()(x)
+        sites = merge_norms(model, x)
+        assert len(merged(sites)) == count, [site.reason for site in sites]
+        torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-5)
+    return sites
+
+
+PATHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda z: z.view(-1, 8),
+    "reshape": lambda z: z.reshape(2, 6, 8),
+    "one token": lambda z: z[:, 0],
+    "every other": lambda z: z[:, ::2],
+    "flattened and split": lambda z: z.flatten().unflatten(0, (-1, 8)),
+    "detached shape": lambda z: z + 0 if torch.zeros_like(z).any() else z,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_of_rows(path: str) -> None:
+    model = Block(path=PATHS[path])
+    (site,) = check(model)
+    assert site.after == "MSLayerNorm" and site.reason == "merged into layers.0, layers.1"
+
+
+ROWS, COPY = "its inputs are not the rows", "clone in Block reads its output"
+MIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "tokens as features": (lambda z: z.view(-1, 8)[:8].t(), ROWS),
+    "shifted": (lambda z: z.flatten()[4:-4].view(-1, 8), ROWS),
+    "interleaved": (lambda z: z.flatten()[::2].view(-1, 8), ROWS),
+    "split": (lambda z: z.view(-1, 4, 2).transpose(1, 2).reshape(-1, 8), COPY),
+    "rows exchanged, of which a layer makes a copy": (lambda z: z.transpose(0, 1), "keeping a copy of its output"),
+}
+
+
+@pytest.mark.parametrize("path", MIXED)
+def test_paths_that_mix_features_are_refused(path: str) -> None:
+    change, words = MIXED[path]
+    assert words in reason(check(Block(path=change), count=0))
+
+
+def test_layers_without_bias_and_norms_without_affine() -> None:
+    for norm in (
+        nn.LayerNorm(8),
+        nn.LayerNorm(8, bias=False),
+        nn.LayerNorm(8, elementwise_affine=False),
+        nn.RMSNorm(8),
+        nn.RMSNorm(8, eps=1e-3, elementwise_affine=False),
+    ):
+        model = Block(norm, layers=[nn.Linear(8, 8, bias=False), nn.Linear(8, 8)])
+        check(model)
+        has_beta = getattr(norm, "bias", None) is not None
+        assert (model.layers[0].bias is not None) == has_beta
+        assert not list(model.norm.parameters())
+        unmerge_norms(model)
+        assert model.norm is norm and model.layers[0].bias is None
+
+
+def test_a_norm_of_several_calls_and_places() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+            self.again = self.norm
+            randomise(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.again(self.layer(self.norm(x))))
+
+    model = Twice()
+    (site,) = check(model)
+    assert isinstance(model.norm, MSLayerNorm) and model.again is model.norm
+    assert site.kept_after == 4 * 12  # of the second call: the first one's input needs no gradient
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.tokens.weight
+        randomise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.tokens(x)))
+
+
+class Two(nn.Module):
+    """Two norms, with layers of their own or with one for both."""
+
+    def __init__(self, shared_weight: bool, shared_layer: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        if shared_weight:
+            self.two.weight = self.one.weight
+        self.second = 0 if shared_layer else 1
+        randomise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.one(x)) + self.layers[self.second](self.two(x))
+
+
+def zero() -> nn.Module:
+    model = Block()
+    model.norm.weight.data[3] = 0
+    return model
+
+
+def frozen() -> nn.Module:
+    model = Block()
+    model.layers.requires_grad_(False)
+    return model
+
+
+def hooked() -> nn.Module:
+    model = Block()
+    model.norm.register_forward_hook(lambda *_: None)
+    return model
+
+
+def replaced() -> nn.Module:
+    model = Block()
+    model.norm.forward = model.norm.forward  # as accelerate does
+    return model
+
+
+def changed_input() -> nn.Module:
+    model = Block()
+    model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    return model
+
+
+def weight_normed() -> nn.Module:
+    model = Block()
+    nn.utils.parametrizations.weight_norm(model.layers[0])
+    return model
+
+
+class Quantised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.round(), self.bias)
+
+
+class Elsewhere(Block):
+    """Reads a layer with something else, too, or its weight alone."""
+
+    def __init__(self, weight_alone: bool) -> None:
+        super().__init__()
+        self.weight_alone = weight_alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + (F.linear(x, self.layers[0].weight) if self.weight_alone else self.layers[0](x))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+        randomise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        return self.attention(z, z, z, need_weights=False)[0]
+
+
+class Widening(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).double()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "residual sum": (lambda: Block(end=lambda z, y: y + z), r"add in Block reads its output"),
+    "output": (lambda: Block(end=lambda z, y: (y, {"hidden": z})), "one of the model's"),
+    "view of it is output": (lambda: Block(end=lambda z, y: [y, z[0].t()]), "one of the model's"),
+    "changed in place": (lambda: Block(path=lambda z: z.mul_(2)), "mul_ in Block reads"),
+    "copy": (lambda: Block(path=lambda z: z.transpose(0, 1).contiguous()), "clone in Block reads"),
+    "dropout": (lambda: Block(path=nn.Dropout(0.1)), "Dropout reads"),
+    "functional dropout": (lambda: Block(path=lambda z: F.dropout(z, 0.1)), "in Block reads"),
+    "noise in training": (lambda: Block(path=Noise()), "add in Noise reads"),
+    "convolution": (lambda: Block(layers=[nn.Linear(8, 8), Convolution()]), "Conv1d reads"),
+    "activation": (lambda: Block(path=nn.GELU()), "GELU reads"),
+    "attention of PyTorch": (Attention, "MultiheadAttention reads"),
+    "no layer": (lambda: Block(layers=[], end=lambda z, y: X), "no linear layer reads"),
+    "fed from elsewhere": (lambda: Elsewhere(False), "layers.0: it reads something else too"),
+    "weight read outside": (lambda: Elsewhere(True), "layers.0: its parameters are read outside"),
+    "tied": (Tied, "head: its weight is tied to tokens"),
+    "alpha is 0": (zero, r"α is 0 in 1 of 8 places"),
+    "frozen": (frozen, "nothing would be shared"),
+    "hooks": (hooked, "it has hooks"),
+    "replaced forward": (replaced, "its forward is replaced"),
+    "pre-hooks of a layer": (changed_input, "layers.1: it has forward pre-hooks"),
+    "computed weight": (weight_normed, "layers.0: its weight is computed"),
+    "quantised": (lambda: Block(layers=[Quantised(8, 8)]), "layers.0: it is a Quantised"),
+    "another dtype": (lambda: Block(Widening(8, eps=1e-5), layers=[nn.Linear(8, 8).double()]), "another dtype"),
+    "two dimensions": (lambda: Block(nn.LayerNorm((4, 8))), "normalises over 2 dimensions"),
+}
+
+
+class Noise(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return z + torch.randn_like(z) if self.training else z
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.conv(z.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    make, words = REFUSED[case]
+    model = make()
+    inputs = torch.arange(12).view(3, 4) if case == "tied" else X
+    state = copy.deepcopy(model.state_dict())
+    sites = merge_norms(model, inputs)
+    assert words in reason(sites)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(isinstance(module, (MSLayerNorm, MSRMSNorm)) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("shared_weight", "shared_layer", "words"),
+    [(True, False, "its parameters are shared with"), (False, True, "several norms meet there: one, two")],
+)
+def test_two_norms_refused(shared_weight: bool, shared_layer: bool, words: str) -> None:
+    sites = merge_norms(Two(shared_weight, shared_layer), X)
+    assert [words in site.reason for site in sites] == [True, True]
+
+
+def test_partly_frozen_layers_are_merged() -> None:
+    """One of two layers keeps the norm's output, so it is shared; the frozen one is scaled too."""
+    model = Block()
+    model.layers[0].requires_grad_(False)
+    check(model)
+    assert not model.layers[0].weight.requires_grad
+
+
+class OwnRMS(nn.Module):
+    """As Gemma's, under a name of its own."""
+
+    def __init__(self, power: float = 0.5, outside: bool = False) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(8))
+        self.epsilon, self.power, self.outside = 1e-4, power, outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.square().mean(-1, keepdim=True)
+        if self.outside:
+            return x / (square.sqrt() + self.epsilon) * (1 + self.gain)
+        return x * (square + self.epsilon) ** -self.power * (1 + self.gain)
+
+
+def test_norms_are_recognised_by_what_they_compute() -> None:
+    form = recognise(OwnRMS())
+    assert isinstance(form, Norm) and (form.centred, form.offset, form.eps) == (False, 1.0, 1e-4)
+    check(Block(OwnRMS()))
+    assert recognise(OwnRMS(power=0.6)) is None
+    assert recognise(OwnRMS(outside=True)) is None
+    assert recognise(nn.GroupNorm(1, 8)) is None
+    assert recognise(nn.BatchNorm1d(8)) is None
+    named = type("SquareRMSNorm", (OwnRMS,), {})(power=1.0)
+    assert "does not compute z·w" in str(recognise(named))
+    assert "does not compute" in reason(merge_norms(Block(named), X))
+    timm = imported("timm").layers
+    assert "of the last dimension" in str(recognise(timm.LayerNorm2d(8)))
+    for norm in (timm.LayerNorm(8), timm.RmsNorm(8)):
+        form = recognise(norm)
+        assert isinstance(form, Norm) and form.centred == isinstance(norm, timm.LayerNorm)
+
+
+def test_recognising_leaves_the_module_alone() -> None:
+    norm = OwnRMS().train()
+    state = torch.get_rng_state()
+    recognise(norm)
+    assert norm.training and torch.equal(norm.gain, torch.zeros(8))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_else_is_touched() -> None:
+    """Training flags, buffers, random state, gradients; and in a dry run everything."""
+
+    class Stateful(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            random.random()
+            return self.dropout(self.batch(super().forward(x).flatten(0, 1)))
+
+    model = Stateful().train()
+    model.dropout.eval()
+    model.layers[0].weight.grad = torch.ones(8, 8)
+    flags = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), random.getstate()
+    buffers = {name: (id(buffer), buffer.clone()) for name, buffer in model.named_buffers()}
+    parameters = {name: (id(one), one.detach().clone()) for name, one in model.named_parameters()}
+    for dry_run in (True, False):
+        (site,) = merge_norms(model, X, dry_run=dry_run)
+        assert site.after == "MSLayerNorm" and site.kept_after == 48
+        assert [module.training for module in model.modules()] == flags
+        assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+        for name, buffer in model.named_buffers():
+            assert id(buffer) == buffers[name][0] and torch.equal(buffer, buffers[name][1])
+        assert torch.equal(model.layers[0].weight.grad, torch.ones(8, 8))
+        if dry_run:
+            assert type(model.norm) is nn.LayerNorm
+            for name, one in model.named_parameters():
+                assert id(one) == parameters[name][0] and torch.equal(one, parameters[name][1])
+    assert isinstance(model.norm, MSLayerNorm) and model.norm.training
+    assert "norm.weight" not in model.state_dict()
+
+
+def test_what_is_not_seen_is_found_by_the_outputs() -> None:
+    """Memory that is read behind PyTorch's back: the outputs differ, and everything is as it was, bit for bit."""
+
+    def hidden(z: Tensor, y: Tensor) -> Tensor:
+        return y + torch.from_numpy(z.detach().numpy()).clone()
+
+    model = Block(end=hidden, layers=[nn.Linear(8, 8, bias=False)])
+    norm, state = model.norm, copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        JobError, match=r"after merging 1 norms the outputs differ by \S+, more than the .* rounding"
+    ):
+        merge_norms(model, X)
+    assert model.norm is norm and model.layers[0].bias is None
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_an_error_leaves_nothing_half_merged() -> None:
+    class Fragile(Block):
+        def forward(self, x: Tensor) -> Any:
+            if not isinstance(self.norm, nn.LayerNorm):
+                raise OSError("no such norm")
+            return super().forward(x)
+
+    model = Fragile()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(OSError, match="no such norm"):
+        merge_norms(model, X)
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_include_and_exclude() -> None:
+    model, inputs = build("vit")
+    sites = merge_norms(model, inputs, include=["*layernorm_*"], exclude="vit.layers.1.*", dry_run=True)
+    reasons = {site.name: site.reason for site in sites}
+    assert len(merged(sites)) == 2
+    assert reasons["vit.layers.1.layernorm_after"] == "left out: a pattern of exclude fits"
+    assert reasons["vit.layernorm"] == "left out: no pattern of include fits"
+
+
+@pytest.mark.parametrize(
+    "inputs", [X, (X,), {"x": X}, lambda model: model(X)], ids=["tensor", "tuple", "dict", "call"]
+)
+def test_kinds_of_inputs(inputs: Any) -> None:
+    assert len(merged(merge_norms(Block(), inputs))) == 1
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(UsageError, match=r"does not run on the example inputs in training: RuntimeError: "):
+        merge_norms(Block(), torch.ones(3))
+    with pytest.raises(UsageError, match=r"expected a tensor, tuple, dictionary or function, got int"):
+        merge_norms(Block(), 3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not compiled"):
+        merge_norms(torch.compile(Block()), X)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    with pytest.raises(UsageError, match=r"parameters with values, got 0\.weight"):
+        merge_norms(empty, X)
+    with pytest.raises(UsageError, match="no numbers to compare"):
+        merge_norms(Block(end=lambda z, y: None), X)
+    assert merge_norms(nn.Linear(8, 8), X) == []
+    assert "one of the model's" in reason(merge_norms(nn.LayerNorm(8), X))
+
+
+def test_autocast_shares_the_cast_output() -> None:
+    """Two layers keep the norm's output, in bfloat16, and no copies."""
+    model = Block()
+    model.first = nn.Identity()
+    x = X.clone().requires_grad_()
+
+    def run(model: nn.Module) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    with count_saved(model) as before:
+        run(model)
+    (site,) = merge_norms(model, run)
+    assert site.after == "MSLayerNorm" and isinstance(model.norm, MSLayerNorm)
+    with count_saved(model) as after:
+        run(model)
+    half = X.numel() * 2
+    # before: x in float32, mean and 1/σ, and each layer its own copy; now z and 1/σ
+    assert before.bytes - after.bytes == (2 * half + 2 * 48 + 2 * half) - (half + 48)
+
+
+def test_trained_and_undone() -> None:
+    """A model that was trained while merged computes the same when it is unmerged, biases that came along too."""
+    model = Block(layers=[nn.Linear(8, 8, bias=False), nn.Linear(8, 8)]).double()
+    x = X.double()
+    merge_norms(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    trained = model(x).detach()
+    unmerge_norms(model)
+    assert distance(model(x), trained) < 1e-12
+    assert model.layers[0].bias is not None
+
+
+def test_copies_and_pickles_can_be_unmerged() -> None:
+    model = Block(path=nn.Identity(), end=second)
+    before = model(X).detach()
+    merge_norms(model, X)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.double()
+        assert unmerge_norms(other) == ["norm"]
+        assert other.norm.weight.dtype == torch.float64
+        assert distance(other(X.double()), before) < 1e-6
+    assert isinstance(model.norm, MSLayerNorm)
+
+
+def second(z: Tensor, y: Tensor) -> Tensor:
+    return y
+
+
+# ------------------------------------------------------------------------------------------------------- adapters
+
+
+def adapted(name: str, targets: list[str], **given: Any) -> Example:
+    """A tiny model with adapters whose B is not 0."""
+    peft = imported("peft")
+    model, inputs = build(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fan_in_fan_out.*", UserWarning)
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **given)
+        return peft.get_peft_model(model, config).eval(), inputs
+
+
+ADAPTED = {
+    "llama": (["q_proj", "v_proj", "up_proj"], 4, 1),
+    "gpt2": (["c_attn"], 2, 3),
+    "vit": (["q_proj", "fc1"], 4, 1),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters(name: str) -> None:
+    targets, count, frozen_or_tied = ADAPTED[name]
+    model, inputs = adapted(name, targets)
+    before, bytes_before = outputs(model, inputs).detach(), kept(model, inputs)
+    sites = merge_norms(model, inputs)
+    assert len(merged(sites)) == count and len(sites) == count + frozen_or_tied
+    assert distance(outputs(model, inputs), before) < 2e-6
+    assert sum(site.kept_before - site.kept_after for site in sites) == bytes_before - kept(model, inputs)
+    for _, parameter in model.named_parameters():
+        parameter.data.add_(0.01 * torch.randn_like(parameter) * parameter.requires_grad)
+    trained = outputs(model, inputs).detach()
+    unmerge_norms(model)
+    assert distance(outputs(model, inputs), trained) < 2e-6
+    merge_norms(model, inputs)
+    unloaded = model.merge_and_unload()
+    assert distance(outputs(unloaded, inputs), trained) < 4e-6
+    assert len(unmerge_norms(unloaded)) == count
+    assert distance(outputs(unloaded, inputs), trained) < 6e-6
+
+
+def test_adapters_that_are_refused() -> None:
+    for given, words in (
+        ({"lora_dropout": 0.1}, "dropout on its input"),
+        ({"use_dora": True}, "variant of LoRA"),
+    ):
+        model, inputs = adapted("vit", ["fc1"], **given)
+        sites = {site.name: site.reason for site in merge_norms(model, inputs)}
+        assert words in sites["base_model.model.vit.layers.0.layernorm_after"]
+    model, inputs = adapted("vit", ["fc1"])
+    model.merge_adapter()
+    assert any("unmerge it first" in site.reason for site in merge_norms(model, inputs))
+    model.unmerge_adapter()
+    with model.disable_adapter():
+        assert any("adapters are disabled" in site.reason for site in merge_norms(model, inputs))
+    peft = imported("peft")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["fc1"], init_lora_weights=False))
+    assert any("several adapters" in site.reason for site in merge_norms(model, inputs))
+    assert not any(isinstance(module, MSLayerNorm) for module in model.modules())
+
+
+def test_two_adapters_after_a_norm_without_beta() -> None:
+    """Both are scaled, so either may be active."""
+    model, inputs = adapted("llama", ["q_proj", "up_proj"])
+    peft = imported("peft")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    before = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        before[name] = outputs(model, inputs).detach()
+    assert len(merged(merge_norms(model, inputs))) == 4
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        assert distance(outputs(model, inputs), before[name]) < 2e-6
+
+
+def test_compiled_after_merging() -> None:
+    torch._dynamo.reset()
+    model = Block()
+    merge_norms(model, X)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(X), model(X))
+
+
+def test_half_precision() -> None:
+    model, inputs = build("llama")
+    model.to(torch.bfloat16)
+    before = outputs(model, inputs).detach()
+    assert len(merged(merge_norms(model, inputs))) == 5
+    assert distance(outputs(model, inputs), before) < 0.02
+    assert outputs(model, inputs).dtype == torch.bfloat16
