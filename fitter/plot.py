@@ -24,12 +24,13 @@ POINTS = 4001
 REACH = 6.0  # of x, where there is no domain
 
 
-def draw(fits: Sequence[AnyFit], format: str = "png") -> bytes:
+def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
     """Draw fits beside each other: f′ and what stands for it above, the error below; of mixtures f too.
 
     Args:
         fits: what to draw, four pairs of panels to a row.
         format: `png`, `svg` or `pdf`.
+        dpi: dots per inch, of a PNG.
 
     Returns:
         The picture's bytes; the same fits give the same bytes.
@@ -43,7 +44,7 @@ def draw(fits: Sequence[AnyFit], format: str = "png") -> bytes:
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
     width = 7.5 if columns == 1 else 4.5 * columns
-    figure = Figure(figsize=(width, 5.2 * rows), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, 5.2 * rows), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2 * rows, columns, height_ratios=[2.2, 1] * rows)
     for i, panel in enumerate(panels):

@@ -1,18 +1,81 @@
-"""Counting what autograd keeps for backward.
+"""Counting what autograd keeps for backward, by module and by operation; and the peak of a training step.
 
 The unit is the storage: two saved tensors that share one are counted once, and what a module owns anyway
-(parameters and buffers) is not counted.
+(parameters and buffers) is not counted. Real, fake and meta tensors are counted alike.
+
+`fitact.runtime.memory_report` measures a whole model with this, as it is and with each remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fitact.errors import JobError
+
+ACTIVATIONS = frozenset(
+    [
+        *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid"),
+        *("mish", "prelu", "relu", "relu6", "rrelu", "selu", "sigmoid", "silu", "softplus", "softshrink"),
+        *("softsign", "tanh", "tanhshrink", "threshold", "fitact.forward"),
+    ]
+)
+ATTENTION = frozenset(["multi_head_attention_forward", "scaled_dot_product_attention"])
+LOSSES = frozenset(["cross_entropy", "nll_loss", "log_softmax", "mse_loss", "binary_cross_entropy_with_logits"])
+# Operators, by the names of the functions that they are.
+PLAIN = {
+    "rmul": "mul",
+    "radd": "add",
+    "rsub": "sub",
+    "rtruediv": "div",
+    "truediv": "div",
+    "rmatmul": "matmul",
+    "rpow": "pow",
+    "native_dropout": "dropout",
+}
+
+
+# What keeps: `product` is that of a gate, `weights` a copy of parameters in another dtype, whatever the batch.
+KINDS = (
+    *("activation", "product", "norm", "linear", "convolution", "attention", "dropout"),
+    *("embedding", "loss", "weights", "other"),
+)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One storage that autograd keeps, and which operation was the first to keep it.
+
+    What an activation and another operation both keep is the other's: without the activation it would be kept too.
+
+    Attributes:
+        bytes: its size.
+        module: the path of the innermost module that was running, `""` for the outermost one.
+        operation: PyTorch's function, e.g. `"gelu"`.
+        kind: one of KINDS.
+
+    """
+
+    bytes: int
+    module: str
+    operation: str
+    kind: str
 
 
 @dataclass
@@ -21,23 +84,59 @@ class Saved:
 
     Attributes:
         storages: by identity; held here, so that a freed address is not taken for the same storage.
+        kept: the same, as records; empty unless the count is detailed.
+        kinds: which kinds of operation kept anything, if the count is detailed.
+        owned: what modules own, by identity; never counted.
 
     """
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    owned: set[int] = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
         """Their size together, in bytes."""
         return sum(storage.nbytes() for storage in self.storages.values())
 
+    def by_kind(self, module: str = "") -> dict[str, int]:
+        """Return bytes by kind, the largest first; `module` is the path of the one that is looked into."""
+        inside = [kept for kept in self.kept.values() if not module or f"{kept.module}.".startswith(f"{module}.")]
+        return _sums((kept.kind, kept.bytes) for kept in inside)
+
+    def by_operation(self) -> dict[str, int]:
+        """Return bytes by operation, the largest first."""
+        return _sums((kept.operation, kept.bytes) for kept in self.kept.values())
+
+    def by_module(self) -> dict[str, int]:
+        """Return bytes by module, the largest first; what repeats is one, `layers.*.mlp.act`."""
+        return _sums((re.sub(r"\b\d+\b", "*", kept.module), kept.bytes) for kept in self.kept.values())
+
+    def add(self, tensor: Tensor) -> bool:
+        """Count a tensor's storage, and return whether it is a new one."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.owned or storage._cdata in self.storages:
+            return False
+        self.storages[storage._cdata] = storage
+        return True
+
+
+def _sums(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for name, size in pairs:
+        sums[name] += size
+    return dict(sums.most_common())
+
 
 @contextmanager
-def count_saved(*modules: nn.Module) -> Iterator[Saved]:
+def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
     """Count the storages that autograd keeps for operations inside the context.
 
     Args:
         modules: whose parameters and buffers are not counted.
+        detail: whether each storage is also recorded with the module and the operation that kept it first. Not for
+            compiled modules, which have neither.
 
     Yields:
         The count, which grows while the context is open. Works for real, fake and meta tensors; codes that a
@@ -50,16 +149,247 @@ def count_saved(*modules: nn.Module) -> Iterator[Saved]:
         for tensors in (module.parameters(), module.buffers())
         for tensor in tensors
     }
-    saved = Saved()
+    saved = Saved(owned=owned)
+    with ExitStack() as stack:
+        place = stack.enter_context(_place(modules, owned)) if detail else None
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in owned:
-            saved.storages[storage._cdata] = storage
-        return tensor
+        def pack(tensor: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction():  # this is no operation of the model
+                new, storage = saved.add(tensor), tensor.untyped_storage()
+            if place is not None and storage._cdata in saved.storages:
+                record, before = place.record(storage), saved.kept.get(storage._cdata)
+                saved.kinds.add(record.kind)
+                if new or (before is not None and before.kind == "activation"):
+                    saved.kept[storage._cdata] = record
+            return tensor
 
-    def unpack(tensor: Tensor) -> Tensor:
-        return tensor
+        def unpack(tensor: Tensor) -> Tensor:
+            return tensor
 
-    with saved_tensors_hooks(pack, unpack):
+        stack.enter_context(saved_tensors_hooks(pack, unpack))
         yield saved
+
+
+@dataclass
+class _Place:
+    """Where in the model the forward pass is."""
+
+    names: Mapping[int, str]
+    running: list[tuple[str, nn.Module]] = field(default_factory=list)
+    operation: str = ""
+    copies: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        self.running.append((self.names.get(id(module), type(module).__name__), module))
+
+    def leave(self, *_: Any) -> None:
+        self.running.pop()
+
+    def record(self, storage: torch.UntypedStorage) -> Kept:
+        modules = [module for _, module in self.running]
+        kind = "weights" if storage._cdata in self.copies else _kind(modules, self.operation)
+        name = self.running[-1][0] if self.running else ""
+        return Kept(storage.nbytes(), name, self.operation, kind)
+
+
+@contextmanager
+def _place(modules: tuple[nn.Module, ...], owned: set[int]) -> Iterator[_Place]:
+    place = _Place({id(module): name for root in modules for name, module in root.named_modules()})
+    entered = hooks.register_module_forward_pre_hook(place.enter)
+    left = hooks.register_module_forward_hook(place.leave, always_call=True)
+    try:
+        with _Operations(place), _Copies(place, owned):
+            yield place
+    finally:
+        entered.remove()
+        left.remove()
+
+
+class _Operations(TorchFunctionMode):
+    """Notes which function of PyTorch runs: what it keeps is packed before it returns."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__()
+        self.place = place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Attributes are read by get; new_empty is how a fitact activation ties its gradient to its input.
+        if (name := _name(func)) not in ("get", "set", "new_empty"):
+            self.place.operation = name
+        return func(*args, **(kwargs or {}))
+
+
+def _name(function: Any) -> str:
+    """Return what a function of PyTorch is called in a table: `mul` for `__rmul__` and `mul_`."""
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(function).removesuffix(".default").removeprefix("aten.")
+    name = getattr(function, "__name__", type(function).__name__).strip("_")
+    return PLAIN.get(name, name)
+
+
+class _Copies(TorchDispatchMode):
+    """Notes which storages are a module's own in another dtype or order, such as autocast's copies of weights."""
+
+    def __init__(self, place: _Place, owned: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place, self.owned = place, owned
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            source, storage = args[0].untyped_storage()._cdata, result.untyped_storage()
+            if (source in self.owned or source in self.place.copies) and storage._cdata != source:
+                self.place.copies[storage._cdata] = storage
+        return result
+
+
+def _kind(modules: list[nn.Module], operation: str) -> str:
+    """Return the kind of what an operation inside modules, the innermost last, keeps."""
+    inner = type(modules[-1]).__name__ if modules else ""
+    if modules and is_activation(modules[-1]):
+        return "activation"
+    if inner.endswith(("Loss", "LossFunction")) or operation in LOSSES:
+        return "loss"
+    for kind, words in (
+        ("norm", ("Norm", "norm")),
+        ("dropout", ("Dropout", "dropout", "DropPath", "StochasticDepth")),
+        ("convolution", ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "conv1d", "conv2d", "conv3d")),
+        (
+            "linear",
+            ("Linear", "Conv1D", "linear", "addmm"),
+        ),  # Conv1D is what transformers calls GPT-2's linear layer
+    ):
+        if any(word in inner or word == operation or (kind == "norm" and word in operation) for word in words):
+            return kind
+    if operation in ACTIVATIONS:
+        return "activation"
+    if operation in ATTENTION or any("attention" in type(module).__name__.lower() for module in modules):
+        return "attention"
+    if "Embed" in inner or operation == "embedding":
+        return "embedding"
+    return "product" if operation == "mul" else "other"
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Return whether a module is a pointwise activation of PyTorch, transformers, timm or fitact."""
+    home, name = type(module).__module__, type(module).__name__
+    if home == "torch.nn.modules.activation":
+        return not name.startswith(("Softmax", "Softmin", "LogSoftmax", "MultiheadAttention"))
+    if home in ("transformers.activations", "timm.layers.activations"):
+        return True
+    return hasattr(sys.modules.get(home), "KEY")  # a module that fitact generated, which registers its activation
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Keep on a CPU what a GPU's kernels keep, where PyTorch's CPU has other ones.
+
+    Dropout keeps a mask of one byte an element, as it does on a GPU; on a CPU it would keep one of the dtype of
+    its input. Fused attention has no dropout on a CPU, and would there be composed of operations that keep the
+    scores; it is run without, for on a GPU its dropout keeps nothing but the generator's state, 16 bytes.
+    """
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+
+    @functools.wraps(dropout)
+    def masked(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or inplace or not 0 < p < 1:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    @functools.wraps(attention)
+    def fused(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **given: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, **given)
+
+    with mock.patch.object(F, "dropout", masked), mock.patch.object(F, "scaled_dot_product_attention", fused):
+        yield
+
+
+@dataclass
+class Allocated:
+    """Bytes of a GPU's memory that PyTorch's allocator has handed out.
+
+    Attributes:
+        before, after: at the ends of the context.
+        peak: the most in between.
+
+    """
+
+    before: int
+    after: int = 0
+    peak: int = 0
+
+    @property
+    def delta(self) -> int:
+        """What is left allocated, in bytes."""
+        return self.after - self.before
+
+
+@contextmanager
+def cuda_memory(device: torch.device | int | None = None) -> Iterator[Allocated]:
+    """Measure the CUDA allocator inside the context.
+
+    Args:
+        device: by default the current one.
+
+    Yields:
+        The record; `after` and `peak` are set when the context closes.
+
+    Raises:
+        JobError: there is no GPU; `peak_memory` measures without one.
+
+    """
+    if not torch.cuda.is_available():
+        raise JobError("no GPU that PyTorch can use: fitact.runtime.memory.peak_memory estimates without one")
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = Allocated(torch.cuda.memory_allocated(device))
+    try:
+        yield allocated
+    finally:
+        torch.cuda.synchronize(device)
+        allocated.after = torch.cuda.memory_allocated(device)
+        allocated.peak = torch.cuda.max_memory_allocated(device)
+
+
+def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.Optimizer) -> dict[str, int]:
+    """Run a step under PyTorch's own memory tracker, which needs no GPU and no memory if its tensors are fake.
+
+    Args:
+        step: what is run, e.g. forward, backward and the optimizer's step.
+        external: models and optimizers, made before.
+
+    Returns:
+        Bytes alive when most are, by what they are: `parameters`, `buffers`, `gradients`, `activations` (what the
+        forward pass makes), `temporaries` (what the backward pass makes), `optimizer`, `other`; and `total`.
+
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    names = {
+        "PARAM": "parameters",
+        "BUFFER": "buffers",
+        "GRAD": "gradients",
+        "ACT": "activations",
+        "TEMP": "temporaries",
+        "OPT": "optimizer",
+        "OTH": "other",
+        "Total": "total",
+    }
+    tracker = MemTracker()
+    tracker.track_external(*external)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Module is None", UserWarning)  # of modules that nothing differentiates
+        with tracker:
+            step()
+    peak: Counter[str] = Counter(dict.fromkeys(names.values(), 0))
+    for device in tracker.get_tracker_snapshot("peak").values():
+        for kind, size in device.items():
+            peak[names[getattr(kind, "name", kind)]] += size
+    return dict(peak)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from . import norm_kernels
 from .eager import arithmetic_dtype
 from .language import HAS_TRITON
-from .ops import DTYPES, KERNEL_DTYPES, _warp_size
+from .ops import DTYPES, KERNEL_DTYPES, _warp_size, autocast_dtype
 
 CHUNK = 1 << 16  # elements that a CPU normalises at a time: intermediates stay in the cache
 
@@ -154,10 +154,7 @@ def _norm(
 def _apply(x: Tensor, dims: int, eps: float | None, centred: bool) -> Tensor:
     if eps is None:
         eps = torch.finfo(arithmetic_dtype(x)).eps
-    dtype = x.dtype
-    if dtype in KERNEL_DTYPES and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    x = x.contiguous()
+    dtype, x = autocast_dtype(x), x.contiguous()
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         # traced as a Function, z would be kept as it is after a later change in place; as an op, that is an error
         z: Tensor = torch.ops.fitact.norm_forward(x, dims, centred, eps, dtype)[0]

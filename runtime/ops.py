@@ -59,9 +59,7 @@ def apply(x: Tensor, key: str) -> Tensor:
         raise TypeError(
             f"{activation.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
         )
-    dtype = x.dtype
-    if activation.keeps_output and dtype in KERNEL_DTYPES and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
     if not torch.is_grad_enabled():
         return _value(activation, x, dtype)
     if x.is_contiguous():
@@ -71,6 +69,14 @@ def apply(x: Tensor, key: str) -> Tensor:
         return _differentiable(x.contiguous(), (), dtype, key)
     dims = _inverse(order)
     return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that autocast, where it is on, gives to what reads x; else that of x."""
+    device = x.device.type
+    if x.dtype in KERNEL_DTYPES and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def _distributed(x: Any, key: str) -> Tensor:

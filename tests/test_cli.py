@@ -514,18 +514,29 @@ def test_help(command, flag, run):
     assert tree() == {}
 
 
-def test_examples_of_the_help_run(run):
+MODEL = """
+import torch
+
+def tiny(batch):
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.randn(batch, 8)
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=pytest.mark.full if one == "memory" else []) for one in cli.commands]
+)
+def test_examples_of_the_help_run(run, command):
     put("my_fit.json", record("mine"))
-    for command in cli.commands:
-        examples = [
-            line.strip() for line in run(f"{command} --help")[1].splitlines() if line.startswith("    fitact ")
-        ]
-        assert examples
-        for example in sorted(examples) if command == "codegen" else examples:
-            if command != "fit":
-                main(["fit", "--fn", "gelu", "--bits", "3"])
-            status, _, err = run(example.removeprefix("fitact "))
-            assert status == 0, f"{example}: {err}"
+    put("my_models.py", MODEL)
+    examples = [
+        line.strip() for line in run(f"{command} --help")[1].splitlines() if line.startswith("    fitact ")
+    ]
+    assert examples
+    for example in sorted(examples) if command == "codegen" else examples:
+        if command != "fit":
+            main(["fit", "--fn", "gelu", "--bits", "2", "--bits", "3"])
+        status, _, err = run(example.removeprefix("fitact "))
+        assert status == 0, f"{example}: {err}"
 
 
 def test_no_arguments_show_the_help(run):

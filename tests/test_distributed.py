@@ -1,4 +1,4 @@
-"""Tensors spread over processes: two of them, over gloo."""
+"""Training and tensors spread over processes: two of them, over gloo."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import sys
@@ -41,16 +43,84 @@ dist.destroy_process_group()
 """
 
 
-def test_dtensors(tmp_path: Path) -> None:
+def run(script: str, folder: Path, *arguments: str) -> None:
+    """Run a script in two processes; its first arguments are the rank and a file for the two to meet."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", SCRIPT, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-W", "error", "-c", script, str(rank), str(folder / "store"), *arguments],
             env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    for process in processes:
-        _, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(errors)
+
+
+def test_dtensors(tmp_path: Path) -> None:
+    run(SCRIPT, tmp_path)
+
+
+TRAIN = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fitact
+
+rank, file, kind, method, norms = int(sys.argv[1]), *sys.argv[2:5], sys.argv[5] == "True"
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+x, target = torch.randn(8, 24, generator=torch.Generator().manual_seed(1)), torch.ones(8, 24)
+
+
+def converted():
+    torch.manual_seed(0)
+    kinds = (nn.GELU, nn.SiLU, nn.Mish)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 96), kind(), nn.Linear(96, 24)) for kind in kinds)
+    )
+    report = fitact.convert(model, method=method, norms=norms, example_inputs=(x,))
+    assert len(report.replaced) == (6 if norms else 3), report
+    return model
+
+
+def train(model, x, target):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), target).backward()
+        optimizer.step()
+
+
+reference = converted()
+train(reference, x, target)
+model = converted()
+if kind == "ddp":
+    model = DistributedDataParallel(model)
+else:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+half = slice(4 * rank, 4 * rank + 4)
+train(model, x[half], target[half])
+for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+    for mine, theirs in ((own, expected), (own.grad, expected.grad)):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(whole.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("method", "norms"), [("fewbit", False), ("auto", True)])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_training(kind: str, method: str, norms: bool, tmp_path: Path) -> None:
+    """After three steps parameters and gradients are a single process's, which sees the whole batch."""
+    run(TRAIN, tmp_path, kind, method, str(norms))

@@ -1,0 +1,263 @@
+"""Builds the reference: commands.md from `--help`, api.md from docstrings, gallery.md from the shipped fits.
+
+    python docs/build.py [--check] [--pictures]
+
+Without `--pictures` only pictures that are missing are drawn. `--check` writes nothing, and fails if a page is not
+what it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+import griffe
+from griffe2md import render_object_docs
+
+from fitact.cli import cli
+from fitact.fitter.catalog import CATALOG
+from fitact.fitter.fit import AnyFit, ExactFit, InvertedFit, StepFit, read
+from fitact.fitter.plot import draw
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+GALLERY = DOCS / "gallery"
+DPI = 75
+ROOMS = ("fitter", "codegen", "runtime", "generated")
+METHODS = ("fewbit", "relumix", "inverted", "exact")
+# What api.md describes: a heading, a sentence, and the objects.
+API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "Using activations",
+        "What ships, and models converted to it.",
+        ("activation", "convert", "revert", "converted_functions"),
+    ),
+    (
+        "Norms",
+        "Norms that keep their output and a number a row, and models converted to them.",
+        (
+            "runtime.merge.merge_norms",
+            "runtime.merge.unmerge_norms",
+            "runtime.norms.MSLayerNorm",
+            "runtime.norms.MSRMSNorm",
+            "runtime.norms.ms_layer_norm",
+            "runtime.norms.ms_rms_norm",
+        ),
+    ),
+    (
+        "Measuring",
+        "What autograd keeps, and what each remedy would leave of it.",
+        (
+            "runtime.memory.count_saved",
+            "runtime.memory.Saved",
+            "runtime.memory.Kept",
+            "runtime.memory.cuda_memory",
+            "runtime.memory.peak_memory",
+            "runtime.memory_report.measure",
+            "runtime.memory_records.Report",
+            "runtime.memory_records.Row",
+            "runtime.memory_records.closed_form",
+            "runtime.models.Training",
+            "runtime.models_sources.hugging_face",
+            "runtime.models_sources.timm_model",
+            "runtime.models_sources.from_callable",
+            "report.show",
+            "report.draw",
+        ),
+    ),
+    (
+        "Fitting",
+        "From a formula to a fit, and its JSON. None of this imports PyTorch.",
+        (
+            "fitter.activation.Activation",
+            "fitter.weight.Weight",
+            "fitter.fewbit.fit",
+            "fitter.relumix.fit",
+            "fitter.relumix.published",
+            "fitter.inverted.fit",
+            "fitter.parametric.fit",
+            "fitter.parametric.published",
+            "fitter.exact.fit",
+            "fitter.fit.read",
+            "fitter.fit.from_json",
+            "fitter.fit.StepFit",
+            "fitter.fit.InvertedFit",
+            "fitter.fit.ExactFit",
+            "fitter.plot.draw",
+        ),
+    ),
+    (
+        "Generating",
+        "From fits to source text.",
+        ("codegen.generate.render", "codegen.generate.render_standalone", "codegen.generate.generate"),
+    ),
+    (
+        "Errors",
+        "All that fitact raises on purpose.",
+        ("errors.FitactError", "errors.UsageError", "errors.JobError", "errors.FitWarning"),
+    ),
+)
+STYLE = {"heading_level": 3, "show_signature_annotations": True, "members": False, "summary": False}
+
+
+def commands() -> str:
+    """Return the page of the command line: what `--help` prints."""
+    os.environ["COLUMNS"] = "100"
+    parts = ["# Commands", "What `fitact --help` and each command's help print."]
+    parts.append(_help(["fitact"], cli))
+    for name in sorted(cli.commands):
+        parts += [f"## {name}", _help(["fitact", name], cli.commands[name])]
+    return _page(parts)
+
+
+def _help(path: Sequence[str], command: click.Command) -> str:
+    context = click.Context(command, info_name=" ".join(path), max_content_width=100, terminal_width=100)
+    return f"```text\n{command.get_help(context)}\n```"
+
+
+def api() -> str:
+    """Return the page of the Python interface: signatures and docstrings."""
+    package = _package()
+    parts = ["# Python interface", "Signatures and docstrings. Names are relative to `fitact`."]
+    for heading, sentence, names in API:
+        parts += [f"## {heading}", sentence]
+        for name in names:
+            text = render_object_docs(package[name], dict(STYLE))
+            # links to other packages and to attributes lead nowhere here; anchors of HTML are noise on GitHub
+            text = re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", text)
+            parts.append(re.sub(r"</?code>", "`", text).replace("`fitact.", "`").strip())
+    return _page(parts)
+
+
+def _package() -> griffe.Object:
+    """Return fitact as griffe reads it, from the folders that are installed as one package."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "fitact"
+        package.mkdir()
+        for source in [*(ROOT / "src" / "fitact").iterdir(), *(ROOT / name for name in ROOMS)]:
+            (package / source.name).symlink_to(source)
+        loader = griffe.GriffeLoader(
+            docstring_parser="google",
+            docstring_options={"returns_multiple_items": False, "returns_named_value": False},
+            allow_inspection=False,
+            search_paths=[folder],
+        )
+        loaded = loader.load("fitact")
+    assert isinstance(loaded, griffe.Object)
+    return loaded
+
+
+def gallery(fits: Sequence[AnyFit]) -> str:
+    """Return the page of what ships: for each activation its fits, their errors and pictures."""
+    parts = [
+        "# Gallery",
+        "Every shipped fit: what is kept for backward, how far what stands for `f′` is from it, and a picture. "
+        "`fitact show generated/fits/NAME.json` prints the same numbers, `fitact plot generated/fits/NAME.json` "
+        "draws the picture, and the module is `fitact.generated.NAME`.",
+        "*rms* and *largest* are those of `f′` over the fit's domain. Of a fit that keeps the output they are the "
+        "largest over all numbers of bfloat16 and float32, with the output rounded once to it; *floor* is the "
+        "least that any function of that output and code could reach.",
+    ]
+    named: dict[str, list[AnyFit]] = {}
+    for fit in fits:
+        named.setdefault(fit.activation.name or fit.activation.expression, []).append(fit)
+    parts.append(" · ".join(f"[{name}](#{name})" for name in named))
+    for name, own in named.items():
+        entry = CATALOG.get(name)
+        formula = own[0].activation.expression if entry is None else entry.filled(entry.expression, {})
+        parts += [f"## {name}", f"`f(x) = {formula}`"]
+        for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (ExactFit, _exact)):
+            if chosen := [fit for fit in own if isinstance(fit, kind)]:
+                parts.append(table(chosen))
+        parts.append(
+            "\n".join(
+                f"![{fit.name}: f′, what stands for it, and the error](gallery/{fit.name}.png)" for fit in own
+            )
+        )
+    return _page(parts)
+
+
+def _steps(fits: Sequence[StepFit]) -> str:
+    rows = [("", "bits", "∫(f′ − q)²", "rms", "largest", "of `f`, largest")]
+    for fit in fits:
+        error = fit.error
+        numbers = (_integral(fit), *(f"{error[key]:.4g}" for key in ("rms", "max", "primitive_max")))
+        rows.append((f"`{fit.name}`", str(fit.bits), *numbers))
+    return _table(rows)
+
+
+def _integral(fit: StepFit) -> str:
+    return f"{fit.error['rms'] ** 2 * fit.mass:.6g}"
+
+
+def _inverted(fits: Sequence[InvertedFit]) -> str:
+    rows = [("", "bits beside the output", "largest, bfloat16", "floor", "largest, float32")]
+    for fit in fits:
+        error, floor = fit.error, fit.floor
+        numbers = (f"{error['bfloat16']:.4g}", f"{floor['bfloat16']:.4g}", f"{error['float32']:.3g}")
+        rows.append((f"`{fit.name}`", str(fit.bits), *numbers))
+    return _table(rows)
+
+
+def _exact(fits: Sequence[ExactFit]) -> str:
+    rows = [("", "`f′` as a function of the output `y`", "largest, bfloat16", "largest, float32")]
+    for fit in fits:
+        errors = (f"{fit.error[dtype]:.3g}" for dtype in ("bfloat16", "float32"))
+        rows.append((f"`{fit.name}`", f"`{fit.derivative}`", *errors))
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    align = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], align, *rows[1:]))
+
+
+def _page(parts: Iterable[str]) -> str:
+    return "\n\n".join(parts) + "\n"
+
+
+def shipped() -> list[AnyFit]:
+    """Return the shipped fits, by activation and method."""
+    fits = [read(path) for path in (ROOT / "generated" / "fits").glob("*.json")]
+    return sorted(fits, key=lambda fit: (fit.activation.name or "", METHODS.index(fit.method), fit.name))
+
+
+def pages() -> dict[Path, str]:
+    """Return what each page has to be."""
+    return {
+        DOCS / "commands.md": commands(),
+        DOCS / "api.md": api(),
+        DOCS / "gallery.md": gallery(shipped()),
+    }
+
+
+def main() -> None:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page differs")
+    parser.add_argument("--pictures", action="store_true", help="draw all pictures again")
+    arguments = parser.parse_args()
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text]
+    if arguments.check:
+        if stale:
+            sys.exit(f"{', '.join(path.name for path in stale)}: not up to date; run python docs/build.py")
+        return
+    for path in stale:
+        path.write_text(pages()[path], "utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    GALLERY.mkdir(exist_ok=True)
+    for fit in shipped():
+        path = GALLERY / f"{fit.name}.png"
+        if arguments.pictures or not path.exists():
+            path.write_bytes(draw([fit], dpi=DPI))
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Make the fits that the notebooks compare and that fitact does not ship: python notebooks/refit.py.
+
+Writes notebooks/fits/*.json; the same command gives the same files.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FITS = Path(__file__).resolve().parent / "fits"
+MIXTURE = "--method relumix --bits"
+COMMANDS = {
+    f"{activation}_{suffix}": f"--fn {activation} {options} --name {activation}_{suffix}"
+    for activation in ("gelu", "silu")
+    for suffix, options in {
+        "relumix1": f"{MIXTURE} 1",
+        "relumix3": f"{MIXTURE} 3",
+        "relumix4": f"{MIXTURE} 4",
+        "relumix2d": f"{MIXTURE} 2 --objective derivative",
+        "inverted_refit": "--method inverted --family parametric",
+    }.items()
+}
+
+
+def refit(name: str, folder: Path) -> None:
+    """Run the command of a fit, by its name in COMMANDS, and write its file into a folder."""
+    command = [sys.executable, "-m", "fitact", "fit", *COMMANDS[name].split(), "--force"]
+    subprocess.run([*command, "-o", str(folder / f"{name}.json")], check=True)
+
+
+if __name__ == "__main__":
+    for each in COMMANDS:
+        refit(each, FITS)

@@ -1,0 +1,272 @@
+"""What else saves memory: checkpointing, full and selective, and the compiler; and the work that each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from .memory import Saved
+from .models import Inputs, Prepared, quiet, without_packing
+
+aten = torch.ops.aten
+# PyTorch's counter of FLOPs does not know the fused attention of the CPU; its arguments begin as the GPU's do.
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+@contextmanager
+def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool = False) -> Iterator[None]:
+    """Checkpoint blocks inside the context, and count what autograd does not see of that.
+
+    Args:
+        blocks: each is run again in the backward pass, from its inputs.
+        saved: what the blocks are called with, and what is kept selectively, is added to it.
+        selective: keep the results of matrix products, convolutions and fused attention; all else is run again.
+
+    """
+    caches: list[Any] = []
+
+    def contexts() -> tuple[Any, Any]:
+        pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
+        caches.append(pair[0])
+        return pair
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                for leaf in tree_iter((args, kwargs)):
+                    if isinstance(leaf, Tensor):
+                        saved.add(leaf)
+            # The generator's state is not saved: it is not on the device, and fake tensors have none.
+            options: dict[str, Any] = {"context_fn": contexts} if selective else {}
+            result = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+            for cache in caches:
+                for tensor in _cached(cache.storage):
+                    saved.add(tensor)
+            caches.clear()
+            return result
+
+        return run
+
+    before = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        vars(block)["forward"] = wrap(block.forward)
+    try:
+        yield
+    finally:
+        for block, old in zip(blocks, before, strict=True):
+            if old is None:
+                del vars(block)["forward"]
+            else:
+                vars(block)["forward"] = old
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    costly = getattr(operation, "overloadpacket", operation) in FLOPS
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _cached(entry: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the cache of a selective checkpoint, which wraps each to watch its version."""
+    if isinstance(entry, dict):
+        entry = list(entry.values())
+    for leaf in tree_leaves(entry):
+        if isinstance(leaf, dict):
+            yield from _cached(leaf)
+        elif isinstance(tensor := getattr(leaf, "val", leaf), Tensor):
+            yield tensor
+
+
+class Work(TorchDispatchMode):
+    """The work of all operations inside it.
+
+    Attributes:
+        flops: of matrix products, convolutions and attention, as PyTorch counts them.
+        traffic: bytes that operations read and write, each for itself; views are free.
+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.traffic = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if (count := FLOPS.get(func.overloadpacket)) is not None:
+            self.flops += count(*args, **kwargs, out_val=result)
+        if not func.is_view and func is not aten.detach.default:
+            self.traffic += sum(
+                leaf.numel() * leaf.element_size()
+                for leaf in tree_iter((args, kwargs, result))
+                if isinstance(leaf, Tensor)
+            )
+        return result
+
+
+def work_of(step: Callable[[], object]) -> Work:
+    """Run a step and return its work."""
+    work = Work()
+    with work:
+        step()
+    return work
+
+
+# ---------------------------------------------------------------------------------------------------- the compiler
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What PyTorch's compiler keeps under a memory budget.
+
+    Attributes:
+        budget: of `torch._functorch.config.activation_memory_budget`.
+        saved: the storages that its forward graph hands to its backward graph, parameters and buffers excluded.
+        flops: of both graphs.
+
+    """
+
+    budget: float
+    saved: Saved
+    flops: int
+
+
+class _DoneError(Exception):
+    """Ends a compilation when all budgets have been tried."""
+
+
+@dataclass
+class _Partitions:
+    owned: int
+    budgets: Sequence[float]
+    advance: Callable[[], None]
+    found: list[Compiled] = field(default_factory=list)
+
+    def __call__(self, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """Partition the joint graph under each budget, as Inductor does."""
+        options["static_lifetime_input_indices"] = list(range(self.owned))
+        self.advance()
+
+        def under(budget: float, graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> Any:
+            with functorch_config.patch(activation_memory_budget=budget):
+                return min_cut_rematerialization_partition(graph, given, compiler="inductor", **more)
+
+        def each(graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> Any:
+            for budget in self.budgets:
+                copy = fx.Graph()
+                copy.output(copy.graph_copy(graph.graph, {}))
+                _copy_output(graph.graph, copy)
+                module = fx.GraphModule(graph, copy)
+                forward, backward = under(budget, module, given, **more)
+                self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"]))
+                self.advance()
+            raise _DoneError
+
+        return compile_fx.partition_fn(joint, inputs, partitioner_fn_override=each, **options)
+
+    def read(self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Compiled:
+        places = [node for node in forward.graph.nodes if node.op == "placeholder"]
+        saved = Saved(owned={node.meta["val"].untyped_storage()._cdata for node in places[: self.owned]})
+        (end,) = (node for node in forward.graph.nodes if node.op == "output")
+        for node in end.args[0][outputs:]:
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            if isinstance(value, Tensor):
+                saved.add(value)
+        return Compiled(budget, saved, _flops(forward) + _flops(backward))
+
+
+def _copy_output(source: fx.Graph, target: fx.Graph) -> None:
+    (old,) = (node for node in source.nodes if node.op == "output")
+    (new,) = (node for node in target.nodes if node.op == "output")
+    new.meta = dict(old.meta)
+
+
+def _flops(module: fx.GraphModule) -> int:
+    total = 0
+    for node in module.graph.nodes:
+        if node.op == "call_function" and (count := FLOPS.get(getattr(node.target, "overloadpacket", None))):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda other: other.meta.get("val"))
+            total += count(*args, **kwargs, out_val=node.meta.get("val"))
+    return total
+
+
+def compiled(
+    prepared: Prepared,
+    inputs: Inputs,
+    budgets: Sequence[float],
+    advance: Callable[[], None] = lambda: None,
+    around: Callable[[], Any] = nullcontext,
+) -> list[Compiled]:
+    """Trace a model as `torch.compile` does, and read from its graphs what each memory budget keeps.
+
+    Args:
+        prepared: the model.
+        inputs: what it is called with.
+        budgets: between 0 and 1.
+        advance: called when the model has been traced, and after each budget.
+        around: a context for the forward pass, such as autocast.
+
+    Returns:
+        What is kept, for each budget. The graphs go through Inductor's own passes and its partitioner; no code is
+        generated.
+
+    """
+    model = prepared.model
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names, values = list(tensors), list(tensors.values())
+    leaves, spec = torch.utils._pytree.tree_flatten((inputs.args, dict(inputs.kwargs)))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        filled = list(leaves)
+        for i, tensor in zip(places, given[len(names) :], strict=True):
+            filled[i] = tensor
+        args, kwargs = torch.utils._pytree.tree_unflatten(filled, spec)
+        owned = dict(zip(names, given, strict=False))
+        with around():
+            output = torch.func.functional_call(model, owned, args, kwargs)
+        loss = getattr(output, "loss", None)
+        found = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
+        return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
+
+    partitions = _Partitions(len(values), budgets, advance)
+    mode = prepared.mode or FakeTensorMode(allow_non_fake_inputs=True)
+    nothing = partial(_unreachable, "compiler")
+    compile_ = aot_function(
+        run,
+        nothing,
+        nothing,
+        partition_fn=partitions,
+        decompositions=select_decomp_table(),
+        num_params_buffers=len(values),
+    )
+    with V.set_fake_mode(mode), prepared.mode or nullcontext(), without_packing(), quiet(), suppress(_DoneError):
+        compile_(*values, *(leaves[i] for i in places))
+    return partitions.found
+
+
+def _unreachable(what: str, *_: Any) -> Any:
+    raise AssertionError(what)
