@@ -56,13 +56,14 @@ format: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/fitact codegen --check
 
-## Times, as ratios of two things measured in one run; instructions of the compiled kernels.
+## Times, as ratios of two things measured in one run; instructions of the kernels; whether training suffers.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/instructions.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/activations.py
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
+	$(BIN)/python -m benchmarks.convergence
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,175 @@
+"""Three pictures: how losses fall, how far from exact training on the way, and what is left of it at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+from numpy.typing import NDArray
+
+from .methods import EXACT, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
+from .summary import Comparison
+from .tasks import TASKS
+from .training import Run
+
+BLACK, GREY = "#222222", "#888888"
+COLORS = {
+    FEW_BIT: ("#9ecae1", "#6baed6", "#3182bd", "#08306b"),
+    OTHER: ("#7b3294", "#1b9e77", "#999999", "#b8860b", "#d6604d"),
+    RANDOM: ("#fdbe85", "#fd8d3c", "#d94701", "#7f2704"),
+}
+COLOR = {
+    method.name: COLORS[family][i]
+    for family in FAMILIES
+    for i, method in enumerate(method for method in METHODS.values() if method.family == family)
+}
+METRICS = {"loss": "held-out loss, nats", "accuracy": "accuracy, percentage points"}
+Curves = dict[str, dict[int, NDArray[np.float64]]]
+
+
+def draw(runs: Sequence[Run], comparisons: Sequence[Comparison], steps: dict[str, int], path: Path) -> list[Path]:
+    """Draw all beside a file of results, as PNG; without seeds enough to compare there is nothing to draw.
+
+    Args:
+        runs: all.
+        comparisons: of them.
+        steps: of each task.
+        path: of the results.
+
+    Returns:
+        The paths of the pictures.
+
+    """
+    if not comparisons:
+        return []
+    figures = {"curves": curves(runs, steps), "gaps": gaps(runs, steps), "final": final(comparisons)}
+    made = []
+    for name, figure in figures.items():
+        made.append(path.with_name(f"{path.stem}_{name}.png"))
+        figure.savefig(made[-1], dpi=130)
+    return made
+
+
+def curves(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
+    """Draw the training losses: a row for each task, a column for each family, exact training in all."""
+    figure, panels = _grid(runs, "Training loss: mean and range over seeds")
+    for (task, family), axes in panels.items():
+        found = _curves(runs, task)
+        for method in [EXACT.name, *(name for name in found if METHODS[name].family == family)]:
+            if method not in found:
+                continue
+            losses = np.array(list(found[method].values()))
+            color = COLOR.get(method, BLACK)
+            x = _steps(losses.shape[1], steps[task])
+            axes.fill_between(x, losses.min(0), losses.max(0), color=color, alpha=0.15, linewidth=0)
+            width, order = (1.8, 3) if method == EXACT.name else (1.1, 2)
+            axes.plot(x, losses.mean(0), color=color, linewidth=width, zorder=order)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    for (task, _), axes in list(panels.items())[:: len(FAMILIES)]:
+        axes.set_ylabel(f"{TASKS[task].title}\nloss, nats", fontsize=8)
+    return figure
+
+
+def gaps(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
+    """Draw each method's training loss less that of exact training, at the same step from the same seed."""
+    figure, panels = _grid(runs, "Training loss less that of exact training: mean and range over seeds")
+    for (task, family), axes in panels.items():
+        found = _curves(runs, task)
+        exact = found.get(EXACT.name, {})
+        axes.axhline(0, color=BLACK, linewidth=1.2)
+        for method in (name for name in found if METHODS[name].family == family):
+            seeds = [seed for seed in found[method] if seed in exact]
+            if not seeds:
+                continue
+            gap = np.array([found[method][seed] - exact[seed] for seed in seeds])
+            x = _steps(gap.shape[1], steps[task])
+            axes.fill_between(x, gap.min(0), gap.max(0), color=COLOR[method], alpha=0.15, linewidth=0)
+            axes.plot(x, gap.mean(0), color=COLOR[method], linewidth=1.3)
+    for (task, _), axes in list(panels.items())[:: len(FAMILIES)]:
+        axes.set_ylabel(f"{TASKS[task].title}\ndifference, nats", fontsize=8)
+    return figure
+
+
+def final(comparisons: Sequence[Comparison]) -> Figure:
+    """Draw the final differences to exact training with their 95 % intervals, a panel for each task and metric."""
+    kinds = list(dict.fromkeys((one.task, one.metric) for one in comparisons))
+    figure = Figure(figsize=(max(6.5, 3.2 * len(kinds) + 1.6), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    methods = [name for name in METHODS if name != EXACT.name]
+    for axes, (task, metric) in zip(panels, kinds, strict=True):
+        axes.axvline(0, color=BLACK, linewidth=1.2)
+        for one in comparisons:
+            if (one.task, one.metric, one.family) == (task, metric, "exact"):
+                _interval(axes, one, methods.index(one.method))
+        axes.set_title(TASKS[task].title, fontsize=9)
+        axes.set_xlabel(f"{METRICS[metric]}\n{'worse →' if metric == 'loss' else '← worse'}", fontsize=8)
+        axes.grid(axis="x", color="#e5e5e5", linewidth=0.6)
+        axes.tick_params(labelsize=8)
+        axes.tick_params(axis="y", length=0)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set_yticks(range(len(methods)), [METHODS[name].label for name in methods], fontsize=8)
+    panels[0].set_ylim(len(methods) - 0.5, -0.5)
+    marks = [
+        Line2D([], [], marker="o", linestyle="", color=GREY, label="distinguishable from exact (Holm, 5 %)"),
+        Line2D([], [], marker="o", linestyle="", color=GREY, markerfacecolor="white", label="not distinguishable"),
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.suptitle("After training, less exact training from the same seeds: mean and 95 % interval", fontsize=10)
+    return figure
+
+
+def _interval(axes: Axes, one: Comparison, place: int) -> None:
+    color = COLOR[one.method]
+    if one.difference is None or one.half is None:
+        axes.text(0, place, f" diverged, {one.diverged} of {one.pairs}", color=color, fontsize=7, va="center")
+        return
+    face = color if one.distinguishable else "white"
+    axes.errorbar(
+        one.difference, place, xerr=one.half, fmt="o", color=color, markerfacecolor=face, markersize=5, capsize=2
+    )
+
+
+def _grid(runs: Sequence[Run], title: str) -> tuple[Figure, dict[tuple[str, str], Axes]]:
+    """Return panels by task and family, with the legend of each family over its column."""
+    tasks = [name for name in TASKS if any(run.task == name for run in runs)]
+    figure = Figure(figsize=(10.5, 2.3 * len(tasks) + 1.5), layout="constrained")
+    grid = figure.subplots(len(tasks), len(FAMILIES), sharey="row", squeeze=False)
+    panels = {(task, family): grid[i, j] for i, task in enumerate(tasks) for j, family in enumerate(FAMILIES)}
+    for (task, family), axes in panels.items():
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7)
+        if task == tasks[-1]:
+            axes.set_xlabel("step", fontsize=8)
+        if task == tasks[0]:
+            axes.set_title(f"{family}\n\n\n\n", fontsize=9)
+            names = [EXACT, *(method for method in METHODS.values() if method.family == family)]
+            lines = [Line2D([], [], color=COLOR.get(m.name, BLACK), linewidth=1.8, label=m.label) for m in names]
+            axes.legend(
+                handles=lines, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=7
+            )
+    figure.suptitle(title, fontsize=11)
+    return figure, panels
+
+
+def _curves(runs: Sequence[Run], task: str) -> Curves:
+    """Return the curves of a task by method and seed, NaN where the loss was not finite."""
+    found: Curves = {}
+    for name in METHODS:
+        of = {run.seed: np.array(run.curve, dtype=float) for run in runs if (run.task, run.method) == (task, name)}
+        if of:
+            found[name] = of
+    return found
+
+
+def _steps(points: int, steps: int) -> NDArray[np.float64]:
+    """Return the middle of the steps that each point of a curve is the mean of."""
+    return (np.arange(points) + 0.5) * steps / points
