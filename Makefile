@@ -63,6 +63,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/activations.py
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
+	$(BIN)/python benchmarks/conversion.py
 	$(BIN)/python -m benchmarks.convergence
 
 clean:

@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from fitact.errors import JobError
 
@@ -383,6 +384,11 @@ def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.O
         "Total": "total",
     }
     tracker = MemTracker()
+    nothing = RemovableHandle(OrderedDict())  # the tracker hooks what has no handle, and fails on frozen parameters
+    for module in external:
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            if not parameter.requires_grad:
+                tracker._param_to_grad_hook_handles[parameter] = (nothing, nothing)
     tracker.track_external(*external)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Module is None", UserWarning)  # of modules that nothing differentiates

@@ -643,6 +643,18 @@ def test_peak() -> None:
     assert peak["total"] == sum(size for kind, size in peak.items() if kind != "total")
 
 
+def test_peak_of_a_frozen_part() -> None:
+    """A frozen layer has no gradient, and no optimizer's state; its weight is there all the same."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
+        model[1].requires_grad_(False)
+        x = torch.randn(10, 1000)
+        peak = peak_memory(lambda: model(x).sum().backward(), model)
+    weight = 4_000_000
+    assert peak["parameters"] == 2 * weight
+    assert 3 * weight <= peak["total"] <= 3 * weight + 4 * 40_000
+
+
 def test_peak_in_a_report() -> None:
     report = measure(quadratic, batch=64, seq=64, peak=True, budgets=(), optimizer="sgd")
     peaks = {row.name: row.peak for row in report.rows}

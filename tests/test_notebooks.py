@@ -104,7 +104,8 @@ def test_a_changed_digit_is_found() -> None:
 def test_executed_again_prints_the_same(name: str, tmp_path: Path) -> None:
     """In a copy of what a notebook reads, in a kernel of this interpreter, as `notebooks/execute.py` does it."""
     shutil.copytree(FOLDER, tmp_path / "notebooks", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests" / "reference", tmp_path / "tests" / "reference")
+    for folder in (Path("tests") / "reference", Path("benchmarks") / "results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     command = [sys.executable, str(tmp_path / "notebooks" / "execute.py"), f"{name}.ipynb"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr

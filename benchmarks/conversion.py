@@ -1,0 +1,324 @@
+"""What converting a model saves, beside what the papers report: prints a table, writes results/conversion.json.
+
+Counted on fake tensors, in the settings of the papers' own scripts as far as they are known: no GPU, some minutes
+on two cores. `kept` is what autograd keeps for backward. `whole` is there where the published share is one of a
+GPU's peak: the tracked peak of a training step with the optimizer's state (ViT), or what is kept and what QLoRA
+holds beside it (LLaMA). Nothing that is written depends on the machine. Run it as python benchmarks/conversion.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual machines announce AMX, then trap
+
+import torch
+from torch import nn
+
+from fitact.runtime.memory import count_saved, gpu_kernels, peak_memory
+from fitact.runtime.memory_replace import replaced
+from fitact.runtime.merge import merge_norms
+from fitact.runtime.models import Example, Inputs, Prepared, Source, Training, prepare
+from fitact.runtime.models_sources import hugging_face
+
+RESULTS = Path(__file__).parent / "results" / "conversion.json"
+OPTIMIZER = 2  # AdamW's tensors of a parameter's size
+# A weight in NF4, doubly quantised: a constant of 8 bits for 64 weights, and one of 32 bits for 256 of those.
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+LLAMA_LAYERS = 32
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+VIT_LORA = Training(lora=("all",), rank=4)
+NORMS = {"vit": "MS-LN", "llama": "MS-RMSNorm"}
+STEPS = {  # what the replaced activations are called
+    "vit": {("relumix", 2): "ReGELU2", ("fewbit", 3): "Few-Bit (3 bits)"},
+    "llama": {("relumix", 2): "ReSiLU2", ("fewbit", 3): "Few-Bit (3 bits)"},
+}
+# Changes in per cent, as the papers and the README of the package of Inverted print them.
+VIT_PUBLISHED = {
+    ("LoRA", "ReGELU2"): -15.0,
+    ("LoRA", "MS-LN"): -16.0,
+    ("LoRA", "ReGELU2 and MS-LN"): -30.0,
+    ("full tuning", "ReGELU2 and MS-LN"): -27.0,
+}
+LLAMA_PUBLISHED = {"ReSiLU2": -8.0, "MS-RMSNorm": -12.0, "ReSiLU2 and MS-RMSNorm": -29.0}
+BERT_PUBLISHED, MISTRAL_PUBLISHED = -23.1, -15.7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversion of one model, and the published change; changes are shares of stock, in per cent.
+
+    Attributes:
+        model, setting: which, and how it is trained.
+        what: what was converted.
+        stock, kept: bytes kept for backward, before and after.
+        whole_stock, whole: bytes of the whole, before and after; None where no peak is published.
+        published: the paper's change, in per cent; None where it has none.
+        of: what that is a share of, "peak" or "kept".
+
+    """
+
+    model: str
+    setting: str
+    what: str
+    stock: int
+    kept: int
+    whole_stock: int | None
+    whole: int | None
+    published: float | None
+    of: str
+
+    @property
+    def change(self) -> float:
+        """The change of what is kept, in per cent."""
+        return 100 * (self.kept / self.stock - 1)
+
+    @property
+    def whole_change(self) -> float | None:
+        """The change of the whole, in per cent."""
+        if self.whole is None or self.whole_stock is None:
+            return None
+        return 100 * (self.whole / self.whole_stock - 1)
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def with_values(source: Source, training: Training, dtype: torch.dtype, *, cast: bool = False) -> Example:
+    """Build a model with values, as it is trained, and a small batch.
+
+    Args:
+        source: of the model.
+        training: what is trained.
+        dtype: of parameters and floating-point inputs.
+        cast: whether peft's adapters cast their input to their own dtype, which is what they do by default.
+
+    """
+    model, inputs = source.build(1, 16)
+    training.apply(model.train().to(dtype))
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.cast_input_dtype_enabled = cast
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.kwargs.items()}
+    return model, Inputs((), given)
+
+
+def merged(source: Source, training: Training, *, norms: bool, dtype: torch.dtype, autocast: bool) -> Source:
+    """Return a source whose models are trained so and, if wanted, have merged norms.
+
+    Merging needs values: models are made with them and merged on a small batch; `prepare` makes them fake then.
+    """
+
+    def build(batch: int, seq: int) -> Example:
+        with torch.device("cpu"):
+            model, inputs = with_values(source, training, dtype)
+            sites = merge_norms(model, partial(_logits, inputs, autocast)) if norms else []
+        if norms and not any(site.after for site in sites):
+            raise SystemExit(f"{source.name}: no norm is merged: {sites[0].reason}")
+        return model, source.inputs(model, batch, seq)
+
+    return replace(source, build=build)
+
+
+def mergeable() -> dict[str, int]:
+    """Return how many of ViT's norms can be merged in mixed precision, with adapters in float32."""
+    counts = {}
+    for cast in (True, False):
+        model, inputs = with_values(hugging_face("vit"), VIT_LORA, torch.float32, cast=cast)
+        sites = merge_norms(model, partial(_logits, inputs, True), dry_run=True)
+        counts["adapters cast their input" if cast else "adapters do not"] = sum(
+            bool(site.after) for site in sites
+        )
+    return counts
+
+
+def _logits(inputs: Inputs, autocast: bool, model: nn.Module) -> torch.Tensor:
+    with _casting(autocast):
+        logits: torch.Tensor = model(**inputs.kwargs).logits
+    return logits
+
+
+def _casting(autocast: bool) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+
+
+def kept(prepared: Prepared, inputs: Inputs, autocast: bool = False) -> int:
+    """Return the bytes that autograd keeps, with a GPU's kernels."""
+    with gpu_kernels(), count_saved(prepared.model) as saved, _casting(autocast):
+        prepared.run(inputs)
+    return saved.bytes
+
+
+def peak(prepared: Prepared, inputs: Inputs, autocast: bool) -> int:
+    """Return the bytes alive when most are in a training step, with the optimizer's state."""
+
+    def step() -> None:
+        with _casting(autocast):
+            outputs = prepared.run(inputs)
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        prepared.model.zero_grad(set_to_none=True)
+
+    trained = sum(parameter.nbytes for parameter in prepared.model.parameters() if parameter.requires_grad)
+    with gpu_kernels(), prepared.mode or nullcontext():
+        return peak_memory(step, prepared.model)["total"] + OPTIMIZER * trained
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+def vit(tuning: str) -> Iterator[Row]:
+    """Measure ViT-B/16 as Approx-BP trains it: batch 64, mixed precision, AdamW, LoRA of rank 4 or full tuning."""
+    training = VIT_LORA if tuning == "LoRA" else Training()
+    found: dict[str, tuple[int, int]] = {}
+    for norms in (False, True):
+        source = merged(hugging_face("vit"), training, norms=norms, dtype=torch.float32, autocast=True)
+        prepared, inputs = prepare(source, batch=64, seq=1, dtype=torch.float32)
+        for method, what in variants("vit", norms):
+            with replaced(prepared.model, *method) if method else nullcontext():
+                found[what] = kept(prepared, inputs, True), peak(prepared, inputs, True)
+    stock, whole_stock = found.pop("")
+    setting = f"{tuning}, batch 64, mixed precision"
+    for what, (bytes_kept, whole) in found.items():
+        published = VIT_PUBLISHED.get((tuning, what))
+        yield Row("ViT-B/16", setting, what, stock, bytes_kept, whole_stock, whole, published, "peak")
+
+
+def variants(kind: str, norms: bool) -> Iterator[tuple[tuple[str, int] | None, str]]:
+    """Yield what replaces the activations, and what that is called together with norms; "" for stock."""
+    yield None, NORMS[kind] if norms else ""
+    for method, name in STEPS[kind].items():
+        yield method, f"{name} and {NORMS[kind]}" if norms else name
+
+
+def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
+    """Measure LLaMA-7B as Approx-BP trains it with QLoRA: batch 4, 640 tokens, rank 64 on all linear layers.
+
+    Models of one and of two layers, whose difference is a layer: all layers keep the same. That is checked against
+    the model of 32 layers where that needs no values, with stock norms.
+
+    Raises:
+        SystemExit: 32 layers keep something else than composed.
+
+    """
+    bf16, training = torch.bfloat16, Training(lora=PROJECTIONS, rank=64)
+    batch, seq = 4, 640  # 512 tokens of the source and 128 of the target
+    found: dict[str, list[int]] = {}
+    for norms in (False, True):
+        for layers in (1, 2):
+            source = hugging_face("llama", {"num_hidden_layers": layers, "dtype": "bfloat16"})
+            source = merged(source, training, norms=norms, dtype=bf16, autocast=False)
+            prepared, inputs = prepare(source, batch=batch, seq=seq, dtype=bf16)
+            for method, what in variants("llama", norms):
+                with replaced(prepared.model, *method) if method else nullcontext():
+                    found.setdefault(what, []).append(kept(prepared, inputs))
+    composed = {what: one + (LLAMA_LAYERS - 1) * (two - one) for what, (one, two) in found.items()}
+    prepared, inputs = prepare(hugging_face("llama"), training, batch=batch, seq=seq, dtype=bf16)
+    checks = {}
+    for method, what in variants("llama", norms=False):
+        with replaced(prepared.model, *method) if method else nullcontext():
+            checks[what or "stock"] = {"composed": composed[what], "measured": kept(prepared, inputs)}
+    if any(check["composed"] != check["measured"] for check in checks.values()):
+        raise SystemExit(f"32 layers do not keep what one and two layers say: {checks}")
+    beside = held_by_qlora(prepared.model)
+    stock = composed.pop("")
+    setting = "QLoRA, batch 4, 640 tokens, bfloat16"
+    rows = [
+        Row(
+            "LLaMA-7B",
+            setting,
+            what,
+            stock,
+            size,
+            stock + beside,
+            size + beside,
+            LLAMA_PUBLISHED.get(what),
+            "peak",
+        )
+        for what, size in composed.items()
+    ]
+    return rows, checks
+
+
+def held_by_qlora(model: nn.Module) -> int:
+    """Return the bytes that QLoRA holds beside what is kept: weights, adapters, gradients, AdamW's state.
+
+    Frozen weights of linear layers with adapters are in NF4, other weights and adapters in 16 bits, gradients too;
+    the state is in float32.
+    """
+    sizes = {"nf4": 0, "half": 0, "trained": 0}
+    for name, parameter in model.named_parameters():
+        kind = "trained" if parameter.requires_grad else "nf4" if "base_layer" in name else "half"
+        sizes[kind] += parameter.numel()
+    return round(sizes["nf4"] * NF4_BYTES) + 2 * sizes["half"] + (2 + 2 + 4 * OPTIMIZER) * sizes["trained"]
+
+
+def inverted() -> Iterator[Row]:
+    """Measure the two examples of the package of Inverted at their sizes, in float32.
+
+    Mistral's has 4-bit weights and swaps GELU in for SiLU, which keeps the same: the output and a bit.
+    """
+    cases = (
+        ("BERT-base", hugging_face("bert", head="none"), Training(), 16, 512, BERT_PUBLISHED),
+        ("Mistral-7B", hugging_face("mistral"), Training(lora=PROJECTIONS, rank=16), 1, 4096, MISTRAL_PUBLISHED),
+    )
+    for name, source, training, batch, seq, published in cases:
+        setting = f"{'LoRA' if training.lora else 'full tuning'}, batch {batch}, {seq} tokens, float32"
+        prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=torch.float32)
+        stock = kept(prepared, inputs)
+        with replaced(prepared.model, "inverted", None):
+            bytes_kept = kept(prepared, inputs)
+        yield Row(name, setting, "Inverted", stock, bytes_kept, None, None, published, "kept")
+
+
+# ---------------------------------------------------------------------------------------------------------- output
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield f"{'':62}{'kept':>12}{'change':>9}{'whole':>9}{'published':>11}"
+    for row in rows:
+        name = f"{row.model}, {row.setting.partition(',')[0]}: {row.what}"
+        whole = "" if row.whole_change is None else f"{row.whole_change:+.1f} %"
+        published = "" if row.published is None else f"{row.published:+.1f} %"
+        yield f"{name:62}{row.kept / 2**20:8,.0f} MiB{row.change:+7.1f} %{whole:>9}{published:>11}"
+
+
+def main() -> None:
+    """Measure, print the table, write the bytes."""
+    rows: list[Row] = []
+
+    def progress(text: str) -> None:
+        sys.stderr.write(f"{text} ...\n")
+
+    progress("1/5 BERT and Mistral, inverted; norms of ViT that can be merged")
+    rows += inverted()
+    counts = mergeable()
+    progress("2/5 ViT-B/16, LoRA")
+    rows += vit("LoRA")
+    progress("3/5 ViT-B/16, full tuning")
+    rows += vit("full tuning")
+    progress("4/5 LLaMA-7B, one and two layers, then all 32")
+    of_llama, checks = llama()
+    rows += of_llama
+    progress("5/5 writing")
+    record = {
+        "command": "python benchmarks/conversion.py",
+        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
+        "rows": [asdict(row) for row in rows],
+        "llama_of_32_layers": checks,
+        "norms_of_vit_merged_in_mixed_precision": counts,
+    }
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
