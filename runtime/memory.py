@@ -384,7 +384,7 @@ def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.O
         "Total": "total",
     }
     tracker = MemTracker()
-    nothing = RemovableHandle(OrderedDict())  # the tracker hooks what has no handle, and fails on frozen parameters
+    nothing = RemovableHandle(OrderedDict())  # the tracker hooks what has no handle; on frozen ones it fails
     for module in external:
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             if not parameter.requires_grad:

@@ -13,6 +13,12 @@ frozen weight is changed too, if an adapter or another layer keeps z.
 
 So: load the weights before; merge before the optimizer is made and the model is compiled or spread over processes.
 Weights or adapters of the model as it was do not fit the merged one: unmerge, load, and merge again.
+
+What the example does not run is not seen. A branch that in another run reads the norm's output with something else
+than a linear layer, or gives these layers something else, is then silently wrong: have the example run every
+branch, or exclude the norm. What is taken from inside of the model, as the last hidden state of a transformer
+without its head, is z. And an adapter whose B is not 0 when the norm has a β leaves its scale·B·A·β in the layer's
+bias when it is disabled, scaled or unloaded: unmerge before that.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -28,9 +35,9 @@ from torch import Tensor, nn
 from fitact.errors import UsageError
 
 from .conversion import Site
-from .merge_apply import merge, unmerge
+from .merge_apply import Merged, merge, present, unmerge
 from .merge_graph import Graph, Reading, observe, storage, untouched
-from .merge_layers import Norm, ambiguous, is_layer, recognise, trouble
+from .merge_layers import Norm, ambiguous, is_layer, overflows, recognise, trouble, width, wrappers
 
 Owners = dict[int | None, list[nn.Module]]
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[nn.Module], Any]
@@ -47,12 +54,14 @@ def merge_norms(
     """Replace norms by memory-sharing ones, in place, and merge α and β into the linear layers that read them.
 
     The model is run on the example inputs, in training (with gradients enabled: it takes the memory of a forward
-    pass) and in evaluation, to see what reads and keeps the output of each norm: `nn.LayerNorm`, `nn.RMSNorm`, and
-    any module that is found to compute as they do, with its weight as it is or counted from 1. A norm is left
-    alone, and the reason given, if anything but linear layers reads its output (a residual sum, dropout, a
-    convolution, a copy, the caller), or a layer that reads something else too; if no layer keeps it, all being
-    frozen, so that nothing would be shared; if a weight is tied, quantised, computed, or spread over processes; or
-    if an α is 0.
+    pass; then without) and in evaluation, to see what reads and keeps the output of each norm: `nn.LayerNorm`,
+    `nn.RMSNorm`, and any module that is found to compute as they do, with its weight as it is or counted from 1. A
+    norm is left alone, and the reason given, if anything but linear layers reads its output (a residual sum,
+    dropout, a convolution, a copy, the caller), or a layer that reads something else too; if no layer keeps it,
+    all being frozen, so that nothing would be shared; if a weight is tied, quantised, computed, or spread over
+    processes; if its output is held after the run; if an α is 0, or a weight times α would overflow; or if the
+    innermost module that has the norm and its layers has another linear layer or norm of that width that the
+    example does not run (another expert or head, the original of one of peft's `modules_to_save`).
 
     Then the outputs in evaluation are compared. They may differ, in the 2-norm relative to each output, by 16
     times as much as when the same weights are changed by one rounding (of their dtype, or of the norm's output if
@@ -76,7 +85,8 @@ def merge_norms(
         each layer keeps under autocast as its own copy of the norm's output goes too, and is not counted).
 
     Raises:
-        UsageError: the model cannot be run, returns no tensors, is compiled, or has no real tensors.
+        UsageError: the model cannot be run, returns no tensors, is compiled or distributed, or its tensors are not
+            real ones.
         JobError: the outputs differed.
 
     """
@@ -94,15 +104,18 @@ def merge_norms(
             model.train()
             with torch.enable_grad(), _explained("training"):
                 observe(graph, layers, model, run)
-        with untouched(model):
-            model.eval()
-            with torch.no_grad(), _explained("evaluation"):
-                observe(graph, layers, model, run)
-    owners = _owners(model)
+        for mode in (True, False):  # without gradients, what holds an output is not autograd
+            with untouched(model):
+                model.train(mode)
+                with torch.no_grad(), _explained("training" if mode else "evaluation"):
+                    observe(graph, layers, model, run)
+    owners, idle, around = _owners(model), _idle(graph, layers, model), wrappers(model)
     reasons = {
         module: form
         if isinstance(form, str)
-        else _left_out(names[module], include, exclude) or _reason(graph, graph.readings[module], names, owners)
+        else _left_out(names[module], include, exclude)
+        or _reason(graph, graph.readings[module], names, owners)
+        or _unknown(graph, graph.readings[module], names, idle, around)
         for module, form in found.items()
     }
     chosen = [graph.readings[module] for module, reason in reasons.items() if not reason]
@@ -117,16 +130,25 @@ def unmerge_norms(model: nn.Module) -> list[str]:
     By division: so a model that was trained meanwhile computes what it did as merged; its norms have the α and β
     of old, its layers what was trained. It costs no memory in between, and where nothing was trained the weights
     are as they were but for two roundings of their dtype. A bias that merging added goes, unless it was trained.
+    LoRA adapters that were added meanwhile are divided too.
 
     Returns:
         The paths of these norms.
 
+    Raises:
+        UsageError: a layer was replaced meanwhile (as by quantising), or has an adapter other than peft's LoRA;
+            nothing is changed then.
+
     """
-    places = [(name, module) for name, module in model.named_modules() if getattr(module, "merged", None)]
+    places = [
+        (name, module, present(model, name, module.merged))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "merged", None), Merged)
+    ]
     with torch.no_grad():
-        for _, module in places:
-            unmerge(model, module, module.merged)
-    return [name for name, _ in places]
+        for _, module, layers in places:
+            unmerge(model, module, module.merged, layers)
+    return [name for name, _, _ in places]
 
 
 def _check(model: nn.Module) -> None:
@@ -134,6 +156,10 @@ def _check(model: nn.Module) -> None:
         if type(module).__name__ == "OptimizedModule":
             raise UsageError(
                 f"expected a model that is not compiled, got one ({name or 'the model'}): merge before"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise UsageError(
+                f"expected a model not yet spread over processes, got one ({name or 'the model'}): merge before"
             )
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" or isinstance(parameter, torch._subclasses.FakeTensor):
@@ -203,6 +229,44 @@ def _reason(graph: Graph, reading: Reading, names: Mapping[nn.Module, str], owne
     return ""
 
 
+def _idle(graph: Graph, layers: set[nn.Module], model: nn.Module) -> dict[nn.Module, int | None]:
+    """Return the layers and norms of which nothing was seen, in the model's order, and their widths."""
+    parts = {part for layer in layers for part in layer.modules() if part is not layer}
+    unseen = layers - parts - set(graph.sources)
+    unseen |= {module for module, reading in graph.readings.items() if not reading.unit}
+    unseen -= graph.outside
+    return {
+        module: graph.readings[module].norm.columns if module in graph.readings else width(module)
+        for module in model.modules()
+        if module in unseen
+    }
+
+
+def _unknown(
+    graph: Graph,
+    reading: Reading,
+    names: Mapping[nn.Module, str],
+    idle: Mapping[nn.Module, int | None],
+    around: Mapping[nn.Module, nn.Module],
+) -> str:
+    """Return what may read a norm or feed its layers when the example does not run it, `""` if nothing.
+
+    What is looked at is the innermost module that holds the norm and all of its layers.
+    """
+    if reading.norm.weight is None and reading.norm.bias is None:
+        return ""
+    for layer in reading.layers:
+        if layer in around:
+            return f"{names[layer]}: it is in a {type(around[layer]).__name__}, which may change what it computes"
+    paths = [names[module].split(".")[:-1] for module in (reading.norm.module, *reading.layers)]
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    for module, columns in idle.items():
+        if columns == reading.norm.columns and names[module].split(".")[: len(shared)] == shared:
+            use = "feed the same layers" if module in graph.readings else "read its output"
+            return f"{names[module]} does not run on the example inputs, but may {use} in another run"
+    return ""
+
+
 def _own_trouble(norm: Norm, names: Mapping[nn.Module, str]) -> str:
     module = norm.module
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
@@ -236,7 +300,9 @@ def _layer_reason(
             return f"its weight is tied to {names[other]}"
         if part in graph.outside:
             return "its parameters are read outside of it too"
-    beta = reading.norm.beta
+    alpha, beta = reading.norm.alpha, reading.norm.beta
+    if alpha is not None and overflows(layer, alpha):
+        return "its weight times α would overflow"
     if beta is not None and ambiguous(layer, beta):
         return "it has several adapters, each of which β would give another bias"
     return ""

@@ -14,7 +14,17 @@ from fitact.errors import JobError, UsageError
 
 from .eager import arithmetic_dtype
 from .merge_graph import Reading, tensors_in, untouched
-from .merge_layers import Norm, core, shift, weights
+from .merge_layers import (
+    Norm,
+    adapter_kind_trouble,
+    core,
+    is_adapted,
+    is_layer,
+    parameter_trouble,
+    shift,
+    weights,
+    wrappers,
+)
 
 # Outputs may move so many times as far as they do when the weights are rounded once more, and so many roundings.
 MARGIN = 16
@@ -163,14 +173,41 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[key] = new
 
 
-def unmerge(model: nn.Module, module: nn.Module, merged: Merged) -> None:
-    """Put back a norm, and divide the weights of its layers by α."""
-    norm, first = merged.norm, core(merged.layers[0]).weight
+def present(model: nn.Module, name: str, merged: Merged) -> list[nn.Module]:
+    """Return the layers that took up a norm as they are in the model now, with the adapters that they have now.
+
+    Raises:
+        UsageError: one is gone, or not a plain linear layer any more.
+
+    """
+    outermost = {core(module): module for module in reversed(list(model.modules())) if is_layer(module)}
+    others = wrappers(model)
+    found: list[nn.Module] = []
+    for layer in map(core, merged.layers):
+        now = outermost.get(layer)
+        if now is None:
+            why = "it is not in the model any more"
+        elif layer in others:
+            why = f"it is in a {type(others[layer]).__name__}"
+        else:
+            why = parameter_trouble(layer)
+        inner: Any = now
+        while not why and is_adapted(inner):
+            why, inner = adapter_kind_trouble(inner), inner.base_layer
+        if now is None or why:
+            raise UsageError(f"{name}: a layer that took up its α and β was changed since, {why}: undo that first")
+        found.append(now)
+    return found
+
+
+def unmerge(model: nn.Module, module: nn.Module, merged: Merged, layers: Sequence[nn.Module]) -> None:
+    """Put back a norm, and divide the weights of its layers, as `present` found them, by α."""
+    norm, first = merged.norm, core(layers[0]).weight
     norm.module.to(first.device)
     if first.dtype != merged.dtype:
         norm.module.to(first.dtype)
-    alpha, beta = norm.alpha, norm.beta
-    for layer in merged.layers:
+    alpha, beta, added = norm.alpha, norm.beta, [core(layer) for layer in merged.added]
+    for layer in layers:
         linear = core(layer)
         if alpha is not None:
             for weight, dim in weights(layer):
@@ -180,7 +217,7 @@ def unmerge(model: nn.Module, module: nn.Module, merged: Merged) -> None:
         total = shift(layer, beta)
         rest = linear.bias.to(total.dtype) - total
         rounding = MARGIN * torch.finfo(linear.weight.dtype).eps * float(total.abs().max())
-        if layer in merged.added and float(rest.abs().max()) <= rounding:
+        if linear in added and float(rest.abs().max()) <= rounding:
             linear.bias = None
         else:
             linear.bias.copy_(rest)

@@ -7,6 +7,7 @@ kernel that is launched from Python without an operator is not seen; the model's
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -166,9 +168,12 @@ class _Observer(TorchDispatchMode):
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.running.pop()
         reading = self.graph.readings.get(module)
-        if reading is None or not isinstance(output, Tensor):
+        if reading is None:
             return None
-        return self._follow(reading, args[0] if args else None, output)
+        if len(args) != 1 or not isinstance(output, Tensor):
+            reading.refuse("it is not called with one positional argument, or returns no tensor")
+            return None
+        return self._follow(reading, args[0], output)
 
     def _follow(self, reading: Reading, given: Any, output: Tensor) -> Tensor:
         """Follow the output of a norm, in the dtype that a memory-sharing one would give it."""
@@ -221,12 +226,24 @@ class _Observer(TorchDispatchMode):
         return tensor
 
     def finish(self, result: Any) -> None:
-        """Note which outputs leave the model, and what is kept for norms alone."""
+        """Note which outputs leave the model or outlive the run, and what is kept for norms alone."""
         for tensor in tensors_in(result):
             found = self.outputs.get(storage(tensor) or 0)
             if found is not None:
                 found[1].refuse("its output is one of the model's")
         self.graph.kept += [(held.nbytes(), tuple(keepers)) for held, keepers in self.kept.values()]
+        if not torch.is_grad_enabled():  # with gradients, autograd may hold them as well
+            self._refuse_held()
+
+    def _refuse_held(self) -> None:
+        """Refuse norms whose outputs something holds after the run: an attribute, a hook that collects."""
+        left = [(StorageWeakRef(held), reading) for held, reading in self.outputs.values()]
+        self.outputs.clear()
+        if not all(reference.expired() for reference, _ in left):
+            gc.collect()  # what is in a cycle is not held
+        for reference, reading in left:
+            if not reference.expired():
+                reading.refuse("its output is held after the run, by a hook or an attribute")
 
 
 def _looks_only(func: Any, key: int, result: Any) -> bool:

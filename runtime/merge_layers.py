@@ -186,10 +186,16 @@ def trouble(module: Any) -> str:
     known = _is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
     if not known or "forward" in vars(module):
         return f"it is a {kind} and not a plain linear layer: quantised, or computed in another way"
-    if module._parameters.get("weight") is None:
-        return "its weight is computed from other parameters"
-    if module._forward_pre_hooks:
-        return "it has forward pre-hooks, which may change its input"
+    if why := parameter_trouble(module):
+        return why
+    return "it has forward pre-hooks, which may change its input" if module._forward_pre_hooks else ""
+
+
+def parameter_trouble(module: Any) -> str:
+    """Return why weight and bias of a layer without adapters cannot be changed, `""` if they can."""
+    for name in ("weight", "bias"):
+        if getattr(module, name) is not None and module._parameters.get(name) is None:
+            return f"its {name} is computed from other parameters"
     for parameter in module.parameters(recurse=False):
         if type(parameter) is not nn.Parameter or parameter.dtype not in DTYPES:
             found = parameter.dtype if type(parameter) is nn.Parameter else type(parameter).__name__
@@ -198,18 +204,49 @@ def trouble(module: Any) -> str:
 
 
 def _adapter_trouble(module: Any) -> str:
-    kind = type(module)
-    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear"):
-        return f"it is a {kind.__module__}.{kind.__name__}, of which it is not known how it computes"
+    if why := adapter_kind_trouble(module):
+        return why
     if module.merged:
         return "its adapter is merged into its weight: unmerge it first"
     if module.disable_adapters:
         return "its adapters are disabled: enable them first"
-    if any(name in module.lora_variant for name in module.lora_A):
-        return "its adapter is a variant of LoRA that is not linear in the weights, such as DoRA"
     if any(getattr(dropout, "p", 0.0) > 0 for dropout in module.lora_dropout.values()):
         return "its adapter has dropout on its input, of which it keeps a copy: set lora_dropout to 0"
     return next((reason for part in module.lora_A.values() if (reason := trouble(part))), "")
+
+
+def adapter_kind_trouble(module: Any) -> str:
+    """Return why an adapter does not add scale·B·A·x, `""` if it does."""
+    kind = type(module)
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return f"it is a {kind.__module__}.{kind.__name__}, of which it is not known how it computes"
+    if any(name in module.lora_variant for name in module.lora_A):
+        return "its adapter is a variant of LoRA that is not linear in the weights, such as DoRA"
+    return ""
+
+
+def width(module: Any) -> int | None:
+    """Return how many numbers a layer reads at a time, None if it does not tell."""
+    found = module.weight.shape[0] if _is_conv1d(module) else getattr(module, "in_features", None)
+    return found if isinstance(found, int) else None
+
+
+def overflows(module: Any, alpha: Tensor) -> bool:
+    """Return whether a weight times α leaves the range of its dtype."""
+    return any(
+        bool((weight.detach().abs().amax(1 - dim).to(alpha) * alpha.abs() > torch.finfo(weight.dtype).max).any())
+        for weight, dim in weights(module)
+        if weight.numel()
+    )
+
+
+def wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the adapters of other kinds than B·A·x, by the layers that they are around."""
+    return {
+        inner: module
+        for module in model.modules()
+        if isinstance(inner := getattr(module, "base_layer", None), nn.Module) and not is_adapted(module)
+    }
 
 
 def weights(module: Any) -> Iterator[tuple[nn.Parameter, int]]:

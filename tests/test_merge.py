@@ -386,6 +386,88 @@ def weight_normed() -> nn.Module:
     return model
 
 
+class Doubled(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+def computed_bias() -> nn.Module:
+    model = Block()
+    nn.utils.parametrize.register_parametrization(model.layers[1], "bias", Doubled())
+    return model
+
+
+def overflowing() -> nn.Module:
+    """In one column, and only to −∞, which ReLU hides."""
+    model = Block(end=lambda z, y: y.relu()).half()
+    model.norm.weight.data[2] = 3e4
+    model.layers[0].weight.data[:, 2] = -3
+    return model
+
+
+class Collecting(Block):
+    """Its output is held by a hook, as feature extractors do, or as an attribute, in training."""
+
+    def __init__(self, hook: bool) -> None:
+        super().__init__()
+        self.hook, self.seen = hook, []
+        if hook:
+            self.layers[0].register_forward_hook(lambda module, args, y: self.seen.append(args[0][:, 0]))
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.clear()
+        if self.hook:
+            return super().forward(x)
+        z = self.norm(self.first(x))
+        if self.training:
+            self.seen.append(z)
+        return self.layers[0](z)
+
+
+class Branches(nn.Module):
+    """One of two norms, followed by one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        randomise(self)
+
+    def forward(self, x: Tensor, layer: int = 0, norm: int = 0) -> Tensor:
+        return self.layers[layer](self.norms[norm](self.first(x)))
+
+
+class OwnRMS(nn.Module):
+    """As Gemma's, under a name of its own."""
+
+    def __init__(self, power: float = 0.5, outside: bool = False) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(8))
+        self.epsilon, self.power, self.outside = 1e-4, power, outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.square().mean(-1, keepdim=True)
+        if self.outside:
+            return x / (square.sqrt() + self.epsilon) * (1 + self.gain)
+        return x * (square + self.epsilon) ** -self.power * (1 + self.gain)
+
+
+class NamedInput(OwnRMS):
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().forward(hidden if residual is None else hidden + residual)
+
+
+class CallsByName(Block):
+    def __init__(self, residual: bool) -> None:
+        super().__init__(NamedInput())
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.norm(self.first(x), x) if self.residual else self.norm(hidden=self.first(x))
+        return self.layers[0](z)
+
+
 class Quantised(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.round(), self.bias)
@@ -441,6 +523,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "replaced forward": (replaced, "its forward is replaced"),
     "pre-hooks of a layer": (changed_input, "layers.1: it has forward pre-hooks"),
     "computed weight": (weight_normed, "layers.0: its weight is computed"),
+    "computed bias": (computed_bias, "layers.1: its bias is computed"),
+    "overflow": (overflowing, "layers.0: its weight times α would overflow"),
+    "held by a hook": (lambda: Collecting(True), "held after the run"),
+    "held as an attribute": (lambda: Collecting(False), "held after the run"),
+    "input by name": (lambda: CallsByName(False), "it is not called with one positional argument"),
+    "second input": (lambda: CallsByName(True), "it is not called with one positional argument"),
     "quantised": (lambda: Block(layers=[Quantised(8, 8)]), "layers.0: it is a Quantised"),
     "another dtype": (lambda: Block(Widening(8, eps=1e-5), layers=[nn.Linear(8, 8).double()]), "another dtype"),
     "two dimensions": (lambda: Block(nn.LayerNorm((4, 8))), "normalises over 2 dimensions"),
@@ -465,7 +553,7 @@ class Convolution(nn.Module):
 def test_refused(case: str) -> None:
     make, words = REFUSED[case]
     model = make()
-    inputs = torch.arange(12).view(3, 4) if case == "tied" else X
+    inputs = torch.arange(12).view(3, 4) if case == "tied" else X.to(next(model.parameters()).dtype)
     state = copy.deepcopy(model.state_dict())
     sites = merge_norms(model, inputs)
     assert words in reason(sites)
@@ -482,27 +570,40 @@ def test_two_norms_refused(shared_weight: bool, shared_layer: bool, words: str) 
     assert [words in site.reason for site in sites] == [True, True]
 
 
+def test_what_the_example_does_not_run() -> None:
+    """An idle layer might read the output too, an idle norm feed the layer; elsewhere they may be idle."""
+
+    def both_layers(model: nn.Module) -> list[Tensor]:
+        return [model(X, 0), model(X, 1)]
+
+    model = Branches()
+    sites = merge_norms(model, both_layers)
+    assert "norms.1 does not run on the example inputs, but may feed the same layers" in sites[0].reason
+    assert "no linear layer reads" in sites[1].reason
+    del model.norms[1]
+    (site,) = merge_norms(model, X)
+    assert "layers.1 does not run on the example inputs, but may read its output" in site.reason
+    before = [one.detach() for one in both_layers(model)]
+    (site,) = merge_norms(model, both_layers)
+    assert site.reason == "merged into layers.0, layers.1"
+    for one, reference in zip(both_layers(model), before, strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-5)
+    outside = nn.Sequential(Block(), nn.Linear(8, 8))
+    outside.idle = nn.ModuleList([nn.Linear(8, 8), nn.LayerNorm(8)])
+    outside.forward = lambda x: outside[1](outside[0](x))
+    sites = merge_norms(outside, X)
+    assert [site.name for site in merged(sites)] == ["0.norm"]
+    model = Branches()
+    model.norms[0] = nn.LayerNorm(8, elementwise_affine=False)  # there is nothing to merge
+    assert len(merged(merge_norms(model, X))) == 1
+
+
 def test_partly_frozen_layers_are_merged() -> None:
     """One of two layers keeps the norm's output, so it is shared; the frozen one is scaled too."""
     model = Block()
     model.layers[0].requires_grad_(False)
     check(model)
     assert not model.layers[0].weight.requires_grad
-
-
-class OwnRMS(nn.Module):
-    """As Gemma's, under a name of its own."""
-
-    def __init__(self, power: float = 0.5, outside: bool = False) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.zeros(8))
-        self.epsilon, self.power, self.outside = 1e-4, power, outside
-
-    def forward(self, x: Tensor) -> Tensor:
-        square = x.square().mean(-1, keepdim=True)
-        if self.outside:
-            return x / (square.sqrt() + self.epsilon) * (1 + self.gain)
-        return x * (square + self.epsilon) ** -self.power * (1 + self.gain)
 
 
 def test_norms_are_recognised_by_what_they_compute() -> None:
@@ -620,6 +721,10 @@ def test_wrong_use() -> None:
         merge_norms(Block(), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not compiled"):
         merge_norms(torch.compile(Block()), X)  # type: ignore[arg-type]
+    distributed = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(distributed)  # without a process group
+    with pytest.raises(UsageError, match="not yet spread over processes"):
+        merge_norms(nn.Sequential(distributed, Block()), X)
     with torch.device("meta"):
         empty = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
     with pytest.raises(UsageError, match=r"parameters with values, got 0\.weight"):
@@ -758,6 +863,78 @@ def test_two_adapters_after_a_norm_without_beta() -> None:
     for name in ("default", "other"):
         model.set_adapter(name)
         assert distance(outputs(model, inputs), before[name]) < 2e-6
+
+
+@pytest.mark.parametrize("part", ["layers.0", "norm"])
+def test_modules_that_peft_saves_are_left_alone(part: str) -> None:
+    """Both the copy that is trained and the original, which runs with adapters disabled."""
+    peft = imported("peft")
+    config = peft.LoraConfig(target_modules=["first", "layers.1"], modules_to_save=[part])
+    model = peft.get_peft_model(Block(), config)
+    for name, parameter in model.named_parameters():
+        parameter.data.add_("modules_to_save" in name)
+    with model.disable_adapter():
+        before = model(X).detach()
+    sites = merge_norms(model, X)
+    assert not merged(sites) and any("does not run on the example" in site.reason for site in sites)
+    with model.disable_adapter():
+        assert torch.equal(model(X), before)
+
+
+def adapted_after_merging(norm: nn.Module, **given: Any) -> nn.Module:
+    peft = imported("peft")
+    model = Block(norm)
+    merge_norms(model, X)
+    names = ["layers.0", "layers.1"]
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=names, init_lora_weights=False, **given))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-5)], ids=["layer", "rms"])
+@pytest.mark.parametrize("last", ["keep", "merge", "merge and unload", "unload"])
+def test_adapters_added_after_merging_are_unmerged_too(norm: nn.Module, last: str) -> None:
+    model = adapted_after_merging(copy.deepcopy(norm)).eval()
+    if last == "merge":
+        model.merge_adapter()
+    elif last != "keep":
+        model = model.merge_and_unload() if last == "merge and unload" else model.unload()
+    before = model(X).detach()
+    assert len(unmerge_norms(model)) == 1
+    assert distance(model(X), before) < 2e-6
+    if last == "merge":
+        model.unmerge_adapter()
+        assert distance(model(X), before) < 2e-6
+
+
+def test_layers_changed_so_that_they_cannot_be_unmerged() -> None:
+    """Nothing is changed then; else α and β would be there twice."""
+    replaced, computed = Block(), Block()
+    for model in (replaced, computed):
+        merge_norms(model, X)
+    replaced.layers[1] = copy.deepcopy(replaced.layers[1])
+    nn.utils.parametrizations.weight_norm(computed.layers[1])
+    for model, words in (
+        (replaced, "not in the model any more"),
+        (computed, "its weight is computed"),
+        (adapted_after_merging(nn.LayerNorm(8), use_dora=True), "such as DoRA"),
+    ):
+        before = model(X).detach()
+        with pytest.raises(UsageError, match=f"norm: a layer that took up its α and β .*{words}.*undo that first"):
+            unmerge_norms(model)
+        assert torch.equal(model(X), before)
+
+
+def test_layers_in_an_unknown_adapter_are_refused() -> None:
+    """(IA)³ scales their output; others add to it when they are enabled again, or are in the weight already."""
+    peft = imported("peft")
+    for config in (
+        peft.IA3Config(target_modules=["layers.0"], feedforward_modules=[]),
+        peft.LoHaConfig(target_modules=["layers.0"], init_weights=False),
+    ):
+        model = peft.get_peft_model(Block(), config)
+        model.base_model.model.layers.requires_grad_(True)
+        model.merge_adapter()
+        (site,) = merge_norms(model, X)
+        assert site.after is None and "which may change what it computes" in site.reason
 
 
 def test_compiled_after_merging() -> None:
