@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from fitact.errors import UsageError, quote
 
 from .conversion import Conversion, Site
-from .convert_choices import METHODS, ORIGINAL, Choice, Replacements, Wish, best, check_bits, plan, put
+from .convert_choices import METHODS, ORIGINAL, Choice, Replacements, Wish, best, check_bits, lasting, plan, put
 from .convert_measure import Trace, runner, stock, traces
 from .merge import merge_norms, unmerge_norms
 from .models import few
@@ -49,14 +50,16 @@ def convert(
         norms: whether norms are merged into the linear layers that follow them, too, as
             `fitact.runtime.merge.merge_norms` describes. It needs `example_inputs`, and changes parameters: make
             the optimizer afterwards. A dry run measures the activations beside norms as they are.
-        replace: generated classes of your own for classes of activations, as `{nn.GELU: MyGelu3}`.
+        replace: generated classes of your own for classes of activations, as `{nn.GELU: MyGelu3}`: for each module
+            of that very class, whatever its parameters are, so `include` or `exclude` others than yours.
         include: patterns (fnmatch) of the paths of activations, as `"encoder.*"`; by default all.
         exclude: patterns of those to leave alone; by default none.
         dry_run: whether to leave the model as it is and only say what would be done.
         example_inputs: what the model is run with to measure: a tensor, a tuple of positional or a mapping of
             named arguments, or a function that takes a model and runs it. It is run forward, in training mode if
             the model as a whole is in evaluation mode, and where it allows that as fake tensors, so that nothing
-            is computed. Neither the model nor the generators of random numbers are changed by that.
+            is computed. Neither the model nor PyTorch's and Python's generators of random numbers are changed by
+            that. Where an activation's output turns out to be overwritten, nothing is put that needs it.
 
     Returns:
         What was done at each activation, and, with `example_inputs`, what it kept and keeps. Its `str` is a table.
@@ -83,6 +86,9 @@ def convert(
         choices, before, after = best(places, bits, replace or {}, measure)
     elif measure:
         before, after = measure([stock, plan(choices)])
+        chosen, choices = choices, lasting(choices, after)
+        if choices != chosen:
+            (after,) = measure([plan(choices)])
     if not dry_run:
         put(places, choices)
     sites = (*_sites(places, choices, before, after), *merged)
@@ -118,6 +124,9 @@ def revert(model: nn.Module) -> Conversion:
     Returns:
         What was put back.
 
+    Raises:
+        UsageError: it is no nn.Module.
+
     """
     model = _inner(model)
     sites = []
@@ -141,7 +150,11 @@ def revert(model: nn.Module) -> Conversion:
 def _inner(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile` wrapped."""
     inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+    if not isinstance(inner, nn.Module):
+        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    if isinstance(inner, torch.jit.ScriptModule):
+        raise UsageError("TorchScript's modules cannot be changed: convert the model that it was made from")
+    return inner
 
 
 # --------------------------------------------------------------------------------------------------- what is asked

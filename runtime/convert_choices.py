@@ -194,16 +194,37 @@ def best(
     options = [one.choices(places) for one in wishes]
     runs = _Runs(measure)
     stock, *measured = runs([[Choice()] * len(places), *options])
+    options = [lasting(choices, trace) for choices, trace in zip(options, measured, strict=True)]
+    options[0] = [
+        choice if choice.kind else replace(choice, reason=choice.reason or _nothing(usage))
+        for choice, usage in zip(options[0], stock.usages, strict=True)
+    ]
+    measured = runs(options)
     mixed = []
-    for i, choice in enumerate(options[0]):
+    for i in range(len(places)):
         kept = [trace.usages[i].kept for trace in measured[:-1]]  # equal for all slots of one module
-        at = kept.index(min(kept))
-        mixed.append(options[at][i] if at else replace(choice, reason=choice.reason or _nothing(stock.usages[i])))
+        mixed.append(options[kept.index(min(kept))][i])
     (whole,) = runs([mixed])
     single = min(range(len(options)), key=lambda k: measured[k].kept)
     if measured[single].kept < whole.kept:
         return options[single], stock, measured[single]
     return mixed, stock, whole
+
+
+def lasting(choices: Sequence[Choice], trace: Trace) -> list[Choice]:
+    """Leave alone where backward would need an output that is overwritten meanwhile.
+
+    Args:
+        choices: for each slot.
+        trace: of the model with them.
+
+    """
+    return [
+        Choice(reason="what follows overwrites its output, so a method that keeps the output cannot be used")
+        if choice.kind and registered(choice.kind).keeps_output and usage.overwritten
+        else choice
+        for choice, usage in zip(choices, trace.usages, strict=True)
+    ]
 
 
 @dataclass
@@ -225,5 +246,5 @@ def _nothing(usage: Usage) -> str:
     if usage.shared is None:
         return "example_inputs do not reach it"
     if not usage.kept:
-        return "nothing to gain: what it keeps is kept by others too"
+        return "nothing to gain: it keeps nothing that others do not keep too"
     return "nothing to gain: no replacement keeps less"

@@ -40,10 +40,13 @@ class converted_functions(TorchFunctionMode):  # noqa: N801
     method, they are PyTorch's. Only calls that autograd records are changed. Functions composed of others are as
     they were but for their parts; names such as `"tanh"` can be left out.
 
+    What `torch.utils.checkpoint` runs again in backward is outside of this context, wherever `backward` is called:
+    enter it within what is checkpointed, or pass on `context_fn=lambda: (nullcontext(), converted_functions())`.
+
     Args:
         method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`.
         bits: as in `fitact.convert`.
-        names: of the activations, as in the catalog, that are concerned; by default all.
+        names: one or several of the activations, as in the catalog, that are concerned; by default all.
 
     Raises:
         UsageError: no such method or name, or nothing is shipped by it.
@@ -51,7 +54,7 @@ class converted_functions(TorchFunctionMode):  # noqa: N801
     """
 
     def __init__(
-        self, method: str = "fewbit", bits: int | None = None, *, names: Collection[str] | None = None
+        self, method: str = "fewbit", bits: int | None = None, *, names: str | Collection[str] | None = None
     ) -> None:
         super().__init__()
         if method not in METHODS:
@@ -60,10 +63,12 @@ class converted_functions(TorchFunctionMode):  # noqa: N801
             )
         check_bits(method, bits)
         known = {*SHIPPED, "gelu_tanh"}
-        for name in names or ():
-            if name not in known:
-                raise UsageError(f"{quote(name)}: expected names of {', '.join(sorted(known))}")
-        kinds = {name: shipped_class(name, method, bits) for name in sorted(known & set(names or known))}
+        wanted = known if names is None else {names} if isinstance(names, str) else set(names)
+        for name in sorted(wanted - known, key=str):
+            raise UsageError(f"{quote(name)}: expected names of {', '.join(sorted(known))}")
+        if not wanted:
+            raise UsageError(f"names {quote(names)}: expected at least one")
+        kinds = {name: shipped_class(name, method, bits) for name in sorted(wanted)}
         self.modules: Mapping[str, nn.Module] = {name: kind() for name, kind in kinds.items() if kind is not None}
         if not self.modules:
             raise UsageError(f"{method}: nothing is shipped for {', '.join(kinds)}")

@@ -40,11 +40,13 @@ class Usage:
     Attributes:
         kept: bytes of the storages that nothing but activations keep; what several of them keep is shared out.
         shared: whether another operation keeps the very storage of each of its outputs; None if it was not run.
+        overwritten: whether something has changed one of its outputs in place, so that backward cannot use it.
 
     """
 
     kept: int
     shared: bool | None
+    overwritten: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,29 +106,36 @@ class _Call:
 def traces(model: nn.Module, run: Run, own: frozenset[type], plans: Sequence[Plan]) -> list[Trace]:
     """Run a model once with each plan, in the caller's autocast, and return what each run keeps.
 
+    Every run starts from the same state, so that a model that leaves out layers at random leaves out the same.
+
     Args:
-        model: neither it nor the generators of random numbers are changed. It is run as it trains: in its own
-            mode, or in training mode if it is in evaluation mode as a whole.
+        model: neither it nor the generators of random numbers, PyTorch's and Python's, are changed. It is run as
+            it trains: in its own mode, or in training mode if it is in evaluation mode as a whole.
         run: runs it.
         own: classes that are activations too.
         plans: replace activations of it.
 
     Raises:
-        UsageError: the model cannot be run so, or nothing in it is trained.
+        UsageError: the model cannot be run so, is sharded, or nothing in it is trained.
 
     """
+    if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
+        raise UsageError("the model is sharded, and cannot be run forward alone: convert it first, then shard it")
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError("the model has parameters that are not initialised yet: run it once, then convert it")
-    with _generators(model), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         try:
             return _fake_traces(model, run, plans, own)
         except _UntrainedError:
             raise
         except Exception:  # whatever fake tensors cannot do, real ones may
-            with _unchanged(model):
-                return _traces(model, run.mapped(_copied) if isinstance(run, _Call) else run, plans, own)
+            return [_real_trace(model, run, plan, own) for plan in plans]
         finally:
             torch.clear_autocast_cache()  # of the weights as they were cast here
+
+
+# Classes of FSDP: a forward pass gathers their parameters, and only the backward pass gives them back.
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class _Faking(TorchFunctionMode):
@@ -171,20 +180,24 @@ def _fake_traces(model: nn.Module, run: Run, plans: Sequence[Plan], own: frozens
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
     with _Faking(mode):
         twin = copy.deepcopy(model)
-    faked = run.mapped(partial(_fake, mode)) if isinstance(run, _Call) else run
-    with mode, Statistics(), without_packing(), quiet():
-        return _traces(twin, faked, plans, own)
-
-
-def _traces(model: nn.Module, run: Run, plans: Sequence[Plan], own: frozenset[type]) -> list[Trace]:
-    if not model.training:
-        model.train()
-    places = slots(model, own)
     found = []
     for plan in plans:
-        with plan(places):
-            found.append(_trace(model, run, own))
+        faked = run.mapped(partial(_fake, mode)) if isinstance(run, _Call) else run
+        with _generators(model), mode, Statistics(), without_packing(), quiet(), _unchanged(twin):
+            found.append(_planned_trace(twin, faked, plan, own))
     return found
+
+
+def _real_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type]) -> Trace:
+    with _generators(model), _unchanged(model):
+        return _planned_trace(model, run.mapped(_copied) if isinstance(run, _Call) else run, plan, own)
+
+
+def _planned_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type]) -> Trace:
+    if not model.training:
+        model.train()
+    with plan(slots(model, own)):
+        return _trace(model, run, own)
 
 
 def _trace(model: nn.Module, run: Run, own: frozenset[type]) -> Trace:
@@ -214,7 +227,7 @@ class _Watch:
     saved: Saved
     running: list[Any] = field(default_factory=list)
     keepers: dict[int, set[Any]] = field(default_factory=dict)
-    outputs: dict[Any, list[torch.UntypedStorage]] = field(default_factory=dict)
+    outputs: dict[Any, list[tuple[Tensor, int]]] = field(default_factory=dict)  # with their versions
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.saved.add(tensor)
@@ -229,8 +242,8 @@ class _Watch:
     def leave(self, module: Any, _: Any, output: Any) -> None:
         key = self.running.pop()
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):  # the storage is held, so that its address is not another's
-                self.outputs.setdefault(key, []).append(leaf.untyped_storage())
+            if isinstance(leaf, Tensor):  # its storage is held, so that the address is not another's
+                self.outputs.setdefault(key, []).append((leaf.detach(), _version(leaf)))
 
     @contextmanager
     def watched(self, slot: Slot) -> Iterator[None]:
@@ -264,12 +277,22 @@ class _Watch:
                 share, rest = divmod(self.saved.storages[storage].nbytes(), len(keepers))
                 for i, key in enumerate(sorted(keepers, key=order.__getitem__)):
                     kept[key] += share + (i < rest)
-        return Trace(self.saved.bytes, tuple(Usage(kept[key], self.shared(key)) for key in keys))
+        usages = (Usage(kept[key], self.shared(key), self.overwritten(key)) for key in keys)
+        return Trace(self.saved.bytes, tuple(usages))
 
     def shared(self, key: Any) -> bool | None:
         if key not in self.outputs:
             return None
-        return all(self.keepers.get(storage._cdata, set()) - {key} for storage in self.outputs[key])
+        storages = (tensor.untyped_storage()._cdata for tensor, _ in self.outputs[key])
+        return all(self.keepers.get(storage, set()) - {key} for storage in storages)
+
+    def overwritten(self, key: Any) -> bool:
+        return any(_version(tensor) != version for tensor, version in self.outputs.get(key, ()))
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor has been changed in place; one of inference mode does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
@@ -287,7 +310,7 @@ def _generators(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put a model back as it was: what its modules hold, and the values of their buffers."""
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    values = [(buffer, buffer.clone()) for buffer in map(_unexpanded, model.buffers())]
     states = [(module, _contents(vars(module))) for module in model.modules()]
     try:
         yield
@@ -297,6 +320,15 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a view in which each element is once, which can be written to."""
+    view = tensor.detach()
+    if view.layout == torch.strided and not view.is_nested:
+        for dim, stride in enumerate(view.stride()):
+            view = view.narrow(dim, 0, 1) if stride == 0 and view.shape[dim] > 1 else view
+    return view
 
 
 def _contents(held: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
+import random
 import shlex
 import subprocess
 import sys
@@ -473,6 +475,37 @@ def test_wrong_model(model: nn.Module, message: str) -> None:
         fitact.convert(model, example_inputs=X)
 
 
+def test_what_is_no_model() -> None:
+    with pytest.raises(UsageError, match=r"expected a model, an nn\.Module, got list"):
+        fitact.convert([nn.GELU()])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"expected a model, an nn\.Module, got function"):
+        fitact.revert(mlp)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript() -> None:
+    with pytest.raises(UsageError, match="TorchScript's modules cannot be changed"):
+        fitact.convert(torch.jit.script(mlp(nn.GELU())))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+def test_sharded_models_are_not_run() -> None:
+    """A forward pass without a backward one would leave FSDP's parameters gathered, and the model broken."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = mlp(nn.GELU())
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UsageError, match="the model is sharded"):
+            fitact.convert(model, "auto", example_inputs=X)
+        assert sites(fitact.convert(model)) == {"1": "gelu_fewbit3"}
+        model(X).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # ------------------------------------------------------------------------------------------- what does not change
 
 
@@ -595,6 +628,14 @@ def test_inputs_are_not_overwritten() -> None:
     looking[1].forward = lambda y: y if y.sum().item() < 1e9 else -y
     fitact.convert(looking, dry_run=True, example_inputs=x)
     assert torch.equal(x, before)
+
+
+def test_expanded_buffers() -> None:
+    """Buffers are put back after a real run; of those that are expanded, many elements are one."""
+    model = Stateful(looks=True)
+    model.register_buffer("ones", torch.ones(1).expand(16))
+    assert fitact.convert(model, "auto", dry_run=True, example_inputs=torch.randn(1000, 16)).replaced
+    assert torch.equal(model.ones, torch.ones(16)) and model.ones.stride() == (0,)
 
 
 @pytest.mark.parametrize("of", ["parameters on meta", "fake parameters"])
@@ -753,6 +794,92 @@ def test_auto(layers: list[nn.Module], after: list[str | None]) -> None:
     assert conversion.kept_after == saved.bytes
 
 
+class Overwriting(nn.Module):
+    """Changes the output of its activation in place, as a residual sum may."""
+
+    def __init__(self, cast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.norm, self.act, self.down = nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 64)
+        self.cast = cast
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(x)).to(self.cast)
+        y += 1
+        result: Tensor = self.down(y)
+        return result
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+def test_overwritten_outputs_are_not_kept(real: bool) -> None:
+    """The linear layer keeps the storage of the output, but not what backward would need there."""
+    x = torch.randn(8, ROWS, 64)
+
+    def run(model: nn.Module) -> object:
+        return model(x).mean() if float(x[0, 0, 0]) else None
+
+    model = Overwriting()
+    inputs = run if real else x
+    (site,) = fitact.convert(model, "inverted", example_inputs=inputs)
+    assert (site.after, site.shared, site.kept_after) == (None, True, site.kept_before)
+    assert site.reason.startswith("what follows overwrites its output")
+    conversion = fitact.convert(model, "auto", example_inputs=inputs)
+    assert sites(conversion) == {"act": "silu_fewbit3"}
+    model(x).sum().backward()
+    fitact.revert(model)
+    fitact.convert(model, "inverted")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+
+
+def test_overwritten_casts_are_not_kept() -> None:
+    """Under autocast an inverted activation returns what PyTorch's own is cast to: then that is overwritten."""
+    model, x = Overwriting(HALF), torch.randn(8, ROWS, 64)
+    with torch.autocast("cpu", dtype=HALF):
+        assert sites(fitact.convert(model, "auto", example_inputs=x)) == {"act": "silu_fewbit3"}
+        result = model(x)
+    result.sum().backward()
+
+
+class Sometimes(nn.Module):
+    """Leaves out blocks at random."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Holds(nn.GELU()) for _ in range(8))
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.draw() < 0.5:
+                x = x + block(x)
+        return x * self.blocks[0].down.bias
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand([])], ids=["fake", "real"])
+def test_every_run_leaves_out_the_same(draw: Callable[[], Any]) -> None:
+    random.seed(1)
+    x = torch.randn(1024, 16)
+    conversion = fitact.convert(Sometimes(draw), "auto", example_inputs=x)
+    reached = conversion.replaced
+    assert {site.after for site in reached} == {"gelu_inverted1"} and 0 < len(reached) < 8
+    assert {site.reason for site in conversion if not site.after} == {"example_inputs do not reach it"}
+    assert {(site.kept_before, site.kept_after) for site in reached} == {(4 * 64 * 1024, 64 * 1024 // 8)}
+
+
+def test_a_model_that_keeps_more_each_time() -> None:
+    """Then the first run, as it was, keeps least; and nothing is left alone without a reason."""
+
+    class Growing(Holds):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(8 * next(runs)):
+                x = x.exp().clamp(max=1)
+            return super().forward(x)
+
+    runs = itertools.count(1)
+    (site,) = fitact.convert(Growing(nn.GELU()), "auto", example_inputs=torch.zeros(4096, 16, requires_grad=True))
+    assert site.after is None and site.reason.startswith("nothing to gain")
+
+
 class Twice(nn.Module):
     """Two activations of one tensor: replacing either alone gains nothing."""
 
@@ -865,6 +992,7 @@ def test_checkpointed_activations_keep_nothing() -> None:
 
     conversion = fitact.convert(Block(nn.GELU()), "auto", example_inputs=torch.zeros(2, 16))
     assert (conversion.sites[0].after, conversion.sites[0].kept_before) == (None, 0)
+    assert conversion.sites[0].reason == "nothing to gain: it keeps nothing that others do not keep too"
 
 
 def test_table() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact.errors import UsageError
@@ -203,12 +205,45 @@ def test_compiled_functions(inside: bool) -> None:
         ),
         ({"bits": 9}, "bits 9: expected 1, 2, 3 or 4"),
         ({"names": ["glu"]}, "'glu': expected names of celu, elu, gelu"),
+        ({"names": "glu"}, "'glu': expected names of celu, elu, gelu"),
+        ({"names": []}, r"names \[\]: expected at least one"),
         ({"method": "exact", "names": ["gelu"]}, "exact: nothing is shipped for gelu"),
     ],
 )
 def test_wrong_input(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         fitact.converted_functions(**given)
+
+
+def test_one_name() -> None:
+    assert list(fitact.converted_functions(names="gelu").modules) == ["gelu"]
+
+
+@pytest.mark.parametrize("way", ["within", "within, reentrant", "context_fn"])
+def test_checkpointed_functions(way: str) -> None:
+    """What runs again in backward is converted too: gradients are as without checkpointing."""
+    linear = nn.Linear(16, 16)
+
+    def plain(x: Tensor) -> Tensor:
+        return F.gelu(linear(x))
+
+    def own(x: Tensor) -> Tensor:
+        with fitact.converted_functions():
+            return plain(x)
+
+    def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), fitact.converted_functions()
+
+    x = torch.randn(32, 16, requires_grad=True)
+    (expected,) = torch.autograd.grad(own(x).sum(), x)
+    (exact,) = torch.autograd.grad(plain(x).sum(), x)
+    if way == "context_fn":
+        with fitact.converted_functions():
+            y = checkpoint(plain, x, use_reentrant=False, context_fn=again)
+    else:
+        y = checkpoint(own, x, use_reentrant=way == "within, reentrant")
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, expected) and not torch.equal(expected, exact)
 
 
 # --------------------------------------------------------------------------------------------------- transformers
