@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -49,7 +50,8 @@ def convert(
         bits: the most that are kept per element; by default 3 for Few-Bit, the least there is for the others.
         norms: whether norms are merged into the linear layers that follow them, too, as
             `fitact.runtime.merge.merge_norms` describes. It needs `example_inputs`, and changes parameters: make
-            the optimizer afterwards. A dry run measures the activations beside norms as they are.
+            the optimizer afterwards. A dry run merges them in a copy of the model, which takes its memory once
+            more.
         replace: generated classes of your own for classes of activations, as `{nn.GELU: MyGelu3}`: for each module
             of that very class, whatever its parameters are, so `include` or `exclude` others than yours.
         include: patterns (fnmatch) of the paths of activations, as `"encoder.*"`; by default all.
@@ -70,6 +72,11 @@ def convert(
 
     """
     model = _inner(model)
+    if dry_run and norms:  # what activations gain depends on what merged norms keep
+        _check(model, method, bits, norms, example_inputs is not None)
+        options: dict[str, Any] = {"replace": replace, "include": include, "exclude": exclude}
+        tried = convert(copy.deepcopy(model), method, bits, norms=True, example_inputs=example_inputs, **options)
+        return dataclasses.replace(tried, dry_run=True)
     run = None if example_inputs is None else runner(example_inputs)
     _check(model, method, bits, norms, run is not None)
     own = _own(replace or {})
@@ -79,7 +86,7 @@ def convert(
     _check_shipped(places, choices)
     measure = None if run is None else partial(traces, model, run, own)
     stock_kept = measure([stock])[0].kept if measure and norms else None
-    merged = merge_norms(model, example_inputs, include=include, exclude=exclude, dry_run=dry_run) if norms else []
+    merged = merge_norms(model, example_inputs, include=include, exclude=exclude) if norms else []
     before: Trace | None = None
     after: Trace | None = None
     if measure and method == "auto":
@@ -94,8 +101,7 @@ def convert(
     sites = (*_sites(places, choices, before, after), *merged)
     if before is None or after is None:
         return Conversion(sites, dry_run)
-    saved = sum((site.kept_before or 0) - (site.kept_after or 0) for site in merged if site.after and dry_run)
-    return Conversion(sites, dry_run, before.kept if stock_kept is None else stock_kept, after.kept - saved)
+    return Conversion(sites, dry_run, before.kept if stock_kept is None else stock_kept, after.kept)
 
 
 def _sites(

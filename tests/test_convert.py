@@ -1064,3 +1064,18 @@ def test_generated_classes_are_no_longer_needed_to_revert() -> None:
     fitact.revert(other)
     assert other[1] is original and isinstance(model[1], GeluFewbit3)
     assert not isinstance(model[1], SiluFewbit3)
+
+
+def test_a_dry_run_with_norms_foretells_what_is_done() -> None:
+    """Where a merged norm no longer keeps an activation's output, Few-Bit is taken, in the dry run too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    x = torch.randn(512, 32)
+    before = copy.deepcopy(model.state_dict())
+    plan = fitact.convert(model, "auto", norms=True, dry_run=True, example_inputs=x)
+    assert plan.dry_run and type(model[2]) is nn.LayerNorm and type(model[1]) is nn.SiLU
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    done = fitact.convert(model, "auto", norms=True, example_inputs=x)
+    assert plan.sites == done.sites and plan.kept_after == done.kept_after
+    assert done.sites[0].after == "silu_fewbit3"
