@@ -9,15 +9,14 @@ what it should be.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import click
 import griffe
+from click.testing import CliRunner
 from griffe2md import render_object_docs
 
 from fitact.cli import cli
@@ -29,6 +28,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 GALLERY = DOCS / "gallery"
 DPI = 75
+WIDTH = 100  # of a help text
 ROOMS = ("fitter", "codegen", "runtime", "generated")
 METHODS = ("fewbit", "relumix", "inverted", "exact")
 # What api.md describes: a heading, a sentence, and the objects.
@@ -108,17 +108,17 @@ STYLE = {"heading_level": 3, "show_signature_annotations": True, "members": Fals
 
 def commands() -> str:
     """Return the page of the command line: what `--help` prints."""
-    os.environ["COLUMNS"] = "100"
-    parts = ["# Commands", "What `fitact --help` and each command's help print."]
-    parts.append(_help(["fitact"], cli))
+    parts = ["# Commands", "What `fitact --help` and each command's help print.", _help()]
     for name in sorted(cli.commands):
-        parts += [f"## {name}", _help(["fitact", name], cli.commands[name])]
+        parts += [f"## {name}", _help(name)]
     return _page(parts)
 
 
-def _help(path: Sequence[str], command: click.Command) -> str:
-    context = click.Context(command, info_name=" ".join(path), max_content_width=100, terminal_width=100)
-    return f"```text\n{command.get_help(context)}\n```"
+def _help(*command: str) -> str:
+    result = CliRunner().invoke(
+        cli, [*command, "--help"], prog_name="fitact", terminal_width=WIDTH, max_content_width=WIDTH
+    )
+    return f"```text\n{result.output.strip()}\n```"
 
 
 def api() -> str:
