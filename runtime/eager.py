@@ -2,7 +2,7 @@
 
 The same codes bit for bit, the same gradients (up to the contraction of products and sums). On a CPU the work goes
 chunk by chunk, so that the intermediates stay in the cache, never weigh as much as the tensor, and no thread waits
-for another. There a comparison that writes numbers takes a third of one that writes truth values.
+for another. There a comparison that writes numbers of its own dtype takes a third of one that writes truth values.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def _chunks(x: Tensor, start: int, tiles: int) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first * TILE, min(last * TILE, x.numel()))
 
 
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    """Return the place of each row's code in a word, (ROWS, 1)."""
-    return torch.arange(0, ROWS * bits, bits, dtype=torch.int32, device=device)[:, None]
+@cache
+def _shifts(count: int, width: int, device: torch.device) -> Tensor:
+    """Return the places in a word of its parts of some width, (count, 1): of rows' codes, or of planes' bytes."""
+    return torch.arange(0, count * width, width, dtype=torch.int32, device=device)[:, None]
 
 
 def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
@@ -60,20 +61,16 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
     if done:
         whole = flat[: done * TILE].view(-1, ROWS, COLUMNS)
         compiled.encoder(borders, bits, even, x.dtype)(whole, planes[:done])
-    shifts = _shifts(bits, x.device)
     half = x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1
     table = _counts(borders, even, x.dtype) if half else None
     for tile, element in _chunks(x, done, tiles):
-        code = x.new_zeros((tile.stop - tile.start) * TILE, dtype=torch.int32)
         part = flat[element]
-        if table is None:
-            _count(part, borders, even, code[: part.numel()])
-        else:
-            torch.index_select(table, 0, _patterns(part), out=code[: part.numel()])
-        rows = code.view(-1, ROWS, COLUMNS)
-        word = rows.bitwise_left_shift_(shifts).sum(1, dtype=torch.int32)  # no two have a bit in common
-        for plane in range(bits):
-            planes[tile, plane] = word.bitwise_right_shift(8 * plane).bitwise_and_(0xFF)
+        code = _count(part, borders, even) if table is None else table.index_select(0, _patterns(part))
+        if missing := (tile.stop - tile.start) * TILE - part.numel():
+            code = torch.nn.functional.pad(code, (0, missing))
+        rows = code.view(-1, ROWS, COLUMNS).bitwise_left_shift_(_shifts(ROWS, bits, x.device))
+        word = rows.sum(1, keepdim=True, dtype=torch.int32)  # no two have a bit in common
+        planes[tile] = word.bitwise_right_shift(_shifts(bits, 8, x.device))  # of which the low byte is taken
     return planes.view(-1)
 
 
@@ -96,15 +93,16 @@ def _whole(x: Tensor) -> int:
     return x.numel() // TILE if x.device.type == "cpu" and compiled.asked_for() else 0
 
 
-def _count(x: Tensor, borders: tuple[float, ...], even: bool, code: Tensor) -> None:
-    """Write how many borders are less than each x, by comparing."""
+def _count(x: Tensor, borders: tuple[float, ...], even: bool) -> Tensor:
+    """Return how many borders are less than each x, int32, by comparing; in floating point, which is fastest."""
     x = x.to(arithmetic_dtype(x))
     if even:
         x = x.abs()
-    torch.gt(x, borders[0], out=code)
-    above = torch.empty_like(code)
+    count, above = torch.empty_like(x), torch.empty_like(x)
+    torch.gt(x, borders[0], out=count)
     for border in borders[1:]:
-        code += torch.gt(x, border, out=above)
+        count += torch.gt(x, border, out=above)
+    return count.to(torch.int32)
 
 
 def _patterns(x: Tensor) -> Tensor:
@@ -120,9 +118,7 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 @cache
 def _counts(borders: tuple[float, ...], even: bool, dtype: torch.dtype) -> Tensor:
     """Return how many borders are less than each number of half precision, by its bits, (PATTERNS,) of int32."""
-    counts = torch.empty(PATTERNS, dtype=torch.int32)
-    _count(_numbers(dtype), borders, even, counts)
-    return counts
+    return _count(_numbers(dtype), borders, even)
 
 
 class Slope(Protocol):
@@ -166,10 +162,9 @@ def _decode(planes: Tensor, bits: int, size: int) -> Tensor:
     """Return the codes of some tiles, (size,) of int32, from their planes, (tiles, bits, COLUMNS)."""
     if size <= COLUMNS:
         return planes[0, 0, :size].to(torch.int32)
-    word = planes[:, 0].to(torch.int32)
-    for plane in range(1, bits):
-        word |= planes[:, plane].to(torch.int32).bitwise_left_shift_(8 * plane)
-    rows = torch.bitwise_right_shift(word[:, None], _shifts(bits, planes.device))
+    parts = planes.to(torch.int32).bitwise_left_shift_(_shifts(bits, 8, planes.device))
+    word = parts.sum(1, keepdim=True, dtype=torch.int32)
+    rows = word.bitwise_right_shift(_shifts(ROWS, bits, planes.device))
     return rows.bitwise_and_((1 << bits) - 1).view(-1)[:size]
 
 

@@ -522,9 +522,20 @@ def tiny(batch):
 """
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(one, marks=pytest.mark.full if one == "memory" else []) for one in cli.commands]
-)
+def examples_of(command):
+    return [line.strip() for line in cli.commands[command].help.splitlines() if line.strip().startswith("fitact ")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("example", examples_of("memory"))
+def test_examples_of_memory_run(run, example):
+    put("my_models.py", MODEL)
+    status, out, err = run(example.removeprefix("fitact "))
+    assert status == 0, err
+    assert "stock" in out
+
+
+@pytest.mark.parametrize("command", [one for one in cli.commands if one != "memory"])
 def test_examples_of_the_help_run(run, command):
     put("my_fit.json", record("mine"))
     put("my_models.py", MODEL)
