@@ -186,3 +186,21 @@ def test_training() -> None:
             one = found[task, method]
             number = f"{one['difference']:+.{digits}f} ± {one['half']:.{digits}f}".replace("-", "−")
             assert cell == (f"**{number}**" if one["distinguishable"] else number)
+
+
+def test_times_on_a_cpu() -> None:
+    """The table of times is that of the committed measurements."""
+    ratios = {}
+    for mode in ("", "_inductor"):
+        results = json.loads((ROOT / "benchmarks" / "results" / f"activations_cpu{mode}.json").read_text())
+        for group in results["groups"]:
+            for row in group["rows"]:
+                ratios[row["label"], group["dtype"], mode] = row["ratio"]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.MULTILINE)
+    assert len(rows) == 3
+    for name, *stated in rows:
+        found = [ratios[name, dtype, mode] for mode in ("", "_inductor") for dtype in ("float32", "bfloat16")]
+        assert [f"{ratio:.1f}" for ratio in found] == stated
+    overhead = json.loads((ROOT / "benchmarks" / "results" / "overhead_cpu.json").read_text())["ratio"]
+    ours = [ratio for name, ratio in overhead.items() if name not in ("nothing", "F.gelu")]
+    assert f"a call costs {min(ours):.1f} to {max(ours):.1f} times one whose kernels do nothing" in flat()
