@@ -243,13 +243,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a page differs")
     parser.add_argument("--pictures", action="store_true", help="draw all pictures again")
     arguments = parser.parse_args()
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text]
+    stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text}
     if arguments.check:
         if stale:
             sys.exit(f"{', '.join(path.name for path in stale)}: not up to date; run python docs/build.py")
         return
-    for path in stale:
-        path.write_text(pages()[path], "utf-8")
+    for path, text in stale.items():
+        path.write_text(text, "utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     GALLERY.mkdir(exist_ok=True)
     for fit in shipped():

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fitact.text import columns
+
 Kind = Literal["activation", "norm"]
 
 
@@ -81,14 +83,7 @@ def _lines(conversion: Conversion) -> Iterator[str]:
     head = ("site", "", "was", "would be" if conversion.dry_run else "is")
     rows = [head + (("kept", "then", "shared") if measured else ()) + ("note",)]
     rows += [_row(group, measured) for group in groups.values()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head) + 3 * measured)]
-    right = {1, 4, 5} if measured else {1}
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        yield "  ".join([*cells, row[-1]]).rstrip()
+    yield from columns(rows, "<><<>>" if measured else "<>")
     yield _summary(conversion)
 
 

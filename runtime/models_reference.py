@@ -29,7 +29,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(EXPANSION * hidden, hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, of the shape of x."""
         y: Tensor = self.dropout(self.down(self.activation(self.up(x))))
         return y
 
@@ -44,7 +45,8 @@ class GatedMLP(nn.Module):
         self.activation = activation
         self.down = nn.Linear(EXPANSION * hidden, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, of the shape of x."""
         y: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         return y
 
@@ -52,7 +54,8 @@ class GatedMLP(nn.Module):
 class ReLUSquared(nn.Module):
     """relu(x)², as PyTorch composes it."""
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, of the shape of x."""
         return F.relu(x).square()
 
 
@@ -65,7 +68,8 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.score_dropout, self.dropout = nn.Dropout(dropout), nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, of the shape of x."""
         batch, seq, hidden = x.shape
         q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if self.fused:
@@ -89,7 +93,8 @@ class Block(nn.Module):
         self.attention = Attention(heads, hidden, fused, dropout)
         self.mlp = MLP(activation, hidden, dropout)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, of the shape of x."""
         x = x + self.attention(self.norm1(x))
         y: Tensor = x + self.mlp(self.norm2(x))
         return y

@@ -488,7 +488,6 @@ def test_torchscript() -> None:
         fitact.convert(torch.jit.script(mlp(nn.GELU())))
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 def test_sharded_models_are_not_run() -> None:
     """A forward pass without a backward one would leave FSDP's parameters gathered, and the model broken."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from fitact.text import columns
 
 if TYPE_CHECKING:
     from fitact.runtime.memory_records import Report, Row
@@ -63,7 +65,7 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
         "",
         f"{which} keeps {size(block)}{' bytes' if exact else ''}",
     ]
-    text += _columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
+    text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
     if report.closed_form is not None:
         scores = report.closed_form["scores"]
         whole = sum(report.closed_form.values())
@@ -73,7 +75,7 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
             f"{form}, with three dropouts: {size(whole)}; without the scores, "
             f"which fused attention does not keep: {size(whole - scores)}, {_percent(scores / whole)} less"
         ]
-    text += ["", *_columns(*_table(report, size))]
+    text += ["", *columns(*_table(report, size))]
     if any(row.batch is not None or row.seq is not None for row in report.rows):
         text += _room(report)
     return text + [f"note: {note}" for note in report.notes]
@@ -116,11 +118,6 @@ def _room(report: Report) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _columns(rows: Sequence[tuple[str, ...]], align: str) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(map("{:{}{}}".format, row, align, widths)).rstrip() for row in rows]
 
 
 def draw(report: Report, format: str = "png") -> bytes:

@@ -17,6 +17,7 @@ from fitact.fitter.check import problem
 from fitact.fitter.fit import AnyFit, InvertedFit, StepFit
 from fitact.fitter.parser import text_of
 from fitact.fitter.weight import Weight
+from fitact.text import columns
 
 MOST = 12  # breakpoints, pieces or zeros that are listed
 
@@ -27,7 +28,7 @@ def catalog() -> None:
     for name, entry in CATALOG.items():
         call = "none" if entry.torch is None else entry.filled(entry.torch, {})
         rows.append((name, entry.filled(entry.expression, {}), call))
-    _columns(rows)
+    _print(rows)
 
 
 def activation(f: Activation) -> None:
@@ -57,7 +58,7 @@ def activation(f: Activation) -> None:
         ("inverted", _inverted(f)),
         ("exact", _exact(f)),
     ]
-    _columns(rows)
+    _print(rows)
 
 
 def _number(value: float) -> str:
@@ -166,12 +167,9 @@ def _exact(f: Activation) -> str:
             return f"no: {str(error).partition(': ')[2]}"
 
 
-def _columns(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
-    """Print rows with their columns aligned, each by its letter: < to the left, the default, or > to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    sides = align.ljust(len(widths), "<")
-    for row in rows:
-        click.echo("  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip())
+def _print(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
+    for line in columns(rows, align):
+        click.echo(line)
 
 
 def fits(shown: Sequence[AnyFit]) -> None:
@@ -197,4 +195,4 @@ def fits(shown: Sequence[AnyFit]) -> None:
             closed.append((fit.name, *stated, f" {fit.derivative}"))
     for table, align in ((steps, "<>>>>>>>"), (inverse, "<>>>>>>>"), (closed, "<>>>")):
         if len(table) > 1:
-            _columns(table, align)
+            _print(table, align)

@@ -89,7 +89,7 @@ def test_nan_and_infinity(formula: Formula, tmp_path: Path) -> None:
 @EACH
 def test_what_is_reported_is_so(formula: Formula, tmp_path: Path) -> None:
     if not values.value_is_reported(formula.text):
-        pytest.skip("not reported")
+        pytest.skip("nothing is reported of it, so there is nothing to confirm")
     x = values.neighbours(values.named(formula.text, values.VALUE)[1])
     at = x.double().numpy()
     found = apply(module(formula, tmp_path).value, x).double().numpy()
