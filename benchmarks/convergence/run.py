@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence [--large] [--task NAME ...] [--method NAME ...] [--seeds N] [-o RESULTS.json]
 
-from the root of the repository. About 25 minutes on two free cores; `--large` wants a GPU. Every finished run is
+from the root of the repository. Less than an hour on two cores; `--large` wants a GPU. Every finished run is
 written at once: the same command goes on after an interrupt, and more seeds are added to those that are there.
 """
 
