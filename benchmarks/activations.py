@@ -2,16 +2,19 @@
 
     python benchmarks/activations.py [--size N ...] [--dtype float32 bfloat16] [-o RESULTS.json]
 
-For each size and dtype: forward, backward and both, medians in milliseconds; the ratio to the same activation
-of PyTorch in the same run; the bytes autograd keeps for each element. Beside the shipped modules: PyTorch's
-activation under torch.compile, the same with a memory budget of 0.7, Liger-Kernel's where there is one
-and a GPU. On a GPU also the share of the bandwidth that a plain copy reaches in that run. On a CPU, run it with
-FITACT_CPU=inductor too. An interrupt keeps what is finished. The picture is beside the JSON, as PNG.
+For each size and dtype: forward, backward and both, medians in milliseconds, all taking turns; the ratio to the
+same activation of PyTorch; the bytes autograd keeps for each element. Beside the shipped modules: PyTorch's
+activation under torch.compile, the same with a memory budget of 0.7, Liger-Kernel's where there is one and a GPU.
+On a GPU also the share of the bandwidth that a plain copy reaches in that run. On a CPU, run it with
+FITACT_CPU=inductor too; there glibc is told to keep what is freed, as the allocators do that PyTorch's tuning
+guide recommends (jemalloc, tcmalloc): otherwise giving pages back and asking for them again takes as long as the
+work, for some rows and not for others. An interrupt keeps what is finished. The picture is beside the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -20,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,12 +36,22 @@ from fitact.runtime.memory import count_saved
 
 REPEATS = 15
 SECONDS = 0.2  # of warming up
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 SHIPPED = {
     "gelu": ("gelu_fewbit1", "gelu_fewbit2", "gelu_fewbit3", "gelu_fewbit4", "gelu_inverted1", "gelu_inverted2"),
     "silu": ("silu_fewbit3", "silu_inverted1"),
 }
 Row = dict[str, Any]
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's allocator keep blocks up to 32 MiB, its limit, and never give memory back."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        for option, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            if not libc.mallopt(option, value):
+                raise OSError(f"mallopt({option}, {value}) was refused")
 
 
 def rivals(name: str, device: str) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -63,60 +77,70 @@ def rivals(name: str, device: str) -> Iterator[tuple[str, Callable[[Tensor], Ten
         yield "Liger, gate of ones", lambda x: gated(x, torch.ones_like(x))
 
 
-def measured(call: Callable[[], Any], device: str) -> float:
-    """Return the median time of a call in milliseconds."""
-    start = time.perf_counter()
-    while time.perf_counter() - start < SECONDS:
-        call()
-    times = []
+def measured(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Return the median times of calls in milliseconds; they take turns, so that what else happens meets all."""
+    for call in calls.values():
+        start = time.perf_counter()
+        while time.perf_counter() - start < SECONDS:
+            call()
+    times: dict[str, list[float]] = {label: [] for label in calls}
     for _ in range(REPEATS):
-        if device == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            call()
-            last.record()
-            torch.cuda.synchronize()
-            times.append(first.elapsed_time(last))
-        else:
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+        for label, call in calls.items():
+            call()  # so that the one before leaves nothing in the caches that matters
+            if device == "cuda":
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                first.record()
+                call()
+                last.record()
+                torch.cuda.synchronize()
+                times[label].append(first.elapsed_time(last))
+            else:
+                start = time.perf_counter()
+                call()
+                times[label].append((time.perf_counter() - start) * 1e3)
+    return {label: statistics.median(every) for label, every in times.items()}
 
 
-def row(label: str, function: Callable[[Tensor], Tensor], x: Tensor, device: str) -> Row:
-    """Measure one activation."""
+def rows(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor, device: str) -> list[Row]:
+    """Measure activations, the first of which is what the others are compared with."""
     dy = torch.randn_like(x)
-    leaf = x.detach().requires_grad_()
-    with count_saved() as saved:
-        y = function(leaf)
-    y.backward(dy)
-    y = function(leaf)
-
-    def forward() -> None:
-        function(x.detach().requires_grad_())
-
-    def backward() -> None:
-        torch.autograd.grad(y, leaf, dy, retain_graph=True)
-
-    def both() -> None:
-        one = x.detach().requires_grad_()
-        function(one).backward(dy)
-
-    return {
-        "label": label,
-        "kept_bytes_an_element": round(saved.bytes / x.numel(), 4),
-        "forward_ms": measured(forward, device),
-        "backward_ms": measured(backward, device),
-        "both_ms": measured(both, device),
-    }
+    kept, forward, backward, both = {}, {}, {}, {}
+    for label, function in functions.items():
+        leaf = x.detach().requires_grad_()
+        with count_saved() as saved:
+            y = function(leaf)
+        y.backward(dy)
+        kept[label] = saved.bytes / x.numel()
+        forward[label] = partial(forwards, function, x)
+        backward[label] = partial(torch.autograd.grad, function(leaf), leaf, dy, retain_graph=True)
+        both[label] = partial(forwards_and_backwards, function, x, dy)
+    passes = {"forward_ms": forward, "backward_ms": backward, "both_ms": both}
+    times = {name: measured(calls, device) for name, calls in passes.items()}
+    first = next(iter(functions))
+    return [
+        {"label": label, "kept_bytes_an_element": round(kept[label], 4)}
+        | {name: times[name][label] for name in passes}
+        | {"ratio": round(times["both_ms"][label] / times["both_ms"][first], 3)}
+        for label in functions
+    ]
 
 
-def bandwidth(rows: list[Row], x: Tensor, device: str) -> None:
+def forwards(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run forward, keeping for backward what there is to keep."""
+    return function(x.detach().requires_grad_())
+
+
+def forwards_and_backwards(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> None:
+    """Run forward and backward."""
+    forwards(function, x).backward(dy)
+
+
+def bandwidth(measurements: list[Row], x: Tensor, device: str) -> None:
     """Add the share of a plain copy's bandwidth, of the bytes that the fitact kernels have to move."""
     target = torch.empty_like(x)
-    copy = 2 * x.numel() * x.itemsize / measured(lambda: target.copy_(x), device)
-    for one in rows:
+    copy_ms = measured({"copy": lambda: target.copy_(x)}, device)["copy"]
+    copy = 2 * x.numel() * x.itemsize / copy_ms
+    for one in measurements:
         if "fewbit" in one["label"] or "inverted" in one["label"]:
             bits = int(one["label"][-1]) / 8
             output = x.itemsize if "inverted" in one["label"] else 0
@@ -134,7 +158,7 @@ def draw(groups: list[dict[str, Any]], path: Path) -> None:
     )
     panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for axes, group in zip(panels, groups, strict=True):
-        base = group["rows"][0]["both_ms"]
+        base = group["rows"][0]["forward_ms"] + group["rows"][0]["backward_ms"]
         for i, one in enumerate(reversed(group["rows"])):
             axes.barh(i, one["forward_ms"] / base, color="#1f4e79", label="forward" if not i else "")
             left = one["forward_ms"] / base
@@ -158,6 +182,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
+    keep_freed_memory()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = arguments.size or ([1 << 20, 1 << 24, 1 << 27] if device == "cuda" else [1 << 22])
     mode = os.environ.get("FITACT_CPU", "") if device == "cpu" else ""
@@ -178,23 +203,20 @@ def main() -> None:
             for size in sizes:
                 for name in STOCK:
                     x = torch.randn(size, device=device).to(getattr(torch, dtype))
-                    rows: list[Row] = []
-                    group = {"activation": name, "elements": size, "dtype": dtype, "rows": rows}
-                    record["groups"].append(group)
-                    print(f"\n{name}, {size:,} elements, {dtype}")
-                    for label, function in rivals(name, device):
-                        one = row(label, function, x, device)
-                        rows.append(one)
-                        one["ratio"] = round(one["both_ms"] / rows[0]["both_ms"], 3)
-                        times = " ".join(f"{one[f'{pass_}_ms']:9.3f}" for pass_ in ("forward", "backward", "both"))
-                        kept = one["kept_bytes_an_element"]
-                        print(f"{label:28} {times} ms  {one['ratio']:6.2f} times  {kept:6.3f} B", flush=True)
+                    print(f"\n{name}, {size:,} elements, {dtype}", flush=True)
+                    measurements = rows(dict(rivals(name, device)), x, device)
                     if device == "cuda":
-                        bandwidth(rows, x, device)
+                        bandwidth(measurements, x, device)
+                    record["groups"].append(
+                        {"activation": name, "elements": size, "dtype": dtype, "rows": measurements}
+                    )
+                    for one in measurements:
+                        times = " ".join(f"{one[f'{pass_}_ms']:9.3f}" for pass_ in ("forward", "backward", "both"))
+                        ratio, kept = one["ratio"], one["kept_bytes_an_element"]
+                        print(f"{one['label']:28} {times} ms  {ratio:6.2f} times  {kept:6.3f} B", flush=True)
     except KeyboardInterrupt:
         print("interrupted: what is finished is kept", file=sys.stderr)
     finally:
-        record["groups"] = [group for group in record["groups"] if group["rows"]]
         for group in record["groups"]:
             for one in group["rows"]:
                 one.update({key: round(value, 4) for key, value in one.items() if key.endswith("_ms")})

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,9 +91,13 @@ def _compile(function: Callable[..., None], name: str) -> Callable[..., None]:
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=name)
     own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    compiled = torch.compile(own, fullgraph=True, dynamic=True)
+    compiled = torch.compile(own, fullgraph=True)
 
-    def run(*tensors: Any) -> None:
+    def run(*tensors: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.numel():
+                # nothing else varies; dynamic=True would make variables of the borders, too
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         with torch.no_grad():
             compiled(*tensors)
 

@@ -78,7 +78,7 @@ def quotient(
     value = _quotient(t, 0, ends, numerator, denominator, size)
     for c in range(1, size):
         own = torch.eq(code, c, out=torch.empty_like(t))
-        value = torch.lerp(value, _quotient(t, c, ends, numerator, denominator, size), own)  # one of the two
+        value.lerp_(_quotient(t, c, ends, numerator, denominator, size), own)  # one of the two
     return value
 
 
@@ -92,14 +92,20 @@ def _quotient(
 ) -> Tensor:
     t = t.clamp(ends[c], ends[size + c])
     p = _horner(t, numerator[c::size])
-    return p if len(denominator) == size else p / _horner(t, denominator[c::size])
+    return p if len(denominator) == size else p.div_(_horner(t, denominator[c::size]))
 
 
 def _horner(t: Tensor, coefficients: Sequence[float]) -> Tensor:
-    first = next((i for i, coefficient in enumerate(coefficients) if coefficient), len(coefficients) - 1)
-    value = torch.full_like(t, coefficients[first])
-    for coefficient in coefficients[first + 1 :]:
-        value.mul_(t).add_(coefficient)
+    """Return the polynomial at t, in one pass over the memory for each power."""
+    while len(coefficients) > 1 and not coefficients[0]:
+        coefficients = coefficients[1:]
+    if len(coefficients) == 1:
+        return torch.full_like(t, coefficients[0])
+    leading, *others = coefficients
+    constants = [torch.scalar_tensor(c, dtype=t.dtype, device=t.device) for c in others]
+    value = torch.add(constants[0], t, alpha=leading)
+    for constant in constants[1:]:
+        torch.addcmul(constant, value, t, out=value)
     return value
 
 

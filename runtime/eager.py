@@ -1,8 +1,8 @@
 """The layout of `kernels` written with PyTorch's operators: CPU, float64, and devices without Triton.
 
 The same codes bit for bit, the same gradients (up to the contraction of products and sums). On a CPU the work goes
-chunk by chunk, so that the intermediates stay in the cache, never weigh as much as the tensor, and no thread waits
-for another. There a comparison that writes numbers of its own dtype takes a third of one that writes truth values.
+chunk by chunk, so that the intermediates stay in the cache and never weigh as much as a large tensor. There a
+comparison that writes numbers of its own dtype takes a third of one that writes truth values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import compiled
 ROWS = 8
 COLUMNS = 1024
 TILE = ROWS * COLUMNS
-CHUNK = 4  # tiles: 32768 elements, up to which PyTorch's operators stay in the calling thread
+CHUNK = 16  # tiles a thread: some arrays of them fit into its cache, and one waits for the other but rarely
 PATTERNS = 1 << 16  # numbers of a dtype of half precision
 
 
@@ -35,7 +35,7 @@ def arithmetic_dtype(x: Tensor) -> torch.dtype:
 
 def _chunks(x: Tensor, start: int, tiles: int) -> Iterator[tuple[slice, slice]]:
     """Yield, chunk by chunk, a slice of the tiles from `start` on and the slice of the elements in them."""
-    size = CHUNK if x.device.type == "cpu" else max(tiles, 1)
+    size = CHUNK * torch.get_num_threads() if x.device.type == "cpu" else max(tiles, 1)
     for first in range(start, tiles, size):
         last = min(first + size, tiles)
         yield slice(first, last), slice(first * TILE, min(last * TILE, x.numel()))
@@ -143,7 +143,12 @@ def backward(dy: Tensor, y: Tensor | None, codes: Tensor, bits: int, slope: Slop
         dtype: of the result.
 
     """
-    flat, dx = dy.view(-1), torch.empty(dy.shape, dtype=dtype, device=dy.device)
+    flat = dy.view(-1)
+    if dy.numel() <= COLUMNS:  # codes that are no more than a row are the words of their tile
+        code = codes[: dy.numel()].to(torch.int32) if bits else codes
+        factor = slope(flat.new_empty(0) if y is None else y.view(-1), code)
+        return torch.mul(dy, factor.view(dy.shape)).to(dtype)
+    dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     planes = codes.view(-1, bits, COLUMNS) if bits else codes
     flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
     done = _whole(dy)
@@ -160,8 +165,6 @@ def backward(dy: Tensor, y: Tensor | None, codes: Tensor, bits: int, slope: Slop
 
 def _decode(planes: Tensor, bits: int, size: int) -> Tensor:
     """Return the codes of some tiles, (size,) of int32, from their planes, (tiles, bits, COLUMNS)."""
-    if size <= COLUMNS:
-        return planes[0, 0, :size].to(torch.int32)
     parts = planes.to(torch.int32).bitwise_left_shift_(_shifts(bits, 8, planes.device))
     word = parts.sum(1, keepdim=True, dtype=torch.int32)
     rows = word.bitwise_right_shift(_shifts(ROWS, bits, planes.device))

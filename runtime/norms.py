@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from . import norm_kernels
 from .eager import arithmetic_dtype
 from .language import HAS_TRITON
-from .ops import DTYPES, KERNEL_DTYPES, _warp_size, autocast_dtype
+from .ops import DTYPES, KERNEL_DTYPES, _warp_size, autocast_dtype, with_signature
 
 CHUNK = 1 << 16  # elements that a CPU normalises at a time: intermediates stay in the cache
 
@@ -186,6 +186,7 @@ class _MemorySharing(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @with_signature
     def forward(x: Tensor, dims: int, centred: bool, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         z, scale = torch.ops.fitact.norm_forward(x, dims, centred, eps, dtype)
         return z, scale
@@ -209,6 +210,7 @@ class _Gradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @with_signature
     def forward(dz: Tensor, z: Tensor, scale: Tensor, dims: int, centred: bool, dtype: torch.dtype) -> Tensor:
         dx: Tensor = torch.ops.fitact.norm_backward(dz, z, scale, dims, centred, dtype)
         return dx
