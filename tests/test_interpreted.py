@@ -1,4 +1,4 @@
-"""Runs tests/interpreted in a process of its own, where Triton's interpreter takes the place of the GPU."""
+"""Runs tests/interpreted and tests/test_gpu.py in a process where Triton's interpreter replaces the GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 
 from .conftest import INTERPRETED, ROOT
 
+TESTS = ("tests/interpreted", "tests/test_gpu.py")
+
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="this is the process of its own")
 
 
 @pytest.mark.parametrize("part", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_interpreted_kernels(part: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", part, "tests/interpreted"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", part, *TESTS]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
