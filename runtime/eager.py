@@ -20,6 +20,7 @@ ROWS = 8
 COLUMNS = 1024
 TILE = ROWS * COLUMNS
 CHUNK = 16  # tiles a thread: some arrays of them fit into its cache, and one waits for the other but rarely
+LARGEST = 8 * CHUNK  # however many threads there are: 4 MiB of float32
 PATTERNS = 1 << 16  # numbers of a dtype of half precision
 
 
@@ -33,9 +34,14 @@ def arithmetic_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def chunk() -> int:
+    """Return how many tiles a CPU processes at a time."""
+    return min(CHUNK * torch.get_num_threads(), LARGEST)
+
+
 def _chunks(x: Tensor, start: int, tiles: int) -> Iterator[tuple[slice, slice]]:
     """Yield, chunk by chunk, a slice of the tiles from `start` on and the slice of the elements in them."""
-    size = CHUNK * torch.get_num_threads() if x.device.type == "cpu" else max(tiles, 1)
+    size = chunk() if x.device.type == "cpu" else max(tiles, 1)
     for first in range(start, tiles, size):
         last = min(first + size, tiles)
         yield slice(first, last), slice(first * TILE, min(last * TILE, x.numel()))

@@ -25,11 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from . import norm_kernels
-from .eager import arithmetic_dtype
+from .eager import TILE, arithmetic_dtype, chunk
 from .language import HAS_TRITON
 from .ops import DTYPES, KERNEL_DTYPES, _warp_size, autocast_dtype, with_signature
-
-CHUNK = 1 << 16  # elements that a CPU normalises at a time: intermediates stay in the cache
 
 
 def ms_layer_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-5) -> Tensor:
@@ -254,8 +252,8 @@ def _rows(x: Tensor, dims: int) -> Tensor:
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of rows: on a CPU of about CHUNK elements, else all of them."""
-    size = max(1, CHUNK // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
+    """Yield slices of rows: on a CPU so many that intermediates stay in the cache, else all of them."""
+    size = max(1, chunk() * TILE // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
     for first in range(0, len(rows), size):
         yield slice(first, first + size)
 
