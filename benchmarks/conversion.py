@@ -23,7 +23,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual 
 import torch
 from torch import nn
 
-from fitact.runtime.memory import count_saved, gpu_kernels, peak_memory
+from fitact.runtime.memory import count_saved, gpu_kernels
+from fitact.runtime.memory_peaks import peak_memory
 from fitact.runtime.memory_replace import replaced
 from fitact.runtime.merge import merge_norms
 from fitact.runtime.models import Example, Inputs, Prepared, Source, Training, prepare

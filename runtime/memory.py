@@ -1,4 +1,4 @@
-"""Counting what autograd keeps for backward, by module and by operation; and the peak of a training step.
+"""Counting what autograd keeps for backward, by module and by operation.
 
 The unit is the storage: two saved tensors that share one are counted once, and what a module owns anyway
 (parameters and buffers) is not counted. Real, fake and meta tensors are counted alike.
@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +25,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
-
-from fitact.errors import JobError
 
 ACTIVATIONS = frozenset(
     [
@@ -310,92 +306,3 @@ def gpu_kernels() -> Iterator[None]:
 
     with mock.patch.object(F, "dropout", masked), mock.patch.object(F, "scaled_dot_product_attention", fused):
         yield
-
-
-@dataclass
-class Allocated:
-    """Bytes of a GPU's memory that PyTorch's allocator has handed out.
-
-    Attributes:
-        before, after: at the ends of the context.
-        peak: the most in between.
-
-    """
-
-    before: int
-    after: int = 0
-    peak: int = 0
-
-    @property
-    def delta(self) -> int:
-        """What is left allocated, in bytes."""
-        return self.after - self.before
-
-
-@contextmanager
-def cuda_memory(device: torch.device | int | None = None) -> Iterator[Allocated]:
-    """Measure the CUDA allocator inside the context.
-
-    Args:
-        device: by default the current one.
-
-    Yields:
-        The record; `after` and `peak` are set when the context closes.
-
-    Raises:
-        JobError: there is no GPU; `peak_memory` measures without one.
-
-    """
-    if not torch.cuda.is_available():
-        raise JobError("no GPU that PyTorch can use: fitact.runtime.memory.peak_memory estimates without one")
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    allocated = Allocated(torch.cuda.memory_allocated(device))
-    try:
-        yield allocated
-    finally:
-        torch.cuda.synchronize(device)
-        allocated.after = torch.cuda.memory_allocated(device)
-        allocated.peak = torch.cuda.max_memory_allocated(device)
-
-
-def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.Optimizer) -> dict[str, int]:
-    """Run a step under PyTorch's own memory tracker, which needs no GPU and no memory if its tensors are fake.
-
-    Args:
-        step: what is run, e.g. forward, backward and the optimizer's step.
-        external: models and optimizers, made before.
-
-    Returns:
-        Bytes alive when most are, by what they are: `parameters`, `buffers`, `gradients`, `activations` (what the
-        forward pass makes), `temporaries` (what the backward pass makes), `optimizer`, `other`; and `total`.
-
-    """
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    names = {
-        "PARAM": "parameters",
-        "BUFFER": "buffers",
-        "GRAD": "gradients",
-        "ACT": "activations",
-        "TEMP": "temporaries",
-        "OPT": "optimizer",
-        "OTH": "other",
-        "Total": "total",
-    }
-    tracker = MemTracker()
-    nothing = RemovableHandle(OrderedDict())  # the tracker hooks what has no handle; on frozen ones it fails
-    for module in external:
-        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-            if not parameter.requires_grad:
-                tracker._param_to_grad_hook_handles[parameter] = (nothing, nothing)
-    tracker.track_external(*external)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Module is None", UserWarning)  # of modules that nothing differentiates
-        with tracker:
-            step()
-    peak: Counter[str] = Counter(dict.fromkeys(names.values(), 0))
-    for device in tracker.get_tracker_snapshot("peak").values():
-        for kind, size in device.items():
-            peak[names[getattr(kind, "name", kind)]] += size
-    return dict(peak)

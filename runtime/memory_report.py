@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from fitact.errors import FitactError, UsageError, quote
 
-from .memory import Saved, count_saved, gpu_kernels, peak_memory
+from .memory import Saved, count_saved, gpu_kernels
 from .memory_curve import Curve
+from .memory_peaks import peak_memory
 from .memory_records import Report, Row, closed_form
 from .memory_remedies import Work, checkpointed, compiled, work_of
 from .memory_replace import replaced, sites_of

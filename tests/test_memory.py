@@ -30,7 +30,8 @@ import fitact
 from fitact import report as printed
 from fitact.errors import FitactError, JobError, UsageError
 from fitact.runtime import models_reference
-from fitact.runtime.memory import Saved, count_saved, cuda_memory, gpu_kernels, peak_memory
+from fitact.runtime.memory import Saved, count_saved, gpu_kernels
+from fitact.runtime.memory_peaks import cuda_memory, peak_memory
 from fitact.runtime.memory_records import Report, closed_form
 from fitact.runtime.memory_remedies import checkpointed, compiled, work_of
 from fitact.runtime.memory_replace import replaced, sites_of
