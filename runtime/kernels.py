@@ -41,12 +41,57 @@ def encode(x, borders: tl.constexpr, bits: tl.constexpr):
 
 
 @jit
-def _horner(t, code, table: tl.constexpr, degree: tl.constexpr, size: tl.constexpr):
-    """Return a polynomial: rows of `size` coefficients, one for each code, the highest power first."""
-    value = pick(code, table, size)
-    for k in tl.static_range(1, degree + 1):
-        value = value * t + pick(code, table, size, size * k)
-    return value
+def _clamp(
+    t,
+    code,
+    ends: tl.constexpr,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    first: tl.constexpr,
+    stride: tl.constexpr,
+):
+    """Return t in the interval of its code: rows of `width` lower and upper ends, the columns as in `_horner`."""
+    low, high = pick(code, ends, size, first, stride), pick(code, ends, size, width + first, stride)
+    return tl.clamp(t, low, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def _horner(
+    t,
+    code,
+    table: tl.constexpr,
+    degree: tl.constexpr,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    first: tl.constexpr,
+    stride: tl.constexpr,
+):
+    """Return a polynomial: rows of `width` coefficients, the highest power first, in column first + stride·code.
+
+    Powers that none of two codes has are left out, but for the first, which hands on NaN.
+    """
+    if size == 2 and degree > 1 and table[first] == 0.0 and table[first + stride] == 0.0:
+        return _horner(t, code, table, degree - 1, size, width, first + width, stride)
+    else:
+        value = pick(code, table, size, first, stride)
+        for k in tl.static_range(1, degree + 1):
+            value = value * t + pick(code, table, size, first + width * k, stride)
+        return value
+
+
+@jit
+def _polynomial(t, code, ends: tl.constexpr, table: tl.constexpr, degree: tl.constexpr, size: tl.constexpr):
+    """Return a polynomial at t clamped, each element by the numbers of its code, as `quotient` takes them.
+
+    Of four codes the two in the middle and the two outside have very different degrees, and are done by pairs.
+    """
+    if size == 4:
+        half = code >> 1
+        outer = _horner(_clamp(t, half, ends, 2, 4, 0, 3), half, table, degree, 2, 4, 0, 3)
+        inner = _horner(_clamp(t, half, ends, 2, 4, 1, 1), half, table, degree, 2, 4, 1, 1)
+        return tl.where(((code ^ half) & 1) == 0, outer, inner)
+    else:
+        return _horner(_clamp(t, code, ends, size, size, 0, 1), code, table, degree, size, size, 0, 1)
 
 
 @jit
@@ -65,12 +110,11 @@ def quotient(
     ends: the lower and then the upper ends of the interval to clamp to, by code. numerator, denominator: the
     coefficients of P and Q by code, a row for each power, the highest first. p, q: the degrees of P and Q.
     """
-    t = tl.clamp(t, pick(code, ends, size), pick(code, ends, size, size), propagate_nan=tl.PropagateNan.ALL)
-    value = _horner(t, code, numerator, p, size)
+    value = _polynomial(t, code, ends, numerator, p, size)
     if q == 0:  # Q is 1 then
         return value
     else:
-        return value / _horner(t, code, denominator, q, size)
+        return value / _polynomial(t, code, ends, denominator, q, size)
 
 
 @jit
