@@ -177,7 +177,10 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--size", type=int, nargs="+", help="elements; by default 2^22, on a GPU 2^20, 2^24 and 2^27"
+        "--size",
+        type=int,
+        nargs="+",
+        help="elements; by default 2^22, on a GPU 2^20, 2^24 and 2^27; glibc keeps no blocks above 32 MiB",
     )
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("-o", "--output", type=Path)

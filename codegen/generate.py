@@ -79,7 +79,7 @@ def render(fit: AnyFit) -> str:
         "expression": fit.activation.expression,
         "method": fit.method,
         "composed": torch_call is None,
-        "triton_code": printers.render(fit.activation.formula, printers.TRITON),
+        "triton_code": printers.precise(printers.render(fit.activation.formula, printers.TRITON)),
         "torch_code": composed if torch_call is None else printers.Code((), torch_call, ()),
     }
     context["half"] = printers.short(context["triton_code"])

@@ -88,13 +88,15 @@ _ndtr = sympy.Function("ndtr")  # erfc(−u/√2)/2
 _tanh_softplus = sympy.Function("tanh_softplus")
 
 # Functions that device code has in a shorter form, accurate enough for results of half precision.
-SHORT = {name: f"{name}_half" for name in ("ndtr", "sigmoid", "tanh_softplus")}
+SHORT = {name: f"{name}_half" for name in ("ndtr", "sigmoid", "softplus", "tanh_softplus")}
+SHORT["exp_full"] = "tl.exp"
 DEVICE_FUNCTIONS = (
     "power",
     "ndtr",
     "sigmoid",
     "tanh_softplus",
-    *SHORT.values(),
+    "exp_full",
+    *(name for name in SHORT.values() if "." not in name),
     *(atom.__name__ for atom in _DEVICE_ATOMS),
 )
 
@@ -203,13 +205,22 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
     return Code(tuple(steps), result, tuple(sorted(printer.names)))
 
 
+def precise(code: Code) -> Code:
+    """Return device code for results of float32, where Triton's exponential is not accurate."""
+    steps = tuple((step, text.replace("tl.exp(", "exp_full(")) for step, text in code.steps)
+    result = code.result.replace("tl.exp(", "exp_full(")
+    if (steps, result) == (code.steps, code.result):
+        return code
+    return Code(steps, result, tuple(sorted([*code.names, "exp_full"])))
+
+
 def short(code: Code) -> Code | None:
     """Return device code for results of half precision, None if there is none that is shorter."""
     found = {name: SHORT[name] for name in code.names if name in SHORT}
     if not found:
         return None
     steps = tuple((step, _renamed(text, found)) for step, text in code.steps)
-    names = tuple(sorted(found.get(name, name) for name in code.names))
+    names = tuple(sorted(name for name in (found.get(name, name) for name in code.names) if "." not in name))
     return Code(steps, _renamed(code.result, found), names)
 
 

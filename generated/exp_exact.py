@@ -11,6 +11,7 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 
 import torch
 
+from fitact.runtime.functions import exp_full
 from fitact.runtime.kernels import backward_tile, forward_tile
 from fitact.runtime.language import jit, tl
 from fitact.runtime.ops import apply
@@ -21,6 +22,11 @@ __all__ = ["ExpExact", "exp_exact"]
 
 @jit
 def value(x):
+    return exp_full(x)
+
+
+@jit
+def value_half(x):
     return tl.exp(x)
 
 
@@ -31,7 +37,10 @@ def derivative(y, code):
 
 @jit
 def exp_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, None, n, value, None, bits=0)
+    else:
+        forward_tile(x, y, None, n, value_half, None, bits=0)
 
 
 @jit
@@ -49,7 +58,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="exp_exact-b1b84d095e5255dc",
+        key="exp_exact-407ff4b4108d2ecd",
         name="exp_exact",
         value=torch_value,
         slope=torch_derivative,

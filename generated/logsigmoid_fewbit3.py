@@ -12,9 +12,9 @@ for x from -10 to 10; beyond, the outer levels hold.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import softplus
+from fitact.runtime.functions import softplus, softplus_half
 from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
+from fitact.runtime.language import constexpr, jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Step, register
 
@@ -52,6 +52,11 @@ def value(x):
 
 
 @jit
+def value_half(x):
+    return -softplus_half(-x)
+
+
+@jit
 def derivative(y, code):
     return pick(code, LEVELS, size=8)
 
@@ -63,7 +68,10 @@ def code(x):
 
 @jit
 def logsigmoid_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, codes, n, value, code, bits=3)
+    else:
+        forward_tile(x, y, codes, n, value_half, code, bits=3)
 
 
 @jit
@@ -77,7 +85,7 @@ def torch_value(x: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Step(
-        key="logsigmoid_fewbit3-15074e96119a74b3",
+        key="logsigmoid_fewbit3-1ae55473c0b50911",
         name="logsigmoid_fewbit3",
         bits=3,
         borders=BORDERS.value,

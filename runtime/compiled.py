@@ -6,6 +6,7 @@ compiled once for each activation and dtype, which takes seconds and a C++ compi
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 VARIABLE = "FITACT_CPU"
+_count = itertools.count()
 
 
 @cache
@@ -60,7 +62,7 @@ def encoder(
         word = (code << shifts).sum(1, dtype=torch.int32)
         planes.copy_(torch.stack([((word >> (8 * plane)) & 0xFF).to(torch.uint8) for plane in range(bits)], 1))
 
-    return _compile(encode, f"encode_{bits}_{dtype}")
+    return _compile(encode)
 
 
 @cache
@@ -83,12 +85,17 @@ def multiplier(
             code = (word[:, None] >> shifts) & ((1 << bits) - 1)
         dx.copy_(dy.to(wide) * slope(y.to(wide), code))
 
-    return _compile(multiply, f"multiply_{bits}_{dtype}")
+    return _compile(multiply)
 
 
-def _compile(function: Callable[..., None], name: str) -> Callable[..., None]:
-    """Compile for any number of tiles; dynamo counts its recompilations by code object, so each gets its own."""
+def _compile(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile for any number of tiles.
+
+    Each gets a code object and a name of its own: dynamo counts recompilations by the one, and by the other
+    remembers numbers, which it turns into variables once they differ.
+    """
     assert isinstance(function, FunctionType)
+    name = f"{function.__name__}_{next(_count)}"
     code = function.__code__.replace(co_name=name)
     own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     compiled = torch.compile(own, fullgraph=True)

@@ -96,12 +96,10 @@ def _quotient(
 
 
 def _horner(t: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Return the polynomial at t, in one pass over the memory for each power."""
-    while len(coefficients) > 1 and not coefficients[0]:
+    """Return the polynomial at t, NaN for NaN, in one pass over the memory for each power."""
+    while len(coefficients) > 2 and not coefficients[0]:
         coefficients = coefficients[1:]
-    if len(coefficients) == 1:
-        return torch.full_like(t, coefficients[0])
-    leading, *others = coefficients
+    leading, *others = coefficients if len(coefficients) > 1 else (0.0, *coefficients)
     constants = [torch.scalar_tensor(c, dtype=t.dtype, device=t.device) for c in others]
     value = torch.add(constants[0], t, alpha=leading)
     for constant in constants[1:]:

@@ -1,7 +1,7 @@
 """The layout of `kernels` written with PyTorch's operators: CPU, float64, and devices without Triton.
 
 The same codes bit for bit, the same gradients (up to the contraction of products and sums). On a CPU the work goes
-chunk by chunk, so that the intermediates stay in the cache and never weigh as much as a large tensor. There a
+chunk by chunk, so that the intermediates stay in the caches and never weigh as much as a large tensor. There a
 comparison that writes numbers of its own dtype takes a third of one that writes truth values.
 """
 
@@ -19,8 +19,8 @@ from . import compiled
 ROWS = 8
 COLUMNS = 1024
 TILE = ROWS * COLUMNS
-CHUNK = 16  # tiles a thread: some arrays of them fit into its cache, and one waits for the other but rarely
-LARGEST = 8 * CHUNK  # however many threads there are: 4 MiB of float32
+CHUNK = 16  # tiles a thread, 512 KiB of float32: less and threads wait for each other, more and caches overflow
+LARGEST = 8 * CHUNK  # however many threads there are
 PATTERNS = 1 << 16  # numbers of a dtype of half precision
 
 

@@ -9,6 +9,29 @@ from .language import jit, tl
 
 
 @jit
+def _fraction(u, n):
+    """exp(u − n·log 2), with log 2 in two parts, of which n times the first is exact."""
+    return tl.exp2(1.4426950408889634 * ((u - n * 0.693359375) + n * 0.00021219444005469058))
+
+
+@jit
+def exponential(u):
+    """exp(u), 0 where it is subnormal, ∞ from 88.3 on: exp2 of a fraction and of a whole number."""
+    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
+    n = tl.floor(1.4426950408889634 * u + 0.5)
+    return _fraction(u, n) * tl.exp2(n)
+
+
+@jit
+def exp_full(u):
+    """exp(u) over the whole range of float32; Triton's own rounds u·log2(e), which loses 30 units at the ends."""
+    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
+    n = tl.floor(1.4426950408889634 * u + 0.5)
+    half = tl.floor(0.5 * n)  # 2^n may be more than the largest number
+    return _fraction(u, n) * tl.exp2(half) * tl.exp2(n - half)
+
+
+@jit
 def expm1(u):
     """exp(u) − 1: Taylor's series where the subtraction would cancel, to 1e−8 relative."""
     series = 1.0 / 40320 * u + 1.0 / 5040
@@ -33,6 +56,12 @@ def log1p(u):
 @jit
 def softplus(u):
     """log(1 + exp(u)), without overflow."""
+    return tl.where(u > 0, u, 0.0) + log1p(exponential(-tl.abs(u)))
+
+
+@jit
+def softplus_half(u):
+    """log(1 + exp(u)) to 1e−7 (1 + |u|) relative, for results of half precision."""
     return tl.where(u > 0, u, 0.0) + log1p(tl.exp(-tl.abs(u)))
 
 
@@ -49,28 +78,28 @@ def sinh(u):
     """(exp(u) − exp(−u)) / 2: from expm1 near 0, and beyond by exp(|u| − log 2), which overflows as sinh does."""
     a = tl.abs(u)
     t = expm1(a)
-    positive = tl.where(a < 9.0, 0.5 * (t + t / (t + 1.0)), tl.exp(a - 0.6931471805599453))
+    positive = tl.where(a < 9.0, 0.5 * (t + t / (t + 1.0)), exp_full(a - 0.6931471805599453))
     return tl.where(u < 0, -positive, positive)
 
 
 @jit
 def cosh(u):
     """(exp(u) + exp(−u)) / 2, overflowing where cosh does."""
-    half = tl.exp(tl.abs(u) - 0.6931471805599453)
+    half = exp_full(tl.abs(u) - 0.6931471805599453)
     return half + 0.25 / half
 
 
 @jit
 def sech2(u):
     """1 / cosh² u."""
-    t = tl.exp(-2.0 * tl.abs(u))
+    t = exp_full(-2.0 * tl.abs(u))
     return 4.0 * t / ((1.0 + t) * (1.0 + t))
 
 
 @jit
 def tsech2(u):
     """U / cosh² u, 0 where u overflows."""
-    t = tl.exp(-2.0 * tl.abs(u))
+    t = exp_full(-2.0 * tl.abs(u))
     return tl.where(t > 0, 4.0 * u * t / ((1.0 + t) * (1.0 + t)), tl.where(u == u, 0.0, u))
 
 
@@ -163,15 +192,6 @@ def ndtr_half(u):
     log2 = log2 * a - 1.0000258684158325
     left = tl.exp2(log2)
     return tl.where(u > 0, 1.0 - left, left)
-
-
-@jit
-def exponential(u):
-    """exp(u), 0 where it is subnormal, ∞ from 88.3 on: exp2 of a fraction and of a whole number."""
-    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
-    n = tl.floor(1.4426950408889634 * u + 0.5)
-    rest = (u - n * 0.693359375) + n * 0.00021219444005469058  # log 2 in two parts: n times the first is exact
-    return tl.exp2(1.4426950408889634 * rest) * tl.exp2(n)
 
 
 @jit

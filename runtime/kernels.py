@@ -68,7 +68,7 @@ def _horner(
 ):
     """Return a polynomial: rows of `width` coefficients, the highest power first, in column first + stride·code.
 
-    Powers that none of two codes has are left out, but for the first, which hands on NaN.
+    Leading powers that neither of two codes has are left out, but for t itself, which hands on NaN.
     """
     if size == 2 and degree > 1 and table[first] == 0.0 and table[first + stride] == 0.0:
         return _horner(t, code, table, degree - 1, size, width, first + width, stride)

@@ -252,7 +252,7 @@ def _rows(x: Tensor, dims: int) -> Tensor:
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of rows: on a CPU so many that intermediates stay in the cache, else all of them."""
+    """Yield slices of rows: on a CPU about a chunk of `eager`, else all of them."""
     size = max(1, chunk() * TILE // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
     for first in range(0, len(rows), size):
         yield slice(first, first + size)

@@ -6,6 +6,7 @@ a few activations; the interpreter truncates float32 to bfloat16 where a GPU rou
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from fitact.runtime.memory import count_saved
 from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
 from fitact.runtime.registry import find
 
+from . import values
 from .conftest import INTERPRETED
 from .inverses import LOST, inverses, same
 from .outputs import outputs
@@ -32,12 +34,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+if GPU:  # PyTorch's advice for this GPU or that is no failure
+    pytestmark.append(pytest.mark.filterwarnings("default::UserWarning"))
 
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if GPU else (torch.float16, torch.float32)
 FEW = ("gelu_fewbit3", "gelu_inverted1", "tanh_exact")
 MANY = 2**22 if GPU else 2**14  # numbers of float32
-UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # twice that of one rounding
+UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
+FORMULAS = {formula.name: formula for formula in values.FORMULAS}
 
 EVERY = {one.name: one for one in (*shipped(), *outputs(), *inverses()) if GPU or one.name in FEW}
 every = pytest.mark.parametrize("name", EVERY)
@@ -90,23 +95,34 @@ def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @every
-@each_dtype
-def test_values(name: str, dtype: torch.dtype) -> None:
-    """As close to the float64 value as PyTorch's own operators on the same device, or within 4 units."""
-    x = numbers(name, dtype)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32], ids=str)
+def test_values_of_half_precision(name: str, dtype: torch.dtype) -> None:
+    """Everywhere within 3/4 of a unit of the float64 value, or as close as PyTorch's own on the same device."""
+    x = patterns(dtype)
+    y, own = forward(name, x)[0], EVERY[name].stock(x.to(DEVICE)).cpu()
     exact = EVERY[name].stock(x.double())
-    rounded = exact.to(dtype)
     info = torch.finfo(dtype)
-    # a unit in the last place; what is subnormal on the way may be flushed; 1 + erf cancels in float64 too
-    unit = torch.maximum(exact.abs() * info.eps, 2 * info.smallest_normal + 2.0**-49 * x.double().abs())
-    known = rounded.isfinite() & (x.abs() < 1e38)
+    # of the last place; float64 has 1 + erf(x) cancel too
+    unit = torch.maximum(exact.abs() * info.eps, info.smallest_normal * info.eps + 2.0**-49 * x.double().abs())
+    limit = torch.maximum((own.double() - exact).abs(), 0.75 * unit)
+    known = exact.to(dtype).isfinite()
+    assert bool(((y.double() - exact).abs() <= limit)[known].all())
+    assert torch.equal(y.isnan()[~x.isinf()], x.isnan()[~x.isinf()])
 
-    def off(y: torch.Tensor) -> float:
-        return float(((y.double() - exact).abs() / unit)[known].max())
 
-    y = forward(name, x)[0]
-    assert off(y) <= max(off(EVERY[name].stock(x.to(DEVICE)).cpu()), 4.0 if dtype == torch.float32 else 0.75)
-    assert torch.equal(y.isnan(), rounded.isnan() & known | y.isnan() & ~known)
+@every
+def test_values_of_float32(name: str) -> None:
+    """Within a dozen roundings of f and of x, as in tests/test_values.py; one of PyTorch's has some, too."""
+    formula = FORMULAS[EVERY[name].fit["activation"]["name"]]
+    x = torch.cat([values.points(torch.float32), 3 * torch.randn(MANY)])
+    lines = values.misses(formula, forward(name, x)[0], x)
+    assert not lines, values.report(formula, lines)
+    infinite = torch.tensor([torch.inf, -torch.inf])
+    limit = torch.from_numpy(values.truth(formula, infinite.double().numpy()))
+    known = limit.isfinite()
+    y = forward(name, infinite)[0].double()
+    torch.testing.assert_close(y[known], limit[known], rtol=1e-6, atol=1e-7)
+    assert forward(name, torch.tensor([torch.nan]))[0].isnan().all()
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name in FEW])
@@ -149,12 +165,15 @@ def test_through_autograd(dtype: torch.dtype, compiled: bool) -> None:
 @contextmanager
 def no_synchronising() -> Iterator[None]:
     """Raise where the host waits for the GPU."""
-    if GPU:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    if not GPU:
         yield
-    finally:
-        if GPU:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)  # that it is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
             torch.cuda.set_sync_debug_mode("default")
 
 
@@ -180,7 +199,7 @@ def test_autocast(name: str) -> None:
     (dx,) = torch.autograd.grad(y.float().sum(), x)
     leaf = x.detach().requires_grad_()
     (expected,) = torch.autograd.grad(EVERY[name].stock(leaf).sum(), leaf)
-    tolerance = {"gelu_fewbit3": 0.13, "gelu_inverted1": 0.02, "tanh_exact": 0.01}[name]
+    tolerance = {"gelu_fewbit3": 0.135, "gelu_inverted1": 0.02, "tanh_exact": 0.01}[name]
     torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)
 
 
@@ -218,6 +237,8 @@ def test_streams(name: str) -> None:
     function = EVERY[name].function
     side = torch.cuda.Stream()
     source = torch.randn(2**24, device="cuda")
+    compiles = torch.randn(2**14, device="cuda", requires_grad=True)
+    function(compiles).sum().backward()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         x = torch.zeros_like(source)
@@ -272,13 +293,14 @@ def test_memory_that_is_taken() -> None:
     n = 2**24
     x = torch.randn(n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
-    step().function(x)
+    torch.autograd.grad(step().function(x), x, dy)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = step().function(x)
-    assert torch.cuda.memory_allocated() - before <= 2 * n + 3 * n // 8 + 2**20  # the allocator rounds
+    assert torch.cuda.memory_allocated() - before <= 2 * n + 3 * n // 8 + 2 * 2**20  # the allocator rounds
     (dx,) = torch.autograd.grad(y, x, dy)
-    assert torch.cuda.max_memory_allocated() - before <= 4 * n + 3 * n // 8 + 2**20
+    assert torch.cuda.max_memory_allocated() - before <= 4 * n + 3 * n // 8 + 3 * 2**20
     assert dx.dtype == torch.bfloat16
 
 

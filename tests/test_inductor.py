@@ -7,9 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.graph import GraphLowering
+
+from fitact.runtime import compiled
 
 COMPILER = any(map(shutil.which, ("g++", "clang++")))
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
@@ -88,3 +92,21 @@ def test_a_value_without_meaning() -> None:
 
 def test_no_compiler(tmp_path: Path) -> None:
     assert "FITACT_CPU=inductor needs a C++ compiler" in stopped("inductor", str(tmp_path))
+
+
+@needs_compiler
+def test_borders_are_constants_of_the_compiled_code() -> None:
+    """Of a second activation of the same width, too; and one compilation serves any number of tiles."""
+    sources: list[str] = []
+    for borders in ((-1.25, 0.5, 1.75), (-2.25, 0.125, 2.5)):
+        encode = compiled.encoder(borders, 2, False, torch.float32)
+        some, more = (
+            (torch.randn(tiles, 8, 1024), torch.empty(tiles, 2, 1024, dtype=torch.uint8)) for tiles in (3, 5)
+        )
+        with mock.patch.object(GraphLowering, "save_output_code", sources.append):
+            encode(*some)
+        source = sources[-1]
+        assert all(f"static_cast<float>({border})" in source for border in borders)
+        assert "const double*" not in source
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            encode(*more)

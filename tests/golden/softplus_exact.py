@@ -12,9 +12,9 @@ exact, up to the rounding of y, which costs the errors above, by y's dtype.
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.functions import expm1, softplus
+from fitact.runtime.functions import expm1, softplus, softplus_half
 from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit
+from fitact.runtime.language import jit, tl
 from fitact.runtime.ops import apply
 from fitact.runtime.registry import Exact, register
 
@@ -27,13 +27,21 @@ def value(x):
 
 
 @jit
+def value_half(x):
+    return softplus_half(x)
+
+
+@jit
 def derivative(y, code):
     return -expm1(-y)
 
 
 @jit
 def softplus_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    if y.dtype.element_ty == tl.float32:
+        forward_tile(x, y, None, n, value, None, bits=0)
+    else:
+        forward_tile(x, y, None, n, value_half, None, bits=0)
 
 
 @jit
@@ -51,7 +59,7 @@ def torch_derivative(y: torch.Tensor) -> torch.Tensor:
 
 KEY = register(
     Exact(
-        key="softplus_exact-57f8e1b42dfac6b9",
+        key="softplus_exact-7c46adfbd6475192",
         name="softplus_exact",
         value=torch_value,
         slope=torch_derivative,

@@ -114,6 +114,7 @@ ULPS = {
     "expm1": 5.0,
     "log1p": 4.0,
     "softplus": 4.5,
+    "softplus_half": 4.5,
     "tanh": 5.5,
     "sinh": 6.0,
     "cosh": 5.0,
@@ -127,6 +128,7 @@ ULPS = {
     "ndtr": 12.0,
     "ndtr_half": 1000.0,  # 6e-5 relative
     "exponential": 3.0,
+    "exp_full": 3.0,
     "sigmoid": 4.0,
     "sigmoid_half": 5.0,
     "tanh_softplus": 6.0,
