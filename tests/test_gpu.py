@@ -41,6 +41,7 @@ DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if GPU else (torch.float16, torch.float32)
 FEW = ("gelu_fewbit3", "gelu_inverted1", "tanh_exact")
 MANY = 2**22 if GPU else 2**14  # numbers of float32
+SIZES = (0, 1, 1024, 8191, 8192, 8193, *([100_001] if GPU else []))  # the interpreter is slow
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
 FORMULAS = {formula.name: formula for formula in values.FORMULAS}
 
@@ -112,7 +113,7 @@ def test_values_of_half_precision(name: str, dtype: torch.dtype) -> None:
 
 @every
 def test_values_of_float32(name: str) -> None:
-    """Within a dozen roundings of f and of x, as in tests/test_values.py; one of PyTorch's has some, too."""
+    """Within the roundings of f and of x that tests/test_values.py allows; at infinity the limit; NaN for NaN."""
     formula = FORMULAS[EVERY[name].fit["activation"]["name"]]
     x = torch.cat([values.points(torch.float32), 3 * torch.randn(MANY)])
     lines = values.misses(formula, forward(name, x)[0], x)
@@ -127,10 +128,8 @@ def test_values_of_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name in FEW])
 @each_dtype
-@pytest.mark.parametrize("n", [0, 1, 1024, 8191, 8192, 8193, 100_001])
+@pytest.mark.parametrize("n", SIZES)
 def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
-    if n > 10_000 and not GPU:
-        pytest.skip("the interpreter is slow")
     x = torch.randn(n).to(dtype)
     y, codes = forward(name, x)
     assert torch.equal(codes, ops._forward_eager(x, (), dtype, EVERY[name].module.KEY)[1])
@@ -199,7 +198,8 @@ def test_autocast(name: str) -> None:
     (dx,) = torch.autograd.grad(y.float().sum(), x)
     leaf = x.detach().requires_grad_()
     (expected,) = torch.autograd.grad(EVERY[name].stock(leaf).sum(), leaf)
-    tolerance = {"gelu_fewbit3": 0.135, "gelu_inverted1": 0.02, "tanh_exact": 0.01}[name]
+    step_error = step().fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
+    tolerance = {"gelu_fewbit3": step_error, "gelu_inverted1": 0.02, "tanh_exact": 0.01}[name]
     torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)
 
 

@@ -164,6 +164,8 @@ def test_device_functions(name: str) -> None:
         ("gelu_fewbit3", lambda x: x * special.ndtr(x)),
         ("silu_fewbit3", lambda x: x * special.expit(x)),
         ("mish_fewbit3", lambda x: x * values.FLOAT64["tanh_softplus"](x)),
+        ("softplus_exact", lambda x: np.logaddexp(x, 0)),
+        ("exp_exact", np.exp),
         ("gelu_tanh_fewbit3", lambda x: x * special.expit(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3))),
     ],
 )
