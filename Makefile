@@ -5,11 +5,14 @@ VENV := .venv
 BIN := $(abspath $(VENV))/bin
 SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtime generated -name '*.py' -o -name '*.j2' -o -name '*.json')
 
-# Each worker takes a file at a time, on one thread. Threads that wait without spinning are far faster where something
-# else runs on the same cores, and slower where they are alone.
-PYTEST = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+# Each worker takes a part of the files in order, and of another's what is left when it is done; on one thread.
+# Threads that wait without spinning are far faster where something else runs on the same cores, and slower where they
+# are alone.
+THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+WORKERS = -n auto --maxprocesses 8 --dist worksteal
+PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
 
-.PHONY: demo test test-all lint format check bench clean
+.PHONY: demo test test-rest test-all test-versions lint format check bench clean
 .DEFAULT_GOAL := test
 
 # The package is installed as users install it, from a wheel; a changed source is installed again.
@@ -36,9 +39,16 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not full"
 
+## What `make test` leaves out.
+test-rest: $(VENV)/.installed
+	$(PYTEST) -m full
+
 ## Every test.
-test-all: $(VENV)/.installed
-	$(PYTEST)
+test-all: test test-rest
+
+## As `make test`, on the oldest PyTorch that is supported, on the pinned one, and on the newest.
+test-versions: $(VENV)/.installed
+	$(THREADS) $(BIN)/python benchmarks/versions.py $(WORKERS) -m "not full"
 
 ## Linter, formatter and type checker; the types are those of the installed wheel.
 lint: $(VENV)/.installed

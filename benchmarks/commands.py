@@ -33,12 +33,12 @@ COMMANDS = {
     "fitact --help": [sys.executable, "-m", "fitact", "--help"],
     **{f"fitact {line}": [sys.executable, "-m", "fitact", *line.split()] for line in LINES},
 }
-PROGRAMME = "dynamic programme, n = 4000, K = 16"
+DP_BORDERS = "dynamic programme, n = 4000, K = 16"
 SHIPPED = "every shipped fit and module"
 LIMITS = {  # seconds
     "fitact --help": 0.3,
     **{f"fitact {line}": limit for line, limit in LINES.items()},
-    PROGRAMME: 0.3,
+    DP_BORDERS: 0.3,
     SHIPPED: 60.0,
 }
 
@@ -54,20 +54,20 @@ def seconds(command: list[str]) -> float:
     return statistics.median(times)
 
 
-def programme() -> float:
+def dp_borders_time() -> float:
     """Return the median time of the dynamic programme with 4000 cells and 16 levels."""
     import numpy as np
 
-    from fitact.fitter.activation import Activation
-    from fitact.fitter.fewbit import programme
-    from fitact.fitter.moments import Moments
-    from fitact.fitter.weight import Weight
+    from fitact.fitter.analysis.activation import Activation
+    from fitact.fitter.methods.fewbit import dp_borders
+    from fitact.fitter.numerics.moments import Moments
+    from fitact.fitter.numerics.weight import Weight
 
     moments = Moments(Activation.of("gelu").derivative, Weight(), -10.0, 10.0, np.empty(0), 4000)
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        programme(moments, 16)
+        dp_borders(moments, 16)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -77,8 +77,8 @@ def shipped() -> float:
     from importlib.resources import files
 
     from fitact.codegen.generate import plan
-    from fitact.fitter.fit import from_json
-    from fitact.fitter.methods import again
+    from fitact.fitter.methods.table import again
+    from fitact.fitter.records.reading import from_json
 
     fits = [from_json(path.read_text()) for path in (files("fitact.generated") / "fits").iterdir()]
     start = time.perf_counter()
@@ -93,7 +93,7 @@ def main() -> None:
     """Measure, print a table, write the numbers."""
     rows = {name: seconds(command) for name, command in COMMANDS.items()}
     bare = rows["python -c pass"]
-    rows[PROGRAMME] = programme()
+    rows[DP_BORDERS] = dp_borders_time()
     rows[SHIPPED] = shipped()
     for name, taken in rows.items():
         limit = f"   limit {LIMITS[name]} s" if name in LIMITS else ""

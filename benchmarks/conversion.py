@@ -23,12 +23,12 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual 
 import torch
 from torch import nn
 
-from fitact.runtime.memory import count_saved, gpu_kernels
-from fitact.runtime.memory_peaks import peak_memory
-from fitact.runtime.memory_replace import replaced
-from fitact.runtime.merge import merge_norms
-from fitact.runtime.models import Example, Inputs, Prepared, Source, Training, prepare
-from fitact.runtime.models_sources import hugging_face
+from fitact.runtime.compare.replace import replaced
+from fitact.runtime.memory.peak import peak_memory
+from fitact.runtime.memory.saved import count_saved, gpu_kernels
+from fitact.runtime.models.prepare import Example, Inputs, Prepared, Source, Training, prepare
+from fitact.runtime.models.sources import hugging_face
+from fitact.runtime.norms.fold import merge_norms
 
 RESULTS = Path(__file__).parent / "results" / "conversion.json"
 OPTIMIZER = 2  # AdamW's tensors of a parameter's size

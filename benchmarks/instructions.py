@@ -2,7 +2,7 @@
 
 One module of each method and width; and, to compare gradients from the output with, two that evaluate f′ from the
 input. Run by `make bench`; writes benchmarks/results/instructions.json, which the tests compare with. What is
-counted, and how: tests/instructions.py.
+counted, and how: tests/support/instructions.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 import click
 import triton
 
-from fitact.runtime.functions import erfc
-from fitact.runtime.kernels import backward_tile
-from fitact.runtime.language import jit, tl
+from fitact.runtime.kernels.math import erfc
+from fitact.runtime.kernels.tiles import backward_tile
+from fitact.runtime.kernels.triton_compat import jit, tl
 
 ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from tests.instructions import DTYPES, TARGETS, Cost, Kernel, measure  # noqa: E402
+from tests.support.instructions import DTYPES, TARGETS, Cost, Kernel, measure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "instructions.json"
 MODULES = (

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitact.runtime.ops import Launch, apply
-from fitact.runtime.registry import Pointwise, register
+from fitact.runtime.ops.autograd import apply
+from fitact.runtime.ops.launch import Launch
+from fitact.runtime.ops.registry import Pointwise, register
 
 ELEMENTS = 16
 ROUNDS = 40

@@ -1,9 +1,8 @@
-"""Builds the reference: commands.md from `--help`, api.md from docstrings, gallery.md from the shipped fits.
+"""Build the reference: commands.md from `--help`, api.md from docstrings, gallery.md from the shipped fits.
 
     python docs/build.py [--check] [--pictures]
 
-Without `--pictures` only pictures that are missing are drawn. `--check` writes nothing, and fails if a page is not
-what it should be.
+Without `--pictures`, only missing pictures are drawn. `--check` writes nothing and fails if a page is out of date.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from click.testing import CliRunner
 from griffe2md import render_object_docs
 
 from fitact.cli import cli
-from fitact.fitter.catalog import CATALOG
-from fitact.fitter.fit import AnyFit, ExactFit, InvertedFit, StepFit, read
+from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.plot import draw
+from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.reading import read
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -36,70 +36,75 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Using activations",
         "What ships, and models converted to it.",
-        ("activation", "convert", "revert", "converted_functions"),
+        ("activation", "convert", "rebuild", "revert", "converted_functions"),
     ),
     (
         "Norms",
-        "Norms that keep their output and a number a row, and models converted to them.",
+        "Norms that keep their output and one number per row, and models converted to them.",
         (
-            "runtime.merge.merge_norms",
-            "runtime.merge.unmerge_norms",
-            "runtime.norms.MSLayerNorm",
-            "runtime.norms.MSRMSNorm",
-            "runtime.norms.ms_layer_norm",
-            "runtime.norms.ms_rms_norm",
+            "runtime.norms.fold.merge_norms",
+            "runtime.norms.fold.unmerge_norms",
+            "runtime.norms.modules.MSLayerNorm",
+            "runtime.norms.modules.MSRMSNorm",
+            "runtime.norms.modules.ms_layer_norm",
+            "runtime.norms.modules.ms_rms_norm",
         ),
     ),
     (
         "Measuring",
-        "What autograd keeps, and what each remedy would leave of it.",
+        "What autograd keeps, and what it would keep with each method and baseline.",
         (
-            "runtime.memory.count_saved",
-            "runtime.memory.Saved",
-            "runtime.memory.Kept",
-            "runtime.memory_peaks.cuda_memory",
-            "runtime.memory_peaks.peak_memory",
-            "runtime.memory_report.measure",
-            "runtime.memory_records.Report",
-            "runtime.memory_records.Row",
-            "runtime.memory_records.closed_form",
-            "runtime.models.Training",
-            "runtime.models_sources.hugging_face",
-            "runtime.models_sources.timm_model",
-            "runtime.models_sources.from_callable",
-            "report.show",
-            "report.draw",
+            "runtime.memory.saved.count_saved",
+            "runtime.memory.saved.Saved",
+            "runtime.memory.saved.Kept",
+            "runtime.memory.peak.cuda_memory",
+            "runtime.memory.peak.peak_memory",
+            "runtime.compare.report.measure",
+            "runtime.compare.records.Report",
+            "runtime.compare.records.Row",
+            "runtime.compare.records.closed_form",
+            "runtime.models.prepare.Training",
+            "runtime.models.sources.hugging_face",
+            "runtime.models.sources.timm_model",
+            "runtime.models.sources.from_callable",
+            "cli.memory_tables.show",
+            "cli.charts.draw",
         ),
     ),
     (
         "Fitting",
         "From a formula to a fit, and its JSON. None of this imports PyTorch.",
         (
-            "fitter.activation.Activation",
-            "fitter.weight.Weight",
-            "fitter.fewbit.fit",
-            "fitter.relumix.fit",
-            "fitter.relumix.published",
-            "fitter.inverted.fit",
-            "fitter.parametric.fit",
-            "fitter.parametric.published",
-            "fitter.exact.fit",
-            "fitter.fit.read",
-            "fitter.fit.from_json",
-            "fitter.fit.StepFit",
-            "fitter.fit.InvertedFit",
-            "fitter.fit.ExactFit",
+            "fitter.analysis.activation.Activation",
+            "fitter.numerics.weight.Weight",
+            "fitter.methods.fewbit.fit",
+            "fitter.methods.relumix.fit",
+            "fitter.methods.relumix.published",
+            "fitter.methods.inverted.fit",
+            "fitter.methods.inverted_published.fit",
+            "fitter.methods.inverted_published.published",
+            "fitter.methods.exact.fit",
+            "fitter.records.reading.read",
+            "fitter.records.reading.from_json",
+            "fitter.records.fit.StepFit",
+            "fitter.records.fit.InvertedFit",
+            "fitter.records.fit.ExactFit",
             "fitter.plot.draw",
         ),
     ),
     (
         "Generating",
         "From fits to source text.",
-        ("codegen.generate.render", "codegen.generate.render_standalone", "codegen.generate.generate"),
+        (
+            "codegen.generate.render",
+            "codegen.generate.plan",
+            "codegen.bundle.plan",
+            "codegen.generate.generate",
+        ),
     ),
     (
         "Errors",
-        "All that fitact raises on purpose.",
+        "The exceptions that fitact raises on purpose.",
         ("errors.FitactError", "errors.UsageError", "errors.JobError", "errors.FitWarning"),
     ),
 )
@@ -129,14 +134,14 @@ def api() -> str:
         parts += [f"## {heading}", sentence]
         for name in names:
             text = render_object_docs(package[name], dict(STYLE))
-            # links to other packages and to attributes lead nowhere here; anchors of HTML are noise on GitHub
+            # links to other packages and to attributes are dead here; HTML anchors are noise on GitHub
             text = re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", text)
             parts.append(re.sub(r"</?code>", "`", text).replace("`fitact.", "`").strip())
     return _page(parts)
 
 
 def _package() -> griffe.Object:
-    """Return fitact as griffe reads it, from the folders that are installed as one package."""
+    """Load the folders that are installed as one package with griffe."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "fitact"
         package.mkdir()
@@ -154,14 +159,14 @@ def _package() -> griffe.Object:
 
 
 def gallery(fits: Sequence[AnyFit]) -> str:
-    """Return the page of what ships: for each activation its fits, their errors and pictures."""
+    """Return the page of shipped fits: for each activation, its fits, their errors and pictures."""
     parts = [
         "# Gallery",
-        "Every shipped fit: what is kept for backward, how far what stands for `f′` is from it, and a picture. "
+        "Every shipped fit: what it keeps for backward, the error of its approximation of `f′`, and a picture. "
         "`fitact show generated/fits/NAME.json` prints the same numbers, `fitact plot generated/fits/NAME.json` "
         "draws the picture, and the module is `fitact.generated.NAME`.",
-        "*rms* and *largest* are those of `f′` over the fit's domain. Of a fit that keeps the output they are the "
-        "largest over all numbers of bfloat16 and float32, with the output rounded once to it; *floor* is the "
+        "*rms* and *largest* are errors of `f′` over the fit's domain. For a fit that keeps the output, *largest* "
+        "is over all numbers of bfloat16 or float32, with the output rounded once to that dtype; *floor* is the "
         "least that any function of that output and code could reach.",
     ]
     named: dict[str, list[AnyFit]] = {}
@@ -177,7 +182,7 @@ def gallery(fits: Sequence[AnyFit]) -> str:
                 parts.append(table(chosen))
         parts.append(
             "\n".join(
-                f"![{fit.name}: f′, what stands for it, and the error](gallery/{fit.name}.png)" for fit in own
+                f"![{fit.name}: f′, its approximation, and the error](gallery/{fit.name}.png)" for fit in own
             )
         )
     return _page(parts)
@@ -229,7 +234,7 @@ def shipped() -> list[AnyFit]:
 
 
 def pages() -> dict[Path, str]:
-    """Return what each page has to be."""
+    """Return the text of each page."""
     return {
         DOCS / "commands.md": commands(),
         DOCS / "api.md": api(),

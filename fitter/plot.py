@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .expression import Array, evaluate
-from .fit import AnyFit, ExactFit, InvertedFit, StepFit
-from .storage import DTYPES, halves, rounded, stored
+from fitact.errors import UsageError
+from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
+from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
+from fitact.pictures import check_format, literal, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 EXACT, FITTED, ERROR, SECOND = "#1f4e79", "#d1495b", "#6b705c", "#e09f3e"
 LEAST = 1e-8  # of an error that is drawn
+LARGEST = 1e30  # of a value that is drawn: the axes' own arithmetic stays in float64
 COLUMNS = 4
 MARGIN = 0.15  # of the span of the borders, drawn on either side of it
 POINTS = 4001
@@ -25,22 +28,28 @@ REACH = 6.0  # of x, where there is no domain
 
 
 def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
-    """Draw fits beside each other: f′ and what stands for it above, the error below; of mixtures f too.
+    """Draw fits beside each other: f′ and its approximation above, the error below; for mixtures also f.
 
     Args:
-        fits: what to draw, four pairs of panels to a row.
+        fits: the fits to draw, four pairs of panels to a row.
         format: `png`, `svg` or `pdf`.
-        dpi: dots per inch, of a PNG.
+        dpi: dots per inch of a PNG.
 
     Returns:
-        The picture's bytes; the same fits give the same bytes.
+        The picture's bytes; the same fits give the same bytes. Values that are infinite, undefined or too large
+        are left out.
+
+    Raises:
+        UsageError: there is nothing to draw, or the format is another one.
 
     """
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    check_format(format)
     panels = [panel for fit in fits for panel in _panels(fit)]
+    if not panels:
+        raise UsageError("nothing to draw: expected one fit or more")
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
     width = 7.5 if columns == 1 else 4.5 * columns
@@ -50,12 +59,9 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
         upper = figure.add_subplot(grid[2 * row, column])
-        panel(upper, figure.add_subplot(grid[2 * row + 1, column], sharex=upper))
-    buffer = io.BytesIO()
-    metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[format]
-    with rc_context({"svg.hashsalt": "fitact"}):  # identifiers in an SVG are random without it
-        figure.savefig(buffer, format=format, metadata=metadata)
-    return buffer.getvalue()
+        with np.errstate(all="ignore"):
+            panel(upper, figure.add_subplot(grid[2 * row + 1, column], sharex=upper))
+    return save(figure, format)
 
 
 def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
@@ -78,8 +84,8 @@ def _draw_primitive(fit: StepFit, upper: Axes, lower: Axes) -> None:
     middle = (x[:-1] + x[1:]) / 2
     line = value[0] + np.concatenate([[0.0], np.cumsum(np.diff(x) * fit(middle))])
     shown = (low <= x) & (x <= high)
-    upper.plot(x[shown], line[shown], color=FITTED, linewidth=1.6, label=f"mixture of {len(borders)} ReLUs")
-    upper.plot(x[shown], value[shown], color=EXACT, linewidth=1.8, label="$f$ exact")
+    _line(upper, x[shown], line[shown], color=FITTED, linewidth=1.6, label=f"mixture of {len(borders)} ReLUs")
+    _line(upper, x[shown], value[shown], color=EXACT, linewidth=1.8, label="$f$ exact")
     _error(lower, x[shown], (value - line)[shown])
     _mark(borders, low, high, upper, lower)
     norm, most = fit.error["primitive_norm"], fit.error["primitive_max"]
@@ -96,17 +102,26 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
     x = np.sort(np.concatenate([np.linspace(low, high, POINTS), borders, np.nextafter(borders, high)]))
     derivative, step = fit.activation.derivative(x), fit(x)
     of = "of |x|, " if fit.even else ""
-    upper.plot(x, step, color=FITTED, linewidth=1.6, label=f"step function, {of}{len(fit.levels)} levels")
-    upper.plot(x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
+    _line(upper, x, step, color=FITTED, linewidth=1.6, label=f"step function, {of}{len(fit.levels)} levels")
+    _line(upper, x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
     _error(lower, x, derivative - step)
     _mark(borders, low, high, upper, lower)
-    norm = "$L$" if fit.method == "fewbit" else f"{fit.options.get('objective', '')} objective"
+    norm = "$L$" if fit.method == "fewbit" else f"{literal(str(fit.options.get('objective', '')))} objective"
     _dress(fit, upper, lower, f"{norm} = {fit.error['objective']:.4g}\nmax error = {fit.error['max']:.3g}")
 
 
+def _line(axes: Axes, x: Array, y: NDArray[Any], **style: Any) -> None:
+    axes.plot(_shown(x), _shown(y), **style)
+
+
+def _shown(values: NDArray[Any]) -> NDArray[Any]:
+    """Return values, NaN for those that cannot be drawn."""
+    return np.where(np.abs(values) <= LARGEST, values, np.nan)
+
+
 def _error(axes: Axes, x: Array, error: Array) -> None:
-    axes.fill_between(x, error, color=ERROR, alpha=0.35, linewidth=0)
-    axes.plot(x, error, color=ERROR, linewidth=0.9)
+    axes.fill_between(x, _shown(error), color=ERROR, alpha=0.35, linewidth=0)
+    _line(axes, x, error, color=ERROR, linewidth=0.9)
 
 
 def _mark(borders: Array, low: float, high: float, *panels: Axes) -> None:
@@ -120,15 +135,15 @@ def _draw_exact(fit: ExactFit, upper: Axes, lower: Axes) -> None:
     x = np.linspace(-REACH, REACH, POINTS)
     derivative, y = fit.activation.derivative(x), fit.activation.value(x)
     for dtype, color in (("bfloat16", FITTED), ("float16", ERROR)):
-        found = evaluate(fit.form, rounded(y, dtype))
-        upper.plot(x, found, color=color, linewidth=1.6, label=f"from $y$ in {dtype}")
-        lower.plot(x, (found - derivative) / np.maximum(1, np.abs(derivative)), color=color, linewidth=0.8)
-    upper.plot(x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
+        found = evaluate(fit.formula, rounded(y, dtype))
+        _line(upper, x, found, color=color, linewidth=1.6, label=f"from $y$ in {dtype}")
+        _line(lower, x, (found - derivative) / np.maximum(1, np.abs(derivative)), color=color, linewidth=0.8)
+    _line(upper, x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
     for axes in (upper, lower):
         axes.set_xlim(-REACH, REACH)
-    form = f"$f\\,'$ = {fit.derivative if len(fit.derivative) < 50 else 'g(y)'}"
+    approximant = f"$f\\,'$ = {literal(fit.derivative, 50) if len(fit.derivative) < 50 else 'g(y)'}"
     errors = f"max error = {fit.error['bfloat16']:.2g} (bfloat16), {fit.error['float16']:.2g} (float16)"
-    _dress(fit, upper, lower, f"{form}\n{errors}")
+    _dress(fit, upper, lower, f"{approximant}\n{errors}")
     lower.set_ylabel("error / max(1, |$f\\,'$|)", fontsize=8)
 
 
@@ -136,12 +151,13 @@ def _draw_over_output(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
     x = _inputs(fit, "float32")
     y, code = fit.activation.value(x), fit.code(x)
     derivative, found = fit.activation.derivative(x), fit.evaluate(y, code).astype(np.float64)
-    for s in range(len(fit.forms["float32"])):
+    lower.set_yscale("log")
+    for s in range(len(fit.approximants["float32"])):
         of = code == s
         first = s == 0
-        upper.plot(y[of], derivative[of], color=EXACT, linewidth=3.2, alpha=0.45, label="$f\\,'$ exact" * first)
-        upper.plot(y[of], found[of], color=FITTED, linewidth=1.2, label="fitted, for each code" * first)
-        lower.semilogy(y[of], _size(found - derivative)[of], color=FITTED, linewidth=0.7)
+        _line(upper, y[of], derivative[of], color=EXACT, linewidth=3.2, alpha=0.45, label="$f\\,'$ exact" * first)
+        _line(upper, y[of], found[of], color=FITTED, linewidth=1.2, label="fitted, for each code" * first)
+        _line(lower, y[of], _size(found - derivative)[of], color=FITTED, linewidth=0.7)
     _floor(lower, fit, "float32")
     error, floor = fit.error["float32"], fit.floor["float32"]
     _dress(fit, upper, lower, f"max error = {error:.2g} (float32), floor = {floor:.2g}", along="y = f(x)")
@@ -150,29 +166,31 @@ def _draw_over_output(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
 
 def _draw_over_input(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
     x = _inputs(fit, "float32")
-    upper.plot(x, fit.activation.derivative(x), color=EXACT, linewidth=3.2, alpha=0.45, label="$f\\,'$ exact")
+    lower.set_yscale("log")
+    _line(upper, x, fit.activation.derivative(x), color=EXACT, linewidth=3.2, alpha=0.45, label="$f\\,'$ exact")
     for dtype, color in (("bfloat16", FITTED), ("float16", SECOND), ("float32", ERROR)):
         at = x if dtype == "float32" else halves(dtype)
         at = np.sort(at[(at >= x[0]) & (at <= x[-1])])
         y = stored(fit.activation, at, dtype)
         found = fit.evaluate(y, fit.code(at, dtype), dtype)
-        upper.plot(at, found, color=color, linewidth=0.9, label=f"$y$ in {dtype}")
+        _line(upper, at, found, color=color, linewidth=0.9, label=f"$y$ in {dtype}")
         off = _size(found - fit.activation.derivative(at))
-        lower.semilogy(at, off, color=color, linewidth=0.6)
+        _line(lower, at, off, color=color, linewidth=0.6)
         _floor(lower, fit, dtype, color)
-    for split in fit.splits["bfloat16"]:
+    for border in fit.borders["bfloat16"]:
         for axes in (upper, lower):
-            axes.axvline(split, color="black", alpha=0.25, linewidth=0.7)
+            axes.axvline(border, color="black", alpha=0.25, linewidth=0.7)
     errors = ", ".join(f"{fit.error[dtype]:.2g}" for dtype in DTYPES)
     _dress(fit, upper, lower, f"max error = {errors}\ndashed: no function of that $y$ and code is nearer")
     lower.set_ylabel("|error|")
 
 
 def _inputs(fit: InvertedFit, dtype: str) -> Array:
-    """Return x to draw: evenly spaced, and densely beside the splits."""
+    """Return x to draw: evenly spaced, and densely beside the borders; of a wide domain what is nearest to 0."""
     low, high = fit.domain or (-REACH, REACH)
-    low, high = max(low, -10 * REACH), min(high, 10 * REACH)
-    near = np.concatenate([split + np.linspace(-0.1, 0.1, 801) for split in (*fit.splits[dtype], low, high)])
+    width = 10 * max(REACH, low / 10, -high / 10)  # from 0, or from a domain that is far from it
+    low, high = max(low, min(high, 0.0) - width), min(high, max(low, 0.0) + width)
+    near = np.concatenate([border + np.linspace(-0.1, 0.1, 801) for border in (*fit.borders[dtype], low, high)])
     x = np.union1d(np.linspace(low, high, POINTS), near)
     return x[(x >= low) & (x <= high)].astype(np.float32).astype(np.float64)
 
@@ -188,8 +206,8 @@ def _floor(axes: Axes, fit: InvertedFit, dtype: str, color: str = FITTED) -> Non
 
 def _dress(fit: AnyFit, upper: Axes, lower: Axes, message: str, along: str = "x") -> None:
     """Add what all panels have: title, legend, labels."""
-    label = fit.activation.name or fit.activation.expression
-    upper.set_title(f"{fit.name}:  $f$ = {label if len(label) < 40 else label[:37] + '...'}", fontsize=11, pad=22)
+    label = literal(fit.activation.name or fit.activation.expression)
+    upper.set_title(f"{fit.name}:  $f$ = {label}", fontsize=11, pad=22)
     upper.set_ylabel("derivative")
     # above the axes: inside them it would cover one curve or another
     legend = {"ncols": 4, "columnspacing": 1.0, "handlelength": 1.4, "frameon": False, "fontsize": 9}

@@ -10,19 +10,17 @@ Backward multiplies by a step function with 8 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import expm1
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["CeluFewbit3", "celu_fewbit3"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -3.1813623905181885,
         -2.0523276329040527,
@@ -33,7 +31,7 @@ BORDERS = constexpr(
         -0.10417341440916061,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.00608386006206274,
         0.07697421312332153,
@@ -47,57 +45,57 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return tl.where(x > 0.0, x, expm1(x))
+@_rt.jit
+def _value(x):
+    return _tl.where(x > 0.0, x, _rt.expm1(x))
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=8)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=8)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=3)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=3)
 
 
-@jit
+@_rt.jit
 def celu_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
-@jit
+@_rt.jit
 def celu_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.celu(x, 1.0)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.celu(x, 1.0)
 
 
-KEY = register(
-    Step(
-        key="celu_fewbit3-f9cff5445528bc2e",
+_KEY = _rt.register(
+    _rt.Step(
+        key="celu_fewbit3-13e325d087553dde",
         name="celu_fewbit3",
         bits=3,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=celu_fewbit3_forward,
         backward=celu_fewbit3_backward,
     )
 )
 
 
-def celu_fewbit3(input: torch.Tensor) -> torch.Tensor:
+def celu_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class CeluFewbit3(torch.nn.Module):
+class CeluFewbit3(_torch.nn.Module):
     """The module of `celu_fewbit3`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return celu_fewbit3(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

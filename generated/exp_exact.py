@@ -9,75 +9,73 @@ f'(x) = y with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
+import torch as _torch
 
-from fitact.runtime.functions import exp_full
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["ExpExact", "exp_exact"]
 
-
-@jit
-def value(x):
-    return exp_full(x)
+_tl = _rt.tl
 
 
-@jit
-def value_half(x):
-    return tl.exp(x)
+@_rt.jit
+def _value(x):
+    return _rt.exp_full(x)
 
 
-@jit
-def derivative(y, code):
+@_rt.jit
+def _value_half(x):
+    return _tl.exp(x)
+
+
+@_rt.jit
+def _derivative(y, code):
     return y
 
 
-@jit
+@_rt.jit
 def exp_exact_forward(x, y, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, None, n, value, None, bits=0)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
     else:
-        forward_tile(x, y, None, n, value_half, None, bits=0)
+        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
-@jit
+@_rt.jit
 def exp_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return torch.exp(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _torch.exp(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
     return y
 
 
-KEY = register(
-    Exact(
-        key="exp_exact-407ff4b4108d2ecd",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="exp_exact-9c2eee39bff3ae5a",
         name="exp_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=exp_exact_forward,
         backward=exp_exact_backward,
     )
 )
 
 
-def exp_exact(input: torch.Tensor) -> torch.Tensor:
+def exp_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class ExpExact(torch.nn.Module):
+class ExpExact(_torch.nn.Module):
     """The module of `exp_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return exp_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,20 +9,18 @@ Backward multiplies by a step function with 2 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import ndtr, ndtr_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["GeluFewbit1", "gelu_fewbit1"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr((0.0,))
-LEVELS = constexpr(
+_BORDERS = _rt.constexpr((0.0,))
+_LEVELS = _rt.constexpr(
     (
         0.0,
         1.0,
@@ -30,65 +28,65 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return x * ndtr(x)
+@_rt.jit
+def _value(x):
+    return x * _rt.ndtr(x)
 
 
-@jit
-def value_half(x):
-    return x * ndtr_half(x)
+@_rt.jit
+def _value_half(x):
+    return x * _rt.ndtr_half(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=2)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=2)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=1)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=1)
 
 
-@jit
+@_rt.jit
 def gelu_fewbit1_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=1)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=1)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=1)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=1)
 
 
-@jit
+@_rt.jit
 def gelu_fewbit1_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=1)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.gelu(x)
 
 
-KEY = register(
-    Step(
-        key="gelu_fewbit1-e108d2f44e958990",
+_KEY = _rt.register(
+    _rt.Step(
+        key="gelu_fewbit1-d1d5965160cd94ec",
         name="gelu_fewbit1",
         bits=1,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=gelu_fewbit1_forward,
         backward=gelu_fewbit1_backward,
     )
 )
 
 
-def gelu_fewbit1(input: torch.Tensor) -> torch.Tensor:
+def gelu_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class GeluFewbit1(torch.nn.Module):
+class GeluFewbit1(_torch.nn.Module):
     """The module of `gelu_fewbit1`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gelu_fewbit1(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

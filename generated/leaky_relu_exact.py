@@ -9,67 +9,66 @@ f'(x) = where(y > 0, 1, 1/100) with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["LeakyReluExact", "leaky_relu_exact"]
 
-
-@jit
-def value(x):
-    return tl.where(x > 0.0, x, 0.01 * x)
+_tl = _rt.tl
 
 
-@jit
-def derivative(y, code):
-    return tl.where(y > 0.0, 1.0, 0.01)
+@_rt.jit
+def _value(x):
+    return _tl.where(x > 0.0, x, 0.01 * x)
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return _tl.where(y > 0.0, 1.0, 0.01)
+
+
+@_rt.jit
 def leaky_relu_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@jit
+@_rt.jit
 def leaky_relu_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.leaky_relu(x, 0.01)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.leaky_relu(x, 0.01)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return torch.where(y > 0.0, torch.full_like(y, 1.0), 0.01)
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
+    return _torch.where(y > 0.0, _torch.full_like(y, 1.0), 0.01)
 
 
-KEY = register(
-    Exact(
-        key="leaky_relu_exact-e457001ed3c1bc36",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="leaky_relu_exact-2ffc910ebf3c1628",
         name="leaky_relu_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=leaky_relu_exact_forward,
         backward=leaky_relu_exact_backward,
     )
 )
 
 
-def leaky_relu_exact(input: torch.Tensor) -> torch.Tensor:
+def leaky_relu_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class LeakyReluExact(torch.nn.Module):
+class LeakyReluExact(_torch.nn.Module):
     """The module of `leaky_relu_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return leaky_relu_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,19 +9,17 @@ Backward multiplies by a step function with 8 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import tanh_softplus, tanh_softplus_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["MishFewbit3", "mish_fewbit3"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -4.279090404510498,
         -1.1298593282699585,
@@ -32,7 +30,7 @@ BORDERS = constexpr(
         2.7721455097198486,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         -0.010212226770818233,
         -0.07920242100954056,
@@ -46,65 +44,65 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return x * tanh_softplus(x)
+@_rt.jit
+def _value(x):
+    return x * _rt.tanh_softplus(x)
 
 
-@jit
-def value_half(x):
-    return x * tanh_softplus_half(x)
+@_rt.jit
+def _value_half(x):
+    return x * _rt.tanh_softplus_half(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=8)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=8)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=3)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=3)
 
 
-@jit
+@_rt.jit
 def mish_fewbit3_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=3)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@jit
+@_rt.jit
 def mish_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.mish(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.mish(x)
 
 
-KEY = register(
-    Step(
-        key="mish_fewbit3-2087f5a425d607a5",
+_KEY = _rt.register(
+    _rt.Step(
+        key="mish_fewbit3-f2182a1e842335c4",
         name="mish_fewbit3",
         bits=3,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=mish_fewbit3_forward,
         backward=mish_fewbit3_backward,
     )
 )
 
 
-def mish_fewbit3(input: torch.Tensor) -> torch.Tensor:
+def mish_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class MishFewbit3(torch.nn.Module):
+class MishFewbit3(_torch.nn.Module):
     """The module of `mish_fewbit3`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return mish_fewbit3(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

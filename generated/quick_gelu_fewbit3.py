@@ -9,19 +9,16 @@ Backward multiplies by a step function with 8 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
+import torch as _torch
 
-from fitact.runtime import composed
-from fitact.runtime.functions import sigmoid, sigmoid_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["QuickGeluFewbit3", "quick_gelu_fewbit3"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -2.7126240730285645,
         -0.6659621596336365,
@@ -32,7 +29,7 @@ BORDERS = constexpr(
         2.7126240730285645,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         -0.003642942290753126,
         -0.06626807898283005,
@@ -46,66 +43,66 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return x * sigmoid(1.702 * x)
+@_rt.jit
+def _value(x):
+    return x * _rt.sigmoid(1.702 * x)
 
 
-@jit
-def value_half(x):
-    return x * sigmoid_half(1.702 * x)
+@_rt.jit
+def _value_half(x):
+    return x * _rt.sigmoid_half(1.702 * x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=8)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=8)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=3)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=3)
 
 
-@jit
+@_rt.jit
 def quick_gelu_fewbit3_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=3)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@jit
+@_rt.jit
 def quick_gelu_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
-@composed.in_float32
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
+@_rt.reference_math.in_float32
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return x * _torch.sigmoid(1.702 * x)
 
 
-KEY = register(
-    Step(
-        key="quick_gelu_fewbit3-2c7da4c25f23f5b1",
+_KEY = _rt.register(
+    _rt.Step(
+        key="quick_gelu_fewbit3-f758f53c3edd492b",
         name="quick_gelu_fewbit3",
         bits=3,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=quick_gelu_fewbit3_forward,
         backward=quick_gelu_fewbit3_backward,
     )
 )
 
 
-def quick_gelu_fewbit3(input: torch.Tensor) -> torch.Tensor:
+def quick_gelu_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class QuickGeluFewbit3(torch.nn.Module):
+class QuickGeluFewbit3(_torch.nn.Module):
     """The module of `quick_gelu_fewbit3`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return quick_gelu_fewbit3(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,68 +9,66 @@ f'(x) = 2*sqrt(y) with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import power, relu
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["Relu2Exact", "relu2_exact"]
 
-
-@jit
-def value(x):
-    return power(relu(x), 2)
+_tl = _rt.tl
 
 
-@jit
-def derivative(y, code):
-    return 2.0 * tl.sqrt(y)
+@_rt.jit
+def _value(x):
+    return _rt.power(_rt.relu(x), 2)
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return 2.0 * _tl.sqrt(y)
+
+
+@_rt.jit
 def relu2_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@jit
+@_rt.jit
 def relu2_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.relu(x).square()
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return 2.0 * torch.sqrt(y)
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
+    return 2.0 * _torch.sqrt(y)
 
 
-KEY = register(
-    Exact(
-        key="relu2_exact-5f7982c6ecae8012",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="relu2_exact-e7c90902182bf279",
         name="relu2_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=relu2_exact_forward,
         backward=relu2_exact_backward,
     )
 )
 
 
-def relu2_exact(input: torch.Tensor) -> torch.Tensor:
+def relu2_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class Relu2Exact(torch.nn.Module):
+class Relu2Exact(_torch.nn.Module):
     """The module of `relu2_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return relu2_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,19 +9,17 @@ Backward multiplies by a step function with 8 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import power, relu
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["Relu2Fewbit3", "relu2_fewbit3"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         0.6872930526733398,
         2.0176796913146973,
@@ -32,7 +30,7 @@ BORDERS = constexpr(
         8.669612884521484,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.0441993810236454,
         2.704972743988037,
@@ -46,57 +44,57 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return power(relu(x), 2)
+@_rt.jit
+def _value(x):
+    return _rt.power(_rt.relu(x), 2)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=8)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=8)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=3)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=3)
 
 
-@jit
+@_rt.jit
 def relu2_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
-@jit
+@_rt.jit
 def relu2_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.relu(x).square()
 
 
-KEY = register(
-    Step(
-        key="relu2_fewbit3-9ede7d4f5c192cf2",
+_KEY = _rt.register(
+    _rt.Step(
+        key="relu2_fewbit3-8c7f3a917d4b3951",
         name="relu2_fewbit3",
         bits=3,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=relu2_fewbit3_forward,
         backward=relu2_fewbit3_backward,
     )
 )
 
 
-def relu2_fewbit3(input: torch.Tensor) -> torch.Tensor:
+def relu2_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class Relu2Fewbit3(torch.nn.Module):
+class Relu2Fewbit3(_torch.nn.Module):
     """The module of `relu2_fewbit3`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return relu2_fewbit3(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,67 +9,66 @@ f'(x) = where(y >= 6, 0, where(y > 0, 1, 0)) with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["Relu6Exact", "relu6_exact"]
 
-
-@jit
-def value(x):
-    return tl.where(x >= 6.0, 6.0, tl.where(x <= 0.0, 0.0, x))
+_tl = _rt.tl
 
 
-@jit
-def derivative(y, code):
-    return tl.where(y >= 6.0, 0.0, tl.where(y > 0.0, 1.0, 0.0))
+@_rt.jit
+def _value(x):
+    return _tl.where(x >= 6.0, 6.0, _tl.where(x <= 0.0, 0.0, x))
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return _tl.where(y >= 6.0, 0.0, _tl.where(y > 0.0, 1.0, 0.0))
+
+
+@_rt.jit
 def relu6_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@jit
+@_rt.jit
 def relu6_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.relu6(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.relu6(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return torch.where(y >= 6.0, 0.0, torch.where(y > 0.0, torch.full_like(y, 1.0), 0.0))
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
+    return _torch.where(y >= 6.0, 0.0, _torch.where(y > 0.0, _torch.full_like(y, 1.0), 0.0))
 
 
-KEY = register(
-    Exact(
-        key="relu6_exact-f2f2b3b29cd579ec",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="relu6_exact-447dc0f30b192349",
         name="relu6_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=relu6_exact_forward,
         backward=relu6_exact_backward,
     )
 )
 
 
-def relu6_exact(input: torch.Tensor) -> torch.Tensor:
+def relu6_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class Relu6Exact(torch.nn.Module):
+class Relu6Exact(_torch.nn.Module):
     """The module of `relu6_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return relu6_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,25 +9,24 @@ Backward multiplies by a step function with 4 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["Relu6Fewbit2", "relu6_fewbit2"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -9.994999885559082,
         0.0,
         5.999999523162842,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.0,
         0.0,
@@ -37,57 +36,57 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return tl.where(x >= 6.0, 6.0, tl.where(x <= 0.0, 0.0, x))
+@_rt.jit
+def _value(x):
+    return _tl.where(x >= 6.0, 6.0, _tl.where(x <= 0.0, 0.0, x))
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=4)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=4)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=2)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=2)
 
 
-@jit
+@_rt.jit
 def relu6_fewbit2_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=2)
+    _rt.forward_tile(x, y, codes, n, _value, _code, bits=2)
 
 
-@jit
+@_rt.jit
 def relu6_fewbit2_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.relu6(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.relu6(x)
 
 
-KEY = register(
-    Step(
-        key="relu6_fewbit2-2531278af61c27dd",
+_KEY = _rt.register(
+    _rt.Step(
+        key="relu6_fewbit2-c297ec77aff5bbb4",
         name="relu6_fewbit2",
         bits=2,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=relu6_fewbit2_forward,
         backward=relu6_fewbit2_backward,
     )
 )
 
 
-def relu6_fewbit2(input: torch.Tensor) -> torch.Tensor:
+def relu6_fewbit2(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class Relu6Fewbit2(torch.nn.Module):
+class Relu6Fewbit2(_torch.nn.Module):
     """The module of `relu6_fewbit2`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return relu6_fewbit2(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,68 +9,66 @@ f'(x) = where(y > 0, 1, 0) with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import relu
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["ReluExact", "relu_exact"]
 
-
-@jit
-def value(x):
-    return relu(x)
+_tl = _rt.tl
 
 
-@jit
-def derivative(y, code):
-    return tl.where(y > 0.0, 1.0, 0.0)
+@_rt.jit
+def _value(x):
+    return _rt.relu(x)
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return _tl.where(y > 0.0, 1.0, 0.0)
+
+
+@_rt.jit
 def relu_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@jit
+@_rt.jit
 def relu_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.relu(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return torch.where(y > 0.0, torch.full_like(y, 1.0), 0.0)
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
+    return _torch.where(y > 0.0, _torch.full_like(y, 1.0), 0.0)
 
 
-KEY = register(
-    Exact(
-        key="relu_exact-09142a96fe455f42",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="relu_exact-4c0c76d8cb73cfe2",
         name="relu_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=relu_exact_forward,
         backward=relu_exact_backward,
     )
 )
 
 
-def relu_exact(input: torch.Tensor) -> torch.Tensor:
+def relu_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class ReluExact(torch.nn.Module):
+class ReluExact(_torch.nn.Module):
     """The module of `relu_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return relu_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

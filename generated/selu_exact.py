@@ -9,68 +9,66 @@ f'(x) = where(y > 0, 1.0507009873554805, 1.7580993408473768 + y) with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import expm1
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["SeluExact", "selu_exact"]
 
-
-@jit
-def value(x):
-    return 1.0507009873554805 * tl.where(x > 0.0, x, 1.6732632423543772 * expm1(x))
+_tl = _rt.tl
 
 
-@jit
-def derivative(y, code):
-    return tl.where(y > 0.0, 1.0507009873554805, y + 1.7580993408473768)
+@_rt.jit
+def _value(x):
+    return 1.0507009873554805 * _tl.where(x > 0.0, x, 1.6732632423543772 * _rt.expm1(x))
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return _tl.where(y > 0.0, 1.0507009873554805, y + 1.7580993408473768)
+
+
+@_rt.jit
 def selu_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@jit
+@_rt.jit
 def selu_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.selu(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.selu(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return torch.where(y > 0.0, 1.0507009873554805, y + 1.7580993408473768)
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
+    return _torch.where(y > 0.0, 1.0507009873554805, y + 1.7580993408473768)
 
 
-KEY = register(
-    Exact(
-        key="selu_exact-61f831130ed9c560",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="selu_exact-5c50b35c4903d8b4",
         name="selu_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=selu_exact_forward,
         backward=selu_exact_backward,
     )
 )
 
 
-def selu_exact(input: torch.Tensor) -> torch.Tensor:
+def selu_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SeluExact(torch.nn.Module):
+class SeluExact(_torch.nn.Module):
     """The module of `selu_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return selu_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

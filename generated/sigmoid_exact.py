@@ -9,75 +9,73 @@ f'(x) = y*(1 - y) with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
+import torch as _torch
 
-from fitact.runtime.functions import sigmoid, sigmoid_half
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["SigmoidExact", "sigmoid_exact"]
 
-
-@jit
-def value(x):
-    return sigmoid(x)
+_tl = _rt.tl
 
 
-@jit
-def value_half(x):
-    return sigmoid_half(x)
+@_rt.jit
+def _value(x):
+    return _rt.sigmoid(x)
 
 
-@jit
-def derivative(y, code):
+@_rt.jit
+def _value_half(x):
+    return _rt.sigmoid_half(x)
+
+
+@_rt.jit
+def _derivative(y, code):
     return y * (1.0 - y)
 
 
-@jit
+@_rt.jit
 def sigmoid_exact_forward(x, y, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, None, n, value, None, bits=0)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
     else:
-        forward_tile(x, y, None, n, value_half, None, bits=0)
+        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
-@jit
+@_rt.jit
 def sigmoid_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return torch.sigmoid(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _torch.sigmoid(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
     return y * (1.0 - y)
 
 
-KEY = register(
-    Exact(
-        key="sigmoid_exact-2210209fccfb13e4",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="sigmoid_exact-100e9514d6d17b31",
         name="sigmoid_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=sigmoid_exact_forward,
         backward=sigmoid_exact_backward,
     )
 )
 
 
-def sigmoid_exact(input: torch.Tensor) -> torch.Tensor:
+def sigmoid_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SigmoidExact(torch.nn.Module):
+class SigmoidExact(_torch.nn.Module):
     """The module of `sigmoid_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return sigmoid_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -10,18 +10,16 @@ Backward multiplies by a step function with 8 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
+import torch as _torch
 
-from fitact.runtime.functions import sigmoid, sigmoid_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["SigmoidFewbit3", "sigmoid_fewbit3"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         0.7006698250770569,
         1.146384358406067,
@@ -32,7 +30,7 @@ BORDERS = constexpr(
         4.369683265686035,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.24025048315525055,
         0.2030753195285797,
@@ -46,65 +44,65 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return sigmoid(x)
+@_rt.jit
+def _value(x):
+    return _rt.sigmoid(x)
 
 
-@jit
-def value_half(x):
-    return sigmoid_half(x)
+@_rt.jit
+def _value_half(x):
+    return _rt.sigmoid_half(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=8)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=8)
 
 
-@jit
-def code(x):
-    return encode(tl.abs(x), BORDERS, bits=3)
+@_rt.jit
+def _code(x):
+    return _rt.encode(_tl.abs(x), _BORDERS, bits=3)
 
 
-@jit
+@_rt.jit
 def sigmoid_fewbit3_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=3)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@jit
+@_rt.jit
 def sigmoid_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return torch.sigmoid(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _torch.sigmoid(x)
 
 
-KEY = register(
-    Step(
-        key="sigmoid_fewbit3-19338acbb5c7df7c",
+_KEY = _rt.register(
+    _rt.Step(
+        key="sigmoid_fewbit3-10619438b1ec471d",
         name="sigmoid_fewbit3",
         bits=3,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=True,
-        value=torch_value,
+        value=_torch_value,
         forward=sigmoid_fewbit3_forward,
         backward=sigmoid_fewbit3_backward,
     )
 )
 
 
-def sigmoid_fewbit3(input: torch.Tensor) -> torch.Tensor:
+def sigmoid_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SigmoidFewbit3(torch.nn.Module):
+class SigmoidFewbit3(_torch.nn.Module):
     """The module of `sigmoid_fewbit3`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return sigmoid_fewbit3(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

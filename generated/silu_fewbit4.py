@@ -9,19 +9,17 @@ Backward multiplies by a step function with 16 levels, fitted to f' by the metho
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import sigmoid, sigmoid_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["SiluFewbit4", "silu_fewbit4"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -5.193272590637207,
         -3.729621410369873,
@@ -40,7 +38,7 @@ BORDERS = constexpr(
         5.193272590637207,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         -0.0058728368021547794,
         -0.04013027250766754,
@@ -62,65 +60,65 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return x * sigmoid(x)
+@_rt.jit
+def _value(x):
+    return x * _rt.sigmoid(x)
 
 
-@jit
-def value_half(x):
-    return x * sigmoid_half(x)
+@_rt.jit
+def _value_half(x):
+    return x * _rt.sigmoid_half(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=16)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=16)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=4)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=4)
 
 
-@jit
+@_rt.jit
 def silu_fewbit4_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=4)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=4)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=4)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=4)
 
 
-@jit
+@_rt.jit
 def silu_fewbit4_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=4)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=4)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.silu(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.silu(x)
 
 
-KEY = register(
-    Step(
-        key="silu_fewbit4-b773137d64083e23",
+_KEY = _rt.register(
+    _rt.Step(
+        key="silu_fewbit4-dbe31ac05347dc6e",
         name="silu_fewbit4",
         bits=4,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=silu_fewbit4_forward,
         backward=silu_fewbit4_backward,
     )
 )
 
 
-def silu_fewbit4(input: torch.Tensor) -> torch.Tensor:
+def silu_fewbit4(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 4 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SiluFewbit4(torch.nn.Module):
+class SiluFewbit4(_torch.nn.Module):
     """The module of `silu_fewbit4`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return silu_fewbit4(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,26 +9,24 @@ Backward multiplies by a step function with 4 levels, the slopes of a mixture of
 whose coefficients are those of arXiv 2406.16282.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import sigmoid, sigmoid_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["SiluResilu2Published", "silu_resilu2_published"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -6.305046081542969,
         -0.0008684942149557173,
         6.325815200805664,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.0,
         -0.04060357064008713,
@@ -38,65 +36,65 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return x * sigmoid(x)
+@_rt.jit
+def _value(x):
+    return x * _rt.sigmoid(x)
 
 
-@jit
-def value_half(x):
-    return x * sigmoid_half(x)
+@_rt.jit
+def _value_half(x):
+    return x * _rt.sigmoid_half(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=4)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=4)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=2)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=2)
 
 
-@jit
+@_rt.jit
 def silu_resilu2_published_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=2)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=2)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=2)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
 
 
-@jit
+@_rt.jit
 def silu_resilu2_published_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.silu(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.silu(x)
 
 
-KEY = register(
-    Step(
-        key="silu_resilu2_published-ec3dd35a6fb5552c",
+_KEY = _rt.register(
+    _rt.Step(
+        key="silu_resilu2_published-e5778386570658ac",
         name="silu_resilu2_published",
         bits=2,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=silu_resilu2_published_forward,
         backward=silu_resilu2_published_backward,
     )
 )
 
 
-def silu_resilu2_published(input: torch.Tensor) -> torch.Tensor:
+def silu_resilu2_published(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SiluResilu2Published(torch.nn.Module):
+class SiluResilu2Published(_torch.nn.Module):
     """The module of `silu_resilu2_published`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return silu_resilu2_published(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,19 +9,17 @@ Backward multiplies by a step function with 8 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import softplus, softplus_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["SoftplusFewbit3", "softplus_fewbit3"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -2.7499265670776367,
         -1.4985805749893188,
@@ -32,7 +30,7 @@ BORDERS = constexpr(
         2.7499265670776367,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.008541513234376907,
         0.1116400733590126,
@@ -46,65 +44,65 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return softplus(x)
+@_rt.jit
+def _value(x):
+    return _rt.softplus(x)
 
 
-@jit
-def value_half(x):
-    return softplus_half(x)
+@_rt.jit
+def _value_half(x):
+    return _rt.softplus_half(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=8)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=8)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=3)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=3)
 
 
-@jit
+@_rt.jit
 def softplus_fewbit3_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=3)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
-@jit
+@_rt.jit
 def softplus_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.softplus(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.softplus(x)
 
 
-KEY = register(
-    Step(
-        key="softplus_fewbit3-5cc777b0d229a0fc",
+_KEY = _rt.register(
+    _rt.Step(
+        key="softplus_fewbit3-e97098177fdfd5f2",
         name="softplus_fewbit3",
         bits=3,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=softplus_fewbit3_forward,
         backward=softplus_fewbit3_backward,
     )
 )
 
 
-def softplus_fewbit3(input: torch.Tensor) -> torch.Tensor:
+def softplus_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SoftplusFewbit3(torch.nn.Module):
+class SoftplusFewbit3(_torch.nn.Module):
     """The module of `softplus_fewbit3`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return softplus_fewbit3(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

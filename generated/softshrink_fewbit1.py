@@ -9,19 +9,18 @@ Backward multiplies by a step function with 2 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["SoftshrinkFewbit1", "softshrink_fewbit1"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-BORDERS = constexpr((0.5,))
-LEVELS = constexpr(
+_BORDERS = _rt.constexpr((0.5,))
+_LEVELS = _rt.constexpr(
     (
         0.0,
         1.0,
@@ -29,58 +28,58 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
+@_rt.jit
+def _value(x):
     u0 = x + 0.5
-    return tl.where(x >= -0.5, tl.where(x <= 0.5, 0.0, x - 0.5), u0)
+    return _tl.where(x >= -0.5, _tl.where(x <= 0.5, 0.0, x - 0.5), u0)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=2)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=2)
 
 
-@jit
-def code(x):
-    return encode(tl.abs(x), BORDERS, bits=1)
+@_rt.jit
+def _code(x):
+    return _rt.encode(_tl.abs(x), _BORDERS, bits=1)
 
 
-@jit
+@_rt.jit
 def softshrink_fewbit1_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=1)
+    _rt.forward_tile(x, y, codes, n, _value, _code, bits=1)
 
 
-@jit
+@_rt.jit
 def softshrink_fewbit1_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=1)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=1)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.softshrink(x, 0.5)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.softshrink(x, 0.5)
 
 
-KEY = register(
-    Step(
-        key="softshrink_fewbit1-85dceee4af509f6f",
+_KEY = _rt.register(
+    _rt.Step(
+        key="softshrink_fewbit1-20d2cf630212d203",
         name="softshrink_fewbit1",
         bits=1,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=True,
-        value=torch_value,
+        value=_torch_value,
         forward=softshrink_fewbit1_forward,
         backward=softshrink_fewbit1_backward,
     )
 )
 
 
-def softshrink_fewbit1(input: torch.Tensor) -> torch.Tensor:
+def softshrink_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SoftshrinkFewbit1(torch.nn.Module):
+class SoftshrinkFewbit1(_torch.nn.Module):
     """The module of `softshrink_fewbit1`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return softshrink_fewbit1(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

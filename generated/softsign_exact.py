@@ -9,68 +9,66 @@ f'(x) = (1 - abs(y))**2 with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import power, softsign
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["SoftsignExact", "softsign_exact"]
 
-
-@jit
-def value(x):
-    return softsign(x)
+_tl = _rt.tl
 
 
-@jit
-def derivative(y, code):
-    return power(1.0 - tl.abs(y), 2)
+@_rt.jit
+def _value(x):
+    return _rt.softsign(x)
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return _rt.power(1.0 - _tl.abs(y), 2)
+
+
+@_rt.jit
 def softsign_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@jit
+@_rt.jit
 def softsign_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.softsign(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.softsign(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return (1.0 - torch.abs(y)) ** 2
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
+    return (1.0 - _torch.abs(y)) ** 2
 
 
-KEY = register(
-    Exact(
-        key="softsign_exact-507f56e656b2538b",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="softsign_exact-3adb9369d5e6458c",
         name="softsign_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=softsign_exact_forward,
         backward=softsign_exact_backward,
     )
 )
 
 
-def softsign_exact(input: torch.Tensor) -> torch.Tensor:
+def softsign_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SoftsignExact(torch.nn.Module):
+class SoftsignExact(_torch.nn.Module):
     """The module of `softsign_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return softsign_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

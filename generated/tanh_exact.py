@@ -9,67 +9,65 @@ f'(x) = 1 - y**2 with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
+import torch as _torch
 
-from fitact.runtime.functions import power, tanh
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["TanhExact", "tanh_exact"]
 
-
-@jit
-def value(x):
-    return tanh(x)
+_tl = _rt.tl
 
 
-@jit
-def derivative(y, code):
-    return 1.0 - power(y, 2)
+@_rt.jit
+def _value(x):
+    return _rt.tanh(x)
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return 1.0 - _rt.power(y, 2)
+
+
+@_rt.jit
 def tanh_exact_forward(x, y, n):
-    forward_tile(x, y, None, n, value, None, bits=0)
+    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
 
 
-@jit
+@_rt.jit
 def tanh_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _torch.tanh(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
     return 1.0 - y**2
 
 
-KEY = register(
-    Exact(
-        key="tanh_exact-1b5e26813ec0dbf9",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="tanh_exact-da626177a25379d0",
         name="tanh_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=tanh_exact_forward,
         backward=tanh_exact_backward,
     )
 )
 
 
-def tanh_exact(input: torch.Tensor) -> torch.Tensor:
+def tanh_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class TanhExact(torch.nn.Module):
+class TanhExact(_torch.nn.Module):
     """The module of `tanh_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return tanh_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -10,18 +10,16 @@ Backward multiplies by a step function with 8 levels, fitted to f' by the method
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
+import torch as _torch
 
-from fitact.runtime.functions import tanh
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["TanhFewbit3", "tanh_fewbit3"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         0.35356125235557556,
         0.5790032744407654,
@@ -32,7 +30,7 @@ BORDERS = constexpr(
         2.2714874744415283,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.9603146910667419,
         0.8091240525245667,
@@ -46,57 +44,57 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return tanh(x)
+@_rt.jit
+def _value(x):
+    return _rt.tanh(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=8)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=8)
 
 
-@jit
-def code(x):
-    return encode(tl.abs(x), BORDERS, bits=3)
+@_rt.jit
+def _code(x):
+    return _rt.encode(_tl.abs(x), _BORDERS, bits=3)
 
 
-@jit
+@_rt.jit
 def tanh_fewbit3_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=3)
+    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
-@jit
+@_rt.jit
 def tanh_fewbit3_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=3)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=3)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _torch.tanh(x)
 
 
-KEY = register(
-    Step(
-        key="tanh_fewbit3-6058f21201d73738",
+_KEY = _rt.register(
+    _rt.Step(
+        key="tanh_fewbit3-490101c73739f324",
         name="tanh_fewbit3",
         bits=3,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=True,
-        value=torch_value,
+        value=_torch_value,
         forward=tanh_fewbit3_forward,
         backward=tanh_fewbit3_backward,
     )
 )
 
 
-def tanh_fewbit3(input: torch.Tensor) -> torch.Tensor:
+def tanh_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class TanhFewbit3(torch.nn.Module):
+class TanhFewbit3(_torch.nn.Module):
     """The module of `tanh_fewbit3`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return tanh_fewbit3(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -13,8 +13,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from fitact.fitter.fit import AnyFit, StepFit, read
 from fitact.fitter.plot import EXACT, FITTED
+from fitact.fitter.records.fit import AnyFit, StepFit
+from fitact.fitter.records.reading import read
 
 HERE = Path(__file__).resolve().parent
 OURS = HERE / "fits"

@@ -1,1 +1,97 @@
-"""What generated activations, and the models trained with them, need at run time."""
+"""What generated activations and models trained with them need at run time.
+
+Generated modules use only the names below: the kinds of activation, their registration and op; for kernels,
+Triton, the tile loops and functions that Triton lacks; for PyTorch, the functions that it lacks.
+"""
+
+from typing import NoReturn
+
+from .kernels import GENERATE_AGAIN
+from .kernels.math import (
+    asinh,
+    atan,
+    cosh,
+    erfc,
+    exp_full,
+    expm1,
+    hypot1,
+    isru,
+    log1p,
+    logcosh,
+    ndtr,
+    ndtr_half,
+    power,
+    radical,
+    relu,
+    sech2,
+    sigmoid,
+    sigmoid_half,
+    sign,
+    sinh,
+    softplus,
+    softplus_half,
+    softsign,
+    squareplus,
+    tan,
+    tanh,
+    tanh_softplus,
+    tanh_softplus_half,
+    tsech2,
+)
+from .kernels.tiles import backward_tile, encode, forward_tile, pick, quotient
+from .kernels.triton_compat import constexpr, jit, tl
+from .ops import reference_math
+from .ops.autograd import apply
+from .ops.registry import Exact, Inverted, Step, register
+
+__all__ = [
+    "Exact",
+    "Inverted",
+    "Step",
+    "apply",
+    "asinh",
+    "atan",
+    "backward_tile",
+    "constexpr",
+    "cosh",
+    "encode",
+    "erfc",
+    "exp_full",
+    "expm1",
+    "forward_tile",
+    "hypot1",
+    "isru",
+    "jit",
+    "log1p",
+    "logcosh",
+    "ndtr",
+    "ndtr_half",
+    "pick",
+    "power",
+    "quotient",
+    "radical",
+    "reference_math",
+    "register",
+    "relu",
+    "sech2",
+    "sigmoid",
+    "sigmoid_half",
+    "sign",
+    "sinh",
+    "softplus",
+    "softplus_half",
+    "softsign",
+    "squareplus",
+    "tan",
+    "tanh",
+    "tanh_softplus",
+    "tanh_softplus_half",
+    "tl",
+    "tsech2",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "composed":  # older generated files import it
+        raise ImportError(GENERATE_AGAIN)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

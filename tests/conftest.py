@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 # Some virtual machines announce AMX and then trap on it: a bfloat16 product would end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# Results that all processes of a run share (tests/support/shared.py); the first process makes the folder.
+if "FITACT_TESTS_SHARED" not in os.environ:
+    os.environ["FITACT_TESTS_SHARED"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["FITACT_TESTS_SHARED"], ignore_errors=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # The kernels' decorators read TRITON_INTERPRET when they are imported, so a process has one kind of kernel.
@@ -40,3 +48,11 @@ def command(
         return status, printed.out, printed.err
 
     return call
+
+
+@pytest.fixture
+def one(request: pytest.FixtureRequest) -> Any:
+    """An activation of the kind that a test is parametrised by, which may have to be fitted first."""
+    from tests.support.kinds import kind
+
+    return kind(request.param)

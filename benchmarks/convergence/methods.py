@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fitact
-from fitact.runtime.norms import MSLayerNorm
+from fitact.runtime.norms.modules import MSLayerNorm
 
 from .models import Block, Transformer
 from .quantised import QuantisedGelu

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitact.files import write
-from fitact.runtime.memory import count_saved
-from fitact.runtime.models import imported
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.models.prepare import imported
 
 from .methods import EXACT, Method
 from .models import Transformer

@@ -1,13 +1,13 @@
-"""The two ways in which fitact fails; each message is one line and says what to do.
+"""The errors that fitact raises on purpose; each message is one line and says what to do.
 
-What fitact refuses is one of these; anything else that escapes is a defect of fitact.
+Any other exception that escapes is a bug in fitact.
 """
 
 from __future__ import annotations
 
 
 class FitactError(Exception):
-    """Base of all errors that fitact raises on purpose."""
+    """Base class of all errors that fitact raises on purpose."""
 
     exit_status = 1
 
@@ -19,7 +19,7 @@ class UsageError(FitactError, ValueError):
 
 
 class JobError(FitactError, RuntimeError):
-    """A well-stated job failed, for example on a folder that cannot be written: status 1."""
+    """A valid request failed, for example because a folder cannot be written: status 1."""
 
 
 class FitWarning(UserWarning):
@@ -27,7 +27,7 @@ class FitWarning(UserWarning):
 
 
 def quote(value: object, limit: int = 60) -> str:
-    """Return `value` as it should appear in an error message: `repr`, one line, cut to `limit`."""
+    """Return `value` for an error message: its `repr`, cut to `limit` characters."""
     try:
         text = repr(value)
     except RecursionError:  # JSON may nest deeper than repr follows

@@ -1,12 +1,26 @@
-"""Tables of plain text."""
+"""Plain text: tables, lists, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+LISTED = 8  # the most names that an error lists
+
 
 def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
-    """Return rows as lines with their columns aligned, each by its letter: < to the left, the default, or >."""
+    """Return rows as lines of aligned columns; `align` has a letter per column, < (the default) or >."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = align.ljust(len(widths), "<")
     return ["  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in rows]
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first few names, for an error message."""
+    return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's class and message as one line."""
+    text = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= 200 else f"{line[:197]}..."

@@ -9,26 +9,24 @@ Backward multiplies by a step function with 4 levels, the slopes of a mixture of
 that is nearest to f (ReGELU2).
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import ndtr, ndtr_half
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["GeluRelumix2", "gelu_relumix2"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i]. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         -3.17130970954895,
         0.0,
         3.17130970954895,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.0,
         -0.04957520589232445,
@@ -38,65 +36,65 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return x * ndtr(x)
+@_rt.jit
+def _value(x):
+    return x * _rt.ndtr(x)
 
 
-@jit
-def value_half(x):
-    return x * ndtr_half(x)
+@_rt.jit
+def _value_half(x):
+    return x * _rt.ndtr_half(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=4)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=4)
 
 
-@jit
-def code(x):
-    return encode(x, BORDERS, bits=2)
+@_rt.jit
+def _code(x):
+    return _rt.encode(x, _BORDERS, bits=2)
 
 
-@jit
+@_rt.jit
 def gelu_relumix2_forward(x, y, codes, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, codes, n, value, code, bits=2)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=2)
     else:
-        forward_tile(x, y, codes, n, value_half, code, bits=2)
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=2)
 
 
-@jit
+@_rt.jit
 def gelu_relumix2_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=2)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=2)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.gelu(x)
 
 
-KEY = register(
-    Step(
-        key="gelu_relumix2-b354b88a89af041f",
+_KEY = _rt.register(
+    _rt.Step(
+        key="gelu_relumix2-e51f2b08cfa4888c",
         name="gelu_relumix2",
         bits=2,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=False,
-        value=torch_value,
+        value=_torch_value,
         forward=gelu_relumix2_forward,
         backward=gelu_relumix2_backward,
     )
 )
 
 
-def gelu_relumix2(input: torch.Tensor) -> torch.Tensor:
+def gelu_relumix2(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class GeluRelumix2(torch.nn.Module):
+class GeluRelumix2(_torch.nn.Module):
     """The module of `gelu_relumix2`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gelu_relumix2(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -9,76 +9,74 @@ f'(x) = -expm1(-y) with y = f(x):
 exact, up to the rounding of y, which costs the errors above, by y's dtype.
 """
 
-import torch
-import torch.nn.functional as F
+import torch as _torch
+import torch.nn.functional as _F
 
-from fitact.runtime.functions import expm1, softplus, softplus_half
-from fitact.runtime.kernels import backward_tile, forward_tile
-from fitact.runtime.language import jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Exact, register
+from fitact import runtime as _rt
 
 __all__ = ["SoftplusExact", "softplus_exact"]
 
-
-@jit
-def value(x):
-    return softplus(x)
+_tl = _rt.tl
 
 
-@jit
-def value_half(x):
-    return softplus_half(x)
+@_rt.jit
+def _value(x):
+    return _rt.softplus(x)
 
 
-@jit
-def derivative(y, code):
-    return -expm1(-y)
+@_rt.jit
+def _value_half(x):
+    return _rt.softplus_half(x)
 
 
-@jit
+@_rt.jit
+def _derivative(y, code):
+    return -_rt.expm1(-y)
+
+
+@_rt.jit
 def softplus_exact_forward(x, y, n):
-    if y.dtype.element_ty == tl.float32:
-        forward_tile(x, y, None, n, value, None, bits=0)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
     else:
-        forward_tile(x, y, None, n, value_half, None, bits=0)
+        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
-@jit
+@_rt.jit
 def softplus_exact_backward(dy, y, dx, n):
-    backward_tile(dy, y, None, dx, n, derivative, bits=0)
+    _rt.backward_tile(dy, y, None, dx, n, _derivative, bits=0)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return F.softplus(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _F.softplus(x)
 
 
-def torch_derivative(y: torch.Tensor) -> torch.Tensor:
-    return -torch.expm1(-y)
+def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
+    return -_torch.expm1(-y)
 
 
-KEY = register(
-    Exact(
-        key="softplus_exact-7c46adfbd6475192",
+_KEY = _rt.register(
+    _rt.Exact(
+        key="softplus_exact-2f5fae8c3fe22288",
         name="softplus_exact",
-        value=torch_value,
-        slope=torch_derivative,
+        value=_torch_value,
+        derivative=_torch_derivative,
         forward=softplus_exact_forward,
         backward=softplus_exact_backward,
     )
 )
 
 
-def softplus_exact(input: torch.Tensor) -> torch.Tensor:
+def softplus_exact(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape of input; backward keeps the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class SoftplusExact(torch.nn.Module):
+class SoftplusExact(_torch.nn.Module):
     """The module of `softplus_exact`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return softplus_exact(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -10,18 +10,16 @@ Backward multiplies by a step function with 16 levels, fitted to f' by the metho
 for x from -10 to 10; beyond, the outer levels hold.
 """
 
-import torch
+import torch as _torch
 
-from fitact.runtime.functions import tanh
-from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick
-from fitact.runtime.language import constexpr, jit, tl
-from fitact.runtime.ops import apply
-from fitact.runtime.registry import Step, register
+from fitact import runtime as _rt
 
 __all__ = ["TanhFewbit4", "tanh_fewbit4"]
 
+_tl = _rt.tl
+
 # Level i is the derivative on (border i - 1, border i] of |x|. Every number is a float32.
-BORDERS = constexpr(
+_BORDERS = _rt.constexpr(
     (
         0.22669340670108795,
         0.3607242703437805,
@@ -40,7 +38,7 @@ BORDERS = constexpr(
         2.8081047534942627,
     )
 )
-LEVELS = constexpr(
+_LEVELS = _rt.constexpr(
     (
         0.9832149744033813,
         0.917426586151123,
@@ -62,57 +60,57 @@ LEVELS = constexpr(
 )
 
 
-@jit
-def value(x):
-    return tanh(x)
+@_rt.jit
+def _value(x):
+    return _rt.tanh(x)
 
 
-@jit
-def derivative(y, code):
-    return pick(code, LEVELS, size=16)
+@_rt.jit
+def _derivative(y, code):
+    return _rt.pick(code, _LEVELS, size=16)
 
 
-@jit
-def code(x):
-    return encode(tl.abs(x), BORDERS, bits=4)
+@_rt.jit
+def _code(x):
+    return _rt.encode(_tl.abs(x), _BORDERS, bits=4)
 
 
-@jit
+@_rt.jit
 def tanh_fewbit4_forward(x, y, codes, n):
-    forward_tile(x, y, codes, n, value, code, bits=4)
+    _rt.forward_tile(x, y, codes, n, _value, _code, bits=4)
 
 
-@jit
+@_rt.jit
 def tanh_fewbit4_backward(dy, codes, dx, n):
-    backward_tile(dy, None, codes, dx, n, derivative, bits=4)
+    _rt.backward_tile(dy, None, codes, dx, n, _derivative, bits=4)
 
 
-def torch_value(x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x)
+def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
+    return _torch.tanh(x)
 
 
-KEY = register(
-    Step(
-        key="tanh_fewbit4-71f3ac0689ca2202",
+_KEY = _rt.register(
+    _rt.Step(
+        key="tanh_fewbit4-643d1d7643303cfb",
         name="tanh_fewbit4",
         bits=4,
-        borders=BORDERS.value,
-        levels=LEVELS.value,
+        borders=_BORDERS.value,
+        levels=_LEVELS.value,
         even=True,
-        value=torch_value,
+        value=_torch_value,
         forward=tanh_fewbit4_forward,
         backward=tanh_fewbit4_backward,
     )
 )
 
 
-def tanh_fewbit4(input: torch.Tensor) -> torch.Tensor:
+def tanh_fewbit4(input: _torch.Tensor) -> _torch.Tensor:
     """Return f(input), shape and dtype of input; backward keeps 4 bits per element."""
-    return apply(input, KEY)
+    return _rt.apply(input, _KEY)
 
 
-class TanhFewbit4(torch.nn.Module):
+class TanhFewbit4(_torch.nn.Module):
     """The module of `tanh_fewbit4`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return tanh_fewbit4(input)
+    def forward(self, input: _torch.Tensor) -> _torch.Tensor:
+        return _rt.apply(input, _KEY)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..outputs import SOME, Output, each_output
-from ..steps import DTYPES, HALVES, patterns
+from tests.support.generated import DTYPES, HALVES, patterns
+from tests.support.outputs import SOME, Output, each_output
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -23,7 +23,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 def check(one: Output, x: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Compare both passes with float64; y of another dtype than x's is what autocast asks for."""
-    dtype, key = dtype or x.dtype, one.module.KEY
+    dtype, key = dtype or x.dtype, one.module._KEY
     ulp = max(ULP[dtype], ULP[x.dtype])
     y, codes = torch.ops.fitact.forward(x, (), dtype, key)
     assert (y.dtype, codes.dtype, codes.numel()) == (dtype, torch.uint8, 0)
@@ -41,7 +41,7 @@ def check(one: Output, x: torch.Tensor, dtype: torch.dtype | None = None) -> Non
     dy = torch.randn(x.shape).to(dtype)
     dx = torch.ops.fitact.backward(dy, y, codes, x.dtype, key)
     assert dx.dtype == x.dtype
-    exact = dy.double() * one.slope(y)
+    exact = dy.double() * one.derivative(y)
     known = exact.to(x.dtype).isfinite()
     allowed = ulp * exact.abs() + 5e-7 * dy.double().abs() + 2 * smallest(x.dtype)
     if x.dtype == torch.float64:
@@ -56,7 +56,7 @@ def test_sizes_round_the_tile(one: Output, dtype: torch.dtype, n: int) -> None:
     check(one, torch.randn(n).to(dtype) * 3)
 
 
-@each_output()
+@each_output(SOME)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_half_pattern(one: Output, dtype: torch.dtype) -> None:
     x = patterns(dtype)
@@ -102,4 +102,4 @@ def test_through_autograd_and_the_compiler(one: Output) -> None:
         y = function(x)
         (dx,) = torch.autograd.grad(y, x, dy)
         torch.testing.assert_close(y, one.stock(x), rtol=2e-6, atol=1e-6)
-        torch.testing.assert_close(dx, (dy * one.slope(y)).float(), rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(dx, (dy * one.derivative(y)).float(), rtol=2e-6, atol=2e-6)

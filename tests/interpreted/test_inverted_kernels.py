@@ -6,15 +6,13 @@ The interpreter truncates float32 to bfloat16 where a GPU rounds. It misreads su
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from fitact.runtime import registry
-
-from ..inverses import SOME, Inverse, each_inverse, made, named, unpacked
-from ..steps import DTYPES, HALVES, patterns
+from fitact.runtime.ops import registry
+from tests.support.generated import DTYPES, HALVES, patterns
+from tests.support.inverses import SOME, Inverse, each_inverse, made, named, unpacked
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -44,9 +42,9 @@ def check_codes(one: Inverse, x: torch.Tensor, codes: torch.Tensor, dtype: torch
 
 
 def check_gradient(one: Inverse, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
-    """dx is dy times the form of that y, up to roundings and one truncation; NaN where y is."""
+    """dx is dy times the approximant of that y, up to roundings and one truncation; NaN where y is."""
     code = one.code(x, y.dtype)
-    exact = dy.double() * one.form(y, code)
+    exact = dy.double() * one.approximant(y, code)
     known = y.isfinite() & normal(y) & exact.to(dx.dtype).isfinite()
     allowed = ULP[dx.dtype] * exact.abs() + dy.double().abs() * one.lost(y, code) + 2 * smallest(dx.dtype)
     assert bool(((dx.double() - exact).abs() <= allowed)[known].all())
@@ -93,18 +91,18 @@ def test_every_half_pattern(one: Inverse, dtype: torch.dtype) -> None:
 @each_inverse(SOME)
 def test_float32(one: Inverse) -> None:
     near = [one.minimum + d for d in (0.0, 1e-7, -1e-7, 1e-4, -1e-4)]
-    splits = torch.tensor(one.fit["splits"]["float32"])
-    beside = [torch.nextafter(splits, torch.tensor(side)) for side in (float("inf"), -float("inf"))]
+    borders = torch.tensor(one.fit["borders"]["float32"])
+    beside = [torch.nextafter(borders, torch.tensor(side)) for side in (float("inf"), -float("inf"))]
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e30, -1e30])
-    check(one, torch.cat([torch.linspace(-30, 30, 20_001), torch.tensor(near), splits, *beside, special]))
+    check(one, torch.cat([torch.linspace(-30, 30, 20_001), torch.tensor(near), borders, *beside, special]))
 
 
 @each_inverse(SOME | {"gelu_inverted2"})
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_output_of_another_dtype(one: Inverse, dtype: torch.dtype) -> None:
-    """The splits and the form are those of y's dtype."""
-    splits = torch.tensor(one.fit["splits"]["float32"] + one.fit["splits"][str(dtype).removeprefix("torch.")])
-    check(one, torch.cat([torch.randn(9000) * 3, splits, splits + 1e-6, splits - 1e-6]), dtype)
+    """The borders and the approximant are those of y's dtype."""
+    borders = torch.tensor(one.fit["borders"]["float32"] + one.fit["borders"][str(dtype).removeprefix("torch.")])
+    check(one, torch.cat([torch.randn(9000) * 3, borders, borders + 1e-6, borders - 1e-6]), dtype)
 
 
 @each_inverse(SOME)
@@ -142,18 +140,18 @@ def bumpy(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("domain", "bits", "variables"),
     [
-        # one root on both sides of its anchor and one on one side, no codes
+        # one radical on both sides of its anchor and one on one side, no codes
         ((-1, 2), 0, 1),
         # four codes, three variables
         pytest.param((-3, 3), 2, 3, marks=pytest.mark.full),
     ],
 )
-def test_cubic_roots(domain: tuple[float, float], bits: int, variables: int, tmp_path: Path) -> None:
-    one, stock, (low, high) = made("x + sin(x)**2", domain, tmp_path), bumpy, domain
+def test_cubic_radicals(domain: tuple[float, float], bits: int, variables: int) -> None:
+    one, stock, (low, high) = made("x + sin(x)**2", domain), bumpy, domain
     assert one.bits == bits
-    forms = one.fit["forms"]["float32"]
-    assert len({str(form["roots"]) for form in forms}) == variables
-    assert {root["order"] for form in forms for root in form["roots"]} == {3}
+    approximants = one.fit["approximants"]["float32"]
+    assert len({str(approximant["radicals"]) for approximant in approximants}) == variables
+    assert {radical["order"] for approximant in approximants for radical in approximant["radicals"]} == {3}
     for dtype in (torch.float32, *HALVES):
         x = torch.cat([torch.linspace(low, high, 2 * TILE + 77), torch.tensor([float("nan")])])
         check(one, x.to(dtype), stock=stock)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime import norm_kernels, norms
-from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
+from fitact.runtime.norms import kernels, modules
+from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -20,20 +20,20 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 # A unit in the last place; float32 sums in another order.
 UNIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 4e-6}
 # Several rows a block, one row a block, and rows that are longer than a block; none a power of two, and some.
-COLUMNS = [1, 7, 32, 100, 768, 4096, 5000, norm_kernels.LONGEST, norm_kernels.LONGEST + 1, 40_000]
+COLUMNS = [1, 7, 32, 100, 768, 4096, 5000, kernels.LONGEST, kernels.LONGEST + 1, 40_000]
 every_kind = pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
 
 
 def check(x: torch.Tensor, centred: bool, out: torch.dtype) -> None:
     """Both passes, through the ops, against the same ops by PyTorch's operators."""
     z, scale = torch.ops.fitact.norm_forward(x, 1, centred, EPS, out)
-    expected_z, expected_scale = norms._forward_eager(x, 1, centred, EPS, out)
+    expected_z, expected_scale = modules._forward_reference(x, 1, centred, EPS, out)
     unit = UNIT[out]
     torch.testing.assert_close(z, expected_z, rtol=unit, atol=unit, equal_nan=True)
     torch.testing.assert_close(scale, expected_scale, rtol=2e-6, atol=0, equal_nan=True)
     dz = torch.randn(x.shape).to(out)
     dx = torch.ops.fitact.norm_backward(dz, expected_z, expected_scale, 1, centred, x.dtype)
-    expected_dx = norms._backward_eager(dz, expected_z, expected_scale, 1, centred, x.dtype)
+    expected_dx = modules._backward_reference(dz, expected_z, expected_scale, 1, centred, x.dtype)
     size = float((expected_scale[..., None] * dz.abs()).nan_to_num(posinf=0).max()) if x.numel() else 0.0
     torch.testing.assert_close(dx, expected_dx, rtol=UNIT[x.dtype], atol=4e-6 * size, equal_nan=True)
 
@@ -42,7 +42,7 @@ def check(x: torch.Tensor, centred: bool, out: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_lengths(centred: bool, dtype: torch.dtype, columns: int) -> None:
-    rows = norm_kernels.plan(1000, columns).height + 1  # a block and one row
+    rows = kernels.plan(1000, columns).height + 1  # a block and one row
     check((torch.randn(min(rows, 40), columns) * 2 + 0.3).to(dtype), centred, dtype)
 
 
@@ -59,14 +59,14 @@ def test_the_dtype_of_autocast(centred: bool, out: torch.dtype) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("columns", [50, norm_kernels.LONGEST + 30])
+@pytest.mark.parametrize("columns", [50, kernels.LONGEST + 30])
 def test_nan_infinity_and_zeros(centred: bool, columns: int) -> None:
     x = torch.randn(5, columns)
     x[0, 3], x[1, 40], x[2] = float("nan"), float("inf"), 0.0
     check(x, centred, torch.float32)
 
 
-@pytest.mark.parametrize("columns", [1000, norm_kernels.LONGEST + 30])
+@pytest.mark.parametrize("columns", [1000, kernels.LONGEST + 30])
 def test_variance_does_not_cancel(columns: int) -> None:
     x = torch.randn(3, columns) + 1e4
     z, _ = torch.ops.fitact.norm_forward(x, 1, True, EPS, torch.float32)

@@ -1,34 +1,29 @@
 """The value of the module generated from a formula, as device code run by Triton's interpreter.
 
-The same comparison as in `tests/test_values.py`. The interpreter truncates float32 to bfloat16, so that bfloat16
-may differ by one more unit in the last place, and misreads its subnormal numbers, which are left out. Then one by
-one the functions of `runtime/functions.py`, over the whole range of float32.
+The same comparison as in `tests/runtime/test_values.py`. The interpreter truncates float32 to bfloat16, so that
+bfloat16 may differ by one more unit in the last place, and misreads its subnormal numbers, which are left out.
+Then one by one the functions of `runtime/kernels/math.py`, over the whole range of float32.
 """
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import triton.language
 from scipy import special
 
-from fitact.runtime import functions
-from fitact.runtime.language import jit, tl
-
-from .. import values
-from ..steps import patterns
-from ..values import EACH, Formula
+from fitact.runtime.kernels import math
+from fitact.runtime.kernels.triton_compat import jit, tl
+from tests.support import values
+from tests.support.generated import HALVES, patterns
+from tests.support.values import EACH, Formula
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZE = 2**18
 
 
@@ -42,7 +37,7 @@ def _apply(x, y, n, function: tl.constexpr, size: tl.constexpr):
 @jit
 def _apply_power(x, y, n, exponent: tl.constexpr, size: tl.constexpr):
     at = tl.arange(0, size)
-    tl.store(y + at, functions.power(tl.load(x + at, mask=at < n, other=0.0), exponent), mask=at < n)
+    tl.store(y + at, math.power(tl.load(x + at, mask=at < n, other=0.0), exponent), mask=at < n)
 
 
 def apply(function: object, x: torch.Tensor) -> torch.Tensor:
@@ -53,58 +48,45 @@ def apply(function: object, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def module(formula: Formula, folder: Path) -> ModuleType:
-    found = values.module(formula.text, folder)
-    found.__dict__.setdefault("tl", triton.language)  # the interpreter asks for it where `_apply` calls `value`
-    return found
-
-
 def normal(x: torch.Tensor) -> torch.Tensor:
     return x[(x == 0) | (x.abs() >= torch.finfo(x.dtype).smallest_normal)]
 
 
 @EACH
-def test_value(formula: Formula, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    # whose numbers are among those of float32, and what is computed of them is the same before it is rounded
+    [*(pytest.param(half, marks=pytest.mark.full) for half in HALVES), torch.float32],
+    ids=str,
+)
+def test_value(formula: Formula, dtype: torch.dtype) -> None:
     if values.may_fail(formula):
         pytest.skip("reported")
-    value = module(formula, tmp_path).value
-    for dtype in DTYPES:
-        x = values.points(dtype)
-        truncated = dtype == torch.bfloat16
-        x = normal(x) if truncated else x
-        lines = values.misses(formula, apply(value, x), x, truncated=truncated)
-        assert not lines, f"{dtype}: {values.report(formula, lines)}"
+    truncated = dtype == torch.bfloat16
+    x = normal(values.points(dtype)) if truncated else values.points(dtype)
+    lines = values.misses(formula, apply(values.module(formula.text)._value, x), x, truncated=truncated)
+    assert not lines, values.report(formula, lines)
 
 
 @EACH
-def test_nan_and_infinity(formula: Formula, tmp_path: Path) -> None:
+def test_nan_and_infinity(formula: Formula) -> None:
     special = torch.tensor([torch.nan, torch.inf, -torch.inf])
     true = values.truth(formula, special.double().numpy())
-    found = apply(module(formula, tmp_path).value, special).double().numpy()
+    found = apply(values.module(formula.text)._value, special).double().numpy()
     assert np.isnan(found[0]) == np.isnan(true[0])
     finite = np.isfinite(true[1:])
     np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=1e-6, atol=1e-7)
 
 
 @EACH
-def test_what_is_reported_is_so(formula: Formula, tmp_path: Path) -> None:
+def test_what_is_reported_is_so(formula: Formula) -> None:
     if not values.value_is_reported(formula.text):
         pytest.skip("nothing is reported of it, so there is nothing to confirm")
     x = values.neighbours(values.named(formula.text, values.VALUE)[1])
     at = x.double().numpy()
-    found = apply(module(formula, tmp_path).value, x).double().numpy()
+    found = apply(values.module(formula.text)._value, x).double().numpy()
     limits = values.allowed(Formula(formula.name, formula.text, values.PROMISED, values.LOST), at)
     assert np.any(~(np.abs(found - values.exact(formula, at)) <= limits / 2))
-
-
-@pytest.mark.parametrize("text", ["squareplus(x)", "x*tanh(softplus(x))", "x*sigmoid(x)"])
-def test_a_module_that_calls_device_functions_only(text: str, tmp_path: Path) -> None:
-    """It does not import `tl`; its own kernels run in the interpreter all the same."""
-    found = values.module(text, tmp_path)
-    x = torch.linspace(-3, 3, 100)
-    y, codes = torch.empty_like(x), torch.empty(1024, dtype=torch.uint8)
-    found.some_fit_forward[(1,)](x, y, codes, x.numel())
-    torch.testing.assert_close(y, found.torch_value(x))
 
 
 # ------------------------------------------------------------------------------------------ device functions
@@ -152,7 +134,7 @@ SLACK = {
 @pytest.mark.parametrize("name", ULPS)
 def test_device_functions(name: str) -> None:
     at = values.function_points(name)
-    found = apply(getattr(functions, name), torch.from_numpy(at.astype(np.float32))).double().numpy()
+    found = apply(getattr(math, name), torch.from_numpy(at.astype(np.float32))).double().numpy()
     error, i = values.worst(found, values.FLOAT64[name](at), slack=SLACK.get(name, np.zeros_like)(at))
     assert error <= ULPS[name], (at[i], found[i], error)
 
@@ -173,7 +155,7 @@ def test_short_values_are_lost_in_the_rounding(name: str, value: Any, dtype: tor
     """At every number of half precision, before the result is rounded: off by a fraction of that rounding."""
     x = patterns(dtype)
     x = normal(x[x.isfinite()]).float()
-    short = importlib.import_module(f"fitact.generated.{name}").value_half
+    short = importlib.import_module(f"fitact.generated.{name}")._value_half
     true = value(x.double().numpy())
     info = torch.finfo(dtype)
     known = np.abs(true) <= info.max
@@ -197,14 +179,14 @@ def test_power(n: int) -> None:
 
 def test_functions_that_do_not_round() -> None:
     x = torch.from_numpy(values.function_points("relu").astype(np.float32))
-    assert torch.equal(apply(functions.relu, x), torch.relu(x))
-    assert torch.equal(apply(functions.sign, x), torch.sign(x))
+    assert torch.equal(apply(math.relu, x), torch.relu(x))
+    assert torch.equal(apply(math.sign, x), torch.sign(x))
     special = torch.tensor([torch.nan, torch.inf, -torch.inf])
     for name in ("relu", "sign"):
-        found = apply(getattr(functions, name), special)
+        found = apply(getattr(math, name), special)
         torch.testing.assert_close(found, getattr(torch, name)(special), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ULPS)
 def test_nan_is_kept(name: str) -> None:
-    assert apply(getattr(functions, name), torch.tensor([torch.nan])).isnan().all()
+    assert apply(getattr(math, name), torch.tensor([torch.nan])).isnan().all()

@@ -1,0 +1,131 @@
+"""The targets of generated code: how Triton device code and PyTorch write functions and powers.
+
+The texts call `_rt`, the runtime as generated modules see it, `_tl`, `_torch` and `_F`: no fit can be called so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from fitact.fitter.expr import atoms
+
+# Binding strength of a printed text, loosest first.
+SUM, PRODUCT, UNARY, CALL = range(4)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A formula printed.
+
+    Attributes:
+        steps: assignments to make first, as (name, text), for what the formula uses more than once.
+        result: the value's text.
+
+    """
+
+    steps: tuple[tuple[str, str], ...]
+    result: str
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a target writes functions and powers.
+
+    Attributes:
+        functions: SymPy class → the text of a call, with {0} for the argument.
+        where: the conditional, with {0}, {1}, {2} for condition and values.
+        constant: a number as a tensor like {variable}, for a constant and for a conditional between two numbers.
+        clamp: {0} clamped to {1} and {2}, NaN kept.
+        power: what prints the base so that it binds as strongly as asked, and an integer → the text of the power,
+            and how strongly that binds.
+
+    """
+
+    functions: dict[Any, str]
+    where: str
+    constant: str
+    clamp: str
+    power: Callable[[Callable[[int], str], int], tuple[str, int]]
+
+
+# What the language of formulas has no name for, and device code computes in one go.
+ndtr = sympy.Function("ndtr")  # erfc(−u/√2)/2
+tanh_softplus = sympy.Function("tanh_softplus")
+
+# Functions that device code has in a shorter form, accurate enough for results of half precision.
+SHORT = {f"_rt.{name}(": f"_rt.{name}_half(" for name in ("ndtr", "sigmoid", "softplus", "tanh_softplus")}
+SHORT["_rt.exp_full("] = "_tl.exp("
+
+TRITON = Dialect(
+    functions={
+        **{atom: f"_rt.{atom.__name__}({{0}})" for atom in (*atoms.ATOMS, ndtr, tanh_softplus)},
+        **{getattr(atoms, name): f"_tl.{name}({{0}})" for name in ("exp", "log", "erf", "sin", "cos")},
+        atoms.absolute: "_tl.abs({0})",
+        sympy.sqrt: "_tl.sqrt({0})",
+    },
+    where="_tl.where({0}, {1}, {2})",
+    constant="{0}",
+    clamp="_tl.clamp({0}, {1}, {2}, propagate_nan=_tl.PropagateNan.ALL)",
+    power=lambda base, n: (f"_rt.power({base(SUM)}, {n})", CALL),
+)
+
+
+def _stars(base: Callable[[int], str], n: int) -> tuple[str, int]:
+    text = base(CALL)
+    return f"{text}**{n}" if text.isidentifier() else f"{text} ** {n}", UNARY
+
+
+_LACKING = (atoms.hypot1, atoms.isru, atoms.logcosh, atoms.sech2, atoms.squareplus, atoms.tsech2)  # in PyTorch
+TORCH = Dialect(
+    functions={
+        **{atom: f"_torch.{atom.__name__}({{0}})" for atom in atoms.ATOMS},
+        **{atom: f"_rt.reference_math.{atom.__name__}({{0}})" for atom in _LACKING},
+        atoms.absolute: "_torch.abs({0})",
+        # PyTorch's softplus is the identity from a threshold on, by default 20: too early for float64
+        atoms.softplus: "_F.softplus({0}, threshold=50.0)",
+        atoms.relu: "_F.relu({0})",
+        atoms.softsign: "_F.softsign({0})",
+        sympy.sqrt: "_torch.sqrt({0})",
+    },
+    where="_torch.where({0}, {1}, {2})",
+    constant="_torch.full_like({variable}, {0})",  # where of two numbers would have the default dtype
+    clamp="_torch.clamp({0}, {1}, {2})",
+    power=_stars,
+)
+
+
+def precise(code: Code) -> Code:
+    """Return device code for results of float32, where Triton's exponential is not accurate."""
+    return _calling(code, {"_tl.exp(": "_rt.exp_full("})
+
+
+def short(code: Code) -> Code | None:
+    """Return device code for results of half precision, None if there is none that is shorter."""
+    shorter = _calling(code, SHORT)
+    return None if shorter == code else shorter
+
+
+def _calling(code: Code, others: Mapping[str, str]) -> Code:
+    """Return code that calls other functions."""
+
+    def called(text: str) -> str:
+        for old, new in others.items():
+            text = text.replace(old, new)
+        return text
+
+    return Code(tuple((step, called(text)) for step, text in code.steps), called(code.result))
+
+
+def private(call: str) -> str:
+    """Return a call of PyTorch, as the catalog has it, by the names that generated modules have for PyTorch."""
+    return re.sub(r"\b(F|torch)\.", r"_\1.", call)
+
+
+def number(value: float) -> tuple[str, int]:
+    """Return the shortest text of a float, and how strongly it binds."""
+    return repr(value + 0.0), UNARY if value < 0 else CALL

@@ -1,0 +1,1 @@
+"""What is known of a formula: enclosures, roots, shape, where floating point fails."""

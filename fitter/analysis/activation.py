@@ -1,0 +1,178 @@
+"""An activation: a formula, its derivatives, and what a fit must know about its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from fitact.errors import UsageError, quote
+from fitact.fitter.expr.atoms import LARGEST_SINGLE, SMALLEST_SINGLE, Expr, beyond_singles, constant, sizes, x
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.parser import parse
+from fitact.fitter.expr.rewrite import stable
+
+from . import shape
+from .roots import REALS
+from .shape import Asymptote, Breakpoint, Monotone, Range
+
+MAX_PARTS = 5000  # of f″; the literature's longest has some 600
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A pointwise activation y = f(x).
+
+    Attributes:
+        name: its name in the catalog, or None for a formula of the user's.
+        expression: the formula's text.
+        parameters: parameters of the catalog's entry that differ from its defaults, by name.
+
+    Raises:
+        UsageError: the expression is not a formula in x, or has a constant that float32 cannot hold.
+
+    """
+
+    name: str | None
+    expression: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if x not in self._f.free_symbols:
+            raise UsageError(f"{self} does not depend on x: write a formula in x")
+        if (number := beyond_singles(self._f)) is not None:
+            raise UsageError(
+                f"{self}: its constant {constant(number):g} is one that float32, in "
+                f"which it is computed, cannot hold: {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
+            )
+
+    def __str__(self) -> str:
+        """Return what messages call it."""
+        return f"activation {quote(self.expression)}"
+
+    @classmethod
+    def of(cls, text: str, parameters: Mapping[str, float] | None = None) -> Activation:
+        """Return the activation that a name of the catalog or an expression in `x` stands for.
+
+        Raises:
+            UsageError: neither, or a parameter that the catalog's entry does not have.
+
+        """
+        parameters = parameters or {}
+        if text in CATALOG:
+            entry = CATALOG[text]
+            expression = entry.filled(entry.expression, parameters)
+            changed = {k: float(v) for k, v in sorted(parameters.items()) if float(v) != entry.parameters[k]}
+            return cls(text, expression, changed)
+        if parameters:
+            raise UsageError(f"an expression has no parameters: write the numbers into {quote(text)}")
+        if text.isidentifier() and text != "x":
+            names = ", ".join(CATALOG)
+            raise UsageError(
+                f"unknown activation {quote(text)}: expected one of {names}, or an expression in x "
+                "such as x*sigmoid(x)"
+            )
+        return cls(None, text)
+
+    @cached_property
+    def typed(self) -> Expr:
+        """The formula as it was typed, no idiom replaced, as a SymPy expression in `atoms.x`."""
+        parsed = parse(self.expression, what="activation")
+        if max(sizes(parsed)) > MAX_PARTS:
+            raise UsageError(
+                f"{self}: too long: its second derivative, written out, would have more than {MAX_PARTS} parts"
+            )
+        return parsed
+
+    @cached_property
+    def _f(self) -> Expr:
+        return stable(self.typed)
+
+    @cached_property
+    def _df(self) -> Expr:
+        return stable(self._f.diff(x))
+
+    @cached_property
+    def _d2f(self) -> Expr:
+        return stable(self._df.diff(x))
+
+    @property
+    def torch(self) -> str | None:
+        """A call of PyTorch's own function on `x`, if there is one."""
+        if self.name is None or (entry := CATALOG[self.name]).torch is None:
+            return None
+        return entry.filled(entry.torch, self.parameters)
+
+    @property
+    def formula(self) -> Expr:
+        """The activation as a SymPy expression in `atoms.x`."""
+        return self._f
+
+    @property
+    def derivative_formula(self) -> Expr:
+        """Its derivative as a SymPy expression in `atoms.x`."""
+        return self._df
+
+    @property
+    def second_derivative_formula(self) -> Expr:
+        """Its second derivative as a SymPy expression in `atoms.x`."""
+        return self._d2f
+
+    def value(self, at: Array) -> Array:
+        """Return f at the points, float64 of any shape."""
+        return evaluate(self._f, at)
+
+    def derivative(self, at: Array) -> Array:
+        """Return f′ at the points; at a breakpoint, the one-sided value that PyTorch gives."""
+        return evaluate(self._df, at)
+
+    def second_derivative(self, at: Array) -> Array:
+        """Return f″ at the points, away from breakpoints."""
+        return evaluate(self._d2f, at)
+
+    def switch_points(self, low: float, high: float) -> Array:
+        """Return the points inside (low, high) where f or f′ may have a corner or a jump, increasing.
+
+        Beside the breakpoints these are the points where a `where`, `relu`, `abs` or `sign` switches smoothly.
+        """
+        return shape.switch_points(self._f, low, high)
+
+    def breakpoints(self, low: float = -REALS, high: float = REALS) -> tuple[Breakpoint, ...]:
+        """Return the jumps of f and of f′ inside (low, high), increasing."""
+        return shape.breakpoints(self._f, self._df, low, high)
+
+    def has_even_derivative(self, high: float) -> bool:
+        """Whether f′(−x) = f′(x) on [0, high], to 1e-12 of its largest value."""
+        return shape.parity(self._df, high) == "even"
+
+    def has_odd_derivative(self, high: float) -> bool:
+        """Whether f′(−x) = −f′(x) on [0, high], to 1e-12 of its largest value."""
+        return shape.parity(self._df, high) == "odd"
+
+    @cached_property
+    def asymptotes(self) -> tuple[Asymptote, Asymptote]:
+        """How f behaves toward −∞ and toward +∞."""
+        return shape.asymptote(self._f, -1), shape.asymptote(self._f, 1)
+
+    def monotone(self, low: float = -REALS, high: float = REALS) -> Monotone:
+        """Return the intervals of (low, high) on which f is monotone, and the roots of f′ with their orders."""
+        return shape.pieces(self._f, self._df, low, high)
+
+    def derivative_range(self, low: float = -REALS, high: float = REALS) -> Range:
+        """Return infimum and supremum of f′ on (low, high)."""
+        return shape.derivative_range(self._f, self._df, self._d2f, low, high)
+
+    def steps(self, low: float, high: float) -> int | None:
+        """Return into how many intervals of constant f′ the breakpoints cut (low, high); None if f′ varies."""
+        edges = np.concatenate([[low], self.switch_points(low, high), [high]])
+        inside = edges[:-1, None] + np.diff(edges)[:, None] * np.linspace(0.02, 0.98, 49)
+        derivatives = self.derivative(inside)
+        if not np.isfinite(derivatives).all():
+            return None
+        scale = shape.TOLERANCE * np.max(np.abs(derivatives), initial=0.0)
+        if not np.all(np.ptp(derivatives, axis=1) <= scale):
+            return None
+        return 1 + int(np.count_nonzero(np.abs(np.diff(derivatives[:, 0])) > scale))

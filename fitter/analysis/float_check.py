@@ -1,0 +1,127 @@
+"""Where a formula is lost to floating point: the kernels' float32 arithmetic against many digits.
+
+What `stable` recognises is evaluated well. The rest is tried out here, from -1.3e38 to 1.3e38, so that whoever
+wrote the formula is told at which x it fails, which part of it is to blame, and how to write it.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from typing import Any
+
+import numpy as np
+import sympy
+
+from fitact.errors import FitWarning, quote
+from fitact.fitter.expr.atoms import Expr, constant, x
+from fitact.fitter.expr.evaluate import FLOAT64, NUMPY, Arithmetic, Array
+from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.parser import text_of
+
+from .activation import Activation
+
+# Allowed in the value: so many roundings of float32, of f itself and of what one of x does to it.
+ROUNDINGS = 64
+UNIT = 2.0**-24
+LOST = 2.0**-9  # relative: as much as the rounding to bfloat16
+NEAR = 0.1  # of a root: there a relative error says nothing
+HALF = sympy.Rational(1, 2)
+TINY = 1e-37  # below it float32 loses digits whatever the formula
+LARGEST = 1.3e38
+DERIVATIVE_ERROR = 1e-7  # allowed in the derivative, relative to the larger of it and 1
+_SIZES = np.union1d(np.geomspace(1.3e-30, 1.3e38, 69), np.geomspace(33.0, 1300.0, 17))
+_MIDDLE = np.linspace(-30.0137, 29.9713, 60)
+POINTS = np.concatenate([-_SIZES[::-1], _MIDDLE, [0.0], _SIZES]).astype(np.float32).astype(np.float64)
+
+
+def _power(base: Any, exponent: Any, symbolic: Expr) -> Any:
+    """As generated code does: by products and roots, and any other power by logarithm and exponential."""
+    if symbolic.is_Integer or abs(symbolic) == HALF:
+        return FLOAT64.power(base, exponent, symbolic)
+    return np.exp(exponent * np.log(base))
+
+
+FLOAT32 = Arithmetic(
+    lambda node: np.float32(constant(node)),
+    operator.add,
+    operator.mul,
+    lambda base, exponent, symbolic: _power(base, np.float32(exponent), symbolic),
+    NUMPY,
+)
+
+
+def problem(activation: Activation) -> str | None:
+    """Return in one line where floating point fails on a formula, None if it does not.
+
+    The value is computed in float32 as the kernels do, at some 230 points from -1.3e38 to 1.3e38: nearer to the
+    end of float32's range any product may overflow on its way to a value that does not. It is lost where it is off
+    by more than 64 roundings (of f, and of x times f′) and by more than bfloat16 would round it, unless a root of
+    f is within 0.1. The derivative is computed in float64, as the fitter does, and may be off by 1e-7 of itself or
+    of 1.
+    """
+    with np.errstate(all="ignore"):
+        parts: dict[Expr, Any] = {}
+        FLOAT32.evaluate(activation.formula, POINTS.astype(np.float32), parts)
+        found = np.broadcast_to(parts[activation.formula], POINTS.shape).astype(np.float64)
+    derivatives = activation.derivative(POINTS)
+    formula = activation.typed.diff(x)
+    for i in np.argsort(np.abs(POINTS), kind="stable"):
+        at = float(POINTS[i])
+        # of the formula as it was typed: so a mistake in rewriting it would be found too
+        true, derivative = (
+            evaluate_multiprecision(activation.typed, at, 20),
+            evaluate_multiprecision(formula, at, 20),
+        )
+        if not (MP.isfinite(true) and MP.isfinite(derivative)) or abs(true) > LARGEST or abs(derivative) > LARGEST:
+            continue
+        allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * derivative)), LOST * float(abs(true))) + TINY
+        lost = not abs(found[i] - float(true)) <= allowed
+        if lost and not (np.isfinite(found[i]) and _near_root(activation, at, true)):
+            where = f"in float32 it is {found[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
+            return f"{where}: {_blame(parts, i, at)}"
+        if not abs(derivatives[i] - float(derivative)) <= DERIVATIVE_ERROR * max(1.0, float(abs(derivative))):
+            return (
+                f"its derivative is computed as {derivatives[i]:.4g} at x = {at:.4g} "
+                f"in place of {float(derivative):.4g}: "
+                "write it with a part for each side, where(x > a, ..., ...)"
+            )
+    return None
+
+
+def warn(activation: Activation) -> None:
+    """Warn of a formula of the user's on which floating point fails; those of the catalog are known not to."""
+    if activation.torch is None and (found := problem(activation)) is not None:
+        warnings.warn(f"{activation}: {found}", FitWarning, stacklevel=3)
+
+
+def _near_root(activation: Activation, at: float, value: Any) -> bool:
+    left, right = (evaluate_multiprecision(activation.typed, at + d, 20) for d in (-NEAR, NEAR))
+    return bool(left * right < 0 or abs(value) < 0.1 * min(abs(left), abs(right)))
+
+
+def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
+    """Return which part of a formula loses it at a point, and what to write instead."""
+    wrong = {node for node in parts if node.args and _error(parts, node, i, at) > 1e-3}
+    first = next((node for node in parts if node in wrong and not wrong & set(node.args)), None)
+    if first is None:
+        return "roundings add up; write it with fewer operations"
+    text = quote(text_of(first))
+    if not np.isfinite(np.broadcast_to(parts[first], POINTS.shape)[i]):
+        return f"{text} overflows; write it so that what is large is divided out, or where(abs(x) > a, ..., ...)"
+    if first.is_Add:
+        return (
+            f"{text} cancels; write the difference in closed form (expm1, log1p, erfc, sigmoid, softplus and "
+            "squareplus are such), or where(x < a, ..., ...)"
+        )
+    return f"{text} loses its digits; write it with a part for each side, where(x > a, ..., ...)"
+
+
+def _error(parts: dict[Expr, Array], node: Expr, i: int, at: float) -> float:
+    """Return the relative error of a part; infinite where it is lost altogether."""
+    found = float(np.broadcast_to(parts[node], POINTS.shape)[i])
+    true = evaluate_multiprecision(node, at, 20)
+    if not MP.isfinite(true):
+        return 0.0
+    error = abs(found - float(true)) / max(float(abs(true)), TINY)
+    return error if np.isfinite(error) else np.inf

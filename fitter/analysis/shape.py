@@ -1,0 +1,312 @@
+"""What a formula looks like: breakpoints, parity, asymptotes, monotone pieces, the range of its derivative.
+
+All functions take SymPy formulas in `x`: f, and its derivatives where they need them. The domain of "the reals" is
+the range of float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fitact.fitter.expr.atoms import Expr, x
+from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_multiprecision, order
+
+from .roots import REALS, Roots, breaks, roots
+
+TOLERANCE = 1e-12  # relative: what differs by less is taken as equal
+SCALES = (4, 8, 16, 32, 64)  # of |x|, as powers of ten, where limits are looked for
+OFFSETS = 6  # points beside each other at every scale
+LIMIT_DIGITS = 150
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """A point where f jumps (`kind` "jump"), or is continuous and f′ jumps ("corner")."""
+
+    at: float
+    kind: Literal["jump", "corner"]
+
+
+@dataclass(frozen=True)
+class Asymptote:
+    """How f behaves toward +∞ or −∞.
+
+    Attributes:
+        kind: "line" where f − (slope·x + intercept) tends to 0; "infinite" where f tends to ±∞ along no line;
+            "none" where no limit is seen, as for an oscillation; "undefined" where f is not real.
+        slope, intercept: of the line, else NaN.
+        limit: of f, ±∞ included; NaN where there is none.
+
+    """
+
+    kind: Literal["line", "infinite", "none", "undefined"]
+    slope: float = math.nan
+    intercept: float = math.nan
+    limit: float = math.nan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A maximal interval on which f rises (`direction` 1), falls (−1) or is constant (0)."""
+
+    low: float
+    high: float
+    direction: int
+
+
+@dataclass(frozen=True)
+class Root:
+    """An isolated root of f′.
+
+    `order_below` and `order_above` are a in f′(at ∓ h) ~ hᵃ: fractional at a radical, infinite where f′ is flatter
+    than any power, 0 on a side where f′ tends to something else than 0.
+    """
+
+    at: float
+    order_below: float
+    order_above: float
+
+
+@dataclass(frozen=True)
+class Monotone:
+    """The pieces on which f is monotone, and the isolated roots of f′, both increasing.
+
+    If not `complete`, there are more roots of f′ than are looked for, and the lists end at |x| = `reach`.
+    """
+
+    pieces: tuple[Piece, ...]
+    roots: tuple[Root, ...]
+    complete: bool
+    reach: float
+
+
+@dataclass(frozen=True)
+class Range:
+    """Infimum and supremum of f′, ±∞ where it is unbounded; of what was seen if not `complete`."""
+
+    low: float
+    high: float
+    complete: bool
+
+
+def switch_points(f: Expr, low: float, high: float) -> Array:
+    """Return the points inside (low, high) where `where`, `relu`, `abs` or `sign` switches, increasing.
+
+    Points are rounded once from exact ones. Not all are breakpoints: `relu(x)**2` switches smoothly.
+    """
+    return np.array(list(breaks(f, float(low), float(high), switches_only=True)[0]), dtype=np.float64)
+
+
+def breakpoints(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> tuple[Breakpoint, ...]:
+    """Return the points inside (low, high) where f or f′ jumps, increasing.
+
+    One-sided values at distances of 1e-12 and 1e-20 (relative to |x| beyond 1) tell: what shrinks between them, or
+    is less than 1e-12 of the value, is no jump.
+    """
+    points = {**breaks(f, low, high, switches_only=True)[0], **breaks(df, low, high, switches_only=True)[0]}
+    found = []
+    for at in sorted(points):
+        if _jumps(f, points[at]):
+            found.append(Breakpoint(at, "jump"))
+        elif _jumps(df, points[at]):
+            found.append(Breakpoint(at, "corner"))
+    return tuple(found)
+
+
+def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
+    """Return whether f′(−x) is f′(x) or −f′(x) on [0, high], to 1e-12 of its largest value, or neither.
+
+    Where f′ is not finite it has no parity.
+    """
+    at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
+    extrema = np.abs(roots(df.diff(x), -high, high).at)  # a narrow feature lies between the others
+    at = np.concatenate([at * high, extrema[extrema > 0]])
+    right, left = evaluate(df, at), evaluate(df, -at)
+    if not (np.isfinite(right).all() and np.isfinite(left).all()):
+        return None
+    scale = TOLERANCE * max(np.max(np.abs(right)), np.max(np.abs(left)))
+    if np.all(np.abs(right - left) <= scale):
+        return "even"
+    return "odd" if np.all(np.abs(right + left) <= scale) else None
+
+
+def asymptote(f: Expr, side: int) -> Asymptote:
+    """Return how f behaves toward +∞ (side 1) or −∞ (side −1).
+
+    f is evaluated to 150 digits at |x| of 1e4, 1e8, 1e16, 1e32 and 1e64, at six points beside each other. A line
+    through the two last is an asymptote if f keeps to it within 1e-10 of max(1, |intercept|) at all points of
+    these two scales and within 1e-5 at 1e16; so 1/√x tends to 0, and 1/log x has no limit that is seen. f tends to
+    infinity if |f| grows from scale to scale, by no less each time. Slopes and intercepts below 1e-15 count as 0.
+    """
+    with MP.workdps(LIMIT_DIGITS):
+        scales = [[MP.mpf(10) ** k + j * MP.sqrt(2) for j in range(OFFSETS)] for k in SCALES]
+        at = [[side * point for point in points] for points in scales]
+        values = [[evaluate_multiprecision(f, point, LIMIT_DIGITS) for point in points] for points in at]
+        last = values[-1]
+        if all(MP.isnan(value) for value in values[-2] + last):
+            return Asymptote("undefined")
+        if all(MP.isfinite(value) for row in values[-3:] for value in row):
+            slope = (last[0] - values[-2][0]) / (at[-1][0] - at[-2][0])
+            residues = [
+                [v - slope * p for v, p in zip(*rows, strict=True)] for rows in zip(values, at, strict=True)
+            ]
+            intercept = residues[-2][-1]
+            size = max(MP.one, abs(intercept))
+
+            def strays(row: list[Number]) -> Number:
+                return max(abs(residue - intercept) for residue in row) / size
+
+            if max(strays(residues[-1]), strays(residues[-2])) <= 1e-10 and strays(residues[-3]) <= 1e-5:
+                m, b = _snapped(slope), _snapped(intercept)
+                return Asymptote("line", m, b, m * side * math.inf if m else b)
+        if _diverges(values):
+            return Asymptote("infinite", limit=math.copysign(math.inf, last[0]))
+        return Asymptote("none")
+
+
+def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monotone:
+    """Return the maximal intervals of (low, high) on which f is monotone, and the isolated roots of f′.
+
+    Intervals end where f′ changes sign, where f is constant or undefined, and where f jumps against its direction;
+    on a jump along its direction f stays monotone.
+    """
+    found = roots(df, low, high)
+    points, reach = breaks(f, low, high)
+    reach = min(reach, found.reach)
+    parts: list[Piece] = []
+    for piece in _split(found, points, reach):
+        if MP.isnan(evaluate_multiprecision(f, _inside(piece.low, piece.high), 15)):
+            continue
+        before = parts[-1] if parts else None
+        if (
+            before is not None
+            and before.high == piece.low
+            and before.direction == piece.direction
+            and _goes_on(f, points.get(piece.low), piece.direction)
+        ):
+            parts[-1] = Piece(before.low, piece.high, piece.direction)
+        else:
+            parts.append(piece)
+    stationary = []
+    for at, exact in zip(found.at.tolist(), found.exact, strict=True):
+        orders = order(df, exact, -1), order(df, exact, 1)
+        if abs(at) < reach and max(orders) > LEAST_ORDER and not MP.isnan(evaluate_multiprecision(f, exact, 15)):
+            stationary.append(Root(at, *orders))
+    return Monotone(tuple(parts), tuple(stationary), math.isinf(reach), reach)
+
+
+def derivative_range(f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: float = REALS) -> Range:
+    """Return infimum and supremum of f′ on (low, high), its limits at the ends and at breaks included.
+
+    An end at the range of float32 or beyond stands for ±∞.
+    """
+    found = roots(d2f, low, high)
+    points, reach = breaks(df, low, high)
+    more, further = breaks(f, low, high)
+    points = {**more, **points}
+    reach = min(found.reach, reach, further)
+    complete = math.isinf(reach)
+    values = [
+        float(evaluate_multiprecision(df, at, 20))
+        for at in found.exact
+        if not MP.isnan(evaluate_multiprecision(f, at, 15))
+    ]
+    for exact in points.values():
+        values += [_limit_at(df, exact, side) for side in (-1, 1) if not MP.isnan(_beside(f, exact, side))]
+    for end, side in ((low, -1), (high, 1)):
+        if abs(end) < REALS:
+            values.append(_limit_at(df, MP.mpf(end), -side))
+            continue
+        if MP.isnan(evaluate_multiprecision(f, end, 15)):
+            continue
+        limit = asymptote(df, side)
+        complete &= limit.kind in ("line", "infinite")
+        values.append(limit.limit)
+    middle = _inside(max(low, -reach), min(high, reach))
+    if not MP.isnan(evaluate_multiprecision(f, middle, 15)):
+        values.append(float(evaluate_multiprecision(df, middle, 20)))
+    values = [0.0 if abs(value) < 1e-50 else value for value in values if not math.isnan(value)]
+    return Range(min(values, default=math.nan), max(values, default=math.nan), complete)
+
+
+def _beside(expr: Expr, at: Number, side: int, distance: str = "1e-20") -> Number:
+    """Return the value just below (side −1) or above (1) a point."""
+    with MP.workdps(80):
+        return evaluate_multiprecision(expr, at + side * MP.mpf(distance) * max(abs(at), MP.one), 30)
+
+
+def _jumps(expr: Expr, at: Number) -> bool:
+    with MP.workdps(80):
+        sides = [(_beside(expr, at, -1, h), _beside(expr, at, 1, h)) for h in ("1e-12", "1e-20")]
+        below, above = sides[1]
+        if MP.isnan(below) or MP.isnan(above):
+            return bool(MP.isnan(below) != MP.isnan(above))
+        if any(0 < 1.3 * abs(far) < abs(near) for far, near in zip(*sides, strict=True)):  # a pole
+            return True
+        if below == above:
+            return False
+        far, near = (abs(b - a) for a, b in sides)
+        return bool(near > far / 2 and near > TOLERANCE * max(abs(below), abs(above)))
+
+
+def _limit_at(df: Expr, at: Number, side: int) -> float:
+    """Return the one-sided limit of f′ at a point: 0 and ±∞ too, if only as fast as a logarithm."""
+    value = _beside(df, at, side)
+    power = order(df, at, side)
+    if power > LEAST_ORDER:
+        return 0.0
+    if power < -LEAST_ORDER or 0 < 1.3 * abs(_beside(df, at, side, "1e-12")) < abs(value):
+        return math.copysign(math.inf, value)
+    return float(value)
+
+
+def _goes_on(f: Expr, at: Number | None, direction: int) -> bool:
+    """Whether a piece of that direction continues across a break of f."""
+    if at is None:
+        return True
+    with MP.workdps(80):
+        below, above = _beside(f, at, -1), _beside(f, at, 1)
+        if not (MP.isfinite(below) and MP.isfinite(above)):
+            return False
+        slack = TOLERANCE * max(abs(below), abs(above))
+        return bool((above - below) * direction >= -slack) if direction else abs(above - below) <= slack
+
+
+def _split(found: Roots, points: dict[float, Number], reach: float) -> Iterator[Piece]:
+    for a, b, sign in found.signs:
+        low, high = max(a, -reach), min(b, reach)
+        edges = [low, *(point for point in points if low < point < high), high]
+        for start, stop in itertools.pairwise(edges):
+            if start < stop:
+                yield Piece(start, stop, sign)
+
+
+def _inside(low: float, high: float) -> float:
+    """Return a point between two, an odd one."""
+    return low + (high - low) * 0.4871 if math.isfinite(high - low) else low * 0.5129 + high * 0.4871
+
+
+def _snapped(value: Number) -> float:
+    return 0.0 if abs(value) < 1e-15 else float(value)
+
+
+def _diverges(values: list[list[Number]]) -> bool:
+    """Whether |f| grows without bound from scale to scale, with one sign."""
+    seen = [value for row in values[-3:] for value in row]
+    if any(MP.isnan(value) for value in seen) or len({MP.sign(value) for value in seen[OFFSETS:]}) > 1:
+        return False
+    sizes = [[abs(value) for value in row] for row in values]
+    if all(MP.isinf(size) for size in sizes[-1]):
+        return True
+    first, second, third = sizes[-3:]
+    rising = all(a <= b for a, b in itertools.pairwise(third))
+    if not rising and min(third) < max(third) / 10:
+        return False
+    return bool(min(third) > max(second) > max(first) and third[0] - second[0] >= 0.75 * (second[0] - first[0]))

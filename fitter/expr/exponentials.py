@@ -1,0 +1,82 @@
+"""Sums of exponentials in formulas: what stands for them without overflow."""
+
+from __future__ import annotations
+
+import sympy
+
+from .atoms import Expr, Where, constant, cosh, exp, expm1, sinh, size, x
+
+LARGE = 200  # parts of a formula, beyond which nothing is looked for that would have to be multiplied out
+ONE = sympy.Integer(1)
+
+
+def exponentials(u: Expr) -> dict[Expr, Expr] | None:
+    """Return what expands to numbers times exponentials as {exponent: number}, None if it does not."""
+    if size(u) > LARGE:
+        return None
+    plain = u.replace(expm1, lambda v: exp(v) - 1)
+    plain = plain.replace(sinh, lambda v: (exp(v) - exp(-v)) / 2).replace(cosh, lambda v: (exp(v) + exp(-v)) / 2)
+    names = {node: sympy.Dummy() for node in plain.atoms(exp) if node.free_symbols}
+    exponents = {name: node.args[0] for node, name in names.items()}
+    expanded = sympy.expand(plain.xreplace(names))
+    if not expanded.free_symbols <= set(exponents):
+        return None
+    found: dict[Expr, Expr] = {}
+    for term in sympy.Add.make_args(expanded):
+        number, rest = term.as_independent(*exponents, as_Add=False)
+        powers = rest.as_powers_dict()
+        if not set(powers) <= {*exponents, ONE}:
+            return None
+        exponent = tidy(sympy.Add(*(n * exponents[name] for name, n in powers.items() if name != 1)))
+        found[exponent] = found.get(exponent, 0) + number
+    return {exponent: number for exponent, number in found.items() if number != 0}
+
+
+def positive_pair(u: Expr) -> list[tuple[Expr, Expr]] | None:
+    """Return (exponent, number) of a sum of two exponentials, last the flatter: that is the one to take out.
+
+    None if there are not two, or a number is not positive.
+    """
+    terms = exponentials(u) if u.is_Add else None
+    if terms is None or len(terms) != 2 or not _all_positive(terms):
+        return None
+    return sorted(terms.items(), key=lambda item: -abs(constant(item[0].diff(x).xreplace({x: ONE}))))
+
+
+def _all_positive(terms: dict[Expr, Expr]) -> bool:
+    return all(constant(number) > 0 for number in terms.values())
+
+
+def tidy(exponent: Expr) -> Expr:
+    """Return an exponent multiplied out if it is a straight line; any other would lose digits by it."""
+    expanded = sympy.expand(exponent)
+    return expanded if not expanded.diff(x).free_symbols else exponent
+
+
+def bounded_ratio(node: Expr) -> Expr | None:
+    """Return a ratio of polynomials in one exponential E with E divided out where E is large.
+
+    Only where no term of the denominator is negative, so that it does not cancel; two terms are a σ, not this.
+    """
+    if not node.has(exp) or node.has(Where) or size(node) > LARGE:
+        return None
+    above, below = node.as_numer_denom()
+    if not below.has(exp) or above.has(expm1, sinh):  # which would cancel if multiplied out
+        return None
+    lower = exponentials(below)
+    if lower is None or len(lower) < 3 or not _all_positive(lower):
+        return None
+    growing = [f for f in sympy.Mul.make_args(above) if f.has(exp, cosh)]
+    exps = [f for f in growing if exponentials(f) is not None]
+    upper = exponentials(sympy.Mul(*exps))
+    slopes = [w.coeff(x) for w in lower]
+    if upper is None or any(w - w.coeff(x) * x != 0 for w in [*lower, *upper]):
+        return None
+    left, right = min(slopes, key=constant) * x, max(slopes, key=constant) * x
+
+    def divided(w: Expr) -> Expr:
+        upper_sum = sympy.Add(*(a * exp(sympy.expand(v - w)) for v, a in upper.items()))
+        return upper_sum / sympy.Add(*(a * exp(sympy.expand(v - w)) for v, a in lower.items()))
+
+    rest = sympy.Mul(*(f for f in sympy.Mul.make_args(above) if f not in exps))
+    return rest * Where(x, divided(right), divided(left))

@@ -1,0 +1,320 @@
+"""The expression language: a formula in `x`, as text, turned into SymPy without running it.
+
+Python's own grammar is parsed into a syntax tree, and the tree is walked against a whitelist: numbers,
+`x`, `pi`, `e`, arithmetic, comparisons inside `where`, and the functions of `atoms.FUNCTIONS`. Nothing
+is ever handed to `eval`, `exec` or `sympify`, so text from a stranger is safe to read; whatever could take
+long (towers of powers, deep nesting, huge numbers) is refused before any work is done on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import string
+import warnings
+from typing import NoReturn
+
+import sympy
+from sympy.core.parameters import distribute
+from sympy.printing.str import StrPrinter
+
+from fitact.errors import UsageError, quote
+
+from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, exp, log, raised, x
+from .catalog import CATALOG
+from .multiprecision import MP, evaluate_multiprecision
+
+MAX_LENGTH = 2000  # characters
+# No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
+CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%@~:[]{}")
+MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
+MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max stand for formulas that repeat theirs
+MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow
+MIN_NUMBER = 1e-300  # and below it underflow
+MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
+MAX_BITS = 1024  # of an exact power of a number
+
+
+def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
+    """Read a formula in `x`.
+
+    Args:
+        text: the formula, Python's notation, e.g. `"x*sigmoid(1.702*x)"`.
+        what: how error messages call it.
+        variable: what the text calls `x`.
+
+    Returns:
+        A SymPy expression in the symbol `x`; it may turn out to be constant.
+
+    Raises:
+        UsageError: the text is not a formula of this language; the message gives the reason and the column.
+
+    """
+    return _Parser(text, what, variable).parse()
+
+
+def text_of(expr: Expr, variable: str = "x") -> str:
+    """Return a formula as text that `parse` reads, numbers that are no short fractions rounded to float64."""
+    numbers = {n: _decimal(n) for n in expr.atoms(sympy.Rational) if n.q > MAX_DENOMINATOR}
+    return str(_Text().doprint(expr.xreplace({x: sympy.Symbol(variable), **numbers})))
+
+
+def _decimal(number: Expr) -> Expr:
+    text = sympy.Symbol(repr(abs(constant(number))))
+    return -text if number < 0 else text
+
+
+class _Text(StrPrinter):
+    """SymPy's own notation, which is Python's, but for the names of the language."""
+
+    def _print_Where(self, node: Expr) -> str:
+        return self.conditional(node, ">")
+
+    def _print_WhereAtLeast(self, node: Expr) -> str:
+        return self.conditional(node, ">=")
+
+    def _print_absolute(self, node: Expr) -> str:
+        return f"abs({self._print(node.args[0])})"
+
+    def conditional(self, node: Expr, comparison: str) -> str:
+        u, a, b = node.args
+        bound, rest = u.as_coeff_Add()
+        if rest.could_extract_minus_sign():
+            bound, rest, comparison = -bound, -rest, comparison.replace(">", "<")
+        return f"where({self._print(rest)} {comparison} {self._print(-bound)}, {self._print(a)}, {self._print(b)})"
+
+
+class _Parser:
+    """One walk over one syntax tree; every method returns a SymPy expression or refuses."""
+
+    def __init__(self, text: str, what: str, variable: str) -> None:
+        self.text = text
+        self.what = what
+        self.variable = variable
+        self.sizes: dict[Expr, int] = {}
+
+    def parse(self) -> Expr:
+        text = self.text
+        if not isinstance(text, str):
+            raise UsageError(f"{self.what}: expected text, got {quote(text)}")
+        if len(text) > MAX_LENGTH:
+            raise UsageError(f"{self.what}: {len(text)} characters are too many; at most {MAX_LENGTH} are read")
+        for column, character in enumerate(text, 1):
+            if character == "^":
+                self.refuse(column, "a power is written **, not ^")
+            if character not in CHARACTERS:
+                self.refuse(column, f"unexpected character {character!a}; a formula is plain ASCII")
+        if not text.strip():
+            raise UsageError(f"{self.what}: it is empty; write a formula in x such as x*sigmoid(x)")
+        self.check_brackets()
+        indent = len(text) - len(text.lstrip())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text[indent:], mode="eval").body
+        except SyntaxError as error:
+            self.refuse((error.offset or 1) + indent, f"not a formula ({error.msg})")
+        except (ValueError, MemoryError, RecursionError) as error:
+            self.refuse(1, f"not a formula ({type(error).__name__}: {error})")
+        self.indent = indent
+        return self.expression(tree, 0)
+
+    def check_brackets(self) -> None:
+        depth = 0
+        for column, character in enumerate(self.text, 1):
+            depth += (character in "([{") - (character in ")]}")
+            if depth > MAX_DEPTH:
+                self.refuse(column, f"brackets are nested deeper than {MAX_DEPTH}")
+
+    def refuse(self, where: int | ast.AST, reason: str) -> NoReturn:
+        column = where if isinstance(where, int) else getattr(where, "col_offset", 0) + self.indent + 1
+        raise UsageError(f"{self.what} {quote(self.text)}, column {column}: {reason}") from None
+
+    def expression(self, node: ast.AST, depth: int) -> Expr:
+        if depth > MAX_DEPTH:
+            self.refuse(node, f"nested deeper than {MAX_DEPTH}")
+        depth += 1
+        match node:
+            case ast.Constant(value=bool() | complex() | str() | bytes() | None):
+                self.refuse(node, f"expected a number, got {quote(node.value)}")
+            case ast.Constant(value=int() | float()):
+                return self.number(node)
+            case ast.Name(id=self.variable):
+                return x
+            case ast.Name(id=name) if name in CONSTANTS:
+                return CONSTANTS[name]
+            case ast.Name(id=name):
+                called = name in FUNCTIONS or name in CATALOG or name == "where"
+                hint = f"{name} is a function: write {name}(...)" if called else self.known(name)
+                self.refuse(node, hint)
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self.expression(operand, depth)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self.checked(node, -self.expression(operand, depth))
+            case ast.BinOp(op=op, left=left, right=right):
+                return self.binary(node, op, self.expression(left, depth), self.expression(right, depth))
+            case ast.Call():
+                return self.call(node, depth)
+            case ast.Compare():
+                self.refuse(node, "a comparison belongs in where(condition, a, b)")
+            case _:
+                kind = type(node).__name__
+                self.refuse(node, f"{kind} is not part of the language: use numbers, x, + - * / ** and calls")
+
+    def known(self, name: str) -> str:
+        names = [self.variable, *CONSTANTS, "where", *FUNCTIONS]
+        near = difflib.get_close_matches(name.lower(), [*names, *CATALOG], 1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)} and the activations"
+        return f"unknown name {quote(name)}; {hint}"
+
+    def number(self, node: ast.Constant) -> Expr:
+        value = node.value
+        try:
+            size = abs(float(value))  # type: ignore[arg-type]
+        except OverflowError:
+            size = math.inf
+        if size > MAX_NUMBER:
+            self.refuse(node, f"the number is out of range: at most {MAX_NUMBER:g} in size")
+        # repr is the shortest decimal that names this float: 0.1 becomes 1/10, what its writer meant
+        return sympy.Rational(repr(value))
+
+    def checked(self, node: ast.AST, expr: Expr) -> Expr:
+        """Refuse what would hang or overflow later, before anything is built on it.
+
+        That is a formula of too many parts, a constant that is not a real number of moderate size, and a
+        coefficient that SymPy has multiplied out and float64 does not hold.
+        """
+        if self.size(expr) > MAX_NODES:
+            self.refuse(node, f"too long: written out, it has more than {MAX_NODES} parts")
+        if expr.is_number:
+            value = evaluate_multiprecision(expr, 0)
+            if not MP.isfinite(value) or abs(value) > MAX_NUMBER:
+                self.refuse(node, f"the constant {quote(str(expr))} is not a real number below {MAX_NUMBER:g}")
+            if not value:  # as sin(pi) is, and erfc(1e9): dividing by it is refused, and nothing else keeps it
+                return sympy.Integer(0)
+            if abs(value) < MIN_NUMBER:
+                self.refuse(node, f"the constant {quote(str(expr))} is too small: at least {MIN_NUMBER:g} in size")
+        else:
+            for term in sympy.Add.make_args(expr):
+                size = abs(term.as_coeff_Mul()[0])
+                if size > MAX_NUMBER or size < MIN_NUMBER:
+                    self.refuse(node, f"a coefficient is out of range: {MIN_NUMBER:g} to {MAX_NUMBER:g} in size")
+        return expr
+
+    def size(self, expr: Expr) -> int:
+        """Return the number of nodes of a formula written out as a tree."""
+        if expr not in self.sizes:
+            self.sizes[expr] = 1 + sum(self.size(arg) for arg in expr.args)
+        return self.sizes[expr]
+
+    def binary(self, node: ast.AST, op: ast.operator, left: Expr, right: Expr) -> Expr:
+        match op:
+            case ast.Add():
+                return self.checked(node, left + right)
+            case ast.Sub():
+                return self.checked(node, left - right)
+            case ast.Mult():
+                return self.checked(node, left * right)
+            case ast.Div():
+                if right.is_number and constant(right) == 0:
+                    self.refuse(node, "division by zero")
+                return self.checked(node, left / right)
+            case ast.Pow():
+                return self.power(node, left, right)
+            case _:
+                name = type(op).__name__
+                self.refuse(node, f"the operator {name} is not part of the language: use + - * / **")
+
+    def power(self, node: ast.AST, base: Expr, exponent: Expr) -> Expr:
+        if not exponent.is_number:
+            if base.is_number and constant(base) <= 0:
+                self.refuse(node, "a power with x in its exponent needs a positive base")
+            return self.checked(node, exp(exponent) if base == CONSTANTS["e"] else exp(exponent * log(base)))
+        size = constant(exponent)
+        if base.is_number:
+            value = constant(base)
+            try:
+                result = math.pow(value, size)
+            except (OverflowError, ValueError):
+                result = math.inf
+            if not math.isfinite(result) or abs(result) > MAX_NUMBER:
+                self.refuse(node, "this power of numbers is out of range")
+        elif abs(size) > 1000:
+            self.refuse(node, f"the exponent {size:g} is out of range: at most 1000 in size")
+        # SymPy multiplies out the power of a coefficient, and exactly
+        if _bits(base.as_coeff_Mul()[0]) * abs(size) > MAX_BITS:
+            self.refuse(node, "this power of numbers is out of range")
+        if base == CONSTANTS["e"]:
+            return self.checked(node, exp(exponent))
+        return self.checked(node, raised(base, exponent))
+
+    def call(self, node: ast.Call, depth: int) -> Expr:
+        if not isinstance(node.func, ast.Name):
+            self.refuse(node, "only the functions of the language can be called, by name")
+        name = node.func.id
+        if node.keywords or any(isinstance(arg, ast.Starred) for arg in node.args):
+            self.refuse(node, f"{name} takes plain arguments only")
+        if name == "where":
+            return self.where(node, depth)
+        if name not in FUNCTIONS and name not in CATALOG:
+            self.refuse(node, self.known(name))
+        least, most = _arguments(name)
+        if not least <= len(node.args) <= most:
+            count = f"{least} argument{'s'[: least > 1]}" if least == most else f"{least} to {most} arguments"
+            self.refuse(node, f"{name} takes {count}, got {len(node.args)}")
+        args = [self.expression(arg, depth) for arg in node.args]
+        if name in FUNCTIONS:
+            return self.checked(node, FUNCTIONS[name][1](*args))
+        return self.checked(node, self.activation(node, name, *args))
+
+    def activation(self, node: ast.Call, name: str, u: Expr, *parameters: Expr) -> Expr:
+        """Return an activation of the catalog at u, its parameters in PyTorch's order."""
+        entry = CATALOG[name]
+        values = {}
+        for key, number, at in zip(entry.parameters, parameters, node.args[1:], strict=False):
+            if not number.is_number:
+                self.refuse(at, f"{key} of {name} is a number, without x")
+            values[key] = constant(number)
+        formula = parse(entry.filled(entry.expression, values), what=name)
+        with distribute(False):  # u/alpha multiplied out would lose what a sum u cancels
+            formula = formula.xreplace({x: u})
+        # a sign loses nothing
+        signs = [m for m in formula.atoms(sympy.Mul) if len(m.args) == 2 and m.args[0] == -1 and m.args[1].is_Add]
+        return formula.xreplace({m: sympy.Mul(*m.args) for m in signs})
+
+    def where(self, node: ast.Call, depth: int) -> Expr:
+        if len(node.args) != 3 or not isinstance(node.args[0], ast.Compare):
+            self.refuse(node, "where takes a comparison and two values: where(x > 0, a, b)")
+        test = node.args[0]
+        a, b = (self.expression(arg, depth) for arg in node.args[1:])
+        if len(test.ops) != 1:
+            self.refuse(test, "a condition is one comparison: where(x > 0, a, b)")
+        left = self.expression(test.left, depth)
+        right = self.expression(test.comparators[0], depth)
+        match test.ops[0]:
+            case ast.Gt():
+                chosen = Where(left - right, a, b)
+            case ast.Lt():
+                chosen = Where(right - left, a, b)
+            case ast.GtE():
+                chosen = WhereAtLeast(left - right, a, b)
+            case ast.LtE():
+                chosen = WhereAtLeast(right - left, a, b)
+            case _:
+                self.refuse(test, "a condition compares with <, <=, > or >=")
+        return self.checked(node, chosen)
+
+
+def _arguments(name: str) -> tuple[int, int]:
+    """Return how many arguments a function takes, at least and at most."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name][0], FUNCTIONS[name][0]
+    return 1, 1 + len(CATALOG[name].parameters)
+
+
+def _bits(number: Expr) -> int:
+    """Size of an exact number in bits; of any other constant, that of a float."""
+    if number.is_Rational:
+        return int(max(abs(number.p).bit_length(), number.q.bit_length()))
+    return 53

@@ -1,0 +1,1 @@
+"""The methods, one a file; all of them by name in `table`."""

@@ -1,0 +1,296 @@
+"""The method `exact`: f′ as a function of the output y = f(x), so that y alone is kept, and no fit is needed.
+
+y is what the next layer keeps anyway, so nothing is kept in addition. The formula is derived, not looked up: a
+formula in which x occurs once is a chain of functions, each of which is a solution of an autonomous
+differential equation h′ = G(h), and the value of each link follows from that of the link around it. Where a
+`where` chooses between two branches, the same choice is made by comparing y. What was derived is verified in
+high precision before it is used. Inverted (Novikov and Oseledets, 2024) lists such formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import sympy
+
+from fitact.errors import UsageError, quote
+from fitact.fitter.analysis import float_check
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.roots import roots
+from fitact.fitter.expr.atoms import (
+    Expr,
+    Where,
+    WhereAtLeast,
+    absolute,
+    asinh,
+    atan,
+    beyond_singles,
+    constant,
+    cos,
+    cosh,
+    exp,
+    expm1,
+    hypot1,
+    isru,
+    log,
+    log1p,
+    relu,
+    sigmoid,
+    sign,
+    sinh,
+    softplus,
+    softsign,
+    squareplus,
+    tan,
+    tanh,
+    x,
+)
+from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.parser import parse, text_of
+from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.numerics.dtypes import DTYPES, halves, stored
+from fitact.fitter.records.fit import ExactFit
+
+METHOD = "exact"
+DIGITS = 150  # of the verification; tanh'(x) is 1e-43 of 1 at its ends
+WIDE = 1e6  # up to here the switching points of conditions are looked for
+ROUNDED = 1e-14  # a switching point below it is 0, rounded
+REACH = 50.0  # it samples x from -REACH to REACH
+LARGEST = 3e38  # of a derivative that float32 holds
+SMALLEST = 1e-100  # of a derivative that is compared
+AGREEMENT = 1e-20  # relative, between the formula and f'
+# x in float32 for the stated error: dense round 0 and out to where every activation has met its asymptote
+SINGLES = np.concatenate([np.linspace(-20.0, 20.0, 200_001), np.geomspace(1e-30, 1e4, 4001)]).astype(np.float32)
+
+# h(u) → (dh/du as a function of h, u as a function of h).
+_AUTONOMOUS: dict[Any, tuple[Callable[[Expr], Expr], Callable[[Expr], Expr]]] = {
+    exp: (lambda h: h, log),
+    expm1: (lambda h: h + 1, log1p),
+    log: (lambda h: exp(-h), exp),
+    log1p: (lambda h: exp(-h), expm1),
+    sigmoid: (lambda h: h * (1 - h), lambda h: log(h) - log1p(-h)),
+    softplus: (lambda h: -expm1(-h), lambda h: h + log(-expm1(-h))),
+    tanh: (lambda h: 1 - h**2, lambda h: (log1p(h) - log1p(-h)) / 2),
+    sinh: (hypot1, asinh),
+    asinh: (lambda h: 1 / cosh(h), sinh),
+    atan: (lambda h: cos(h) ** 2, tan),
+    softsign: (lambda h: (1 - absolute(h)) ** 2, lambda h: h / (1 - absolute(h))),
+    isru: (lambda h: sympy.sqrt(1 - h**2) ** 3, lambda h: h / sympy.sqrt(1 - h**2)),
+    squareplus: (lambda h: 1 / (1 + h**-2), lambda h: h - 1 / h),
+}
+_POSITIVE = (exp, sigmoid, softplus, squareplus, relu, absolute, cosh, hypot1)
+
+
+class _NoFormulaError(Exception):
+    """The derivation does not cover this formula."""
+
+
+def fit(activation: Activation, name: str) -> ExactFit:
+    """Derive f′ as a function of y, verify it, and state what rounding y costs.
+
+    Args:
+        activation: f.
+        name: of the fit.
+
+    Returns:
+        The fit, with its errors by storage dtype.
+
+    Raises:
+        UsageError: no such formula could be derived, or the one that was does not hold; the message says why.
+
+    Warns:
+        FitWarning: floating point fails on the formula, see `float_check.problem`.
+
+    """
+    text = derived(activation)
+    formula = stable(parse(text, what="derivative", variable="y"))
+    float_check.warn(activation)
+    error = errors(activation, formula)
+    return ExactFit(name=name, method=METHOD, activation=activation, derivative=text, error=error)
+
+
+def derived(activation: Activation) -> str:
+    """Return f′ as an expression in y, verified in high precision; UsageError says why there is none."""
+    try:
+        formula = _compared(_derivative(activation.formula, x))
+    except _NoFormulaError as reason:
+        raise UsageError(
+            f"{activation}: no closed form of the derivative in the output was found: {reason}"
+        ) from None
+    if (number := beyond_singles(formula)) is not None:
+        raise UsageError(
+            f"{activation}: its derivative in the output has {constant(number):g}, which float32 cannot hold"
+        )
+    text = text_of(formula, "y")
+    _verify(activation, formula, text)
+    return text
+
+
+def _derivative(node: Expr, y: Expr) -> Expr:
+    """Return the derivative with respect to x of a formula whose value is y, as a formula in y."""
+    if node == x:
+        return sympy.Integer(1)
+    if not node.free_symbols:
+        return sympy.Integer(0)
+    if isinstance(node, Where):
+        return _branches(node, y)
+    if node.func is relu:
+        inner = _derivative(node.args[0], y)
+        return Where(y, inner, sympy.Integer(0))
+    if node.is_Add:
+        number, rest = node.as_independent(x, as_Add=True)
+        if rest.is_Add:
+            raise _NoFormulaError(f"x occurs more than once in {text_of(rest)}")
+        return _derivative(rest, y - number)
+    if node.is_Mul:
+        number, rest = node.as_independent(x, as_Add=False)
+        if rest.is_Mul:
+            raise _NoFormulaError(f"x occurs more than once in {text_of(rest)}")
+        return _scaled(number, _derivative(rest, y / number))
+    if node.is_Pow:
+        return _power(node.base, node.exp, y)
+    if node.func not in _AUTONOMOUS:
+        raise _NoFormulaError(f"{text_of(node.func(x))} has no inverse in this language")
+    derivative, inverse = _AUTONOMOUS[node.func]
+    inner = _derivative(node.args[0], inverse(y))
+    return derivative(y) * inner if not isinstance(inner, Where) else _scaled(derivative(y), inner)
+
+
+def _scaled(number: Expr, formula: Expr) -> Expr:
+    """Return number · formula, the number inside the branches."""
+    if isinstance(formula, Where):
+        u, a, b = formula.args
+        return formula.func(u, _scaled(number, a), _scaled(number, b))
+    return number * formula
+
+
+def _power(base: Expr, n: Expr, y: Expr) -> Expr:
+    """Return the derivative of base**n: n·v^(n−1)·base′ with v = y^(1/n)."""
+    if not n.is_number:
+        raise _NoFormulaError("x occurs in an exponent")
+    if base.func in _POSITIVE or (base.is_Pow and base.exp.is_Integer and base.exp % 2 == 0):
+        radical = y ** (1 / n)
+    elif n.is_Integer and n % 2 == 1 and n > 0:
+        radical = sign(y) * absolute(y) ** (1 / n)
+    elif n.is_Integer and n % 2 == 0:
+        raise _NoFormulaError(f"{text_of(base)} may have either sign, and its power {n} does not tell which")
+    else:
+        radical = y ** (1 / n)
+    inner = _derivative(base, radical)
+    size = absolute(y) ** (1 - 1 / n) if radical.has(sign) else y ** (1 - 1 / n)
+    if n > 1 and isinstance(inner, Where) and inner.args[2] == 0 and inner.args[0] == radical:
+        inner = inner.args[1]  # where the branch of 0 is taken, y is 0 and so is y^(1 − 1/n)
+    # a radical's derivative divides by y: each term, so that no power of y overflows above the line
+    return sympy.expand(n * size * inner) if 0 < n < 1 and inner.is_Add else n * size * inner
+
+
+def _branches(node: Expr, y: Expr) -> Expr:
+    """Return the derivative of where(u > 0, a, b), the branch told by y."""
+    u, first, second = node.args
+    at, rising = _switch(u)
+    upper, lower = (first, second) if rising else (second, first)
+    closed = (node.func is WhereAtLeast) == rising  # whether the switching point is the upper's
+    if not upper.free_symbols:
+        closed = True  # the upper branch is flat: all of its y equal this one
+    elif not lower.free_symbols:
+        closed = False
+    kind = WhereAtLeast if closed else Where
+    bound = (upper if closed else lower).xreplace({x: at})
+    ends = evaluate(node, np.array([-REACH, REACH]))
+    above = y - bound if ends[0] < ends[1] else bound - y
+    return kind(above, _derivative(upper, y), _derivative(lower, y))
+
+
+def _switch(u: Expr) -> tuple[Expr, bool]:
+    """Return where a formula changes its sign, a number, and whether from − to +."""
+    derivative = u.diff(x)
+    if not derivative.free_symbols and derivative != 0:
+        return -u.xreplace({x: sympy.Integer(0)}) / derivative, constant(derivative) > 0
+    found = roots(u, -WIDE, WIDE)
+    if len(found.at) != 1 or not found.complete or found.below[0] == found.above[0]:
+        raise _NoFormulaError(f"the sign of {text_of(u)} changes more than once, or never")
+    at = float(found.at[0])
+    return sympy.Rational(repr(at if abs(at) > ROUNDED else 0.0)), bool(found.above[0] > 0)
+
+
+def _compared(formula: Expr) -> Expr:
+    """Return a formula whose conditions compare y itself with a number, where a link compares a function of y."""
+
+    def simpler(node: Expr) -> Expr:
+        u, a, b = node.args
+        try:
+            at, rising = _switch(u)
+        except _NoFormulaError:
+            return node
+        at = sympy.Rational(repr(constant(at))) if abs(constant(at)) > ROUNDED else sympy.Integer(0)
+        return node.func(x - at if rising else at - x, a, b)
+
+    return formula.replace(lambda node: isinstance(node, Where), simpler)
+
+
+def _verify(activation: Activation, formula: Expr, text: str) -> None:
+    """Compare the formula with f′ in high precision, on both sides of every breakpoint and all over."""
+    corners = activation.switch_points(-REACH, REACH)
+    edges = np.concatenate([[-REACH], corners, [REACH]])
+    points = np.concatenate(
+        [np.linspace(-REACH, REACH, 101) + 0.0137, *(corners + d for d in (-1e-3, -1e-6, 1e-6, 1e-3))]
+    )
+    points = points[(np.abs(points) < REACH) & (np.min(np.abs(points[:, None] - edges), axis=1) > 1e-9)]
+    compared = 0
+    for point in points:
+        true, y = (
+            evaluate_multiprecision(activation.derivative_formula, point),
+            evaluate_multiprecision(activation.formula, point, DIGITS),
+        )
+        if MP.isfinite(y) and not MP.isfinite(true):
+            raise UsageError(f"{activation}: its derivative is not finite at x = {point:.6g}, where its value is")
+        if not MP.isfinite(y) or abs(true) < SMALLEST:
+            continue
+        found = evaluate_multiprecision(formula, y)
+        compared += 1
+        if not abs(found - true) <= AGREEMENT * abs(true):
+            raise UsageError(
+                f"{activation}: its derivative is no function of the output alone: at x = {point:.6g} it is "
+                f"{MP.nstr(true, 6)} where the formula {quote(text)} gives {MP.nstr(found, 6)}"
+            )
+    if not compared:
+        raise UsageError(f"{activation}: its derivative is nowhere finite from {-REACH:g} to {REACH:g}")
+
+
+def errors(activation: Activation, formula: Expr) -> dict[str, float]:
+    """Return what rounding y to a storage dtype costs, x being of the same dtype, to four significant digits.
+
+    It is the maximum of |g(y) − f′(x)| / max(1, |f′(x)|) with g in float32: over all finite values of the two
+    half-precision dtypes, and for float32 over a dense sample. Breakpoints, and y beyond the dtype's range, are
+    left out.
+    """
+    singles = np.concatenate([SINGLES, -SINGLES]).astype(np.float64)
+    return {
+        dtype: _error(activation, formula, singles if dtype == "float32" else halves(dtype), dtype)
+        for dtype in DTYPES
+    }
+
+
+def _error(activation: Activation, formula: Expr, at: Array, dtype: str) -> float:
+    corners = activation.switch_points(-1e6, 1e6)
+    at = at[~np.isin(at, corners)]
+    true = activation.derivative(at)
+    with np.errstate(all="ignore"):
+        y = stored(activation, at, dtype)
+        found = np.broadcast_to(float_check.FLOAT32.evaluate(formula, y.astype(np.float32)), y.shape).astype(
+            np.float64
+        )
+    valid = (np.abs(true) < LARGEST) & np.isfinite(y)
+    if not valid.any():
+        raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")
+    lost = valid & ~np.isfinite(found)
+    if lost.any():
+        raise UsageError(
+            f"{activation}: where y rounds to {y[lost][0]:g} in {dtype}, its "
+            f"derivative as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g}"
+        )
+    error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
+    return float(f"{error.max():.4g}")

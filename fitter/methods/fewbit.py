@@ -1,0 +1,319 @@
+"""Few-Bit: the step function nearest to f′.
+
+Novikov et al., *Few-Bit Backward: Quantized Gradients of Activation Functions for Memory Footprint
+Reduction*, arXiv 2202.00441. Over borders s and levels y, minimise (eq. 3)
+
+    L(s, y) = ∫ (f′(x) − q(x))² w(x) dx,    q(x) = y_i on (s_i, s_{i+1}].
+
+For given borders the best level is the weighted mean of f′ over its interval (eq. 4), so an interval costs
+its spread about that mean, and the best borders on a grid follow from a dynamic programme (eq. 7, 8; the
+paper's eq. 6 misses the denominator of the mean). The programme is the plain O(n² K) one: the faster ones
+need f′ to be monotone, which GELU, SiLU and Mish are not. The borders are then moved off the grid to the
+stationary point nearby, where f′(s_i) is midway between the levels on its two sides (eq. 5).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from fitact.errors import FitWarning, UsageError, quote
+from fitact.fitter.analysis import float_check
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.roots import breaks, roots
+from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.expr.multiprecision import order
+from fitact.fitter.numerics.errors import step_errors
+from fitact.fitter.numerics.moments import Moments, about, spread
+from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.records.fit import StepFit
+from fitact.fitter.records.validate import check_bits
+
+METHOD = "fewbit"
+CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley
+NEWTON_STEPS = 100
+DOMAIN = (-10.0, 10.0)
+MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
+MAX_VALUE = 1e30  # of f, f′ and 1/w: float32 holds up to 3e38, and squares stay in float64
+POINTS = 4001  # of the domain at which they are looked at
+BEYOND = 100.0  # times the domain's width: how far outside it a fit is looked at for a warning
+MIN_WIDTH = 1e-4  # relative: a hundred float32 spacings between two of the 15 borders
+
+
+def fit(
+    activation: Activation,
+    bits: int,
+    name: str,
+    *,
+    domain: tuple[float, float] = DOMAIN,
+    weight: Weight | None = None,
+    cells: int = CELLS,
+    seed: int = 0,
+) -> StepFit:
+    """Fit the best step function with 2^bits levels to f′.
+
+    Where f′, weight and domain are symmetric about 0 the fit is made on |x|, and one half-line gets all the
+    levels. Borders and levels are rounded to float32, and the errors are those of the rounded numbers.
+
+    Args:
+        activation: what to fit.
+        bits: 1 to 4.
+        name: the fit's name, a Python identifier.
+        domain: the interval [A, B] on which the error counts; the outer levels hold beyond it.
+        weight: how much an error counts; uniform by default.
+        cells: grid cells of the dynamic programme.
+        seed: recorded; the programme is deterministic.
+
+    Returns:
+        The fit. Its `error["objective"]` is L.
+
+    Raises:
+        UsageError: bits, domain or weight are out of range, or f′ or w is not finite on the domain.
+
+    Warns:
+        FitWarning: beyond the domain f′ leaves the outer levels; or f′ is a step function itself, with more steps
+            than the levels can hold; or floating point fails on the formula, see `float_check.problem`.
+
+    """
+    check_bits(bits)
+    low, high = domain
+    _check_domain(low, high)
+    weight = weight or Weight()
+    check_finite(activation, low, high)
+    weight.check(low, high)
+    if (height := weight(np.linspace(low, high, POINTS)).max()) < 1 / MAX_VALUE:
+        raise UsageError(
+            f"weight {quote(weight.text)} is at most {height:g}: expected at least {1 / MAX_VALUE:g} somewhere"
+        )
+    breakpoints = np.union1d(activation.switch_points(low, high), weight.breakpoints(low, high))
+    even = _is_even(activation, weight, low, high)
+    if even:
+        breakpoints = np.unique(np.abs(breakpoints[breakpoints != 0]))
+    # a grid that has the extrema of f′ misses no feature of it, however narrow
+    extrema = roots(activation.second_derivative_formula, low, high).at
+    marks = np.union1d(breakpoints, np.abs(extrema) if even else extrema)
+    try:
+        moments = Moments(activation.derivative, weight, 0.0 if even else low, high, marks, cells)
+    except UsageError as error:
+        raise UsageError(f"{activation}: {error}") from None
+
+    borders = refine(moments, activation, dp_borders(moments, 2**bits), breakpoints)
+    levels = best_levels(moments, borders)
+    levels = without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
+    borders = _round_borders(borders, breakpoints, activation, high - low)
+    fitted = StepFit(
+        name=name,
+        method=METHOD,
+        activation=activation,
+        bits=bits,
+        domain=(float(low), float(high)),
+        weight=weight,
+        even=even,
+        borders=tuple(borders.tolist()),
+        levels=tuple(levels.tolist()),
+        error=step_errors(activation, weight, (low, high), borders, levels, even),
+        options={"cells": cells, "seed": seed},
+    )
+    _warn(fitted)
+    return fitted
+
+
+def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None = None) -> Array:
+    """Return the inner borders, (levels − 1,), of the best step function whose borders are grid points.
+
+    `best[k, i]` is the least error of k + 1 levels on the first i cells: the recursion
+    best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and k at once. With `ends`, the first
+    and the last level are given, and an interval of theirs costs its error about that level.
+    """
+    n = len(moments.grid) - 1
+    if n < levels:
+        raise UsageError(f"cells: {n} are too few for {levels} levels")
+    best = np.full((levels, n + 1), np.inf)
+    last = np.zeros((levels, n + 1), dtype=np.intp)
+    total = np.empty((levels - 1, n + 1))  # one buffer: allocating it anew would take longer than the sums
+    rows = np.arange(levels - 1)
+    for i in range(1, n + 1):
+        cost = spread(moments.sums[:, i, None] - moments.sums[:, :i])
+        best[0, i] = cost[0] if ends is None else about(moments.sums[:, i], ends[0])
+        candidates = np.add(best[:-1, :i], cost, out=total[:, :i])
+        last[1:, i] = candidates.argmin(axis=1)
+        best[1:, i] = candidates[rows, last[1:, i]]
+    if ends is not None:
+        last[-1, n] = np.argmin(best[-2, :n] + about(moments.sums[:, n, None] - moments.sums[:, :n], ends[1]))
+    chosen = np.empty(levels - 1, dtype=np.intp)
+    i = n
+    for k in range(levels - 1, 0, -1):
+        i = last[k, i]
+        chosen[k - 1] = i
+    found: Array = moments.grid[chosen]
+    return found
+
+
+def best_levels(moments: Moments, borders: Array) -> Array:
+    """Return the weighted mean of f′ on each interval, (borders + 1,); its plain mean where w vanishes."""
+    mass, first, _ = moments.between(borders)
+    edges = np.concatenate([moments.grid[:1], borders, moments.grid[-1:]])
+    levels: Array = np.divide(first, mass, out=np.zeros_like(mass), where=mass > 0)
+    for i in np.flatnonzero(mass <= 0):
+        plain = Moments(moments.derivative, np.ones_like, edges[i], edges[i + 1], np.empty(0), 64).sums[:, -1]
+        levels[i] = plain[1] / plain[0]
+    return levels
+
+
+def _total(moments: Moments, borders: Array) -> float:
+    return float(spread(moments.between(borders)).sum())
+
+
+def refine(moments: Moments, activation: Activation, borders: Array, breakpoints: Array) -> Array:
+    """Move borders off the grid to the optimum nearby, by Newton's method on eq. 5.
+
+    Solves g_i = 2 f′(s_i) − y_{i−1} − y_i = 0 with each step halved until L does not grow and no border
+    passes another border or a breakpoint. A border on a jump of f′ stays there, and so does one where the
+    weight vanishes or the levels on both sides agree: there g says nothing.
+
+    Returns:
+        The refined borders, (borders,); never worse than those given.
+
+    """
+    levels = best_levels(moments, borders)
+    below, above = _sides(activation, borders, moments.grid[-1] - moments.grid[0])
+    matters = np.abs(np.diff(levels)) > 1e-9 * np.ptp(levels)
+    on_jump = np.isin(borders, breakpoints) & (np.abs(above - below) > 1e-9 * np.ptp(levels))
+    free = (moments.weight(borders) > 0) & matters & ~on_jump
+    stops = np.concatenate([moments.grid[[0, -1]], breakpoints])
+    error = _total(moments, borders)
+    for _ in range(NEWTON_STEPS if free.any() else 0):
+        gradient, jacobian = _stationarity(moments, activation, borders)
+        step = np.zeros_like(borders)
+        try:
+            step[free] = np.linalg.solve(jacobian[np.ix_(free, free)], -gradient[free])
+        except np.linalg.LinAlgError:
+            break
+        for _ in range(40):
+            moved = borders + step
+            moved_error = _total(moments, moved) if _same_order(borders, moved, stops) else np.inf
+            # near the optimum L is flat to float64 while the borders still gain digits: allow its rounding
+            if moved_error <= error * (1 + 1e-13):
+                break
+            step /= 2
+        else:
+            break
+        borders, error = moved, min(error, moved_error)
+        if np.max(np.abs(step)) <= 1e-14 * np.max(np.abs(stops)):
+            break
+    return borders
+
+
+def _stationarity(moments: Moments, activation: Activation, borders: Array) -> tuple[Array, Array]:
+    """Return g (n,) and its tridiagonal Jacobian (n, n) at the borders."""
+    mass = moments.between(borders)[0]
+    levels = best_levels(moments, borders)
+    df, w = activation.derivative(borders), moments.weight(borders)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # how the levels left and right of border i answer to it: eq. 4 differentiated
+        left = np.nan_to_num((df - levels[:-1]) * w / mass[:-1])
+        right = np.nan_to_num((levels[1:] - df) * w / mass[1:])
+    gradient = 2 * df - levels[:-1] - levels[1:]
+    jacobian = np.diag(2 * activation.second_derivative(borders) - left - right)
+    jacobian -= np.diag(left[1:], 1) + np.diag(right[:-1], -1)
+    return gradient, jacobian
+
+
+def _same_order(before: Array, after: Array, stops: Array) -> bool:
+    if np.any(np.diff(after) <= 0):
+        return False
+    return bool(np.all((before[:, None] - stops) * (after[:, None] - stops) >= 0))
+
+
+def _sides(activation: Activation, at: Array, width: float) -> tuple[Array, Array]:
+    """Return f′ just below and just above the points: so near that only a jump makes a difference."""
+    step = np.maximum(np.abs(at), width) * 2.0**-40
+    return activation.derivative(at - step), activation.derivative(at + step)
+
+
+def without_noise(numbers: Array, scale: float) -> Array:
+    """Round to 40 bits of the scale: what lies beyond is noise, and what is 0 by symmetry should be 0."""
+    unit = 2.0 ** (np.floor(np.log2(max(scale, 1e-300))) - 40)
+    return np.asarray(np.round(numbers / unit) * unit + 0.0)
+
+
+def _round_borders(borders: Array, breakpoints: Array, activation: Activation, width: float) -> Array:
+    """Round to float32; a border on a jump whose own f′ is the upper side's goes to the float32 below."""
+    on_breakpoint = np.isin(borders, breakpoints)
+    smooth = without_noise(borders, max(np.max(np.abs(borders)), width / 16))
+    rounded = np.where(on_breakpoint, borders, smooth).astype(np.float32)
+    here = activation.derivative(borders)
+    below, above = _sides(activation, borders, width)
+    upper = on_breakpoint & (np.abs(here - above) < np.abs(here - below))
+    rounded = np.where(upper, np.nextafter(rounded, np.float32(-np.inf)), rounded)
+    if np.any(np.diff(rounded) <= 0):
+        raise UsageError(
+            f"domain: too narrow for {len(borders) + 1} levels, whose borders coincide in float32; use fewer bits"
+        )
+    return rounded.astype(np.float64)
+
+
+def _is_even(activation: Activation, weight: Weight, low: float, high: float) -> bool:
+    at = np.linspace(0.0, high, 1001)
+    symmetric = -low == high and np.allclose(weight(at), weight(-at), rtol=1e-12, atol=0.0)
+    return bool(symmetric and activation.has_even_derivative(high))
+
+
+def _check_domain(low: float, high: float) -> None:
+    got = f"got {low!r} {high!r}"
+    if not (abs(low) <= MAX_DOMAIN and abs(high) <= MAX_DOMAIN and low < high):
+        raise UsageError(f"domain: expected two numbers A < B of at most {MAX_DOMAIN:g} in size, {got}")
+    if high - low < max(MIN_WIDTH * max(abs(low), abs(high)), 1 / MAX_DOMAIN):
+        raise UsageError(f"domain: too narrow for borders in float32, {got}")
+
+
+def check_finite(activation: Activation, low: float, high: float) -> None:
+    """Raise UsageError where f or f′ is not finite on the domain, however slowly it grows beside that point."""
+    df = f"the derivative of {quote(activation.expression)}"
+    points = breaks(activation.derivative_formula, low, high)[0]
+    at = np.array(list(points))
+    for i in np.flatnonzero(~np.isfinite(activation.derivative(at)) & np.isfinite(activation.value(at))):
+        if min(order(activation.derivative_formula, points[float(at[i])], side) for side in (-1, 1)) < 0:
+            raise UsageError(
+                f"{df} is infinite at x = {at[i]:g}: no step function is near it there; choose a domain without "
+                "that point"
+            )
+    at = np.linspace(low, high, POINTS)
+    for values, what in ((activation.value(at), activation), (activation.derivative(at), df)):
+        bad = ~(np.abs(values) <= MAX_VALUE)
+        if bad.any():
+            raise UsageError(
+                f"{what} is {values[bad][0]:g} at x = {at[bad][0]:g}: choose a domain on which it is at most "
+                f"{MAX_VALUE:g} in size"
+            )
+
+
+def _warn(fit: StepFit) -> None:
+    """Warn of what makes a fit less than it seems."""
+    float_check.warn(fit.activation)
+    what = fit.activation.name or quote(fit.activation.expression)
+    low, high = fit.domain
+    pieces = fit.activation.steps(0.0 if fit.even else low, high)
+    if pieces is not None and pieces > len(fit.levels):
+        bits = (pieces - 1).bit_length()
+        advice = f"{bits} bits are exact" if bits <= 4 else "no fit of at most 4 bits is exact"
+        warnings.warn(
+            f"the derivative of {what} is a step function with {pieces} levels, of which --bits {fit.bits} "
+            f"holds {len(fit.levels)}: {advice}",
+            FitWarning,
+            stacklevel=3,
+        )
+    reach = (high - low) * np.geomspace(1e-3, BEYOND, 200)
+    beyond = np.concatenate([low - reach, high + reach])
+    error = np.abs(fit.activation.derivative(beyond) - fit(beyond))
+    error = np.where(np.isfinite(error), error, np.inf)
+    worst = int(error.argmax())
+    if error[worst] > 2 * fit.error["max"] + 1e-6:
+        warnings.warn(
+            f"beyond the domain {low:g} {high:g} the derivative of {what} leaves the step function, by "
+            f"{error[worst]:.3g} at x = {beyond[worst]:.3g}: choose a wider domain, or, where the derivative is "
+            "unbounded, another form",
+            FitWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,190 @@
+"""Mixtures of ReLUs, and ∫ (h − h̃)² as a function of the knots."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.roots import REALS, roots
+from fitact.fitter.analysis.shape import Asymptote
+from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.numerics.moments import nodes, running
+
+REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law
+INNER = 12.0  # up to here its cells are even, then they grow
+HALF_WIDTH = 40.0  # of the search for knots
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of ReLUs in float64.
+
+    Attributes:
+        knots: c, (2^k − 1,), increasing.
+        slopes: of h̃ between them, (2^k,); the weights a are their differences.
+        objective: what was minimised.
+
+    """
+
+    knots: Array
+    slopes: Array
+    objective: float
+
+    @property
+    def weights(self) -> Array:
+        """The weights a, (2^k − 1,)."""
+        return np.diff(self.slopes)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Units in which an activation bends within a few of 0, by about one: x = center + scale·u, h = size·g.
+
+    Those of the literature do so as they are, and keep their own: then center is 0, and the others are 1.
+    """
+
+    center: float
+    scale: float
+    size: float
+
+    @classmethod
+    def of(cls, activation: Activation, left: Asymptote, right: Asymptote) -> Frame:
+        """Return the units for an activation with these asymptotes."""
+        bends = roots(activation.second_derivative_formula, -REALS, REALS).at
+        marks = np.concatenate([[0.0], bends, activation.switch_points(-REALS, REALS)])
+        marks = marks[np.abs(marks) < REACH]
+        steps = np.geomspace(1e-9, REACH, 2000)
+        x = np.unique(np.concatenate([marks, *(mark + side * steps for mark in marks for side in (-1, 1))]))
+        lines = [line.slope * x + line.intercept for line in (left, right)]
+        off = np.min([np.abs(activation.value(x) - line) for line in lines], axis=0)
+        off[off < 1e-12 * np.abs(lines[0])] = 0.0  # rounding
+        share = np.cumsum(off[1:] ** 4 * np.diff(x))  # a power that slow tails do not count in
+        if not share[-1] > 0:
+            return cls(0.0, 1.0, 1.0)
+        low, middle, high = np.interp([0.1, 0.5, 0.9], share / share[-1], x[1:])
+        size = 2.0 ** np.round(np.log2(off.max()))
+        scale = 2.0 ** np.round(np.log2(high - low))
+        corners = [point.at for point in activation.breakpoints() if abs(point.at) < REACH]
+        apart = any(abs(corner - middle) > scale * HALF_WIDTH / 8 for corner in corners)
+        near = apart or (abs(middle) < 6.0 and 2.0**-3 <= scale <= 2.0**6)
+        size = 1.0 if 2**-6 <= size <= 2**6 else float(size)
+        return cls(0.0, 1.0, size) if near else cls(float(middle), float(scale) / 4, size)
+
+    def line(self, end: Asymptote) -> Asymptote:
+        """Return an asymptote in these units."""
+        slope = end.slope * self.scale / self.size
+        return Asymptote("line", slope, (end.intercept + end.slope * self.center) / self.size)
+
+    def undone(self, found: Mixture) -> Mixture:
+        """Return a mixture in the units of the activation."""
+        return Mixture(
+            self.center + self.scale * found.knots,
+            found.slopes * self.size / self.scale,
+            found.objective * self.size**2 * self.scale,
+        )
+
+
+class Primitive:
+    """∫ (h − h̃)² over all x as a function of the knots.
+
+    Integrals of h, x h and h² from 0, and of the squared distances from the asymptotes, are tabulated on cells
+    that have every break of h among their ends; a knot adds the integral over part of a cell. Beyond ±1e5 a
+    distance counts as a power of x, the exponent seen there.
+
+    Args:
+        activation: h.
+        left, right: its asymptotes.
+        frame: the units of everything else here.
+
+    """
+
+    def __init__(
+        self, activation: Activation, left: Asymptote, right: Asymptote, frame: Frame = Frame(0.0, 1.0, 1.0)
+    ) -> None:
+        def h(u: Array) -> Array:
+            return activation.value(frame.center + frame.scale * u) / frame.size
+
+        self.h = h
+        self.frame = frame
+        self.left, self.right = frame.line(left), frame.line(right)
+        cells = 240
+        outer = np.geomspace(INNER, REACH, cells)
+        spaced = np.concatenate([-outer, np.linspace(-INNER, INNER, 2 * cells + 1), outer])
+        switches = (activation.switch_points(-REALS, REALS) - frame.center) / frame.scale
+        self.edges = np.union1d(spaced, switches[np.abs(switches) < REACH])
+        rows = self._rows(self.edges[:-1], self.edges[1:])
+        middle = int(np.searchsorted(self.edges, 0.0))
+        # outward from 0, so that what is small near 0 is not the difference of what is large far away
+        above = running(rows[:3, middle:])
+        below = -running(rows[:3, :middle][:, ::-1])[:, ::-1]
+        central = np.concatenate([below, above[:, 1:]], axis=1)
+        # and the distances inward from where they vanish; the second is minus what is left to the right
+        self.sums = np.concatenate([central, running(rows[3:4]), -running(rows[4:, ::-1])[:, ::-1]])
+        self.tails = tuple(self._tail(end, side) for side, end in ((-1, self.left), (1, self.right)))
+
+    def _rows(self, starts: Array, ends: Array) -> Array:
+        x, weights = nodes(starts, ends)
+        h = self.h(x)
+        off = [h - line.slope * x - line.intercept for line in (self.left, self.right)]
+        integrands = (h, x * h, h * h, off[0] ** 2, off[1] ** 2)
+        return np.stack([(integrand * weights).sum(axis=1) for integrand in integrands])
+
+    def _tail(self, line: Asymptote, side: int) -> float:
+        x = side * REACH * np.array([1.0, 2.0])
+        near, far = np.abs(self.h(x) - line.slope * x - line.intercept)
+        if near <= 1e-11 or far <= 1e-11 * abs(line.slope):  # rounding
+            return 0.0
+        power = math.log2(near / far)
+        return float(near * near * REACH / (2 * power - 1)) if power > 0.5 else 0.0
+
+    def at(self, knots: Array) -> Array:
+        """Return the running integrals at the knots, (5, knots)."""
+        cell = np.clip(np.searchsorted(self.edges, knots, side="right") - 1, 0, len(self.edges) - 2)
+        return np.asarray(self.sums[:, cell] + self._rows(self.edges[cell], knots))
+
+    def __call__(self, knots: Array) -> tuple[float, Array, Array]:
+        """Return the objective with the best values at the knots, its gradient, (knots,), slopes, (knots + 1,).
+
+        A knot that moves at a constant value changes h̃ by minus its slope times the hat function of that knot, on
+        either side; the inner values are optimal, so their answer does not count.
+        """
+        left, right = self.left, self.right
+        moments = self.at(knots)
+        h0, h1, h2 = np.diff(moments[:3], axis=1)
+        gap = np.diff(knots)
+        falling = (knots[1:] * h0 - h1) / gap  # ∫ h times the hat function of a segment's left end
+        rising = (h1 - knots[:-1] * h0) / gap  # and of its right end
+        values = np.empty_like(knots)
+        values[0] = left.slope * knots[0] + left.intercept
+        values[-1] = right.slope * knots[-1] + right.intercept
+        if len(knots) > 2:
+            target = rising[:-1] + falling[1:]
+            target[0] -= gap[0] / 6 * values[0]
+            target[-1] -= gap[-1] / 6 * values[-1]
+            gram = np.diag((gap[:-1] + gap[1:]) / 3)
+            gram += np.diag(gap[1:-1] / 6, 1) + np.diag(gap[1:-1] / 6, -1)
+            values[1:-1] = np.linalg.solve(gram, target)
+        first, last = values[:-1], values[1:]
+        inside = h2 - 2 * (first * falling + last * rising) + gap / 3 * (first**2 + first * last + last**2)
+        before = moments[3, 0] + self.tails[0]
+        after = self.tails[1] - moments[4, -1]
+        slopes = np.concatenate([[left.slope], np.diff(values) / gap, [right.slope]])
+        off_rising = np.concatenate([[0.0], rising - gap * (first / 6 + last / 3)])
+        off_falling = np.concatenate([falling - gap * (first / 3 + last / 6), [0.0]])
+        gradient = 2 * (slopes[:-1] * off_rising + slopes[1:] * off_falling)
+        # the outer knots move along the asymptotes
+        gradient[0] = 2 * (slopes[1] - left.slope) * off_falling[0]
+        gradient[-1] = 2 * (slopes[-2] - right.slope) * off_rising[-1]
+        return float(inside.sum() + before + after), gradient, slopes
+
+
+def single(problem: Primitive) -> Mixture:
+    """Return the one mixture of a single ReLU: its knot is where the asymptotes meet."""
+    bend = problem.right.slope - problem.left.slope
+    knot = np.array([(problem.left.intercept - problem.right.intercept) / bend])
+    moments = problem.at(knot)[:, 0]
+    objective = moments[3] + problem.tails[0] - moments[4] + problem.tails[1]
+    return Mixture(knot, np.array([problem.left.slope, problem.right.slope]), float(objective))

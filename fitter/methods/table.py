@@ -1,0 +1,47 @@
+"""The methods by name, and how a fit is made again from its record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
+
+from . import exact, fewbit, inverted, inverted_published, relumix
+
+# What each method takes beside the activation and a name.
+OPTIONS = {
+    "fewbit": ("bits", "domain", "weight", "seed"),
+    "relumix": ("bits", "objective", "restarts", "seed"),
+    "inverted": ("bits", "domain", "tol", "family"),
+    "exact": (),
+}
+BITS_REQUIRED = ("fewbit", "relumix")
+
+
+def make(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
+    """Fit by a method of that name; `options` are those of its `fit`, `OPTIONS` those that are recorded."""
+    if method == "exact":
+        return exact.fit(activation, name, **options)
+    if method == "inverted":
+        if options.pop("family", "rational") == "parametric":
+            return inverted_published.fit(activation, name)
+        return inverted.fit(activation, name, **options)
+    bits = options.pop("bits")
+    if method == "relumix":
+        return relumix.fit(activation, bits, name, **options)
+    return fewbit.fit(activation, bits, name, **options)
+
+
+def again(fit: AnyFit) -> AnyFit:
+    """Make a fit again from what its record says of how it was made: the same bytes, if nothing has changed."""
+    if fit.name in relumix.PUBLISHED:
+        return relumix.published(fit.name)
+    if fit.name in inverted_published.NAMES:
+        return inverted_published.published(fit.name)
+    options: dict[str, Any] = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
+    if isinstance(fit, InvertedFit):
+        options |= {"domain": fit.domain}
+    if isinstance(fit, StepFit) and fit.method == "fewbit":
+        options |= {"domain": fit.domain, "weight": fit.weight}
+    return make(fit.method, fit.activation, fit.name, **options)

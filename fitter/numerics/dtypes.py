@@ -1,0 +1,44 @@
+"""The dtypes in which outputs are kept: their numbers, and what is left of a value in them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.float_check import FLOAT32
+from fitact.fitter.expr.evaluate import Array
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def halves(dtype: str) -> Array:
+    """Return all finite numbers of a dtype of half precision, float64."""
+    patterns = np.arange(1 << 16, dtype=np.uint32)
+    numbers = (
+        (patterns << 16).view(np.float32) if dtype == "bfloat16" else patterns.astype(np.uint16).view(np.float16)
+    )
+    return numbers[np.isfinite(numbers)].astype(np.float64)
+
+
+def stored(activation: Activation, at: Array, dtype: str) -> Array:
+    """Return f as a module computes and keeps it, float64 numbers of the dtype of that name, shape of `at`.
+
+    PyTorch's own functions are right to a rounding; a formula is computed in float32, and rounded again.
+    """
+    if activation.torch is not None:
+        return rounded(activation.value(at), dtype)
+    value = np.broadcast_to(FLOAT32.evaluate(activation.formula, at.astype(np.float32)), at.shape)
+    return rounded(value.astype(np.float64), dtype)
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Return float64 values rounded to nearest, ties to even, to the dtype of that name."""
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+        if dtype == "float32":
+            return single.astype(np.float64)
+        if dtype == "float16":
+            return values.astype(np.float16).astype(np.float64)
+    bits = single.view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(single), np.nan, kept.view(np.float32)).astype(np.float64)

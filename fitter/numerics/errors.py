@@ -1,0 +1,142 @@
+"""How far a step function is from f′, and its primitive from f."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.roots import roots
+from fitact.fitter.expr.evaluate import Array
+
+from .moments import Moments, nodes, quadrature, running
+from .weight import Weight
+
+CELLS = 4000
+NOISE = 2.0**-44  # relative: what a value of f may be off by
+MISSED = 1e-6  # of the variation of f
+
+
+def step_errors(
+    activation: Activation,
+    weight: Weight,
+    domain: tuple[float, float],
+    borders: Array,
+    levels: Array,
+    even: bool,
+) -> dict[str, float]:
+    """Return the errors of a step function q, by name, each to ten significant digits.
+
+    Args:
+        activation: f.
+        weight: w.
+        domain: [A, B], over which the errors are taken.
+        borders: inner borders, increasing; of |x| if `even`.
+        levels: one more than the borders.
+        even: whether q is a function of |x|.
+
+    Returns:
+        `objective` = ∫ (f′ − q)² w, `rms` = √(objective / ∫ w), `max` = sup |f′ − q|; and `primitive_norm` =
+        √∫ (h − h̃)² and `primitive_max` = sup |h − h̃|, where h and h̃ are the integrals of f′ and q from A.
+
+    Raises:
+        UsageError: f′ has features too narrow to be integrated.
+
+    """
+    low, high = domain
+    corners = activation.switch_points(low, high)
+    borders = _snapped(borders, np.abs(corners) if even else corners)
+
+    def step(x: Array) -> Array:
+        return levels[np.searchsorted(borders, np.abs(x) if even else x)]
+
+    def error(x: Array) -> Array:
+        return activation.derivative(x) - step(x)
+
+    steps = np.union1d(-borders, borders) if even else borders
+    breakpoints = np.union1d(corners, weight.breakpoints(low, high))
+    marks = np.union1d(breakpoints, roots(activation.second_derivative_formula, low, high).at)
+    grid = Moments(activation.derivative, weight, low, high, marks, CELLS).grid
+    edges = np.union1d(grid, steps[(low < steps) & (steps < high)])
+    _check_seen(activation, edges, corners)
+
+    objective = quadrature(lambda x: error(x) ** 2 * weight(x), edges).sum()
+    mass = quadrature(weight, edges).sum()
+    sums = running(quadrature(error, edges)[None])[0]
+
+    def primitive(x: Array) -> Array:
+        cell = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
+        at, weights = nodes(edges[cell], x)
+        return np.asarray(sums[cell] + (error(at) * weights).sum(axis=1))
+
+    errors = {
+        "objective": objective,
+        "rms": np.sqrt(objective / mass),
+        "max": _supremum(error, edges, jumps=True),
+        "primitive_norm": np.sqrt(quadrature(lambda x: primitive(x.ravel()).reshape(x.shape) ** 2, edges).sum()),
+        "primitive_max": _supremum(primitive, edges, jumps=False),
+    }
+    return {key: float(f"{value:.10g}") for key, value in errors.items()}
+
+
+def _check_seen(activation: Activation, edges: Array, corners: Array) -> None:
+    """Raise UsageError where the integral of f′ over a cell is not what f grows by: a narrow feature was missed.
+
+    As all extrema of f′ are edges, one that lies between two nodes still lifts f from one edge to the next.
+    """
+    starts, ends = (
+        np.where(np.isin(at, corners), inside, at)  # f may jump there
+        for at, inside in zip((edges[:-1], edges[1:]), _inside(edges), strict=True)
+    )
+    grown = activation.value(ends) - activation.value(starts)
+    rounding = NOISE * (np.abs(activation.value(ends)) + np.abs(activation.value(starts)))
+    integral = quadrature(activation.derivative, edges)
+    missed = np.abs(integral - grown) - rounding
+    worst = int(np.argmax(missed))
+    if not missed[worst] <= MISSED * np.maximum(np.abs(integral), np.abs(grown)).sum():
+        raise UsageError(
+            f"{activation}: its derivative is too steep for the domain {edges[0]:g} "
+            f"{edges[-1]:g} between x = {edges[worst]:.6g} and {edges[worst + 1]:.6g}: choose a narrower domain"
+        )
+
+
+def _snapped(borders: Array, corners: Array) -> Array:
+    """Return the borders, those that stand for a corner of f′ moved onto it.
+
+    A border may be the float32 beside a corner that is no float32 or belongs to the upper side. No float32 lies
+    between the two, so what does is no error.
+    """
+    snapped = borders.copy()
+    for corner in corners:
+        snapped[np.abs(borders - corner) < 1.5 * np.spacing(np.abs(np.float32(corner)))] = corner
+    return snapped
+
+
+def _inside(edges: Array) -> tuple[Array, Array]:
+    """Return points a hair inside both ends of each cell, for the limits there of what jumps between cells."""
+    starts, ends = edges[:-1], edges[1:]
+    inset = np.maximum(np.maximum(np.abs(starts), np.abs(ends)) * 2.0**-48, (ends - starts) * 2.0**-40)
+    return starts + inset, ends - inset
+
+
+def _supremum(function: Callable[[Array], Array], edges: Array, *, jumps: bool) -> float:
+    """Return sup |function|, smooth between the edges: looked for at cells' ends and nodes, then closer.
+
+    Where it jumps between cells, a hair inside each end stands for the limit there.
+    """
+    starts, ends = edges[:-1], edges[1:]
+    inside = np.stack(_inside(edges) if jumps else (starts, ends), axis=1)
+    at = np.concatenate([inside, nodes(starts, ends)[0]], axis=1)
+    values = np.abs(function(at.ravel()).reshape(at.shape))
+    best = float(values.max())
+    for cell in np.argsort(-values.max(axis=1), kind="stable")[:3]:
+        left, right = inside[cell]
+        for _ in range(8):  # each pass narrows the bracket 32-fold: 64 points, the two cells round the best
+            grid = np.linspace(left, right, 65)
+            found = np.abs(function(grid))
+            i = int(found.argmax())
+            best = max(best, float(found[i]))
+            left, right = grid[max(i - 1, 0)], grid[min(i + 1, 64)]
+    return best

@@ -1,0 +1,266 @@
+"""What an inverted fit puts in place of f′ on one cell of x: a function of the output y."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fitact.errors import UsageError, quote
+from fitact.fitter.analysis import float_check
+from fitact.fitter.expr.atoms import Expr
+from fitact.fitter.expr.evaluate import Array, wide
+from fitact.fitter.expr.parser import parse
+from fitact.fitter.expr.rewrite import stable
+
+from .validate import check_keys, check_numbers, integer, mapping, number, numbers, objects, text
+
+MOST_RADICALS = 3  # at both ends of a cell and inside
+MOST_COEFFICIENTS = 33
+FLAT = 1000.0  # y is clamped to it in the paper's approximants, whose exponentials are 0 there
+
+Bits = NDArray[np.intp]
+Single = NDArray[np.float32]
+Floats = NDArray[Any]  # float32 or float64
+
+
+@dataclass(frozen=True)
+class Radical:
+    """One term of the variable t: a radical of y − anchor.
+
+    Attributes:
+        anchor: f at a root of f′, a float32.
+        order: m, 1 + the order of that root; 1 for y − anchor itself.
+        side: 1 for max(y − anchor, 0)^(1/m), −1 for max(anchor − y, 0)^(1/m), 0 for the signed radical on both
+            sides.
+        sign: 1 or −1, of the term in the sum.
+
+    """
+
+    anchor: float
+    order: int
+    side: int
+    sign: int = 1
+
+    def __call__(self, y: Floats, anchor: float | None = None) -> Floats:
+        """Return the term, of float32 as kernels compute it; `anchor` may be a more exact one."""
+        d = y - y.dtype.type(self.anchor if anchor is None else anchor)
+        size = np.abs(d) if self.side == 0 else np.maximum(d if self.side > 0 else -d, y.dtype.type(0))
+        if self.order == 2:
+            size = np.sqrt(size)
+        elif self.order != 1:
+            with np.errstate(divide="ignore"):
+                size = wide(np.exp2)(wide(np.log2)(size) * y.dtype.type(1 / self.order))
+        if self.side == 0:
+            size = np.copysign(size, d)
+        return np.asarray(size if self.sign > 0 else -size)
+
+
+def variable(radicals: Sequence[Radical], y: Floats, anchors: Sequence[float | None] | None = None) -> Floats:
+    """Return t of y, the sum of the radicals, in the shape and dtype of y; `anchors` as in `Radical`."""
+    terms = zip(radicals, anchors or [None] * len(radicals), strict=True)
+    return np.asarray(sum(radical(y, anchor) for radical, anchor in terms))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quotient:
+    """f′ = p(t)/q(t), t the sum of radicals of y.
+
+    Attributes:
+        radicals: the terms of t.
+        low, high: the interval that t is clamped to, float32 numbers; q > 0 on it.
+        numerator, denominator: coefficients of p and q, float32 numbers, constant first; (1,) for a polynomial.
+        error: max |p/q − f′| / max(1, |f′|) over the x of this cell, y being rounded to the storage dtype.
+        floor: the least such error that any function of that y has.
+
+    Raises:
+        UsageError: the numbers make no such function.
+
+    """
+
+    KIND = "quotient"
+
+    radicals: tuple[Radical, ...]
+    low: float
+    high: float
+    numerator: tuple[float, ...]
+    denominator: tuple[float, ...]
+    error: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what, values in (("numerator", self.numerator), ("denominator", self.denominator)):
+            check_numbers(what, values, min(max(len(values), 1), MOST_COEFFICIENTS), single=True)
+        check_numbers(
+            "anchor", tuple(radical.anchor for radical in self.radicals), len(self.radicals), single=True
+        )
+        check_numbers("low, high", (self.low, self.high), 2, single=True)
+        if self.low > self.high:
+            raise UsageError(f"low: expected at most high, {self.high!r}, got {self.low!r}")
+        if has_pole(self.denominator, self.low, self.high):
+            raise UsageError(f"denominator: expected no root from {self.low!r} to {self.high!r}")
+
+    def __call__(self, y: Single, *, fused: bool = False) -> Single:
+        """Return f′ of outputs of this cell, shape of y, in float32 as kernels compute it.
+
+        With `fused`, product and sum are rounded once, as a GPU does, instead of each for itself.
+        """
+        t = np.minimum(np.maximum(variable(self.radicals, y), np.float32(self.low)), np.float32(self.high))
+        p = _horner(self.numerator, t, fused)
+        return p if len(self.denominator) == 1 else p / _horner(self.denominator, t, fused)
+
+
+def has_pole(denominator: Sequence[float], low: float, high: float) -> bool:
+    """Return whether a polynomial, constant first, has a root from low to high."""
+    poles = np.roots(denominator[::-1])
+    poles = poles[np.abs(poles.imag) <= 1e-9 * np.abs(poles)].real
+    return not any(denominator) or bool(np.any((poles >= low) & (poles <= high)))
+
+
+def _horner(coefficients: Sequence[float], t: Single, fused: bool) -> Single:
+    value = np.full(t.shape, coefficients[-1], dtype=np.float32)
+    for coefficient in coefficients[-2::-1]:
+        if fused:
+            value = (value.astype(np.float64) * t + coefficient).astype(np.float32)
+        else:
+            value = value * t + np.float32(coefficient)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedApproximant:
+    """An approximant of the paper's; v = y − anchor, the anchor being f at its minimum.
+
+    `power` is c0 + c1·u^c2·(1 − u)^c3 with u = v/|anchor|, `root` is c0 + c1·√v + c2·v + c3·v², and
+    `exponential` is 1 + (c0 + c1·√v + c2·v)·exp(c3·(c4 − v)³).
+
+    Attributes:
+        kind: one of `SHAPES`.
+        approximates: `derivative`, or `sigmoid` for x ↦ sigmoid(x) =: q, from which f′ = q·(1 − y) + y for SiLU.
+        anchor: f at its minimum.
+        coefficients: c0, c1, …
+        error, floor: as those of `Quotient`.
+
+    """
+
+    kind: str
+    approximates: str
+    anchor: float
+    coefficients: tuple[float, ...]
+    error: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in SHAPES:
+            raise UsageError(f"kind: expected one of {', '.join(KINDS)}, got {quote(self.kind)}")
+        if self.approximates not in APPROXIMATES:
+            expected = " or ".join(APPROXIMATES)
+            raise UsageError(f"approximates: expected {expected}, got {quote(self.approximates)}")
+        check_numbers("coefficients", self.coefficients, SHAPES[self.kind][0])
+        check_numbers("anchor", (self.anchor,), 1)
+        if not -FLAT < self.anchor < 0:
+            raise UsageError(f"anchor: expected a number below 0, got {self.anchor!r}")
+
+    @cached_property
+    def shape(self) -> Expr:
+        """What the approximant is in v, as a SymPy expression with `atoms.x` for v."""
+        numbers = {f"c{i}": f"({c!r})" for i, c in enumerate(self.coefficients)}
+        return stable(
+            parse(SHAPES[self.kind][1].format(m=repr(-self.anchor), **numbers), what="approximant", variable="v")
+        )
+
+    def __call__(self, y: Single, *, fused: bool = False) -> Single:
+        """Return f′ of outputs of this cell, shape of y, in float32; `fused` has no effect."""
+        y = np.clip(y, np.float32(self.anchor), np.float32(FLAT))
+        with np.errstate(all="ignore"):
+            q = float_check.FLOAT32.evaluate(self.shape, y - np.float32(self.anchor))
+            derivative = q * (1 - y) + y if self.approximates == "sigmoid" else q
+        return np.asarray(derivative, dtype=np.float32)
+
+
+# Kind of a paper's approximant → how many coefficients it has, and its formula.
+SHAPES = {
+    "power": (4, "{c0} + {c1}*(v/{m})**{c2}*relu(1 - v/{m})**{c3}"),
+    "exponential": (5, "1 + ({c0} + {c1}*sqrt(v) + {c2}*v)*exp({c3}*({c4} - v)**3)"),
+    "root": (4, "{c0} + {c1}*sqrt(v) + {c2}*v + {c3}*v**2"),
+}
+KINDS = (Quotient.KIND, *SHAPES)
+APPROXIMATES = ("derivative", "sigmoid")
+Approximant = Quotient | PublishedApproximant
+
+
+def codes(borders: Sequence[float], x: Array) -> Bits:
+    """Return how many of the borders are less than x; 0 for NaN."""
+    x = np.asarray(x, dtype=np.float64)
+    return np.searchsorted(np.asarray(borders, dtype=np.float64), np.where(np.isnan(x), -np.inf, x))
+
+
+def approximant_record(approximant: Approximant) -> dict[str, Any]:
+    """Return an approximant as JSON has it."""
+    record: dict[str, Any] = {"error": approximant.error, "floor": approximant.floor}
+    if isinstance(approximant, PublishedApproximant):
+        return record | {
+            "kind": approximant.kind,
+            "approximates": approximant.approximates,
+            "anchor": approximant.anchor,
+            "coefficients": list(approximant.coefficients),
+        }
+    return record | {
+        "kind": approximant.KIND,
+        "approximates": "derivative",
+        "radicals": [vars(radical) for radical in approximant.radicals],
+        "low": approximant.low,
+        "high": approximant.high,
+        "numerator": list(approximant.numerator),
+        "denominator": list(approximant.denominator),
+    }
+
+
+def approximant_of(value: object, what: str) -> Approximant:
+    """Return the approximant that a record's JSON holds; UsageError names the field."""
+    record = mapping(value, what, (int, float, str, list))
+    kind = text(record.get("kind"), f"{what}.kind")
+    shared = ("kind", "approximates", "error", "floor")
+    own = (
+        ("radicals", "low", "high", "numerator", "denominator")
+        if kind == Quotient.KIND
+        else ("anchor", "coefficients")
+    )
+    check_keys(what, record, (*shared, *own))
+    errors = {key: number(record[key], f"{what}.{key}") for key in ("error", "floor")}
+    approximates = text(record["approximates"], f"{what}.approximates")
+    try:
+        if kind != Quotient.KIND:
+            return PublishedApproximant(
+                kind=kind,
+                approximates=approximates,
+                anchor=number(record["anchor"], "anchor"),
+                coefficients=numbers(record["coefficients"], "coefficients"),
+                **errors,
+            )
+        if approximates != "derivative":
+            raise UsageError(f"approximates: expected derivative, got {quote(approximates)}")
+        return Quotient(
+            radicals=tuple(map(_radical, objects(record["radicals"], "radicals", MOST_RADICALS))),
+            low=number(record["low"], "low"),
+            high=number(record["high"], "high"),
+            numerator=numbers(record["numerator"], "numerator"),
+            denominator=numbers(record["denominator"], "denominator"),
+            **errors,
+        )
+    except UsageError as error:
+        raise UsageError(f"{what}.{error}") from None
+
+
+def _radical(value: dict[str, Any]) -> Radical:
+    check_keys("radicals", value, ("anchor", "order", "side", "sign"))
+    return Radical(
+        number(value["anchor"], "anchor"),
+        integer(value["order"], "order", range(1, 65)),
+        integer(value["side"], "side", (-1, 0, 1)),
+        integer(value["sign"], "sign", (-1, 1)),
+    )

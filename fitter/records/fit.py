@@ -1,0 +1,384 @@
+"""The record of a fit: the only thing that passes from the fitter to the generator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import keyword
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fitact.errors import UsageError, quote
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.roots import REALS
+from fitact.fitter.expr.atoms import Expr
+from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.expr.parser import parse
+from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.numerics.dtypes import DTYPES
+from fitact.fitter.numerics.weight import LARGEST, Weight
+
+from .approximants import (
+    Approximant,
+    Bits,
+    PublishedApproximant,
+    Single,
+    approximant_of,
+    approximant_record,
+    codes,
+)
+from .validate import (
+    NAME,
+    check_bits,
+    check_domain,
+    check_increasing,
+    check_keys,
+    check_numbers,
+    choice,
+    free_text,
+    label,
+    mapping,
+    number,
+    numbers,
+    text,
+    whole,
+)
+
+SCHEMA = "fitact.fit/1"
+# What a method may record of how a fit was made, and what each such option must be.
+OPTIONS = {
+    "fewbit": ("cells", "seed"),
+    "relumix": ("objective", "restarts", "seed", "source"),
+    "inverted": ("family", "source", "tol"),
+}
+_OPTION: dict[str, Callable[[object, str], object]] = {
+    "cells": whole,
+    "family": partial(choice, allowed=("rational", "parametric")),
+    "objective": partial(choice, allowed=("primitive", "derivative")),
+    "restarts": whole,
+    "seed": whole,
+    "source": free_text,
+    "tol": number,
+}
+
+
+def check_name(name: object, what: str = "name") -> str:
+    """Return `name` if it can name a module, a function and a file; UsageError otherwise."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise UsageError(
+            f"{what}: expected a Python identifier that starts with a letter and is no keyword (80 characters at "
+            f"most), got {quote(name)}"
+        )
+    return name
+
+
+def check_options(method: str, options: Mapping[str, object]) -> None:
+    """Raise UsageError unless the options are some of a method's, each of its kind."""
+    for key, value in options.items():
+        what = f"options.{label(key)}"
+        if key not in OPTIONS[method]:
+            raise UsageError(f"{what}: unknown option; those of {method} are {', '.join(OPTIONS[method])}")
+        _OPTION[key](value, what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What every fit has; its subclasses are the kinds of fit, one or more methods each.
+
+    Attributes:
+        name: the fit's name, and that of the module generated from it.
+        method: how it was made.
+        activation: the activation f.
+        error: errors by name, none negative.
+
+    Raises:
+        UsageError: the parts do not make a fit; the message names the offending one.
+
+    """
+
+    METHODS: ClassVar[tuple[str, ...]]
+    ERRORS: ClassVar[tuple[str, ...]]
+
+    name: str
+    method: str
+    activation: Activation
+    error: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.method not in self.METHODS:
+            raise UsageError(f"method: expected one of {', '.join(self.METHODS)}, got {quote(self.method)}")
+        if tuple(sorted(self.error)) != self.ERRORS:
+            raise UsageError(f"error: expected {', '.join(self.ERRORS)}, got {quote(sorted(self.error))}")
+        check_numbers("error", tuple(self.error.values()), len(self.ERRORS))
+        if min(self.error.values()) < 0:
+            raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
+
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "method": self.method,
+            "activation": activation_record(self.activation),
+            "error": dict(self.error),
+        }
+
+    def to_json(self) -> str:
+        """Return the fit's file: the same fit gives the same bytes."""
+        return json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the fit's file, in hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFit(Fit):
+    """A step function in place of f′: level i on (border i − 1, border i].
+
+    Calling it evaluates the step function, shape of the argument, float64. NaN gets the first level.
+
+    Attributes:
+        bits: k, 1 to 4.
+        domain: the interval over which the errors are taken.
+        weight: how much an error counts.
+        even: whether |x| is compared with the borders in place of x.
+        borders: 2^k − 1 numbers, increasing, each a float32.
+        levels: 2^k numbers, each a float32.
+        error: `objective`, what was minimised; and `rms`, `max`, `primitive_norm` and `primitive_max` over the
+            domain, see `errors.step_errors`.
+        options: what else is needed to make the fit again.
+
+    """
+
+    METHODS = ("fewbit", "relumix")
+    ERRORS = ("max", "objective", "primitive_max", "primitive_norm", "rms")
+
+    bits: int
+    domain: tuple[float, float]
+    weight: Weight
+    even: bool
+    borders: tuple[float, ...]
+    levels: tuple[float, ...]
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bits(self.bits)
+        if not isinstance(self.even, bool):
+            raise UsageError(f"even: expected true or false, got {quote(self.even)}")
+        check_options(self.method, self.options)
+        check_domain(self.domain, LARGEST)
+        check_numbers("borders", self.borders, 2**self.bits - 1, single=True)
+        check_numbers("levels", self.levels, 2**self.bits, single=True)
+        check_increasing("borders", self.borders)
+        if self.even and self.borders[0] < 0:
+            raise UsageError(f"borders: an even fit has none below 0, got {self.borders[0]!r}")
+        self.weight.check(*self.domain)
+
+    @property
+    def mass(self) -> float:
+        """The integral of the weight over the domain."""
+        return self.weight.mass(*self.domain)
+
+    def __call__(self, x: Array) -> Array:
+        """Return the step function at x."""
+        x = np.asarray(x, dtype=np.float64)
+        # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
+        at = np.where(np.isnan(x), -np.inf, np.abs(x) if self.even else x)
+        return np.asarray(self.levels)[np.searchsorted(self.borders, at)]
+
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return super().record() | {
+            "bits": self.bits,
+            "domain": list(self.domain),
+            "weight": self.weight.text,
+            "even": self.even,
+            "borders": list(self.borders),
+            "levels": list(self.levels),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a record that only this kind of fit has."""
+        return {
+            "bits": record["bits"],
+            "domain": numbers(record["domain"], "domain"),
+            "weight": Weight(text(record["weight"], "weight")),
+            "even": record["even"],
+            "borders": numbers(record["borders"], "borders"),
+            "levels": numbers(record["levels"], "levels"),
+            "options": mapping(record["options"], "options", (int, float, str)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactFit(Fit):
+    """f′ as a function of the output y: nothing but y is kept.
+
+    Attributes:
+        derivative: f′ as an expression in `y`.
+        error: by storage dtype, what the rounding of y costs, see `exact.errors`.
+
+    """
+
+    METHODS = ("exact",)
+    ERRORS = ("bfloat16", "float16", "float32")
+
+    derivative: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.formula  # which the parser may refuse
+
+    @cached_property
+    def formula(self) -> Expr:
+        """The derivative as a SymPy expression, with `atoms.x` for y."""
+        return stable(parse(self.derivative, what="derivative", variable="y"))
+
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return super().record() | {"derivative": self.derivative}
+
+    @classmethod
+    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a record that only this kind of fit has."""
+        return {"derivative": text(record["derivative"], "derivative")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvertedFit(Fit):
+    """f′ as a function of the output y and of which cell of x it came from, told by a code.
+
+    Attributes:
+        bits: of a code, 0 to 4; 0 where f is monotone and smooth.
+        domain: the interval of x that the fit is made for; None for the reals.
+        borders: by storage dtype of y, float32 numbers, increasing; the code of x is how many are less than x.
+        approximants: by storage dtype, one for each code.
+        error: by storage dtype, max |approximant − f′| / max(1, |f′|), for x and y of the dtype and |y| < 1e37: in
+            half precision over all x, in float32 over a dense sample. y of the catalog's activations is rounded
+            once; in float32 PyTorch's own is off by more, which near an extremum gives up to three times the
+            error.
+        floor: by storage dtype, the least such error that any function of that y and code has.
+        options: what else is needed to make the fit again.
+
+    """
+
+    METHODS = ("inverted",)
+    ERRORS = DTYPES
+
+    bits: int
+    domain: tuple[float, float] | None
+    borders: Mapping[str, tuple[float, ...]]
+    approximants: Mapping[str, tuple[Approximant, ...]]
+    floor: Mapping[str, float]
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bits(self.bits, 0)
+        check_options(self.method, self.options)
+        if self.domain is not None:
+            check_domain(self.domain, REALS)
+        for what in ("borders", "approximants", "floor"):
+            check_keys(what, getattr(self, what), DTYPES)
+        for dtype in DTYPES:
+            borders, approximants = self.borders[dtype], self.approximants[dtype]
+            if not 1 <= len(approximants) <= 2**self.bits:
+                raise UsageError(
+                    f"approximants.{dtype}: expected 1 to {2**self.bits} approximants, got {len(approximants)}"
+                )
+            if len({_sort(approximant) for approximant in approximants}) > 1:
+                raise UsageError(
+                    f"approximants.{dtype}: expected quotients, "
+                    "or approximants of one anchor that approximate the same"
+                )
+            check_numbers(f"borders.{dtype}", borders, len(approximants) - 1, single=True)
+            check_increasing(f"borders.{dtype}", borders)
+            for what in ("error", "floor"):
+                stated = getattr(self, what)[dtype]
+                found = max(getattr(approximant, what) for approximant in approximants)
+                if stated != found:
+                    raise UsageError(
+                        f"{what}.{dtype}: expected that of the worst approximant, {found!r}, got {stated!r}"
+                    )
+
+    def code(self, x: Array, dtype: str = "float32") -> Bits:
+        """Return the code of x, any shape; that of NaN is 0."""
+        return codes(self.borders[dtype], x)
+
+    def evaluate(self, y: Array, code: Bits, dtype: str = "float32") -> Single:
+        """Return f′ in float32, as kernels compute it.
+
+        Args:
+            y: outputs, already rounded to `dtype`, any shape.
+            code: of their x, same shape.
+            dtype: the storage dtype, one of `DTYPES`.
+
+        Raises:
+            UsageError: another dtype.
+
+        """
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, got {quote(dtype)}")
+        y, code = np.broadcast_arrays(np.asarray(y, dtype=np.float32), code)
+        derivative = np.full(y.shape, np.nan, dtype=np.float32)
+        for s, approximant in enumerate(self.approximants[dtype]):
+            derivative[code == s] = approximant(y[code == s])
+        return derivative
+
+    def record(self) -> dict[str, Any]:
+        """Return the fit as JSON has it."""
+        return super().record() | {
+            "bits": self.bits,
+            "domain": None if self.domain is None else list(self.domain),
+            "borders": {dtype: list(borders) for dtype, borders in self.borders.items()},
+            "approximants": {
+                dtype: [approximant_record(approximant) for approximant in approximants]
+                for dtype, approximants in self.approximants.items()
+            },
+            "floor": dict(self.floor),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a record that only this kind of fit has."""
+        borders, approximants = (mapping(record[what], what, (list,)) for what in ("borders", "approximants"))
+        return {
+            "bits": record["bits"],
+            "domain": None if record["domain"] is None else numbers(record["domain"], "domain"),
+            "borders": {dtype: numbers(values, f"borders.{label(dtype)}") for dtype, values in borders.items()},
+            "approximants": {
+                dtype: tuple(
+                    approximant_of(value, f"approximants.{label(dtype)}[{i}]") for i, value in enumerate(values)
+                )
+                for dtype, values in approximants.items()
+            },
+            "floor": mapping(record["floor"], "floor", (int, float)),
+            "options": mapping(record["options"], "options", (int, float, str)),
+        }
+
+
+def activation_record(activation: Activation) -> dict[str, Any]:
+    """Return an activation as JSON has it."""
+    record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
+    if activation.parameters:
+        record["parameters"] = dict(activation.parameters)
+    return record
+
+
+def _sort(approximant: Approximant) -> tuple[Any, ...]:
+    """Return what all approximants of a fit have in common."""
+    return (approximant.anchor, approximant.approximates) if isinstance(approximant, PublishedApproximant) else ()
+
+
+KINDS = (StepFit, ExactFit, InvertedFit)
+AnyFit = StepFit | ExactFit | InvertedFit

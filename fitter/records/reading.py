@@ -1,0 +1,101 @@
+"""Fits read from their JSON; nothing in it is ever run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fitact.errors import FitactError, UsageError, quote
+from fitact.files import read_text
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.expr.catalog import CATALOG
+
+from .fit import KINDS, SCHEMA, AnyFit, activation_record
+from .validate import label, mapping, text
+
+MAX_BYTES = 1 << 20
+
+
+def read(path: Path) -> AnyFit:
+    """Read a fit from its file, checking every field; UsageError names the file and the field."""
+    source = read_text(path, MAX_BYTES)
+    try:
+        return from_json(source)
+    except FitactError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def from_json(source: str) -> AnyFit:
+    """Read a fit from its JSON. Nothing in it is ever executed.
+
+    Raises:
+        UsageError: the text is not such a record; the message names the field.
+
+    """
+    try:
+        record = json.loads(source, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"not JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"expected a JSON object, got {quote(record)}")
+    schema = record.get("schema")
+    if schema != SCHEMA:
+        newer = isinstance(schema, str) and re.fullmatch(r"fitact\.fit/[1-9]\d{0,5}", schema)
+        advice = "upgrade fitact to read it" if newer else "this is not a fit of fitact's"
+        raise UsageError(f"schema: expected {SCHEMA}, got {quote(schema)}: {advice}")
+    method = record.get("method")
+    kind = next((kind for kind in KINDS if method in kind.METHODS), None)
+    if kind is None:
+        methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
+        raise UsageError(f"method: expected one of {methods}, got {quote(method)}")
+    expected = {"schema", *(part.name for part in fields(kind))}
+    for name in sorted(expected ^ set(record)):
+        if name in expected:
+            raise UsageError(f"{name}: missing")
+        raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
+    return kind(
+        name=record["name"],
+        method=record["method"],
+        activation=_activation(record["activation"]),
+        error=mapping(record["error"], "error", (int, float)),
+        **kind.parts(record),
+    )
+
+
+def _activation(value: object) -> Activation:
+    record = mapping(value, "activation", (str, type(None), dict))
+    if set(record) - {"parameters"} != {"name", "expression"}:
+        raise UsageError(f"activation: expected name and expression, got {quote(sorted(record))}")
+    name, expression = record["name"], text(record["expression"], "activation.expression")
+    parameters = mapping(record.get("parameters", {}), "activation.parameters", (int, float))
+    if name is None and not parameters:
+        return Activation(None, expression)
+    if not isinstance(name, str) or name not in CATALOG:
+        raise UsageError(
+            f"activation.name: {quote(name)} is not in this catalog; a formula of one's own has the name null"
+        )
+    activation = Activation.of(name, parameters)
+    if activation_record(activation) != record:
+        raise UsageError(
+            f"activation.expression: {quote(expression)} is not that of {quote(name)} in this catalog, "
+            f"{quote(activation.expression)}"
+        )
+    return activation
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise UsageError(f"not JSON: {name} is not a number of JSON's")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise UsageError(f"{label(key)}: stands twice in the same object")
+        record[key] = value
+    return record

@@ -1,0 +1,138 @@
+"""Checked reading of what a record's JSON holds; each function raises UsageError that names the field."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fitact.errors import UsageError, quote
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}")
+MAX_INTEGER = 2**63 - 1
+MAX_TEXT = 200  # characters of a text that is nothing but text
+FREE_TEXT = re.compile(rf"[ !$-&(-\[\]-_a-~]{{1,{MAX_TEXT}}}")  # printable ASCII without quotes, # and backslashes
+
+
+def check_numbers(what: str, values: tuple[float, ...], count: int, *, single: bool = False) -> None:
+    """Raise UsageError unless there are `count` finite numbers, and float32 holds each exactly if `single`."""
+    if len(values) != count:
+        raise UsageError(f"{what}: expected {count} numbers, got {len(values)}")
+    for i, value in enumerate(values):
+        if not math.isfinite(value):
+            raise UsageError(f"{what}[{i}]: expected a finite number, got {value!r}")
+        if single and not (abs(value) < 3.4e38 and float(np.float32(value)) == value):
+            raise UsageError(f"{what}[{i}]: expected a number that float32 holds exactly, got {value!r}")
+
+
+def check_increasing(what: str, values: tuple[float, ...]) -> None:
+    """Raise UsageError unless the numbers increase."""
+    if any(a >= b for a, b in pairwise(values)):
+        raise UsageError(f"{what}: expected increasing numbers, got {quote(list(values))}")
+
+
+def check_bits(bits: object, least: int = 1) -> None:
+    """Raise UsageError unless codes may have so many bits: `least` to 4."""
+    *fewer, most = range(least, 5)
+    if type(bits) is not int or not least <= bits <= most:
+        raise UsageError(f"bits: expected {', '.join(map(str, fewer))} or {most}, got {quote(bits)}")
+
+
+def check_domain(domain: tuple[float, ...], reach: float) -> None:
+    """Raise UsageError unless the numbers are two that increase, of at most `reach` in size."""
+    check_numbers("domain", domain, 2)
+    check_increasing("domain", domain)
+    if max(map(abs, domain)) > reach:
+        raise UsageError(f"domain: expected numbers of at most {reach:g} in size, got {quote(list(domain))}")
+
+
+def check_keys(what: str, record: Mapping[str, Any], expected: Iterable[str]) -> None:
+    """Raise UsageError unless an object has these fields and no others."""
+    if set(record) != set(expected):
+        raise UsageError(f"{what}: expected {', '.join(sorted(expected))}, got {quote(sorted(record))}")
+
+
+def numbers(values: object, what: str) -> tuple[float, ...]:
+    """Return a list of numbers."""
+    if not isinstance(values, list):
+        raise UsageError(f"{what}: expected a list of numbers, got {quote(values)}")
+    return tuple(number(value, f"{what}[{i}]") for i, value in enumerate(values))
+
+
+def number(value: object, what: str) -> float:
+    """Return a number as a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{what}: expected a number, got {quote(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise UsageError(f"{what}: expected a number in the range of float64, got {quote(value)}") from None
+
+
+def integer(value: object, what: str, allowed: Iterable[int]) -> int:
+    """Return an integer that is one of those allowed."""
+    if type(value) is not int or value not in allowed:
+        raise UsageError(f"{what}: expected an integer, one of {', '.join(map(str, allowed))}, got {quote(value)}")
+    return value
+
+
+def objects(value: object, what: str, most: int) -> list[dict[str, Any]]:
+    """Return a list of 1 to `most` objects."""
+    if not isinstance(value, list) or not 1 <= len(value) <= most:
+        raise UsageError(f"{what}: expected a list of 1 to {most} objects, got {quote(value)}")
+    for i, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise UsageError(f"{what}[{i}]: expected an object, got {quote(item)}")
+    return value
+
+
+def text(value: object, what: str) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what}: expected text, got {quote(value)}")
+    return value
+
+
+def free_text(value: object, what: str) -> str:
+    """Return a text that may stand anywhere: in a comment, a docstring, a picture."""
+    if not isinstance(value, str) or not FREE_TEXT.fullmatch(value):
+        raise UsageError(
+            f"{what}: expected 1 to {MAX_TEXT} characters of printable ASCII, no quotes, # and backslashes, "
+            f"got {quote(value)}"
+        )
+    return value
+
+
+def choice(value: object, what: str, allowed: Iterable[str]) -> str:
+    """Return a text that is one of those allowed."""
+    if not isinstance(value, str) or value not in allowed:
+        raise UsageError(f"{what}: expected {' or '.join(allowed)}, got {quote(value)}")
+    return value
+
+
+def whole(value: object, what: str) -> int:
+    """Return an integer of any moderate size."""
+    if type(value) is not int or abs(value) > MAX_INTEGER:
+        raise UsageError(f"{what}: expected an integer below 2**63 in size, got {quote(value)}")
+    return value
+
+
+def mapping(value: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """Return an object whose values are of these types, numbers finite."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{what}: expected an object, got {quote(value)}")
+    for key, item in value.items():
+        if isinstance(item, bool) or not isinstance(item, kinds):
+            raise UsageError(f"{what}.{label(key)}: unexpected value {quote(item)}")
+        if isinstance(item, int | float) and not math.isfinite(number(item, f"{what}.{label(key)}")):
+            raise UsageError(f"{what}.{label(key)}: expected a finite number, got {quote(item)}")
+    return value
+
+
+def label(key: str) -> str:
+    """Return a key as messages name it: as it is where that is plain, quoted where it could be anything."""
+    return key if NAME.fullmatch(key) else quote(key)

@@ -1,0 +1,256 @@
+"""The baselines: checkpointing, full and selective, and the compiler; and the extra work that each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from fitact.runtime.memory.saved import Saved
+from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
+from fitact.runtime.torch_internals import (
+    ATTENTION,
+    FakeTensorMode,
+    TorchDispatchMode,
+    kept_selectively,
+    min_cut,
+    partition_with,
+    quiet_fake_tensors,
+    storage_id,
+    trace_joint,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_unflatten,
+)
+
+aten = torch.ops.aten
+# PyTorch's counter of FLOPs does not know the fused attention of the CPU; its arguments begin as the GPU's do.
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    **{cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()},
+}
+
+
+# From 2.14 on, hooks of saved tensors may see what a selective checkpoint keeps; here they see it in no version.
+UNSEEN = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in signature(checkpoint).parameters
+    else {}
+)
+
+
+@contextmanager
+def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool = False) -> Iterator[None]:
+    """Checkpoint blocks inside the context, and count what checkpointing keeps unseen by autograd.
+
+    Args:
+        blocks: each is run again in the backward pass, from its inputs.
+        saved: the count; the inputs of the blocks, and what is kept selectively, are added to it.
+        selective: whether to keep the results of matrix products, convolutions and fused attention, and to run
+            only the rest again.
+
+    """
+    caches: list[Any] = []
+
+    def contexts() -> tuple[Any, Any]:
+        pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
+        caches.append(pair[0])
+        return pair
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                for leaf in tree_iter((args, kwargs)):
+                    if isinstance(leaf, Tensor):
+                        saved.add(leaf)
+            # The generator's state is not saved: it is not on the device, and fake tensors have none.
+            options: dict[str, Any] = {"context_fn": contexts, **UNSEEN} if selective else {}
+            result = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+            for cache in caches:
+                for tensor in kept_selectively(cache):
+                    saved.add(tensor)
+            caches.clear()
+            return result
+
+        return run
+
+    before = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        vars(block)["forward"] = wrap(block.forward)
+    try:
+        yield
+    finally:
+        for block, old in zip(blocks, before, strict=True):
+            if old is None:
+                del vars(block)["forward"]
+            else:
+                vars(block)["forward"] = old
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    costly = getattr(operation, "overloadpacket", operation) in FLOPS
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Work(TorchDispatchMode):
+    """The work of all operations inside it.
+
+    Attributes:
+        flops: FLOPs of matrix products, convolutions and attention, as PyTorch counts them.
+        traffic: bytes that operations read and write, without fusion; views are free.
+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.traffic = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if (count := FLOPS.get(func.overloadpacket)) is not None:
+            self.flops += count(*args, **kwargs, out_val=result)
+        if not func.is_view and func is not aten.detach.default:
+            self.traffic += sum(
+                leaf.numel() * leaf.element_size()
+                for leaf in tree_iter((args, kwargs, result))
+                if isinstance(leaf, Tensor)
+            )
+        return result
+
+
+def work_of(step: Callable[[], object]) -> Work:
+    """Run a step and return its work."""
+    work = Work()
+    with work:
+        step()
+    return work
+
+
+# ---------------------------------------------------------------------------------------------------- the compiler
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What PyTorch's compiler keeps under a memory budget.
+
+    Attributes:
+        budget: the value of `torch._functorch.config.activation_memory_budget`.
+        saved: the storages that the forward graph passes to the backward graph, without parameters and buffers.
+        flops: FLOPs of both graphs.
+
+    """
+
+    budget: float
+    saved: Saved
+    flops: int
+
+
+class _DoneError(Exception):
+    """Ends a compilation when all budgets have been tried."""
+
+
+@dataclass
+class _Partitions:
+    owned: int
+    budgets: Sequence[float]
+    advance: Callable[[], None]
+    found: list[Compiled] = field(default_factory=list)
+
+    def __call__(self, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """Partition the joint graph under each budget, as Inductor does."""
+        self.advance()
+
+        def each(graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> Any:
+            for budget in self.budgets:
+                copy = fx.Graph()
+                copy.output(copy.graph_copy(graph.graph, {}))
+                _copy_output(graph.graph, copy)
+                module = fx.GraphModule(graph, copy)
+                forward, backward = min_cut(module, given, budget, **more)
+                self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"]))
+                self.advance()
+            raise _DoneError
+
+        return partition_with(joint, inputs, self.owned, each, **options)
+
+    def read(self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Compiled:
+        places = [node for node in forward.graph.nodes if node.op == "placeholder"]
+        saved = Saved(owned={storage_id(node.meta["val"]) for node in places[: self.owned]})
+        (end,) = (node for node in forward.graph.nodes if node.op == "output")
+        for node in end.args[0][outputs:]:
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            if isinstance(value, Tensor):
+                saved.add(value)
+        return Compiled(budget, saved, _flops(forward) + _flops(backward))
+
+
+def _copy_output(source: fx.Graph, target: fx.Graph) -> None:
+    (old,) = (node for node in source.nodes if node.op == "output")
+    (new,) = (node for node in target.nodes if node.op == "output")
+    new.meta = dict(old.meta)
+
+
+def _flops(module: fx.GraphModule) -> int:
+    total = 0
+    for node in module.graph.nodes:
+        if node.op == "call_function" and (count := FLOPS.get(getattr(node.target, "overloadpacket", None))):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda other: other.meta.get("val"))
+            total += count(*args, **kwargs, out_val=node.meta.get("val"))
+    return total
+
+
+def compiled(
+    prepared: Prepared,
+    inputs: Inputs,
+    budgets: Sequence[float],
+    advance: Callable[[], None] = lambda: None,
+    around: Callable[[], Any] = nullcontext,
+) -> list[Compiled]:
+    """Trace a model as `torch.compile` does, and count in its graphs what each memory budget keeps.
+
+    Args:
+        prepared: the model.
+        inputs: its inputs.
+        budgets: memory budgets between 0 and 1.
+        advance: called after the model has been traced, and after each budget.
+        around: a context for the forward pass, such as autocast.
+
+    Returns:
+        The result for each budget. The graphs go through Inductor's own passes and partitioner; no code is
+        generated.
+
+    """
+    model = prepared.model
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names, values = list(tensors), list(tensors.values())
+    leaves, spec = tree_flatten((inputs.args, dict(inputs.kwargs)))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        filled = list(leaves)
+        for i, tensor in zip(places, given[len(names) :], strict=True):
+            filled[i] = tensor
+        args, kwargs = tree_unflatten(filled, spec)
+        owned = dict(zip(names, given, strict=False))
+        with around():
+            output = torch.func.functional_call(model, owned, args, kwargs)
+        loss = getattr(output, "loss", None)
+        found = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
+        return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
+
+    partitions = _Partitions(len(values), budgets, advance)
+    mode = prepared.mode or FakeTensorMode(allow_non_fake_inputs=True)
+    given = (*values, *(leaves[i] for i in places))
+    with prepared.mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
+        trace_joint(run, given, len(values), mode, partitions)
+    return partitions.found

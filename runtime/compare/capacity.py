@@ -1,0 +1,78 @@
+"""Finding the largest batch or sequence that fits, from few measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+
+
+@dataclass
+class Curve:
+    """Bytes as a polynomial of a size, interpolated through measured sizes.
+
+    Attributes:
+        needed: measures the bytes of a size.
+        limit: the largest possible size; None if there is no limit.
+        through: sizes to interpolate.
+        measured: the bytes of all sizes measured so far.
+        nodes: the measured points that the polynomial goes through.
+
+    """
+
+    needed: Callable[[int], int]
+    limit: int | None
+    through: InitVar[Sequence[int]]
+    measured: dict[int, int] = field(default_factory=dict)
+    nodes: dict[int, int] = field(init=False)
+
+    def __post_init__(self, through: Sequence[int]) -> None:
+        self.nodes = {size: self.measure(size) for size in through}
+
+    def measure(self, size: int) -> int:
+        """Return the bytes of a size, measured once."""
+        if size not in self.measured:
+            self.measured[size] = self.needed(size)
+        return self.measured[size]
+
+    def at(self, size: int) -> float:
+        """Return the polynomial's value, by Lagrange's formula."""
+        total = 0.0
+        for a, value in self.nodes.items():
+            factor = 1.0
+            for b in self.nodes:
+                if b != a:
+                    factor *= (size - b) / (a - b)
+            total += value * factor
+        return total
+
+    def solve(self, room: float) -> int:
+        """Return the largest size, up to the limit, where the polynomial is at most `room`; 0 if none."""
+        low, high = 0, 1
+        while (self.limit is None or high <= self.limit) and self.at(high) <= room and high < 2**40:
+            low, high = high, 2 * high
+        high = high if self.limit is None else min(high, self.limit + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.at(middle) <= room else (low, middle)
+        return low
+
+    def largest(self, room: int) -> int:
+        """Return the largest size that fits, by measuring from the polynomial's estimate on; 0 if none.
+
+        Codes are padded to whole tiles, so the bytes are not exactly a polynomial, but they never fall.
+        """
+
+        def fits(size: int) -> bool:
+            return size == 0 or ((self.limit is None or size <= self.limit) and self.measure(size) <= room)
+
+        low, step = self.solve(room), 1
+        while not fits(low):
+            low, step = max(low - step, 0), 2 * step
+        step = 1
+        while fits(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low

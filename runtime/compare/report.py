@@ -1,0 +1,395 @@
+"""Where a model's bytes are, and what each method and baseline saves: `measure`, for notebooks, `fitact memory`.
+
+    from fitact.runtime.compare.report import measure
+    from fitact.runtime.models.prepare import Training
+    from fitact.runtime.models.sources import hugging_face
+
+    report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048, gib=24)
+    report.block                                   # bytes of one block by kind
+    {row.name: row.bytes for row in report.rows}   # bytes kept, stock and with each method and baseline
+
+    def mine(batch, seq):                          # a model of your own, with its input
+        return MyModel(), torch.randn(batch, seq, 512)
+
+    measure(mine, batch=8, seq=1024)
+
+`fitact.cli.memory_tables.show(report)` prints the command line's tables, `fitact.cli.charts.draw(report)` returns
+the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fitact.arguments import integer, real, several
+from fitact.errors import FitactError, UsageError, quote
+from fitact.runtime.convert.choices import check_bits
+from fitact.runtime.memory.peak import peak_memory
+from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
+from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, prepare
+from fitact.runtime.models.sources import from_callable
+from fitact.runtime.torch_internals import faking
+from fitact.text import one_line
+
+from .baselines import Work, checkpointed, compiled, work_of
+from .capacity import Curve
+from .records import Report, Row, closed_form
+from .replace import replaced, sites_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # tensors of a parameter's size; SGD with momentum
+BUDGETS = (1.0, 0.7)
+GIB = 2**30
+MOST_GIB = 2**20  # a pebibyte
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    name: str
+    context: Callable[[Saved], AbstractContextManager[Any]]
+    replaced: int | None = None
+    again: bool = False  # whether a part of the forward pass is run again
+
+
+STOCK = _Candidate("stock", lambda saved: nullcontext())
+
+
+def measure(
+    source: Source | Callable[..., Any],
+    *,
+    training: Training | None = None,
+    batch: int = 1,
+    seq: int = 512,
+    dtype: str | None = None,
+    autocast: str | None = None,
+    bits: Sequence[int] = (3,),
+    budgets: Sequence[float] = BUDGETS,
+    gib: float | None = None,
+    optimizer: str = "adamw",
+    peak: bool = False,
+    fake: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """Measure where a model's bytes are, and what each method and baseline would save.
+
+    Args:
+        source: the model: of `hugging_face`, `timm_model` or `from_callable`; or a function that returns a model
+            and its inputs, and may have arguments `batch` and `seq`.
+        training: what is trained, by default everything.
+        batch: of the inputs.
+        seq: of the inputs, in tokens.
+        dtype: of parameters and floating-point inputs, a name in DTYPES; by default bfloat16, and float32
+            with autocast.
+        autocast: a name in DTYPES; what is cast is what autocast casts on a CPU.
+        bits: widths of Few-Bit activations, a row for each.
+        budgets: memory budgets of the compiler, a row for each; none to leave it out, for it takes longest.
+        gib: memory that the largest batch and the longest sequence shall fit, with parameters, gradients and the
+            optimizer's state; None not to seek them.
+        optimizer: a name in OPTIMIZERS.
+        peak: whether a training step's peak is tracked too, which takes a while for large models.
+        fake: whether to do it without memory; else tensors are real.
+        progress: called with the share that is done.
+
+    Returns:
+        The report. Nothing is run on real data or trained, and nothing downloaded.
+
+    Raises:
+        UsageError: the model cannot be built or run so, or has no activation; or a number is out of range.
+
+    """
+    dtype = dtype or ("bfloat16" if autocast is None else "float32")
+    for value, known in ((dtype, DTYPES), (autocast or dtype, DTYPES), (optimizer, OPTIMIZERS)):
+        if value not in known:
+            raise UsageError(f"{quote(value)}: expected {', '.join(known)}")
+    batch, seq = integer("batch", batch, 1), integer("seq", seq, 1)
+    bits = [integer("bits", k, 1) for k in several("bits", bits)]
+    for k in bits:
+        check_bits("fewbit", k)
+    budgets = [real("budgets", budget, 0, 1) for budget in several("budgets", budgets)]
+    gib = None if gib is None else real("gib", gib, 0, MOST_GIB)
+    if not isinstance(source, Source):
+        source = from_callable(source)
+    prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], fake=fake)
+    measurement = _Measurement(
+        prepared,
+        DTYPES[autocast] if autocast else None,
+        batch,
+        seq,
+        inputs,
+        budgets,
+        gib,
+        optimizer,
+        peak,
+        progress,
+    )
+    with gpu_kernels():
+        return measurement.report(str(training or Training()), bits)
+
+
+@dataclass
+class _Measurement:
+    prepared: Prepared
+    autocast: torch.dtype | None
+    batch: int
+    seq: int
+    inputs: Inputs
+    budgets: Sequence[float]
+    gib: float | None
+    optimizer: str
+    peak: bool
+    progress: Callable[[float], None] | None
+    work_done: float = 0.0  # of `work_in_all`, in forward passes
+    work_in_all: float = 1.0
+    notes: list[str] = field(default_factory=list)
+    of_block: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.prepared.model
+
+    def advance(self, weight: float = 1.0) -> None:
+        """Move the progress bar by the work of so many forward passes."""
+        self.work_done += weight
+        if self.progress:
+            self.progress(min(self.work_done / self.work_in_all, 1.0))
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Return a new context for the forward pass."""
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+
+    def kept(self, candidate: _Candidate, inputs: Inputs | None = None, detail: bool = False) -> Saved:
+        """Count what a forward pass keeps."""
+        with count_saved(self.model, detail=detail) as saved, candidate.context(saved), self.around():
+            self.run(inputs or self.inputs)
+        return saved
+
+    def run(self, inputs: Inputs) -> list[Tensor]:
+        try:
+            return self.prepared.run(inputs)
+        except FitactError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{self.prepared.name}: its forward pass failed: {one_line(error)}") from error
+
+    def report(self, training: str, bits: Sequence[int]) -> Report:
+        saved = self.kept(STOCK, detail=True)
+        sites = sites_of(self.model)
+        if not sites and "activation" not in saved.kinds:
+            raise UsageError(f"{self.prepared.name}: it has no activation, so there is nothing to replace")
+        blocks = blocks_of(self.model)
+        if len(blocks) == 1:
+            self.notes.append("no block repeats: checkpointing has the whole model for its one block")
+        candidates = [STOCK, *self.methods(bits), *self.checkpoints([block for _, block in blocks])]
+        compiling = (8.0, *[4.0] * len(self.budgets)) if self.budgets else ()  # tracing, and each budget
+        self.work_in_all = 10 + len(candidates) * (1 + 6 * (self.gib is not None) + 8 * self.peak) + sum(compiling)
+        self.advance()
+        parameters = list(self.model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        gradient_bytes = sum(parameter.nbytes for parameter in trained)
+        state = OPTIMIZERS[self.optimizer] * gradient_bytes
+        forward, backward = self.work(STOCK)
+        self.advance(3)
+        rows = {}
+        for candidate in candidates:
+            row = self.row(candidate, saved if candidate is STOCK else None, forward, backward, state)
+            if row is not None:
+                rows[candidate] = row
+            self.advance(1 + 3 * candidate.again + 8 * self.peak)
+        traced = list(self.compiled_rows(forward.flops, backward.flops, compiling))
+        report = Report(
+            model=self.prepared.name,
+            training=training,
+            batch=self.batch if "batch" in self.prepared.source.varies else None,
+            seq=self.seq if "seq" in self.prepared.source.varies else None,
+            dtype=str(self.prepared.dtype).removeprefix("torch."),
+            autocast=None if self.autocast is None else str(self.autocast).removeprefix("torch."),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trained=sum(parameter.numel() for parameter in trained),
+            parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=state,
+            optimizer=self.optimizer,
+            sites=len(sites),
+            blocks=len(blocks),
+            block_name=type(blocks[0][1]).__name__,
+            block=saved.by_kind(blocks[len(blocks) // 2][0]),
+            closed_form=self.closed_form(),
+            operations=saved.by_operation(),
+            modules=saved.by_module(),
+            rows=(*rows.values(), *traced),
+            gib=self.gib,
+        )
+        if self.gib is not None:
+            room = int(self.gib * GIB) - report.parameter_bytes - gradient_bytes - state
+            report = replace(report, rows=tuple(self.fitted(rows, traced, room)))
+        if self.progress:
+            self.progress(1.0)
+        return replace(report, notes=tuple(self.notes))
+
+    # -------------------------------------------------------------------------------------------------- candidates
+
+    def methods(self, bits: Sequence[int]) -> Iterator[_Candidate]:
+        """Yield the methods that can replace at least one of the model's activations."""
+        sites = sites_of(self.model)
+        if not sites:
+            self.notes.append("its activations are calls of functions; what modules hold, as nn.GELU, is replaced")
+            return
+        chosen = [("fewbit", k) for k in bits] + [("relumix", 2), ("inverted", None), ("exact", None)]
+        useless = []
+        for method, k in chosen:
+            name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
+            with replaced(self.model, method, k) as count:
+                pass
+            if count:
+                yield _Candidate(name, partial(_replacing, self.model, method, k), count)
+            else:
+                useless.append(name)
+        if useless:
+            names = sorted({site.activation for site in sites if site.activation})
+            self.notes.append(f"{'; '.join(useless)}: cannot replace {', '.join(names) or 'its activations'}")
+
+    def checkpoints(self, blocks: Sequence[nn.Module]) -> Iterator[_Candidate]:
+        for name, selective in (("checkpointing, full", False), ("checkpointing, selective", True)):
+            yield _Candidate(name, partial(checkpointed, blocks, selective=selective), again=True)
+
+    # -------------------------------------------------------------------------------------------------------- rows
+
+    def row(
+        self, candidate: _Candidate, saved: Saved | None, forward: Work, backward: Work, state: int
+    ) -> Row | None:
+        """Measure a candidate; `saved` is what it keeps if that has been counted, `state` is the optimizer's."""
+        try:
+            saved = saved or self.kept(candidate, detail=True)
+            row = Row(candidate.name, saved.bytes, saved.by_kind(), candidate.replaced)
+            if candidate.again:
+                kinds = {**row.kinds, "checkpoint": saved.bytes - sum(row.kinds.values())}
+                again = self.work(candidate)[1]
+                flops = (again.flops - backward.flops) / max(forward.flops, 1)
+                traffic = (again.traffic - backward.traffic) / max(forward.traffic, 1)
+                row = replace(row, kinds=kinds, flops=flops, traffic=traffic)
+            return replace(row, peak=self.step_peak(candidate) + state) if self.peak else row
+        except UsageError as error:  # PyTorch does not checkpoint what a model does in place
+            if not candidate.again:
+                raise
+            self.notes.append(f"{candidate.name}: PyTorch cannot: {one_line(error.__cause__ or error)}")
+            return None
+
+    def work(self, candidate: _Candidate) -> tuple[Work, Work]:
+        """Return the work of a forward and of a backward pass."""
+        outputs: list[Tensor] = []
+        with candidate.context(Saved()), faking(self.prepared.mode):
+            with self.around():
+                forward = work_of(lambda: outputs.extend(self.run(self.inputs)))
+            backward = work_of(partial(self.differentiate, outputs))
+        return forward, backward
+
+    def differentiate(self, outputs: Sequence[Tensor]) -> None:
+        try:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        except Exception as error:
+            raise UsageError(f"{self.prepared.name}: its backward pass failed: {one_line(error)}") from error
+        finally:
+            self.model.zero_grad(set_to_none=True)
+
+    def step_peak(self, candidate: _Candidate) -> int:
+        def step() -> None:
+            with self.around():
+                outputs = self.run(self.inputs)
+            self.differentiate(outputs)
+
+        with candidate.context(Saved()), faking(self.prepared.mode):
+            return peak_memory(step, self.model)["total"]
+
+    def compiled_rows(self, forward: int, backward: int, weights: Sequence[float]) -> Iterator[Row]:
+        """Yield what the compiler keeps; `forward` and `backward` are the FLOPs of eager passes."""
+        if not self.budgets:
+            return
+        steps = iter(weights)
+        try:
+            found = compiled(
+                self.prepared, self.inputs, self.budgets, lambda: self.advance(next(steps)), self.around
+            )
+        except Exception as error:  # whatever the compiler cannot do must not cost the other rows
+            self.notes.append(f"the compiler cannot trace it: {one_line(error)}")
+            return
+        for one in found:
+            flops = max(one.flops - forward - backward, 0) / max(forward, 1)
+            name = f"compiler, budget {one.budget:g}"
+            yield Row(name, one.saved.bytes, {"graph": one.saved.bytes}, flops=flops, traffic=None)
+
+    def closed_form(self) -> dict[str, int] | None:
+        config = getattr(self.model, "config", None)
+        hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+        if not isinstance(hidden, int) or not isinstance(heads, int):
+            return None
+        seq = self.seq
+        if "seq" not in self.prepared.source.varies:
+            image, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
+            if not isinstance(image, int) or not isinstance(patch, int):
+                return None
+            seq = (image // patch) ** 2 + 1
+        element = (self.autocast or self.prepared.dtype).itemsize
+        return closed_form(self.batch, seq, hidden, heads, element)
+
+    # ------------------------------------------------------------------------------------------- the largest sizes
+
+    def fitted(self, rows: Mapping[_Candidate, Row], traced: Sequence[Row], room: int) -> Iterator[Row]:
+        """Yield rows with the largest batch and the longest sequence that fit so many bytes."""
+        source = self.prepared.source
+        if not source.varies:
+            self.notes.append("its callable takes neither batch nor seq, so none can be sought that fits")
+        limits = {"batch": None, "seq": source.longest(self.model)}
+        if limits["seq"] is not None and "seq" in source.varies:
+            self.notes.append(f"{self.prepared.name} has positions for {limits['seq']} tokens")
+        stock: dict[str, Curve] = {}
+        for candidate, row in rows.items():
+            curves = {
+                name: self.curve(name, row, candidate, limit)
+                for name, limit in limits.items()
+                if name in source.varies
+            }
+            stock = stock or curves
+            found = {name: curve.largest(room) for name, curve in curves.items()}
+            yield replace(row, batch=found.get("batch"), seq=found.get("seq"))
+            self.advance(6)
+        for row in traced:
+            scaled = room * rows[STOCK].bytes // max(row.bytes, 1)
+            sizes = {name: curve.solve(scaled) for name, curve in stock.items()}
+            yield replace(row, batch=sizes.get("batch"), seq=sizes.get("seq"), scaled=True)
+
+    def curve(self, name: str, row: Row, candidate: _Candidate, limit: int | None) -> Curve:
+        """Measure what a candidate keeps at two batches, or at three lengths."""
+        here = self.batch if name == "batch" else self.seq
+
+        def needed(size: int) -> int:
+            batch, seq = (size, self.seq) if name == "batch" else (self.batch, size)
+            kept = row.bytes if size == here else self.kept(candidate, self.prepared.inputs(batch, seq)).bytes
+            return kept + (self.block_bytes(batch, seq) if candidate.again else 0)
+
+        factors = (2,) if name == "batch" else (2, 3)
+        if limit is not None and here * factors[-1] > limit:
+            sizes = [max(here * k // (factors[-1] + 1), 1) for k in factors]
+        else:
+            sizes = [here * k for k in factors]
+        return Curve(needed, limit, (here, *sizes))
+
+    def block_bytes(self, batch: int, seq: int) -> int:
+        """Return what one block of the stock model keeps, which is there while the block is run again."""
+        if (batch, seq) not in self.of_block:
+            saved = self.kept(STOCK, self.prepared.inputs(batch, seq), detail=True)
+            blocks = blocks_of(self.model)
+            self.of_block[batch, seq] = sum(saved.by_kind(blocks[len(blocks) // 2][0]).values())
+        return self.of_block[batch, seq]
+
+
+@contextmanager
+def _replacing(model: nn.Module, method: str, bits: int | None, saved: Saved) -> Iterator[None]:
+    with replaced(model, method, bits):
+        yield

@@ -1,0 +1,83 @@
+"""How far the gradient of a whole model is from stock's when its activations are replaced: by running both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fitact.runtime.records import Gradient
+from fitact.runtime.restore import generators, unchanged
+from fitact.runtime.torch_internals import FakeTensor, tree_leaves
+from fitact.text import one_line
+
+from .detect import activation_sites
+from .measure import Plan, Run, real, stock
+
+Gradients = Sequence[Tensor | None]
+
+
+def gradient_error(model: nn.Module, run: Run, own: frozenset[type], plan: Plan, *, attempt: int = 0) -> Gradient:
+    """Run a model forward and backward, as it is and with a plan, from the same random numbers.
+
+    The output's `loss` is differentiated, or an output of one number, or else the sum of all outputs times normal
+    random numbers. The parameters' `grad` stays as it is.
+
+    Args:
+        model: the model, which is unchanged in the end.
+        run: runs it.
+        own: further classes that are activations.
+        plan: replaces its activations.
+        attempt: chooses the random numbers, as in `traces`.
+
+    Returns:
+        The error, or why it could not be measured.
+
+    """
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in model.parameters()):
+        return Gradient(note="the model's tensors have no values")
+    gradients = partial(_gradients, model, run, own, attempt)
+    try:
+        return compared(gradients(stock), gradients(plan))
+    except Exception as error:  # the conversion is as good without this measurement
+        return Gradient(note=one_line(error))
+
+
+def _gradients(model: nn.Module, run: Run, own: frozenset[type], attempt: int, plan: Plan) -> Gradients:
+    with torch.inference_mode(False), torch.enable_grad(), generators(model, attempt), unchanged(model):
+        if not model.training:
+            model.train()
+        with plan(activation_sites(model, own)):
+            loss = _loss(real(run)(model))
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            return torch.autograd.grad(loss, trained, allow_unused=True)
+
+
+def _loss(output: Any) -> Tensor:
+    """Return the scalar of an output that is differentiated."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.sum()
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if len(leaves) == 1 and leaves[0].numel() == 1:
+        return leaves[0].sum()
+    random = torch.Generator().manual_seed(0)
+    weighed = [(leaf * torch.randn(leaf.shape, generator=random).to(leaf)).float().sum() for leaf in leaves]
+    return torch.stack([one.cpu() for one in weighed]).sum()
+
+
+def compared(expected: Gradients, found: Gradients) -> Gradient:
+    """Compare two gradients of all parameters, each as one vector; None counts as zeros."""
+    squares = torch.zeros(4, dtype=torch.float64)
+    for first, second in zip(expected, found, strict=True):
+        if first is None and second is None:
+            continue
+        a, b = (torch.zeros(()) if one is None else one.detach().cpu().double() for one in (first, second))
+        squares += torch.stack([(a - b).square().sum(), a.square().sum(), b.square().sum(), (a * b).sum()])
+    difference, one, other, product = squares.tolist()
+    if not squares.isfinite().all() or not one or not other:
+        return Gradient(note="the gradient is zero or not finite")
+    return Gradient((difference / one) ** 0.5, product / (one * other) ** 0.5)

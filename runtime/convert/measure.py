@@ -1,0 +1,369 @@
+"""What autograd keeps on account of each activation of a model, measured by running it.
+
+The model is copied as fake tensors, which have no memory, and the copy is run. Where that is not possible (a copy
+or fake tensors that fail, because the model looks at values) the model itself is run, and put back as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from fitact.errors import FitactError, UsageError, quote
+from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
+from fitact.runtime.models.prepare import Statistics, without_packing
+from fitact.runtime.records import Unseen
+from fitact.runtime.restore import generators, unchanged
+from fitact.runtime.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    is_compiled,
+    quiet_fake_tensors,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+    without_torch_function,
+)
+from fitact.text import one_line
+
+from .detect import ActivationSite, activation_sites
+
+Run = Callable[[nn.Module], object]
+# Replaces activations of the model, given where they are, until the context ends.
+Plan = Callable[[Sequence[ActivationSite]], AbstractContextManager[Any]]
+stock: Plan = nullcontext
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one activation keeps.
+
+    Attributes:
+        kept: bytes of the storages that nothing but activations keep; what several of them keep is shared out.
+        shared: whether another operation keeps the very storage of each of its outputs; None if it was not run.
+        overwritten: whether something has changed one of its outputs in place, so that backward cannot use it.
+
+    """
+
+    kept: int
+    shared: bool | None
+    overwritten: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a forward pass keeps.
+
+    Attributes:
+        kept: bytes of all distinct storages.
+        usages: one for each site, the same for those that hold the same module.
+        random: whether random numbers were drawn.
+        unseen: activations that are at no site, if the trace is detailed.
+
+    """
+
+    kept: int
+    usages: tuple[Usage, ...]
+    random: bool = False
+    unseen: tuple[Unseen, ...] = ()
+
+
+def runner(example_inputs: Any) -> Run:
+    """Return what runs a model with example inputs.
+
+    Args:
+        example_inputs: a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
+            that takes the model and runs it.
+
+    Raises:
+        UsageError: it is none of these.
+
+    """
+    match example_inputs:
+        case Tensor():
+            return _Call((example_inputs,), {})
+        case tuple() | list():
+            return _Call(tuple(example_inputs), {})
+        case Mapping():
+            return _Call((), dict(example_inputs))
+    if callable(example_inputs) and not isinstance(example_inputs, nn.Module):
+        run: Run = example_inputs
+        return run
+    raise UsageError(
+        f"example_inputs {quote(example_inputs)}: expected a tensor, a tuple or a mapping of arguments, or a "
+        "function that takes the model and runs it"
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, model: nn.Module) -> object:
+        return model(*self.args, **self.kwargs)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> _Call:
+        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
+        return _Call(args, kwargs)
+
+
+def traces(
+    model: nn.Module,
+    run: Run,
+    own: frozenset[type],
+    plans: Sequence[Plan],
+    *,
+    attempt: int = 0,
+    detail: bool = False,
+) -> list[Trace]:
+    """Run a model once with each plan, in the caller's autocast, and return what each run keeps.
+
+    Every run starts from the same state, so that a model that leaves out layers at random leaves out the same.
+
+    Args:
+        model: neither it nor the generators of random numbers, PyTorch's and Python's, are changed. It is run as
+            it trains: in its own mode, or in training mode if it is in evaluation mode as a whole.
+        run: runs it.
+        own: classes that are activations too.
+        plans: replace activations of it.
+        attempt: with which random numbers: 0 for those that come next, others are seeds.
+        detail: whether it is told which activations are at no site; not of models with compiled modules.
+
+    Raises:
+        UsageError: the model cannot be run so, is sharded, or nothing in it is trained.
+
+    """
+    if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
+        raise UsageError("the model is sharded, and cannot be run forward alone: convert it first, then shard it")
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError("the model has parameters that are not initialised yet: run it once, then convert it")
+    detail = detail and not any(map(is_compiled, model.modules()))  # a copy of a compiled module is not
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            return _fake_traces(model, run, plans, own, attempt, detail)
+        except _UntrainedError:
+            raise
+        except Exception:  # whatever fake tensors cannot do, real ones may
+            return [_real_trace(model, run, plan, own, attempt, detail) for plan in plans]
+        finally:
+            torch.clear_autocast_cache()  # of the weights as they were cast here
+
+
+# Classes of FSDP: a forward pass gathers their parameters, and only the backward pass gives them back.
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+
+
+class _Faking(TorchFunctionMode):
+    """Makes copies of tensors fake."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone:  # which is what parameters are copied by
+            return _fake(self.mode, args[0])
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _fake(self.mode, tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Return a fake tensor like another; like one without memory, on the CPU."""
+    if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return mode.from_tensor(tensor)
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    with mode:
+        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+class _UntrainedError(UsageError):
+    """Nothing that is trained has a part in the output."""
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a tensor of its own, which the model may overwrite."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _fake_traces(
+    model: nn.Module, run: Run, plans: Sequence[Plan], own: frozenset[type], attempt: int, detail: bool
+) -> list[Trace]:
+    modes = [tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    with _Faking(mode):
+        twin = copy.deepcopy(model)
+    found = []
+    for plan in plans:
+        faked = run.mapped(partial(_fake, mode)) if isinstance(run, _Call) else run
+        with generators(model, attempt) as draws:
+            with mode, Statistics(), without_packing(), quiet_fake_tensors(), unchanged(twin):
+                trace = _planned_trace(twin, faked, plan, own, detail)
+            found.append(replace(trace, random=draws()))
+    return found
+
+
+def _real_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], attempt: int, detail: bool) -> Trace:
+    with generators(model, attempt) as draws:
+        with unchanged(model):
+            trace = _planned_trace(model, real(run), plan, own, detail)
+        return replace(trace, random=draws())
+
+
+def real(run: Run) -> Run:
+    """Return what runs a model with copies of example inputs, which it may overwrite."""
+    return run.mapped(_copied) if isinstance(run, _Call) else run
+
+
+def _planned_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], detail: bool) -> Trace:
+    if not model.training:
+        model.train()
+    with plan(activation_sites(model, own)):
+        return _trace(model, run, own, detail)
+
+
+def _trace(model: nn.Module, run: Run, own: frozenset[type], detail: bool) -> Trace:
+    sites = activation_sites(model, own)
+    owned = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    watch = _Watch(Saved(owned=owned))
+    with ExitStack() as stack:
+        for site in {site.key: site for site in sites}.values():
+            stack.enter_context(watch.watched(site))
+        if detail:
+            watch.place = stack.enter_context(place_in((model,), owned))
+        stack.enter_context(saved_tensors_hooks(watch.pack, lambda tensor: tensor))
+        try:
+            output = run(model)
+        except FitactError:
+            raise
+        except Exception as error:
+            raise UsageError(f"the model cannot be run with example_inputs: {one_line(error)}") from error
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if leaves and not any(leaf.requires_grad for leaf in leaves):
+        raise _UntrainedError("no output of the model depends on anything that is trained: nothing is kept")
+    return watch.trace([site.key for site in sites])
+
+
+@dataclass
+class _Watch:
+    """Notes which storages are kept, by which activation or by something else, and what activations return."""
+
+    saved: Saved
+    running: list[Any] = field(default_factory=list)
+    keepers: dict[int, set[Any]] = field(default_factory=dict)
+    outputs: dict[Any, list[tuple[Tensor, int]]] = field(default_factory=dict)  # with their versions
+    place: Place | None = None  # where the model is, if that is looked at
+    elsewhere: dict[int, list[Kept]] = field(default_factory=dict)  # what is kept by something else
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        with without_torch_function():  # this is no operation of the model
+            self.saved.add(tensor)
+            storage = storage_id(tensor)
+        if storage in self.saved.storages:
+            self.keepers.setdefault(storage, set()).add(self.running[-1] if self.running else None)
+            if self.place is not None and not self.running:
+                self.elsewhere.setdefault(storage, []).append(self.place.record(tensor.untyped_storage()))
+        return tensor
+
+    def enter(self, key: Any, *_: Any) -> None:
+        self.running.append(key)
+
+    def leave(self, module: Any, _: Any, output: Any) -> None:
+        key = self.running.pop()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):  # its storage is held, so that the address is not another's
+                self.outputs.setdefault(key, []).append((leaf.detach(), version_of(leaf)))
+
+    @contextmanager
+    def watched(self, site: ActivationSite) -> Iterator[None]:
+        held, key = site.held, site.key
+        if isinstance(held, nn.Module):
+            entered = held.register_forward_pre_hook(lambda *_: self.enter(key))
+            left = held.register_forward_hook(self.leave)
+            try:
+                yield
+            finally:
+                entered.remove()
+                left.remove()
+        else:
+            site.put(partial(self.call, held, key))
+            try:
+                yield
+            finally:
+                site.put(held)
+
+    def call(self, function: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+        self.enter(key)
+        output = function(*args, **kwargs)
+        self.leave(function, args, output)
+        return output
+
+    def trace(self, keys: Sequence[Any]) -> Trace:
+        kept = dict.fromkeys(keys, 0)
+        order = {key: i for i, key in enumerate(kept)}
+        for storage, keepers in self.keepers.items():
+            if None not in keepers:
+                share, rest = divmod(self.saved.storages[storage].nbytes(), len(keepers))
+                for i, key in enumerate(sorted(keepers, key=order.__getitem__)):
+                    kept[key] += share + (i < rest)
+        usages = (Usage(kept[key], self.shared(key), self.overwritten(key)) for key in keys)
+        alone = [kept for storage, kept in self.elsewhere.items() if self.keepers[storage] == {None}]
+        return Trace(self.saved.bytes, tuple(usages), unseen=tuple(_unseen(alone, self.saved.bytes)))
+
+    def shared(self, key: Any) -> bool | None:
+        if key not in self.outputs:
+            return None
+        storages = (storage_id(tensor) for tensor, _ in self.outputs[key])
+        return all(self.keepers.get(storage, set()) - {key} for storage in storages)
+
+    def overwritten(self, key: Any) -> bool:
+        return any(version_of(tensor) != version for tensor, version in self.outputs.get(key, ()))
+
+
+# Functions of one element; those that tell an activation, and those that may be a part of one.
+CURVED = (ACTIVATIONS - {"fitact.forward"}) | {"erf", "exp", "expm1", "log1p"}
+POINTWISE = CURVED | {"abs", "add", "clamp", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul", "neg"}
+POINTWISE |= {"pow", "reciprocal", "rsqrt", "sqrt", "square", "sub", "where"}
+OTHER_KINDS = frozenset(("norm", "loss", "weights", "dropout", "embedding"))
+SMALL = 100  # of what the model keeps, less than its hundredth is not told
+
+
+def _unseen(storages: Sequence[Sequence[Kept]], total: int) -> Iterator[Unseen]:
+    """Yield which modules compute activations themselves.
+
+    Args:
+        storages: for each storage that no site keeps, who keeps it.
+        total: bytes that the model keeps.
+
+    """
+    found: dict[str, Counter[str]] = {}
+    paths: dict[str, set[str]] = {}
+    for keepers in storages:
+        if all(kept.operation in POINTWISE and kept.kind not in OTHER_KINDS for kept in keepers):
+            first = next((kept for kept in keepers if kept.operation in CURVED), keepers[0])
+            name = re.sub(r"\b\d+\b", "*", first.module)
+            found.setdefault(name, Counter())[first.operation] += first.bytes
+            paths.setdefault(name, set()).add(first.module)
+    for name, sizes in sorted(found.items(), key=lambda item: -item[1].total()):
+        if sizes.keys() & CURVED and sizes.total() * SMALL >= total:
+            like, *others = paths[name]  # the only one is told as it is
+            named = name if others else like
+            yield Unseen(named or "the model", sizes.total(), tuple(name for name, _ in sizes.most_common()))

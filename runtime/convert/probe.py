@@ -1,0 +1,141 @@
+"""Recognising a user's own activation modules by comparing what they compute with PyTorch's functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fitact.runtime.torch_internals import unset_fake_temporarily, without_torch_function
+
+# By their names in the catalog, with the parameters that are shipped.
+NAMES = (
+    *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid"),
+    *(
+        "mish",
+        "relu",
+        "relu6",
+        "selu",
+        "sigmoid",
+        "silu",
+        "softplus",
+        "softshrink",
+        "softsign",
+        "tanh",
+        "tanhshrink",
+    ),
+)
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(F, name) for name in NAMES},
+    "exp": torch.exp,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
+    "threshold": lambda x: F.threshold(x, 1.0, 0.0),
+}
+# Tolerances of several float32 roundings: relative to a value, and to the terms of a difference.
+RELATIVE, ABSOLUTE = 1e-5, 2e-6
+PLAIN = frozenset((bool, int, float, str, type(None)))
+EMPTY = frozenset(vars(nn.Module()))
+
+
+def computes(module: nn.Module) -> str | None:
+    """Return which activation of the catalog a module computes; None if it is none or not certain.
+
+    Only modules without parameters, buffers and submodules are tried, if their `forward` takes one tensor and they
+    hold only numbers and texts. Value and gradient must be those of the activation within several roundings of
+    float32, in training and evaluation mode, for tiny to large inputs of any arrangement. The output must be a new
+    tensor with the input's dtype.
+
+    Args:
+        module: the module; a copy of it is run, and it is not changed.
+
+    """
+    kind = type(module)
+    if kind.__module__.partition(".")[0] == "torch" or next(module.children(), None) is not None:
+        return None
+    if any(True for _ in (*module.parameters(), *module.buffers())):
+        return None
+    held = {name: value for name, value in vars(module).items() if name not in EMPTY}
+    if not all(type(value) in PLAIN for value in held.values()) or not _takes_one(kind.forward):
+        return None
+    hashable: Any = kind
+    return _computed(hashable, kind.forward, tuple((name, type(value), value) for name, value in held.items()))
+
+
+def _takes_one(forward: Callable[..., Any]) -> bool:
+    """Return whether a method takes exactly one argument."""
+    try:
+        parameters = [*inspect.signature(forward).parameters.values()][1:]
+    except (TypeError, ValueError):  # it has no signature
+        return False
+    needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    return len(needed) == 1 and needed[0].kind in (needed[0].POSITIONAL_ONLY, needed[0].POSITIONAL_OR_KEYWORD)
+
+
+@lru_cache(maxsize=256)
+def _computed(kind: type[nn.Module], _: Any, held: tuple[tuple[str, type, Any], ...]) -> str | None:
+    """Return what modules of a class with given attributes compute."""
+    with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(without_torch_function())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        twin = kind.__new__(kind)
+        nn.Module.__init__(twin)
+        vars(twin).update({name: value for name, _, value in held})
+        try:
+            return next((name for name, function in FUNCTIONS.items() if _is(twin, function)), None)
+        except Exception:  # an activation would run
+            return None
+
+
+def _is(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a module computes a function at all inputs that are tried."""
+    grid = _inputs()
+    arrangements = (grid, grid.flip(0), grid.view(4, -1, 3).mT, grid[:24].view(2, 3, 2, 2))
+    dtypes = (torch.float64, torch.float32)
+    return all(
+        _agrees(module.train(mode), function, x.to(dtype))
+        for mode in (True, False)
+        for dtype in dtypes
+        for x in arrangements
+    ) and all(_kept_dtype(module, dtype) for dtype in (torch.bfloat16, torch.float16))
+
+
+def _inputs() -> Tensor:
+    """Return unordered numbers at which the activations differ, some tiny and some large, and no breakpoints."""
+    generator = torch.Generator().manual_seed(0)
+    usual = 3 * torch.randn(278, generator=generator, dtype=torch.float64)
+    others = torch.tensor([1e-30, 1e-4, 7.0, 13.0, 19.0, 21.0, 31.0, 60.0, 87.0, 1e3, 1e4], dtype=torch.float64)
+    numbers = torch.cat([usual, others, -others])
+    return numbers[torch.randperm(len(numbers), generator=generator)]
+
+
+def _agrees(module: nn.Module, function: Callable[[Tensor], Tensor], values: Tensor) -> bool:
+    x, reference = (values.clone().requires_grad_() for _ in range(2))
+    y, expected = module(x), function(reference)
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(x, values):
+        return False
+    if not _near(y, expected) or not y.requires_grad:
+        return False
+    weights = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
+    (gradient,) = torch.autograd.grad(y, x, weights)
+    return _near(gradient, torch.autograd.grad(expected, reference, weights)[0])
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=RELATIVE, atol=ABSOLUTE)
+
+
+def _kept_dtype(module: nn.Module, dtype: torch.dtype) -> bool:
+    y = module(torch.ones(4, dtype=dtype))
+    return isinstance(y, Tensor) and y.dtype == dtype

@@ -1,0 +1,34 @@
+"""Registers shipped activations with transformers, so that a configuration can name one.
+
+    from fitact.runtime.convert.transformers import register
+
+    register()
+    config = AutoConfig.for_model("bert", hidden_act="gelu_fewbit3")
+
+Call `register()` before you load a model with such a configuration.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+
+from fitact.api import activation, shipped
+from fitact.runtime.models.prepare import imported
+
+
+def register() -> tuple[str, ...]:
+    """Add the shipped activations to `transformers.activations.ACT2FN`; repeating this is harmless.
+
+    Returns:
+        Their names, such as `"gelu_fewbit3"`.
+
+    Raises:
+        UsageError: transformers is not installed.
+
+    """
+    imported("transformers")
+    activations = import_module("transformers.activations")
+    names = shipped()
+    activations.ACT2FN.update({name: partial(activation, name) for name in names})
+    return names

@@ -1,0 +1,290 @@
+"""Functions of float32 for device code, where Triton has none or an inaccurate one.
+
+Written in operations that Triton's interpreter has too: no libdevice, no inline assembly.
+"""
+
+from __future__ import annotations
+
+from .triton_compat import jit, tl
+
+
+@jit
+def _fraction(u, n):
+    """exp(u − n·log 2), with log 2 in two parts, of which n times the first is exact."""
+    return tl.exp2(1.4426950408889634 * ((u - n * 0.693359375) + n * 0.00021219444005469058))
+
+
+@jit
+def exponential(u):
+    """exp(u), 0 where it is subnormal, ∞ from 88.3 on: exp2 of a fraction and of a whole number."""
+    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
+    n = tl.floor(1.4426950408889634 * u + 0.5)
+    return _fraction(u, n) * tl.exp2(n)
+
+
+@jit
+def exp_full(u):
+    """exp(u) over the whole range of float32; Triton's own rounds u·log2(e), which loses 30 units at the ends."""
+    u = tl.clamp(u, -110.0, 110.0, propagate_nan=tl.PropagateNan.ALL)
+    n = tl.floor(1.4426950408889634 * u + 0.5)
+    half = tl.floor(0.5 * n)  # 2^n may be more than the largest number
+    return _fraction(u, n) * tl.exp2(half) * tl.exp2(n - half)
+
+
+@jit
+def expm1(u):
+    """exp(u) − 1: Taylor's series where the subtraction would cancel, to 1e−8 relative."""
+    series = 1.0 / 40320 * u + 1.0 / 5040
+    series = series * u + 1.0 / 720
+    series = series * u + 1.0 / 120
+    series = series * u + 1.0 / 24
+    series = series * u + 1.0 / 6
+    series = series * u + 0.5
+    series = series * u + 1.0
+    return tl.where(tl.abs(u) < 0.5, series * u, tl.exp(u) - 1.0)
+
+
+@jit
+def log1p(u):
+    """log(1 + u): the logarithm of the rounded sum, and what the rounding dropped."""
+    total = 1.0 + u
+    dropped = u - (total - 1.0)
+    # beyond 2^24 nothing is dropped, and at infinity the difference would be NaN
+    return tl.log(total) + tl.where(tl.abs(u) < 16777216.0, dropped / total, 0.0)
+
+
+@jit
+def softplus(u):
+    """log(1 + exp(u)), without overflow."""
+    return tl.where(u > 0, u, 0.0) + log1p(exponential(-tl.abs(u)))
+
+
+@jit
+def softplus_half(u):
+    """log(1 + exp(u)) to 1e−7 (1 + |u|) relative, for results of half precision."""
+    return tl.where(u > 0, u, 0.0) + log1p(tl.exp(-tl.abs(u)))
+
+
+@jit
+def tanh(u):
+    """Tanh u = −t/(2 + t) with t = exp(−2|u|) − 1 and the sign of u: no overflow, no cancellation."""
+    t = expm1(-2.0 * tl.abs(u))
+    positive = -t / (2.0 + t)
+    return tl.where(u < 0, -positive, positive)
+
+
+@jit
+def sinh(u):
+    """(exp(u) − exp(−u)) / 2: from expm1 near 0, and beyond by exp(|u| − log 2), which overflows as sinh does."""
+    a = tl.abs(u)
+    t = expm1(a)
+    positive = tl.where(a < 9.0, 0.5 * (t + t / (t + 1.0)), exp_full(a - 0.6931471805599453))
+    return tl.where(u < 0, -positive, positive)
+
+
+@jit
+def cosh(u):
+    """(exp(u) + exp(−u)) / 2, overflowing where cosh does."""
+    half = exp_full(tl.abs(u) - 0.6931471805599453)
+    return half + 0.25 / half
+
+
+@jit
+def sech2(u):
+    """1 / cosh² u."""
+    t = exp_full(-2.0 * tl.abs(u))
+    return 4.0 * t / ((1.0 + t) * (1.0 + t))
+
+
+@jit
+def tsech2(u):
+    """U / cosh² u, 0 where u overflows."""
+    t = exp_full(-2.0 * tl.abs(u))
+    return tl.where(t > 0, 4.0 * u * t / ((1.0 + t) * (1.0 + t)), tl.where(u == u, 0.0, u))
+
+
+@jit
+def logcosh(u):
+    """log(cosh u): by cosh u = 1 + 2 sinh²(u/2) near 0, and by |u| − log 2 + log(1 + exp(−2|u|)) beyond."""
+    a = tl.abs(u)
+    s = sinh(0.5 * tl.where(a < 1.0, a, 1.0))
+    return tl.where(a < 1.0, log1p(2.0 * s * s), a - 0.6931471805599453 + log1p(tl.exp(-2.0 * a)))
+
+
+@jit
+def asinh(u):
+    """log(u + √(1 + u²)), without cancellation or overflow."""
+    a = tl.abs(u)
+    near = log1p(a + a * a / (1.0 + tl.sqrt(1.0 + a * a)))
+    positive = tl.where(a >= 4096.0, tl.log(a) + 0.6931471805599453, near)
+    return tl.where(u < 0, -positive, positive)
+
+
+@jit
+def tan(u):
+    """Tan u."""
+    return tl.sin(u) / tl.cos(u)
+
+
+@jit
+def atan(u):
+    """Arc tangent, to 2e−8 relative: reduced to |w| <= tan(π/8), and there w times a polynomial in w²."""
+    a = tl.abs(u)
+    large = a > 2.414213562373095
+    middle = (a > 0.4142135623730951) & (a <= 2.414213562373095)
+    w = tl.where(large, -1.0 / a, tl.where(middle, (a - 1.0) / (a + 1.0), a))
+    z = w * w
+    series = -0.06077993532284198 * z + 0.10593729328106148
+    series = series * z - 0.14243522721325338
+    series = series * z + 0.19998470996954815
+    series = series * z - 0.3333331518091104
+    near = series * z * w + w
+    positive = near + tl.where(large, 1.5707963267948966, tl.where(middle, 0.7853981633974483, 0.0))
+    return tl.where(u < 0, -positive, positive)
+
+
+@jit
+def erfc(u):
+    """1 − erf(u), relative to itself in the right tail too, to 5e−7 and the rounding of u² in the exponent.
+
+    1 − u P(u²) for |u| < 0.9; beyond, exp(−u²) t Q(t) with t = 1/(1 + 0.4 |u|), reflected for u < 0. P and Q are
+    minimax, to 2e−8 and 4e−8.
+    """
+    a = tl.abs(u)
+    z = u * u
+    near = -0.0005961293936707079 * z + 0.00498495576903224
+    near = near * z - 0.026759035885334015
+    near = near * z + 0.11281542479991913
+    near = near * z - 0.37612462043762207
+    near = near * z + 1.1283791065216064
+    t = 1.0 / (0.4 * a + 1.0)
+    far = -0.11625811457633972 * t + 0.24358010292053223
+    far = far * t + 0.00831096712499857
+    far = far * t + 0.2130117416381836
+    far = far * t + 0.19879752397537231
+    far = far * t + 0.22668975591659546
+    far = far * t + 0.22562721371650696
+    far = far * t * tl.exp(-z)
+    return tl.where(a < 0.9, 1.0 - near * u, tl.where(u < 0, 2.0 - far, far))
+
+
+@jit
+def ndtr(u):
+    """Φ(u) = erfc(−u/√2)/2, the normal distribution function."""
+    return 0.5 * erfc(-0.7071067811865476 * u)
+
+
+@jit
+def ndtr_half(u):
+    """Φ(u) to 6e−5 relative, for results of half precision: exp2 of a minimax polynomial, reflected for u > 0.
+
+    Below −12.9, where it is subnormal, it may be 0.
+    """
+    a = tl.abs(u)
+    log2 = -2.0123906985247686e-09 * a + 1.4528755798437487e-07
+    log2 = log2 * a - 4.617325430444907e-06
+    log2 = log2 * a + 8.553011866752058e-05
+    log2 = log2 * a - 0.0010343985632061958
+    log2 = log2 * a + 0.008723320439457893
+    log2 = log2 * a - 0.05408892035484314
+    log2 = log2 * a - 0.45863622426986694
+    log2 = log2 * a - 1.1510509252548218
+    log2 = log2 * a - 1.0000258684158325
+    left = tl.exp2(log2)
+    return tl.where(u > 0, 1.0 - left, left)
+
+
+@jit
+def sigmoid(u):
+    """1 / (1 + exp(−u)); 0 where it is subnormal."""
+    return 1.0 / (1.0 + exponential(-u))
+
+
+@jit
+def sigmoid_half(u):
+    """1 / (1 + exp(−u)) to 2e−7 (1 + |u|) relative, for results of half precision."""
+    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * u))
+
+
+@jit
+def _ratio(n):
+    """W/(w + 2) with w = n(n + 2): tanh(log(1 + n))."""
+    w = n * (n + 2.0)
+    return w / (w + 2.0)
+
+
+@jit
+def tanh_softplus(u):
+    """Tanh(log(1 + exp(u))); from u = 20 on it is 1."""
+    return _ratio(exponential(tl.minimum(u, 20.0, propagate_nan=tl.PropagateNan.ALL)))
+
+
+@jit
+def tanh_softplus_half(u):
+    """Tanh(log(1 + exp(u))) to 2e−7 (1 + |u|) relative, for results of half precision."""
+    return _ratio(tl.exp2(1.4426950408889634 * tl.minimum(u, 20.0, propagate_nan=tl.PropagateNan.ALL)))
+
+
+@jit
+def hypot1(u):
+    """√(1 + u²), which from 4096 on is |u| to float32."""
+    a = tl.abs(u)
+    return tl.where(a >= 4096.0, a, tl.sqrt(1.0 + a * a))
+
+
+@jit
+def isru(u):
+    """U / √(1 + u²)."""
+    return tl.where(tl.abs(u) >= 4096.0, sign(u), u / tl.sqrt(1.0 + u * u))
+
+
+@jit
+def squareplus(u):
+    """(u + √(u² + 4)) / 2."""
+    s = 2.0 * hypot1(0.5 * u)
+    return tl.where(u > 0, 0.5 * u + 0.5 * s, 2.0 / (s - u))
+
+
+@jit
+def softsign(u):
+    """U / (1 + |u|)."""
+    return u / (1.0 + tl.abs(u))
+
+
+@jit
+def relu(u):
+    """max(u, 0), NaN for NaN."""
+    return tl.where(u < 0, 0.0, u)
+
+
+@jit
+def sign(u):
+    """−1, 0 or 1."""
+    return tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, 0.0))
+
+
+@jit
+def power(u, n: tl.constexpr):
+    """U to the power of a positive integer, by repeated squaring."""
+    if n == 1:
+        return u
+    else:
+        half = power(u, n // 2)
+        if n % 2 == 0:
+            return half * half
+        else:
+            return half * half * u
+
+
+@jit
+def radical(d, order: tl.constexpr, side: tl.constexpr):
+    """max(d, 0)^(1/order), of −d if `side` is −1; if it is 0, the root of |d| with the sign of d."""
+    size = tl.abs(d) if side == 0 else tl.maximum(d * side, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if order == 2:
+        size = tl.sqrt(size)
+    elif order > 2:
+        size = tl.exp2(tl.log2(size) * (1.0 / order))
+    if side == 0:
+        return tl.where(d < 0, -size, size)
+    else:
+        return size

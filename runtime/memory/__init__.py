@@ -1,0 +1,1 @@
+"""Counting what autograd keeps, and measuring the peak of a step."""

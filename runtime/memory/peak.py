@@ -1,0 +1,98 @@
+"""The peak memory of a training step: from a GPU's allocator, or estimated without a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fitact.errors import JobError
+from fitact.runtime.torch_internals import memory_tracker
+
+
+@dataclass
+class Allocated:
+    """Bytes of a GPU's memory that PyTorch's allocator has handed out.
+
+    Attributes:
+        before, after: bytes at the start and the end of the context.
+        peak: the most bytes in between.
+
+    """
+
+    before: int
+    after: int = 0
+    peak: int = 0
+
+    @property
+    def delta(self) -> int:
+        """The bytes still allocated at the end."""
+        return self.after - self.before
+
+
+@contextmanager
+def cuda_memory(device: torch.device | int | None = None) -> Iterator[Allocated]:
+    """Measure the CUDA allocator inside the context.
+
+    Args:
+        device: the GPU; by default the current one.
+
+    Yields:
+        The record; `after` and `peak` are set when the context closes.
+
+    Raises:
+        JobError: there is no GPU; `peak_memory` estimates without one.
+
+    """
+    if not torch.cuda.is_available():
+        raise JobError("PyTorch finds no GPU: peak_memory estimates without one")
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = Allocated(torch.cuda.memory_allocated(device))
+    try:
+        yield allocated
+    finally:
+        torch.cuda.synchronize(device)
+        allocated.after = torch.cuda.memory_allocated(device)
+        allocated.peak = torch.cuda.max_memory_allocated(device)
+
+
+def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.Optimizer) -> dict[str, int]:
+    """Run a step under PyTorch's own memory tracker. It needs no GPU, and no memory if the tensors are fake.
+
+    Args:
+        step: the function to run, e.g. forward, backward and the optimizer's step.
+        external: models and optimizers that exist already.
+
+    Returns:
+        The bytes at the peak, by kind: `parameters`, `buffers`, `gradients`, `activations` (made in the forward
+        pass), `temporaries` (made in the backward pass), `optimizer`, `other`; and `total`.
+
+    """
+    names = {
+        "PARAM": "parameters",
+        "BUFFER": "buffers",
+        "GRAD": "gradients",
+        "ACT": "activations",
+        "TEMP": "temporaries",
+        "OPT": "optimizer",
+        "OTH": "other",
+        "Total": "total",
+    }
+    parameters = (one for module in external if isinstance(module, nn.Module) for one in module.parameters())
+    tracker = memory_tracker(parameter for parameter in parameters if not parameter.requires_grad)
+    tracker.track_external(*external)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Module is None", UserWarning)  # for modules that nothing differentiates
+        with tracker:
+            step()
+    peak: Counter[str] = Counter(dict.fromkeys(names.values(), 0))
+    for device in tracker.get_tracker_snapshot("peak").values():
+        for kind, size in device.items():
+            peak[names[getattr(kind, "name", kind)]] += size
+    return dict(peak)

@@ -1,0 +1,1 @@
+"""Models to measure, built without memory."""

@@ -1,0 +1,380 @@
+"""Models to measure, built without memory for their weights: `Training` and `prepare`.
+
+A model is made on PyTorch's meta device and run as fake tensors on the CPU. (Fake CUDA tensors would need a
+PyTorch built for CUDA.) `fitact.runtime.models.sources` makes the models.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from fitact.arguments import integer
+from fitact.errors import FitactError, JobError, UsageError, quote
+from fitact.runtime.torch_internals import (
+    BATCH_NORM,
+    FakeTensorMode,
+    TorchDispatchMode,
+    buffers_in,
+    parameters_in,
+    quiet_fake_tensors,
+    tree_leaves,
+    tree_map_only,
+)
+from fitact.text import few, one_line
+
+LORA_RANK = 8
+NORMS = (
+    torch.ops.aten.native_batch_norm,
+    BATCH_NORM,
+    torch.ops.aten.native_group_norm,
+    torch.ops.aten.native_layer_norm,
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Example = tuple[nn.Module, Inputs]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        name: its name in tables.
+        build: makes the model and its inputs from batch and seq.
+        inputs: makes only the inputs, for the model and another batch and seq.
+        varies: which of `"batch"` and `"seq"` it uses.
+        longest: the largest seq that the model has positions for; None if there is no limit.
+
+    """
+
+    name: str
+    build: Callable[[int, int], Example]
+    inputs: Callable[[nn.Module, int, int], Inputs]
+    varies: frozenset[str] = frozenset(("batch", "seq"))
+    longest: Callable[[nn.Module], int | None] = lambda model: None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: by default everything.
+
+    Attributes:
+        lora: names of linear layers that get adapters, such as `q_proj`, or `all` for those in the repeated
+            blocks; everything else is then frozen. Needs peft.
+        rank: rank of the adapters.
+        freeze: patterns of names of parameters to freeze, such as `embeddings.*`.
+
+    Raises:
+        UsageError: the rank is not an integer of 1 or more.
+
+    """
+
+    lora: tuple[str, ...] = ()
+    rank: int = LORA_RANK
+    freeze: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        integer("rank", self.rank, 1)
+
+    def __str__(self) -> str:
+        parts = [f"LoRA of rank {self.rank} on {', '.join(self.lora)}"] if self.lora else []
+        parts += [f"{', '.join(self.freeze)} frozen"] if self.freeze else []
+        return ", ".join(parts) or "everything is trained"
+
+    def apply(self, model: nn.Module) -> None:
+        """Add adapters and freeze parameters, in place."""
+        if self.lora:
+            _add_lora(model, self.lora, self.rank)
+        names = dict(model.named_parameters())
+        for pattern in self.freeze:
+            found = [name for name in names if fnmatchcase(name, pattern)]
+            if not found:
+                raise UsageError(f"{quote(pattern)}: no parameter has such a name; there are {some(names)}")
+            for name in found:
+                names[name].requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in names.values()):
+            raise UsageError("every parameter is frozen: nothing is kept for backward where nothing is trained")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that can be run without memory, or with it if it is not fake.
+
+    Attributes:
+        name: its name in tables.
+        model: the model, in training mode.
+        source: where it came from.
+        dtype: dtype of its parameters and floating-point inputs.
+        mode: the mode of its fake tensors; None if they are real.
+
+    """
+
+    name: str
+    model: nn.Module
+    source: Source
+    dtype: torch.dtype
+    mode: FakeTensorMode | None
+
+    def inputs(self, batch: int, seq: int) -> Inputs:
+        """Return inputs of given sizes."""
+        with _meta(self.mode):
+            made = self.source.inputs(self.model, batch, seq)
+        return _converted(made, self.mode, self.dtype)
+
+    def run(self, inputs: Inputs) -> list[Tensor]:
+        """Run forward, and return what backward starts from: the loss if there is one, or all outputs."""
+        statistics = nullcontext() if self.mode is None else Statistics()
+        with self.mode or nullcontext(), statistics, without_packing(), quiet_fake_tensors():
+            output = self.model(*inputs.args, **inputs.kwargs)
+        loss = getattr(output, "loss", None)
+        leaves = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not tensors:
+            raise UsageError(f"{self.name}: no output depends on what is trained")
+        return tensors
+
+
+def prepare(
+    source: Source,
+    training: Training | None = None,
+    *,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype = torch.bfloat16,
+    fake: bool = True,
+) -> tuple[Prepared, Inputs]:
+    """Build a model and its inputs.
+
+    Args:
+        source: where they come from.
+        training: what is trained; by default everything.
+        batch: batch size of the inputs.
+        seq: tokens per row of the inputs.
+        dtype: dtype of all floating-point parameters, buffers and inputs.
+        fake: whether to use fake tensors, which allocate nothing.
+
+    Returns:
+        The model, in training mode, and its inputs.
+
+    Raises:
+        UsageError: the model cannot be built, or does not take this `batch` and `seq`; the message says why.
+
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    try:
+        with _meta(mode):
+            model, inputs = source.build(batch, seq)
+    except FitactError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{source.name}: cannot be built: {one_line(error)}") from error
+    longest = source.longest(model)
+    if longest is not None and seq > longest:
+        raise UsageError(f"{source.name}: seq {seq} does not fit, the model has positions for {longest}")
+    model.train()
+    with _meta(mode):
+        (training or Training()).apply(model)
+    if mode is None:
+        model.to(dtype)
+    else:
+        _make_fake(model, mode, dtype)
+    return Prepared(source.name, model, source, dtype, mode), _converted(inputs, mode, dtype)
+
+
+def _meta(mode: FakeTensorMode | None) -> Any:
+    return nullcontext() if mode is None else torch.device("meta")
+
+
+class Statistics(TorchDispatchMode):
+    """Gives fake norms the statistics of real norms, which are float32 if any parameter is.
+
+    PyTorch's fake kernels for the CPU give them the input's dtype, which under autocast is half as wide.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in NORMS or args[0].dtype == torch.float32:
+            return result
+        if not any(isinstance(other, Tensor) and other.dtype == torch.float32 for other in args[1:]):
+            return result
+        return (result[0], *(statistic.to(torch.float32) for statistic in result[1:]))
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Tell transformers that each row is one sequence.
+
+    It reads the values of position_ids to find packed sequences, and would take fake ones for packed.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+    """Replace all tensors of a model by fake ones on the CPU; shared tensors stay shared."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            copy = _faked(tensor.detach(), mode, dtype)
+            if isinstance(tensor, nn.Parameter):
+                with mode:
+                    copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = copy
+        return made[id(tensor)]
+
+    kept = []  # holds the tensors, so that no address is used again
+    for module in model.modules():
+        places: tuple[dict[str, Any], ...] = (parameters_in(module), buffers_in(module), vars(module))
+        for tensors in places:
+            for name, tensor in list(tensors.items()):
+                if isinstance(tensor, Tensor):
+                    kept.append(tensor)
+                    tensors[name] = fake(tensor)
+
+
+def _faked(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+
+
+def _converted(inputs: Inputs, mode: FakeTensorMode | None, dtype: torch.dtype) -> Inputs:
+    def convert(tensor: Tensor) -> Tensor:
+        if mode is None:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return _faked(tensor, mode, dtype).requires_grad_(tensor.requires_grad)
+
+    args, kwargs = tree_map_only(Tensor, convert, (inputs.args, dict(inputs.kwargs)))
+    return Inputs(args, kwargs)
+
+
+def some(names: Iterable[str]) -> str:
+    """Return some names of parameters for an error message; repeated ones once."""
+    return few(list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)))
+
+
+# ---------------------------------------------------------------------------------------------- optional packages
+
+
+def imported(name: str) -> ModuleType:
+    """Import an optional package.
+
+    Raises:
+        UsageError: the package is missing (the message says how to install it), or cannot be imported.
+
+    """
+    _mend_torchvision()
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name:
+            raise UsageError(f"{name} cannot be imported: {one_line(error)}") from None
+        raise UsageError(f"{name} is not installed: pip install {name}") from None
+    except Exception as error:
+        raise UsageError(f"{name} cannot be imported: {one_line(error)}") from None
+
+
+def _mend_torchvision() -> None:
+    """Let torchvision be imported where its operators cannot load: a CUDA build beside a CPU build of PyTorch.
+
+    transformers and timm import it for image transforms. It registers fake kernels of two operators, so these must
+    be declared.
+    """
+    for _ in range(3):
+        try:
+            import_module("torchvision")
+            return
+        except RuntimeError as error:
+            missing = re.fullmatch(r"operator (torchvision::\w+) does not exist", str(error))
+            if missing is None:
+                return
+            torch.library.define(missing[1], "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        except ImportError:
+            return
+
+
+# ------------------------------------------------------------------------------------------------ parts of a model
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the repeated blocks of a model, by name.
+
+    The longest nn.ModuleList or nn.Sequential gives the class of a block: its most frequent one. All modules of
+    that class are blocks. A model that repeats nothing is itself the only block.
+    """
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    counts: list[tuple[int, type]] = []
+    for module in model.modules():
+        if isinstance(module, containers):
+            classes = Counter(
+                type(child)
+                for child in module.children()
+                if any(child.children()) and not isinstance(child, containers)
+            )
+            counts += [(count, kind) for kind, count in classes.most_common(1) if count > 1]
+    if not counts:
+        return [("", model)]
+    kind = max(counts, key=lambda pair: pair[0])[1]
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if type(module) is kind and not inside:
+            found.append((name, module))
+    return found
+
+
+def _add_lora(model: nn.Module, layers: Sequence[str], rank: int) -> None:
+    peft = imported("peft")
+    linear = [
+        name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D") and name
+    ]
+    if tuple(layers) == ("all",):
+        blocks = [name for name, _ in blocks_of(model)]
+        targets = [name for name in linear if any(not b or name.startswith(f"{b}.") for b in blocks)]
+    else:
+        targets = []
+        for layer in layers:
+            found = [name for name in linear if f".{name}".endswith(f".{layer}")]
+            if not found:
+                leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+                raise UsageError(f"{quote(layer)}: no linear layer has that name; there are {few(leaves)}")
+            targets += found
+    config = peft.LoraConfig(target_modules=targets, r=rank, lora_alpha=rank, lora_dropout=0.0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns that it transposes the weights of Conv1D
+            peft.inject_adapter_in_model(config, model)
+    except Exception as error:
+        raise JobError(f"peft cannot add adapters: {one_line(error)}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)

@@ -1,0 +1,244 @@
+"""Where models come from: transformers, timm, or a function of the user. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from fitact.arguments import integer
+from fitact.errors import UsageError, quote
+from fitact.text import LISTED, one_line
+
+from .prepare import Example, Inputs, Source, imported, some
+
+HEADS = {
+    "none": "AutoModel",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence": "AutoModelForSequenceClassification",
+    "image": "AutoModelForImageClassification",
+}
+
+
+def hugging_face(
+    kind: str,
+    sizes: Mapping[str, Any] | None = None,
+    *,
+    head: str | None = None,
+    attention: str | None = None,
+    image: int | None = None,
+) -> Source:
+    """Return a model of transformers with random weights, from a configuration; nothing is downloaded.
+
+    Args:
+        kind: model type, e.g. `"llama"`; its default configuration has the sizes of a well-known model.
+        sizes: changes of that configuration, e.g. `{"num_hidden_layers": 24}`.
+        head: one of HEADS. By default `"causal-lm"` for decoders, `"sequence"` for other text models, `"image"`
+            for image models, and none for others. With a head the loss is computed, and what it keeps is counted.
+        attention: `"sdpa"` (fused) or `"eager"` (composed of operations); by default fused where the model has it.
+        image: height and width of images in pixels; by default the configuration's, or 224.
+
+    Raises:
+        UsageError: transformers is missing, or has no such type or size.
+
+    """
+    sizes = dict(sizes or {})
+    image = None if image is None else integer("image", image, 1)
+    transformers = imported("transformers")
+    transformers.logging.set_verbosity_error()
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if kind not in known:
+        raise UsageError(f"transformers has no model type {quote(kind)}{_near(kind, known)}")
+    try:
+        defaults = transformers.AutoConfig.for_model(kind)
+    except Exception as error:
+        raise UsageError(f"{kind}: cannot be built: {one_line(error)}") from error
+    for key in sizes:
+        if not hasattr(defaults, key):
+            raise UsageError(
+                f"{kind}: its configuration has no {quote(key)}{_near(key, list(defaults.to_dict()))}"
+            )
+    if head is None:
+        head = _usual_head(kind)
+    if head not in HEADS:
+        raise UsageError(f"no head {quote(head)}: expected {', '.join(HEADS)}")
+
+    def make() -> nn.Module:
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        if image is not None:
+            config.image_size = image
+        auto = getattr(transformers, HEADS[head])
+        model: nn.Module
+        try:
+            model = auto.from_config(config, attn_implementation=attention or "sdpa")
+        except ValueError:
+            if attention is not None:
+                raise
+            model = auto.from_config(config, attn_implementation="eager")
+        return model
+
+    def build(batch: int, seq: int) -> Example:
+        model = make()
+        return model, inputs(model, batch, seq)
+
+    def inputs(model: nn.Module, batch: int, seq: int) -> Inputs:
+        return _transformers_inputs(model, head, batch, seq)
+
+    images = head == "image" or kind in _types("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+    varies = frozenset(("batch",) if images else ("batch", "seq"))
+    return Source(kind, build, inputs, varies, _positions)
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, LISTED)
+    return f"; near it are {', '.join(near)}" if near else f"; there are {some(known)}"
+
+
+def _types(mapping: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(import_module("transformers.models.auto.modeling_auto"), mapping)
+    return found
+
+
+def _usual_head(kind: str) -> str:
+    masked = kind in _types("MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+    if kind in _types("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") and not masked:
+        return "causal-lm"
+    if masked and kind in _types("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"):
+        return "sequence"
+    return "image" if kind in _types("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES") else "none"
+
+
+def _transformers_inputs(model: Any, head: str, batch: int, seq: int) -> Inputs:
+    config = model.config
+    given: dict[str, Tensor] = {}
+    if model.main_input_name == "input_ids":
+        given["input_ids"] = torch.zeros(batch, seq, dtype=torch.long)
+        if config.is_encoder_decoder:
+            given["decoder_input_ids"] = torch.zeros(batch, seq, dtype=torch.long)
+        labels = torch.zeros((batch,) if head == "sequence" else (batch, seq), dtype=torch.long)
+    elif model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", None) or 224
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        given["pixel_values"] = torch.zeros(batch, getattr(config, "num_channels", 3), height, width)
+        labels = torch.zeros(batch, dtype=torch.long)
+    else:
+        raise UsageError(
+            f"{config.model_type}: fitact does not know its inputs, {model.main_input_name}; give a callable that "
+            "returns the model and its inputs"
+        )
+    if head != "none":
+        given["labels"] = labels
+    return Inputs((), given)
+
+
+def _positions(model: nn.Module) -> int | None:
+    """Return for how many positions a model has learned embeddings; None if it has none."""
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and leaf in ("position_embeddings", "wpe", "embed_positions"):
+            offset = getattr(module, "offset", 0)  # of OPT and BART; RoBERTa's positions begin after its padding
+            return module.num_embeddings - (offset or (module.padding_idx or -1) + 1)
+    return None
+
+
+def timm_model(name: str, *, image: int | None = None) -> Source:
+    """Return a model of timm with random weights; nothing is downloaded.
+
+    Args:
+        name: as in `timm.create_model`.
+        image: height and width of images, in pixels; by default what the model was trained for.
+
+    Raises:
+        UsageError: timm is missing, or has no such model.
+
+    """
+    image = None if image is None else integer("image", image, 1)
+    timm = imported("timm")
+    if not timm.is_model(name):
+        raise UsageError(f"timm has no model {quote(name)}{_near(name, timm.list_models())}")
+
+    def build(batch: int, seq: int) -> Example:
+        try:
+            model = timm.create_model(name, pretrained=False, **({"img_size": image} if image else {}))
+        except TypeError:  # most models take images of any size
+            model = timm.create_model(name, pretrained=False)
+        return model, inputs(model, batch, seq)
+
+    def inputs(model: Any, batch: int, seq: int) -> Inputs:
+        channels, height, width = model.pretrained_cfg["input_size"]
+        return Inputs((torch.zeros(batch, channels, image or height, image or width),))
+
+    return Source(name, build, inputs, frozenset(("batch",)))
+
+
+def from_callable(call: Callable[..., Any] | str) -> Source:
+    """Return a source that calls a user's function for a model and its inputs.
+
+    Args:
+        call: the function, or its place, `"module:function"`. It may take arguments `batch` and `seq`, and returns
+            the model and a tensor, a tuple of positional or a dictionary of named arguments. It is called on
+            PyTorch's meta device, where tensors take no memory, and on the CPU if that fails.
+
+    Raises:
+        UsageError: there is no such function.
+
+    """
+    if isinstance(call, str):
+        name, function = call, _found(call)
+    else:
+        name, function = getattr(call, "__qualname__", type(call).__name__), call
+    try:
+        varies = frozenset(inspect.signature(function).parameters) & {"batch", "seq"}
+    except (TypeError, ValueError):
+        varies = frozenset()
+
+    def build(batch: int, seq: int) -> Example:
+        wanted = partial(
+            function, **{key: value for key, value in (("batch", batch), ("seq", seq)) if key in varies}
+        )
+        try:
+            result = wanted()
+        except (Exception, SystemExit):
+            with torch.device("cpu"):
+                try:
+                    result = wanted()
+                except (Exception, SystemExit) as error:
+                    raise UsageError(f"{name}: it failed: {one_line(error)}") from error
+        match result:
+            case (nn.Module() as model, Tensor() as tensor):
+                return model, Inputs((tensor,))
+            case (nn.Module() as model, tuple() | list() as args):
+                return model, Inputs(tuple(args))
+            case (nn.Module() as model, dict() as kwargs):
+                return model, Inputs((), kwargs)
+        raise UsageError(f"{name}: expected a model and its inputs, got {quote(result)}")
+
+    return Source(name, build, lambda _, batch, seq: build(batch, seq)[1], varies)
+
+
+def _found(place: str) -> Callable[..., Any]:
+    module_name, _, name = place.partition(":")
+    if not module_name or not name:
+        raise UsageError(f"{quote(place)}: expected MODULE:CALLABLE, such as my_models:tiny")
+    with mock.patch.object(sys, "path", ["", *sys.path]):
+        try:
+            module = import_module(module_name)
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{module_name}: cannot be imported: {one_line(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"{module_name}: it has no callable {quote(name)}{_near(name, there)}")
+    found: Callable[..., Any] = function
+    return found

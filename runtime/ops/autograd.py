@@ -1,0 +1,357 @@
+"""The op pair and its autograd.
+
+    fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
+    fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
+
+In a standalone folder, which has a copy of this file, they have a namespace of the folder's own. `dtype` is that
+of y in forward and that of the input's gradient in backward.
+
+To PyTorch both are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
+hash of the fit and of the generated text, finds the activation; so a compiled graph holds no Python object,
+and registering the same module twice is harmless. On CUDA (and ROCm) the generated Triton kernels run; all
+other devices, and float64, run `reference`. With TRITON_INTERPRET=1 the CPU runs the kernels too, interpreted.
+
+The ops see only contiguous tensors. Before calling them, `apply` permutes any input into memory order. Autograd
+undoes the permutation, so codes and gradient are always in the same order. `dims` is the permutation back (None
+for none, as AOTInductor takes no empty list): PyTorch's own activations round differently in different layouts,
+and the PyTorch path evaluates them in the caller's layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..kernels.triton_compat import HAS_TRITON
+from ..torch_internals import constant_in_graphs, in_functorch_transform
+from . import reference
+from .launch import Launch
+from .registry import Pointwise, find
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*KERNEL_DTYPES, torch.float64)
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def _namespace() -> str:
+    """Return the namespace of the ops: what the package around this runtime says in `__ops__`, else its name."""
+    home = sys.modules[__name__.removesuffix(".runtime.ops.autograd")]
+    return str(getattr(home, "__ops__", home.__name__.replace(".", "_")))
+
+
+NAMESPACE = _namespace()
+_ops: Any = getattr(torch.ops, NAMESPACE)
+
+
+def apply(x: Tensor, key: str) -> Tensor:
+    """Return the activation of x, keeping its codes for backward.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            codes its own shard; a partial DTensor is summed over the processes first.
+        key: the key of a registered activation.
+
+    Returns:
+        A tensor of the shape and memory order of x (contiguous if x is not dense). Its dtype is that of x; where
+        backward needs the output, under autocast it is the autocast dtype, so that the next layer keeps the
+        same storage and no copy of it.
+
+    Raises:
+        TypeError: x is not a tensor of one of these dtypes.
+
+    """
+    activation = find(key)
+    if type(x).__name__ == "DTensor":
+        return _distributed(x, key)
+    if getattr(x, "dtype", None) not in DTYPES:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(
+            f"{activation.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
+        )
+    dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
+    if not _may_need_gradient(x):
+        return _uncoded(activation, x, dtype)
+    if x.is_contiguous():
+        return _differentiable(x, None, dtype, key)
+    order = _memory_order(x)
+    if order is None:
+        return _differentiable(x.contiguous(), None, dtype, key)
+    dims = _inverse(order)
+    return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
+
+
+def _may_need_gradient(x: Tensor) -> bool:
+    """Return whether a gradient of x can be requested.
+
+    An exported program may be called with another input. In a transform of torch.func, x may need a gradient at a
+    level that `requires_grad` does not show.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or torch.compiler.is_exporting() or in_functorch_transform()
+
+
+def _uncoded(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `apply` returns, bit for bit and in the same memory order, using only PyTorch's operators."""
+    if x.is_contiguous() or torch.compiler.is_compiling():  # a compiler rounds and lays out results as it likes
+        return _value(activation, x, dtype)
+    x = x if _memory_order(x) is not None else x.contiguous()
+    y = _value(activation, x, dtype)
+    return y if y.stride() == x.stride() else torch.empty_like(x, dtype=dtype).copy_(y)
+
+
+@constant_in_graphs
+def _has_autocast(device: str) -> bool:
+    """Return whether a type of device has autocast; before 2.13 a compiler cannot trace this question."""
+    return torch.amp.is_autocast_available(device)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to which autocast casts x for the next layer; the dtype of x if autocast is off."""
+    device = x.device.type
+    if x.dtype in KERNEL_DTYPES and _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _distributed(x: Any, key: str) -> Tensor:
+    """Return the activation of a DTensor, with the same placements."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if any(placement.is_partial() for placement in x.placements):
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    y: Tensor = DTensor.from_local(
+        apply(x.to_local(), key), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+    return y
+
+
+def _differentiable(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> Tensor:
+    if torch.compiler.is_compiling():
+        # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
+        y: Tensor = _ops.forward(x, dims, dtype, key)[0]
+    else:
+        y = _Pointwise.apply(x, dims, dtype, key)[0]
+    return y
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], y: Tensor, *others: Tensor) -> None:
+    """Keep for backward: y where it is needed, and the other tensors."""
+    ctx.dtype, ctx.key = inputs[0].dtype, inputs[3]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(y if find(ctx.key).keeps_output else None, *others)
+
+
+def _memory_order(x: Tensor) -> list[int] | None:
+    """Return the permutation that makes a dense tensor contiguous, None if there is none."""
+    strides, sizes = x.stride(), x.shape
+    order: list[int] = []
+    for dim in range(x.dim()):  # insertion sort: a compiler can guard comparisons of symbolic sizes, but not sort
+        place = len(order)
+        while place > 0:
+            other = order[place - 1]
+            if strides[dim] < strides[other] or (strides[dim] == strides[other] and sizes[dim] <= sizes[other]):
+                break
+            place -= 1
+        order.insert(place, dim)
+    return order if x.permute(order).is_contiguous() else None
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=list(order).__getitem__)
+
+
+def with_signature(forward: Forward) -> Forward:
+    """Cache the signature of a Function's forward, which PyTorch would otherwise compute at every call."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
+
+
+class _Pointwise(torch.autograd.Function):
+    """Saves the codes, y where it is needed, and an empty tensor that ties the gradient to x without keeping x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(
+        x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return *_ops.forward(x, dims, dtype, key), x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        _keep(ctx, inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
+        if dy is None:
+            return None, None, None, None
+        y, codes, autograd_anchor = ctx.saved_tensors
+        return _Gradient.apply(dy.contiguous(), autograd_anchor, y, codes, ctx.dtype, ctx.key), None, None, None
+
+
+class _Gradient(torch.autograd.Function):
+    """dy · f′, which cannot be differentiated again: without it, second derivatives would be silently 0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(
+        dy: Tensor, autograd_anchor: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str
+    ) -> Tensor:
+        dx: Tensor = _ops.backward(dy, y, codes, dtype, key)
+        return dx
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.key = inputs[5]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        _refuse_second_derivative(ctx)
+
+
+def _refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{find(ctx.key).name}: a second derivative was requested, but only what the first needs is kept; "
+        "use PyTorch's own activation where gradients are differentiated again"
+    )
+
+
+def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the activation of x as a tensor of its own; autocast widens the results of some operators."""
+    y = activation.value(x).to(dtype)
+    return y.clone() if y is x else y
+
+
+def _forward_reference(
+    x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str
+) -> tuple[Tensor, Tensor]:
+    activation = find(key)
+    with torch.no_grad():
+        y = _value(activation, x.permute(list(dims)) if dims else x, dtype)
+        if dims:
+            # set_: the result may be a permutation of y, but not a view, which could not be changed in place
+            y = y.permute(_inverse(dims)).contiguous()
+            y = x.new_empty(0, dtype=dtype).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
+        return y, activation.encode(x, dtype)
+
+
+def _backward_reference(
+    grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str
+) -> Tensor:
+    with torch.no_grad():
+        return find(key).gradient(grad, output, codes, dtype)
+
+
+def _forward_triton(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+    if x.dtype not in KERNEL_DTYPES:
+        return _forward_reference(x, dims, dtype, key)
+    activation = find(key)
+    y, codes = _forward_fake(x, dims, dtype, key)
+    activation.run_forward(Launch(x, activation.threads(x, y)), x, y, codes)
+    return y, codes
+
+
+def _backward_triton(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str) -> Tensor:
+    if grad.dtype not in KERNEL_DTYPES:
+        return _backward_reference(grad, output, codes, dtype, key)
+    activation = find(key)
+    dx = torch.empty_like(grad, dtype=dtype)
+    activation.run_backward(Launch(grad, activation.threads(grad, dx)), grad, output, codes, dx)
+    return dx
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _keep(ctx, inputs, *output)
+
+
+def _save_key(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.key = inputs[4]
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
+    if dy is None:
+        return None, None, None, None
+    y, codes = ctx.saved_tensors
+    return _ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None
+
+
+def _forward_fake(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+    # one dimension: a compiler would specialise on a dimension of tiles that is 1
+    bits = find(key).bits
+    size = reference.tiles_of(x) * bits * reference.COLUMNS if bits else 0
+    return torch.empty_like(x, dtype=dtype), x.new_empty(size, dtype=torch.uint8)
+
+
+def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str) -> Tensor:
+    return torch.empty_like(grad, dtype=dtype)
+
+
+def _batched(x: Tensor, dim: int | None, size: int, key: str) -> Tensor:
+    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where there are codes.
+
+    Every element of the batch has its own tiles, and so its own codes.
+    """
+    batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    flat = batch.reshape(size, batch.shape[1:].numel())
+    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if find(key).bits else 0))
+
+
+def _forward_vmap(
+    info: Any, in_dims: Any, x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    size, dim = info.batch_size, in_dims[0]
+    shape = x.movedim(dim, 0).shape
+    y, codes = _ops.forward(_batched(x, dim, size, key), None, dtype, key)
+    y = y[:, : shape[1:].numel()].reshape(shape)
+    return (y, codes.view(size, codes.numel() // max(size, 1))), (0, 0)
+
+
+def _backward_vmap(
+    info: Any, in_dims: Any, grad: Tensor, output: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str
+) -> tuple[Tensor, int]:
+    size, (grad_dim, output_dim, codes_dim, *_) = info.batch_size, in_dims
+    shape = (size, *grad.shape) if grad_dim is None else grad.movedim(grad_dim, 0).shape
+    codes = codes.expand(size, -1) if codes_dim is None else codes.movedim(codes_dim, 0)
+    y = None if output is None else _batched(output, output_dim, size, key)
+    dx = _ops.backward(_batched(grad, grad_dim, size, key), y, codes.reshape(-1), dtype, key)
+    return dx[:, : torch.Size(shape[1:]).numel()].reshape(shape), 0
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "DEF")
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define("forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor, Tensor)", tags=tags)
+    library.define(
+        "backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor", tags=tags
+    )
+    library.impl("forward", _forward_reference, "CompositeExplicitAutograd")
+    library.impl("backward", _backward_reference, "CompositeExplicitAutograd")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for device in ["CUDA", "CPU"] if interpreted else ["CUDA"]:
+        if HAS_TRITON:
+            library.impl("forward", _forward_triton, device)
+            library.impl("backward", _backward_triton, device)
+    torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
+    torch.library.register_autograd(f"{NAMESPACE}::forward", _differentiate, setup_context=_save, lib=library)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::backward", _refuse_second_derivative, setup_context=_save_key, lib=library
+    )
+    torch.library.register_vmap(f"{NAMESPACE}::forward", _forward_vmap, lib=library)
+    torch.library.register_vmap(f"{NAMESPACE}::backward", _backward_vmap, lib=library)
+    return library
+
+
+if not hasattr(_ops, "library"):  # else a copy with the same text was imported before, whose ops do the same
+    _ops.library = _define()  # the ops live as long as this object

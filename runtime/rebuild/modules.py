@@ -1,0 +1,221 @@
+"""Modules that note what their outputs are rebuilt from, or keep that in place of their input.
+
+A module gets another class: a subclass of its own, of the same name, whose `forward` does what the module's did.
+So its parameters, hooks, attributes and the keys of the state stay, and `isinstance` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fitact.runtime.records import Kind, SiteRecord
+from fitact.runtime.torch_internals import has_hooks, parameters_in
+
+from . import functions
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Rebuilding:
+    """What the classes below share.
+
+    Attributes:
+        stock: the module's own class, whose `forward` the compiler traces.
+        kind: of CLASSES.
+
+    """
+
+    stock: type[Any]
+    kind: str
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether it is an activation."""
+        return self.kind in ("Activation", "Composed")
+
+    @property
+    def activation(self) -> str | None:
+        """The name of the child that is the activation of a gate, None if it is no gate."""
+        gate: Gate | None = vars(self).get("fitact_gate")
+        return None if gate is None else gate.activation
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what the module does."""
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            return self._forward(*args)
+        return self.stock.forward(self, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make the module again: its class is nowhere to be imported from."""
+        return _empty, (self.kind, self.stock), self.__dict__.copy()
+
+
+class Activation(Rebuilding):
+    """An activation that keeps its input."""
+
+    def _forward(self: Any, input: Tensor) -> Tensor:
+        function = partial(self.stock.forward, self)
+        return functions.noted(function(input), function, input)
+
+
+class Composed(Rebuilding):
+    """An activation of several operations, which keep more than its input."""
+
+    def _forward(self: Any, input: Tensor) -> Tensor:
+        return functions.again(partial(self.stock.forward, self), input)
+
+
+class Norm(Rebuilding):
+    """A norm: its input is kept, and its parameters are kept anyway."""
+
+    composed = False
+
+    def _forward(self: Any, hidden_states: Tensor) -> Tensor:
+        stock, rest = self.stock, vars(self)
+        there = {name: parameter for name, parameter in parameters_in(self).items() if parameter is not None}
+
+        def normed(x: Tensor, *parameters: Tensor) -> Tensor:
+            twin = stock.__new__(stock)
+            given = parameters_in(self) | dict(zip(there, parameters, strict=True))
+            twin.__dict__.update(rest, _parameters=given)
+            result: Tensor = stock.forward(twin, x)
+            return result
+
+        if self.composed and hidden_states.dtype in HALF:
+            return functions.again(normed, hidden_states, *there.values())
+        return functions.noted(stock.forward(self, hidden_states), normed, hidden_states, *there.values())
+
+
+class ComposedNorm(Norm):
+    """A norm of several operations, of which in half precision one alone reads the input, the cast to float32.
+
+    They keep more than the input, so they are computed again. If several read it, as in float32, their gradients
+    would be added to those of other readers in another order than stock's.
+    """
+
+    composed = True
+
+
+class Linear(Rebuilding):
+    """A linear layer that keeps what its input is rebuilt from."""
+
+    def _forward(self: Any, input: Tensor) -> Tensor:
+        output = functions.linear(input, self.weight, self.bias)
+        return self.stock.forward(self, input) if output is None else output
+
+
+class Conv1D(Rebuilding):
+    """The linear layer of transformers' GPT-2, with a weight of (inputs, outputs)."""
+
+    def _forward(self: Any, x: Tensor) -> Tensor:
+        output = functions.linear(x, self.weight, self.bias, transposed=True)
+        return self.stock.forward(self, x) if output is None else output
+
+
+class Dropout(Rebuilding):
+    """Dropout that keeps a mask and hands on what its input is rebuilt from."""
+
+    def _forward(self: Any, input: Tensor) -> Tensor:
+        output = functions.dropout(input, self.p) if self.training and not self.inplace else None
+        return self.stock.forward(self, input) if output is None else output
+
+
+class Gate(NamedTuple):
+    """The names of the children of a gated MLP.
+
+    Attributes:
+        activation: f.
+        gate: the layer whose output is g.
+        up: that whose output is u; None if `gate` returns both side by side.
+        down: the layer that follows.
+        dropout: what is between, None if nothing is.
+        turned: whether u comes first, of the halves or in the order of calls.
+
+    """
+
+    activation: str
+    gate: str
+    up: str | None
+    down: str
+    dropout: str | None
+    turned: bool
+
+    def compute(self, module: Any, x: Tensor) -> Tensor:
+        """Return down(dropout(f(g) · u))."""
+        if self.up is None:
+            parts = getattr(module, self.gate)(x).chunk(2, -1)
+        else:
+            order = [self.up, self.gate] if self.turned else [self.gate, self.up]
+            parts = [getattr(module, name)(x) for name in order]
+        g, u = reversed(parts) if self.turned else parts
+        h = functions.gate(getattr(module, self.activation), g, u)
+        if self.dropout is not None:
+            h = getattr(module, self.dropout)(h)
+        result: Tensor = getattr(module, self.down)(h)
+        return result
+
+
+class GatedMLP(Rebuilding):
+    """down(f(g) · u), of which g and u are kept; f itself is not called where its hooks would notice."""
+
+    def _forward(self: Any, x: Tensor) -> Tensor:
+        gate: Gate = self.fitact_gate
+        if has_hooks(getattr(self, gate.activation)):
+            output: Tensor = self.stock.forward(self, x)
+            return output
+        return gate.compute(self, x)
+
+
+CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Activation, Composed, Norm, ComposedNorm, Linear, Conv1D, Dropout, GatedMLP)
+}
+
+
+CONSUMERS = ("Linear", "Conv1D")
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("Activation", "Composed"), "activation"),
+    **dict.fromkeys(("Norm", "ComposedNorm"), "norm"),
+    "GatedMLP": "gate",
+}
+REBUILT = "rebuilt"
+
+
+@cache
+def _class(kind: str, stock: Any) -> Any:
+    names = {"stock": stock, "kind": kind, "__module__": stock.__module__, "__qualname__": stock.__qualname__}
+    return type(stock.__name__, (CLASSES[kind], stock), names)
+
+
+def _empty(kind: str, stock: Any) -> Any:
+    made = _class(kind, stock)
+    return made.__new__(made)
+
+
+def swap(module: nn.Module, kind: str, gate: Gate | None = None) -> None:
+    """Give a module the class of a kind, a key of CLASSES; to a gated MLP, what its children are too."""
+    stock: Any = type(module)
+    module.__class__ = _class(kind, stock)
+    if gate is not None:
+        vars(module)["fitact_gate"] = gate
+
+
+def put_back(module: Any) -> None:
+    """Give a module its own class again."""
+    if isinstance(module, Rebuilding):
+        module.__class__ = module.stock
+        vars(module).pop("fitact_gate", None)
+
+
+def restore(model: nn.Module) -> Iterator[SiteRecord]:
+    """Give every module of a model its own class again, and yield what was rebuilt."""
+    for path, module in model.named_modules():
+        if isinstance(module, Rebuilding):
+            kind = KINDS.get(module.kind)
+            put_back(module)
+            if kind is not None:
+                yield SiteRecord(path, kind, REBUILT, type(module).__name__)

@@ -1,0 +1,106 @@
+"""Running a model and leaving it, and the generators of random numbers, as they were."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def generators(model: nn.Module, attempt: int = 0) -> Iterator[Callable[[], bool]]:
+    """Put the random generators of PyTorch, Python and NumPy back as they were.
+
+    Args:
+        model: the generators of its devices are put back too.
+        attempt: a seed for all of them; with 0 the numbers are those that would have come next.
+
+    Yields:
+        A function that tells whether numbers have been drawn on the CPU.
+
+    """
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    numpy: Any = sys.modules.get("numpy")
+    state = random.getstate()
+    numpy_state = numpy and numpy.random.get_state()
+    with torch.random.fork_rng(devices, enabled=True):
+        if attempt:
+            torch.manual_seed(attempt)
+            random.seed(attempt)
+            if numpy:
+                numpy.random.seed(attempt)
+        start = _states(numpy)
+        try:
+            yield lambda: _states(numpy) != start
+        finally:
+            random.setstate(state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+def _states(numpy: Any) -> tuple[str, ...]:
+    """Return the states of the generators on the CPU."""
+    found = (torch.get_rng_state().tolist(), random.getstate(), numpy and numpy.random.get_state(legacy=False))
+    return tuple(map(repr, found))
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put a model back as it was: its training flags, what its modules hold, and the values of its buffers."""
+    values = [(buffer, buffer.clone()) for buffer in map(_unexpanded, model.buffers())]
+    states = [(module, module.training, _contents(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training, contents in states:
+            _restore(vars(module), contents)
+            module.training = training  # TorchScript keeps it elsewhere
+        for buffer, value in values:
+            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                buffer.copy_(value)
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a view in which each element is once, which can be written to."""
+    view = tensor.detach()
+    if view.layout == torch.strided and not view.is_nested:
+        for dim, stride in enumerate(view.stride()):
+            view = view.narrow(dim, 0, 1) if stride == 0 and view.shape[dim] > 1 else view
+    return view
+
+
+def _contents(held: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what is held, and of lists and dictionaries what they hold."""
+    return {key: (value, copy.copy(value) if type(value) in (dict, list) else None) for key, value in held.items()}
+
+
+def _restore(held: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -> None:
+    held.clear()
+    for key, (value, inside) in contents.items():
+        if isinstance(inside, dict):
+            value.clear()
+            value.update(inside)
+        elif isinstance(inside, list):
+            value[:] = inside
+        held[key] = value
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Leave a model and the random generators as they were.
+
+    Weights that autocast has cast before, and those that it casts here, are forgotten: it would go on to use them
+    after the weights have changed.
+    """
+    torch.clear_autocast_cache()
+    with generators(model), unchanged(model):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()

@@ -1,0 +1,320 @@
+"""The private parts of PyTorch that the package uses, each under a name of its own.
+
+A name is private if it, or a module that it is in, begins with an underscore. PyTorch promises nothing about
+private names, so no other file uses one, and a public name is used where it does the same. All names here were
+tried on PyTorch 2.13.0, and most of them on 2.9.0, 2.11.0 and 2.14.1; differences are noted. Slow imports are made
+in the functions that need them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+
+# Tensors with a device but without memory; the public alternative has only the device "meta".
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# A context in which the modes of fake tensors see no operation.
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+
+# A context that sees every operation below autograd; the public `TorchFunctionMode` sees the calls above it.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# The leaves of nested tuples, lists, mappings and classes that libraries register, such as transformers' outputs.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# -------------------------------------------------------------------------------------------- tensors and storages
+
+
+def storage_id(of: Tensor | torch.UntypedStorage) -> int:
+    """Return the identity of a storage: the same for all its tensors, and unique among storages that are alive.
+
+    The public `data_ptr()` is 0 for every storage without memory, such as those of fake tensors.
+    """
+    storage = of.untyped_storage() if isinstance(of, Tensor) else of
+    identity: int = storage._cdata
+    return identity
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor has been changed in place; tensors of inference mode do not count this.
+
+    PyTorch documents `Tensor._version` in its notes on autograd, under this name.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which modes of `torch.overrides` see no operation; there is no public one."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+# ------------------------------------------------------------------------------------------------------- operators
+
+COPY_TO: Any = torch.ops.aten._to_copy.default  # `Tensor.to`, below autograd
+# Batch norm in training mode, below autograd.
+BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit
+# The fused attention of a CPU, and the operator of a GPU whose arguments begin like its own.
+ATTENTION: Mapping[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def is_operator(function: Any) -> bool:
+    """Return whether a function is an operator of `torch.ops`, or one of its overloads."""
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def schema_name(function: Any) -> str:
+    """Return the name of an operator without its overload, such as `aten::add`; for other objects, `str`."""
+    return function._schema.name if isinstance(function, torch._ops.OpOverload) else str(function)
+
+
+def changes_arguments(function: Any) -> bool:
+    """Return whether an operator declares that it changes an argument in place."""
+    return isinstance(function, torch._ops.OpOverload) and bool(function._schema.is_mutable)
+
+
+# --------------------------------------------------------------------------------------------------------- modules
+
+
+def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary itself in which a module holds its children by name.
+
+    The public `named_children` leaves out a child's second name, and `setattr` refuses objects other than modules.
+    """
+    held: dict[str, nn.Module | None] = module._modules
+    return held
+
+
+def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary itself in which a module holds its own parameters; `named_parameters` makes a copy."""
+    held: dict[str, nn.Parameter | None] = module._parameters
+    return held
+
+
+def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dictionary itself in which a module holds its own buffers; `named_buffers` makes a copy."""
+    held: dict[str, Tensor | None] = module._buffers
+    return held
+
+
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    """Return whether a forward pre-hook is registered; no public function tells."""
+    return bool(module._forward_pre_hooks)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a hook of the forward or backward pass is registered; no public function tells."""
+    return any(vars(module).get(hooks) for hooks in HOOKS)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is compiled, by `torch.compile` or its own `compile`; no public function tells."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module that `torch.compile` wrapped; other objects unchanged."""
+    return getattr(module, "_orig_mod", module)
+
+
+# ------------------------------------------------------------------------------------------------------- compiling
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Let the compiler call a function while it traces, and use the result as a constant.
+
+    The public `torch.compiler.assume_constant_result` does the same, but imports the whole compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def in_functorch_transform() -> bool:
+    """Return whether a transform of `torch.func` is running; no public function tells."""
+    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()
+    return depth > 0
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Let the compiler treat the size of a dimension as a variable, unless the code needs a number.
+
+    PyTorch documents `torch._dynamo.maybe_mark_dynamic` under this name.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def trace_joint(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    owned: int,
+    mode: FakeTensorMode,
+    partition: Callable[..., Any],
+) -> None:
+    """Trace the forward and backward pass of a function into one graph, as `torch.compile` does.
+
+    Args:
+        function: takes tensors and returns a tuple of tensors.
+        tensors: its arguments.
+        owned: how many of these, from the first on, are parameters and buffers.
+        mode: the mode of the fake tensors among them.
+        partition: called with the joint graph, its inputs and options by name, including `num_fwd_outputs`; it may
+            raise to end the tracing.
+
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    def nothing(*_: Any) -> Any:
+        raise AssertionError("only the joint graph is wanted: the partition has to raise")
+
+    compiler: Any = nothing
+
+    compile_ = aot_function(
+        function,
+        compiler,
+        compiler,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        num_params_buffers=owned,
+    )
+    with V.set_fake_mode(mode):
+        compile_(*tensors)
+
+
+def partition_with(
+    joint: fx.GraphModule, inputs: Sequence[Any], owned: int, partition: Callable[..., Any], **options: Any
+) -> Any:
+    """Run Inductor's passes over a joint graph, and then `partition` in place of its partitioner.
+
+    Inductor has an option for this, `torch._inductor.config.custom_partitioner_fn`, in all versions tried.
+
+    Args:
+        joint: the graph.
+        inputs: its inputs.
+        owned: how many of its inputs, from the first on, are parameters and buffers.
+        partition: called with the graph, its inputs and options by name, for `min_cut`.
+        options: the options that came with the joint graph.
+
+    """
+    from torch._inductor import compile_fx, config
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partition(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **given: Any) -> Any:
+            return partition(gm, joint_inputs, **given)
+
+        def uuid(self) -> None:
+            """Nothing is compiled, so nothing is cached."""
+
+    options["static_lifetime_input_indices"] = list(range(owned))
+    with config.patch(custom_partitioner_fn=Partition()):
+        return compile_fx.partition_fn(joint, inputs, **options)
+
+
+def min_cut(graph: fx.GraphModule, inputs: Sequence[Any], budget: float, **options: Any) -> Any:
+    """Return the forward and the backward graph that Inductor's partitioner makes under a memory budget.
+
+    Args:
+        graph: the joint graph.
+        inputs: its inputs.
+        budget: the value of `torch._functorch.config.activation_memory_budget`, between 0 and 1.
+        options: as `partition_with` passes them.
+
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    with config.patch(activation_memory_budget=budget):
+        return min_cut_rematerialization_partition(graph, inputs, **options)
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def kept_selectively(context: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a selective checkpoint keeps.
+
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes two contexts. The first, of a private
+    class, has these tensors in its `storage`, each in a wrapper that watches its version.
+    """
+    yield from _wrapped(context.storage)
+
+
+def _wrapped(entry: Any) -> Iterator[Tensor]:
+    if isinstance(entry, dict):
+        entry = list(entry.values())
+    for leaf in tree_leaves(entry):
+        if isinstance(leaf, dict):
+            yield from _wrapped(leaf)
+        elif isinstance(tensor := getattr(leaf, "val", leaf), Tensor):
+            yield tensor
+
+
+@contextmanager
+def faking(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Enter a mode of fake tensors, if any, and collect no garbage until the context ends.
+
+    In 2.9 a collection empties fake tensors that only autograd still holds, and backward then fails. They have no
+    memory, so the garbage can wait.
+    """
+    if mode is None:
+        yield
+        return
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with mode:
+            yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Keep fake tensors from logging the traceback of an error that is reported in one line anyway."""
+    import logging
+    from unittest import mock
+
+    with mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True):
+        yield
+
+
+def memory_tracker(frozen: Iterable[nn.Parameter]) -> Any:
+    """Return PyTorch's own memory tracker, prepared for parameters that get no gradient.
+
+    It hooks parameters without a handle, and fails on those that need no gradient: these get empty handles.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    nothing = RemovableHandle(OrderedDict())
+    for parameter in frozen:
+        tracker._param_to_grad_hook_handles[parameter] = (nothing, nothing)
+    return tracker

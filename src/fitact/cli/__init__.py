@@ -1,0 +1,67 @@
+"""The command line: `fit`, `codegen`, `plot`, `show`, `memory`.
+
+Errors are one line on standard error: status 2 for wrong use, 1 for a job that failed. Commands import what they
+need only when they run, so `--help` is instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from fitact.errors import FitactError
+from fitact.files import reason
+from fitact.interrupts import MESSAGE, STATUS
+
+from . import codegen, fit, memory, plot, show
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; on a KeyboardInterrupt, end it without the empty line that click would print."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Start with:  fitact fit --fn gelu --bits 3  &&  fitact codegen  &&  fitact plot",
+)
+@click.version_option(package_name="fitact", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Make PyTorch activations that keep a few bits per element for backward."""
+
+
+cli.add_command(codegen.codegen)
+cli.add_command(fit.fit)
+cli.add_command(memory.memory)
+cli.add_command(plot.plot)
+cli.add_command(show.show)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    try:
+        return cli.main(arguments, prog_name="fitact", standalone_mode=False) or 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.ClickException as error:
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fitact"
+        return _fail(f"{error.format_message()} (see {command} --help)", 2)
+    except click.Abort:
+        return _fail(MESSAGE, STATUS)
+    except FitactError as error:
+        return _fail(str(error), error.exit_status)
+    except OSError as error:
+        return _fail(f"{error.filename or 'output'}: {reason(error)}", 1)
+
+
+def _fail(message: str, status: int) -> int:
+    click.echo("fitact: " + " ".join(message.split()), err=True)
+    return status

@@ -1,0 +1,108 @@
+"""The tables that `fitact memory` prints of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from fitact.text import columns
+
+if TYPE_CHECKING:
+    from fitact.runtime.compare.records import Report
+
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+
+def show(report: Report, *, exact: bool = False) -> None:
+    """Print a report's tables, with sizes in MiB, for small models in KiB or bytes, and if `exact`, in bytes."""
+    for line in lines(report, exact=exact):
+        click.echo(line)
+
+
+def lines(report: Report, *, exact: bool = False) -> list[str]:
+    """Return the lines that `show` prints."""
+    block = sum(report.block.values())
+    exact = exact or report.rows[0].bytes < MIB
+    unit, name = (MIB, "MiB") if block >= MIB else (KIB, "KiB")
+
+    def size(count: int) -> str:
+        return f"{count:,}" if exact else f"{count / unit:,.1f} {name}"
+
+    which = f"one of {report.blocks} {report.block_name}" if report.blocks > 1 else f"{report.block_name}"
+    text = [
+        f"{report.model}: {sizes(report)}",
+        "",
+        f"{which} keeps {size(block)}{' bytes' if exact else ''}",
+    ]
+    text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
+    if report.closed_form is not None:
+        scores = report.closed_form["scores"]
+        whole = sum(report.closed_form.values())
+        wide = "float32" in (report.autocast or report.dtype)
+        form = f"by the count {'66bsh + 9bs²a, 34bsh + 5bs²a in 16 bits' if wide else '34bsh + 5bs²a'}"
+        text += [
+            f"{form}, with three dropouts: {size(whole)}; without the scores, "
+            f"which fused attention does not keep: {size(whole - scores)}, {_percent(scores / whole)} less"
+        ]
+    text += ["", *columns(*_table(report, size))]
+    if any(row.batch is not None or row.seq is not None for row in report.rows):
+        text += _room(report)
+    return text + [f"note: {note}" for note in report.notes]
+
+
+def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, ...]], str]:
+    """Return the rows, and the alignment of their columns."""
+    head = ["", "kept", "of stock", "replaced", "FLOPs again", "traffic again"]
+    peaks = any(row.peak is not None for row in report.rows)
+    batches = any(row.batch is not None for row in report.rows)
+    lengths = any(row.seq is not None for row in report.rows)
+    head += ["peak"] * peaks + ["batch"] * batches + ["seq"] * lengths
+    table = [tuple(head)]
+    for row in report.rows:
+        again = "checkpoint" in row.kinds or "graph" in row.kinds
+        line = [row.name, size(row.bytes), _percent(row.bytes / report.rows[0].bytes)]
+        line += ["" if row.replaced is None else f"{row.replaced} of {report.sites}"]
+        line += [_percent(row.flops) if again else ""]
+        line += ["" if not again else "-" if row.traffic is None else _percent(row.traffic)]
+        mark = "~" if row.scaled else ""
+        line += ["" if row.peak is None else size(row.peak)] * peaks
+        line += ["" if row.batch is None else f"{mark}{row.batch:,}"] * batches
+        line += ["" if row.seq is None else f"{mark}{row.seq:,}"] * lengths
+        table.append(tuple(line))
+    return table, "<" + ">" * (len(head) - 1)
+
+
+def _room(report: Report) -> list[str]:
+    fixed = {
+        "parameters": report.parameter_bytes,
+        "gradients": report.gradient_bytes,
+        report.optimizer: report.optimizer_bytes,
+    }
+    parts = " + ".join(f"{count / GIB:.2f} GiB {name}" for name, count in fixed.items() if count)
+    scaled = "; ~: scaled from stock, not measured" if any(row.scaled for row in report.rows) else ""
+    return [
+        f"batch, seq: the largest, each with the other as above, that fits {report.gib:g} GiB with {parts}{scaled}"
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def sizes(report: Report) -> str:
+    """Return the line that states a report's sizes, dtype and parameters."""
+    sizes = [
+        f"{name} {size}, " for name, size in (("batch", report.batch), ("seq", report.seq)) if size is not None
+    ]
+    dtype = report.dtype + (f", autocast to {report.autocast}" if report.autocast else "")
+    part = "" if report.trained == report.parameters else f" ({_count(report.trained)} trained)"
+    return f"{''.join(sizes)}{dtype}; {_count(report.parameters)} parameters{part}, {report.training}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:,.1f} million" if number >= 1e6 else f"{number:,}"

@@ -1,0 +1,85 @@
+"""What several commands share: options, reading fits, progress bars."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from fitact.errors import UsageError, quote
+
+if TYPE_CHECKING:
+    from click._termui_impl import ProgressBar
+
+    from fitact.fitter.records.fit import AnyFit
+
+
+FITS = Path("generated/fits")
+PATH = click.Path(path_type=Path)
+Value = TypeVar("Value")
+
+
+class Finite(click.types.FloatParamType):
+    """A number that is neither infinite nor NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Convert a text to a number, or fail."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"expected a finite number, got {value}", param, ctx)
+        return number
+
+
+class _File(click.Path):
+    """The path of a file to write."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("", "-") or str(value).endswith(("/", os.sep)):
+            self.fail(f"expected the name of a file, got {quote(value)}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = _File(path_type=Path)
+
+
+def once(values: Sequence[Value]) -> list[Value]:
+    """Return the values of a repeatable option without duplicates."""
+    return list(dict.fromkeys(values))
+
+
+def named(option: str, pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
+    """Return the names and values that an option gives; UsageError if a name is given twice."""
+    values: dict[str, Value] = {}
+    for name, value in pairs:
+        if name in values:
+            raise UsageError(f"{option} {name}: given twice")
+        values[name] = value
+    return values
+
+
+def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
+    """Read fits from the given files, by default all in generated/fits."""
+    from fitact.fitter.records.reading import read
+
+    found = list(paths) or sorted(FITS.glob("*.json"))
+    if not found:
+        raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
+    return [read(path) for path in found]
+
+
+STEPS = 1000  # of the progress bar per fit
+
+
+def progress(jobs: int, label: str) -> ProgressBar[int]:
+    """Return a progress bar over this many fits, shown only on a terminal."""
+    return click.progressbar(length=jobs * STEPS, label=label, file=sys.stderr, hidden=not sys.stderr.isatty())
+
+
+def advance(bar: ProgressBar[int], fits: int, share: float) -> None:
+    """Move the bar to a number of whole fits and a share of the next."""
+    bar.update(max(0, round((fits + share) * STEPS) - bar.pos))

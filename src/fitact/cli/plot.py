@@ -1,0 +1,43 @@
+"""The command `fitact plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from fitact.errors import UsageError
+
+from .options import FILE, PATH, read_fits
+
+
+@click.command()
+@click.argument("fits", nargs=-1, type=PATH, metavar="[FITS]...")
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    metavar="FILE",
+    help="PNG, SVG or PDF.  [default: NAME.png, or fits.png for several]",
+)
+def plot(fits: Sequence[Path], output: Path | None) -> None:
+    """Draw derivative, step function and error of fits.
+
+    FITS are fit files, by default all in generated/fits. All are drawn in one figure.
+
+    \b
+    Examples:
+      fitact plot
+      fitact plot generated/fits/gelu_fewbit3.json -o gelu.svg
+    """
+    from fitact.files import write
+    from fitact.fitter.plot import draw
+
+    read = read_fits(fits)
+    path = output or Path(f"{read[0].name}.png" if len(read) == 1 else "fits.png")
+    kind = path.suffix[1:].lower()
+    if kind not in ("png", "svg", "pdf"):
+        raise UsageError(f"{path}: expected a file name that ends in .png, .svg or .pdf")
+    write(path, draw(read, kind))
+    click.echo(f"wrote {path}")

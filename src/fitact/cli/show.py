@@ -1,0 +1,40 @@
+"""The command `fitact show`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from fitact.errors import UsageError
+
+
+@click.command()
+@click.argument("things", nargs=-1, metavar="[ACTIVATION | FITS...]")
+def show(things: Sequence[str]) -> None:
+    """Show the catalog, an activation, or fits side by side.
+
+    Without arguments, show the catalog. ACTIVATION is a name of the catalog or an expression in x. FITS are fit
+    files; their names end in .json.
+
+    \b
+    Examples:
+      fitact show
+      fitact show hardtanh
+      fitact show "x*tanh(exp(x))"
+      fitact show generated/fits/gelu_fewbit2.json generated/fits/gelu_fewbit3.json
+    """
+    from fitact.fitter.analysis.activation import Activation
+    from fitact.fitter.records.reading import read
+
+    from . import tables as print_
+
+    if not things:
+        print_.catalog()
+    elif all(thing.endswith(".json") for thing in things):
+        print_.fits([read(Path(thing)) for thing in things])
+    elif len(things) == 1:
+        print_.activation(Activation.of(things[0]))
+    else:
+        raise UsageError("show takes one activation, or fit files whose names end in .json")

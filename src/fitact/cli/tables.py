@@ -1,0 +1,197 @@
+"""The tables that the command line prints: the catalog, the analysis of an activation, fits side by side."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import click
+
+from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.float_check import problem
+from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.expr.parser import text_of
+from fitact.fitter.methods import exact, fewbit, inverted, relumix
+from fitact.fitter.records.fit import AnyFit, InvertedFit, StepFit
+from fitact.text import columns
+
+MOST = 12  # the most breakpoints, pieces or roots that are listed
+
+
+def catalog() -> None:
+    """Print the catalog: names, formulas and PyTorch's functions."""
+    rows = [("name", "f(x)", "PyTorch")]
+    for name, entry in CATALOG.items():
+        call = "none" if entry.torch is None else entry.filled(entry.torch, {})
+        rows.append((name, entry.filled(entry.expression, {}), call))
+    _print(rows)
+
+
+def activation(f: Activation) -> None:
+    """Print the analysis of an activation over the reals, and which methods apply to it."""
+    high = fewbit.DOMAIN[1]
+    even, odd = f.has_even_derivative(high), f.has_odd_derivative(high)
+    monotone = f.monotone()
+    breaks = [
+        f"{_number(b.at)} ({b.kind} of {'f' if b.kind == 'jump' else 'the derivative'})" for b in f.breakpoints()
+    ]
+    rows = [("f(x)", f.expression)]
+    if (text := text_of(f.formula)) != f.expression:
+        rows.append(("computed as", text))
+    rows += [
+        ("f'(x)", text_of(f.derivative_formula)),
+        ("PyTorch", f.torch or "none: computed by the formula"),
+        ("breakpoints", _listed(breaks, "none")),
+        ("derivative is", "even: steps code |x|" if even else "odd" if odd else "neither even nor odd"),
+        ("toward -inf", _toward(f.asymptotes[0])),
+        ("toward +inf", _toward(f.asymptotes[1])),
+        ("pieces", _pieces(monotone)),
+        ("roots of f'", _roots(monotone)),
+        ("range of f'", _range(f.derivative_range())),
+        ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
+        ("fewbit", _fewbit(f, even)),
+        ("relumix", _relumix(f)),
+        ("inverted", _inverted(f)),
+        ("exact", _exact(f)),
+    ]
+    _print(rows)
+
+
+def _number(value: float) -> str:
+    return f"{value + 0.0:.10g}"
+
+
+def _listed(texts: Sequence[str], nothing: str) -> str:
+    more = f", and {len(texts) - MOST} more" if len(texts) > MOST else ""
+    return ", ".join(texts[:MOST]) + more or nothing
+
+
+def _toward(end: Asymptote) -> str:
+    match end.kind:
+        case "line" if end.slope:
+            m = {1.0: "", -1.0: "-"}.get(end.slope, f"{_number(end.slope)}*")
+            b = f" {'-' if end.intercept < 0 else '+'} {_number(abs(end.intercept))}" if end.intercept else ""
+            return f"the line {m}x{b}"
+        case "line":
+            return f"the limit {_number(end.limit)}"
+        case "infinite":
+            return f"{'+' if end.limit > 0 else '-'}infinity, along no line"
+        case "none":
+            return "no limit"
+        case _:
+            return "undefined"
+
+
+def _pieces(monotone: Monotone) -> str:
+    verbs = {1: "rises", -1: "falls", 0: "is constant"}
+    texts = []
+    for piece in monotone.pieces:
+        low = "" if abs(piece.low) >= monotone.reach or piece.low < -1e38 else f" from {_number(piece.low)}"
+        high = "" if abs(piece.high) >= monotone.reach or piece.high > 1e38 else f" to {_number(piece.high)}"
+        texts.append(verbs[piece.direction] + (f"{low}{high}" or " everywhere"))
+    count = len(texts)
+    if not monotone.complete:
+        few = ", ".join(texts) if count <= MOST else f"{count} of them"
+        return f"{few} for |x| below {monotone.reach:.3g}; beyond, f' has too many roots to be counted"
+    bits = (count - 1).bit_length()
+    told = "" if count < 2 else f"; {bits} bit{'s'[: bits > 1]} tell{'s'[: bits < 2]} them apart"
+    return _listed(texts, "none") + told
+
+
+def _roots(monotone: Monotone) -> str:
+    texts = []
+    for root in sorted(monotone.roots, key=lambda root: abs(root.at)):
+        below, above = (_number(order) for order in (root.order_below, root.order_above))
+        order = f"order {below}" if below == above else f"order {below} from below, {above} from above"
+        texts.append(f"{_number(root.at)} ({order})")
+    return _listed(
+        texts, "none but where f is constant" if any(p.direction == 0 for p in monotone.pieces) else "none"
+    )
+
+
+def _range(values: Range) -> str:
+    ends = f"{_number(values.low)} to {_number(values.high)}"
+    return ends if values.complete else f"at least {ends}; beyond what could be seen it may be more"
+
+
+def _fewbit(f: Activation, even: bool) -> str:
+    low, high = fewbit.DOMAIN
+    try:
+        fewbit.check_finite(f, low, high)
+    except UsageError as error:
+        return f"no: {error}"
+    steps = f.steps(0.0 if even else low, high)
+    if steps is not None:
+        bits = max((steps - 1).bit_length(), 1)
+        return f"yes: exact at {bits} bit{'s'[: bits > 1]}, as the derivative is a step function"
+    ends = f.derivative_range()
+    if math.isinf(ends.low) or math.isinf(ends.high):
+        return f"yes, but beyond the domain {low:g} {high:g} an unbounded derivative is cut off"
+    return "yes: 1 to 4 bits"
+
+
+def _relumix(f: Activation) -> str:
+    try:
+        left, right = relumix.asymptotes(f)
+    except UsageError as error:
+        return f"no: {str(error).partition(': ')[2]}"
+    if any(point.kind == "jump" for point in f.breakpoints()):
+        return "yes, but at 2 to 4 bits only with --objective derivative, as it jumps"
+    return "yes: 2 to 4 bits" if left.slope == right.slope else "yes: 1 to 4 bits"
+
+
+def _inverted(f: Activation) -> str:
+    try:
+        count = len(inverted.cells(f))
+    except UsageError as error:
+        return f"no: {str(error).partition(': ')[2]}"
+    bits = (count - 1).bit_length()
+    told = f"{bits} bit{'s'[: bits > 1]} or more beside the output" if bits else "the output alone, 0 bits"
+    return (
+        f"yes: {told}, if its {count} smooth pieces can be fitted"
+        if count > 1
+        else f"yes: {told}, if it can be fitted"
+    )
+
+
+def _exact(f: Activation) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return f"yes: f'(x) = {exact.fit(f, 'shown').derivative}"
+        except UsageError as error:
+            return f"no: {str(error).partition(': ')[2]}"
+
+
+def _print(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
+    for line in columns(rows, align):
+        click.echo(line)
+
+
+def fits(shown: Sequence[AnyFit]) -> None:
+    """Print the errors of fits side by side, one table for each kind of fit."""
+    steps: list[tuple[str, ...]] = [
+        ("", "bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|")
+    ]
+    dtypes = ("bfloat16", "float16", "float32")
+    inverse: list[tuple[str, ...]] = [("", "bits", *dtypes, *(f"floor {dtype}" for dtype in dtypes))]
+    closed: list[tuple[str, ...]] = [("", *dtypes, "f'(x) as a function of y")]
+    for fit in shown:
+        e = fit.error
+        if isinstance(fit, StepFit):
+            # the integral of the weight turns a mean into a norm
+            norm = e["rms"] * math.sqrt(fit.mass)
+            errors = (e["objective"], norm, e["max"], e["rms"], e["primitive_norm"], e["primitive_max"])
+            steps.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
+            continue
+        stated = [f"{e[dtype]:.4g}" for dtype in dtypes]
+        if isinstance(fit, InvertedFit):
+            inverse.append((fit.name, str(fit.bits), *stated, *(f"{fit.floor[dtype]:.4g}" for dtype in dtypes)))
+        else:
+            closed.append((fit.name, *stated, f" {fit.derivative}"))
+    for table, align in ((steps, "<>>>>>>>"), (inverse, "<>>>>>>>"), (closed, "<>>>")):
+        if len(table) > 1:
+            _print(table, align)

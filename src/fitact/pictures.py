@@ -1,0 +1,44 @@
+"""What all pictures share: how text is put into them, and how they are saved."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import TYPE_CHECKING
+
+from fitact.errors import UsageError, quote
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# No picture holds its date or the version that drew it: the same figure gives the same bytes.
+METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}
+
+
+def check_format(format: str) -> None:
+    """Raise UsageError unless pictures can be saved in this format."""
+    if format not in METADATA:
+        raise UsageError(f"format: expected png, svg or pdf, got {quote(format)}")
+
+
+def literal(text: str, limit: int = 40) -> str:
+    """Return a text that matplotlib draws literally: one line, cut to `limit`, no part of it read as a formula."""
+    plain = text if text.isprintable() else ascii(text)[1:-1]
+    plain = plain if len(plain) < limit else f"{plain[: limit - 3]}..."
+    return plain.replace("$", r"\$")
+
+
+def save(figure: Figure, format: str) -> bytes:
+    """Return a figure as a PNG, SVG or PDF; letters that the font lacks are drawn as boxes."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    # identifiers in an SVG are random without a salt
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "fitact"}):
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(buffer, format=format, metadata=METADATA[format])
+    return buffer.getvalue()

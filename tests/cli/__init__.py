@@ -1,0 +1,1 @@
+"""The front door: the command line, arguments, files, interrupts."""

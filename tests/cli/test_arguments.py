@@ -1,0 +1,75 @@
+"""Numbers that are none: every public function refuses them in one line, before it does anything."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import fitact
+from fitact.errors import UsageError
+from fitact.runtime.compare.report import measure
+from fitact.runtime.models.prepare import Training
+from fitact.runtime.models.reference import gelu_mlp
+from fitact.runtime.models.sources import hugging_face, timm_model
+
+NO_BITS = (3.0, True, False, "3", [3], (3,), math.nan, np.float64(3), np.True_, 0.5, -1)
+NO_SIZES = (0, -1, 1.5, 2.0, True, "2", None, math.nan, math.inf, [2])
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+
+CALLS: dict[str, tuple[Callable[[Any], object], tuple[object, ...]]] = {
+    "activation(bits)": (lambda bits: fitact.activation("gelu", bits=bits), NO_BITS),
+    "convert(bits)": (lambda bits: fitact.convert(model(), bits=bits), NO_BITS),
+    "convert(auto, bits)": (
+        lambda bits: fitact.convert(model(), "auto", bits, example_inputs=lambda model: None),
+        NO_BITS,
+    ),
+    "converted_functions(bits)": (lambda bits: fitact.converted_functions(bits=bits), NO_BITS),
+    "measure(bits)": (lambda bits: measure(gelu_mlp, bits=(bits,)), (*NO_BITS, 0, 5, None)),
+    "measure(all bits)": (lambda bits: measure(gelu_mlp, bits=bits), (3, "3", None)),
+    "measure(batch)": (lambda batch: measure(gelu_mlp, batch=batch), NO_SIZES),
+    "measure(seq)": (lambda seq: measure(gelu_mlp, seq=seq), NO_SIZES),
+    "measure(budgets)": (
+        lambda budget: measure(gelu_mlp, budgets=(budget,)),
+        (math.nan, math.inf, -0.5, 1.5, True, "1", None),
+    ),
+    "measure(all budgets)": (lambda budgets: measure(gelu_mlp, budgets=budgets), (0.5, "1", None)),
+    "measure(gib)": (
+        lambda gib: measure(gelu_mlp, gib=gib, budgets=()),
+        (math.nan, math.inf, -math.inf, -1, 1e300, True, "24"),
+    ),
+    "Training(rank)": (lambda rank: Training(rank=rank), NO_SIZES),
+    "hugging_face(image)": (
+        lambda image: hugging_face("vit", image=image),
+        tuple(size for size in NO_SIZES if size is not None),
+    ),
+    "timm_model(image)": (
+        lambda image: timm_model("resnet18", image=image),
+        tuple(size for size in NO_SIZES if size is not None),
+    ),
+}
+CASES = [(name, value) for name, (_, values) in CALLS.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), CASES, ids=[f"{name} {value!r}" for name, value in CASES])
+def test_refused(name: str, value: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        CALLS[name][0](value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [3, np.int64(3), np.uint8(3)])
+def test_integers_of_any_type(bits: Any) -> None:
+    name = type(fitact.activation("gelu", bits=3)).__name__
+    assert type(fitact.activation("gelu", bits=bits)).__name__ == name
+    converted = model()
+    fitact.convert(converted, bits=bits)
+    assert type(converted[1]).__name__ == name  # type: ignore[index]
+    with fitact.converted_functions(bits=bits) as context:
+        assert type(context.modules["gelu"]).__name__ == name

@@ -1,0 +1,841 @@
+"""Random and hostile text, and random and hostile JSON: each is refused in one line, or read, and nothing is run.
+
+Every case is held to two seconds, to an error of one bounded line, and to leaving the machine alone: while a
+text is read, no file is opened, nothing is imported, executed, started or connected to.
+"""
+
+import builtins
+import copy
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.expr.atoms import FUNCTIONS
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.expr.parser import CHARACTERS, MAX_DEPTH, MAX_LENGTH, parse
+from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.records.fit import StepFit
+from fitact.fitter.records.reading import from_json
+
+SECONDS = 120.0  # so long that only what hangs takes it, on a busy machine too
+LONGEST = 800  # characters of a message
+AT = np.array([0.0, 1.0, -1.0, 1e4, -1e4, np.inf, -np.inf, np.nan])
+FITS = [
+    path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[2].glob("generated/fits/*.json"))
+]
+SOME = pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.full)])
+
+
+# ------------------------------------------------------------------------------------------ what is watched
+
+# What Python reports to an audit hook as it reads, writes, imports, executes, starts or connects to something.
+REPORTED = (
+    "open",
+    "import",
+    "exec",
+    "os.",
+    "shutil.",
+    "subprocess.",
+    "socket.",
+    "ctypes.",
+    "pickle.",
+    "tempfile.",
+)
+LIBRARIES = ("sympy", "mpmath", "numpy", "scipy")  # they import parts of themselves when those are first used
+
+
+class Watch:
+    """What was done, by the interpreter's own account or to the canary, while a case was read."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.armed = False
+
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.armed or not event.startswith(REPORTED):
+            return
+        if event == "import" and str(arguments[0]).split(".")[0] in LIBRARIES:
+            return
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                return  # the rest of such an import
+            frame = frame.f_back
+        self.done.append(f"{event} {arguments!a:.200}")
+
+
+class Canary:
+    """An object within reach of every name look-up: whatever is done to it is noted."""
+
+    def __getattribute__(self, name: str) -> Any:
+        WATCH.done.append(f"canary.{name}")
+        return object.__getattribute__(self, name)
+
+    def __call__(self, *_: object) -> float:
+        WATCH.done.append("canary()")
+        return 1.0
+
+
+WATCH = Watch()
+WARM = (
+    "where(x > 1, min(gelu(x), 2**-x), sqrt(3*x)) + abs(x)**1.5*erf(x)/softplus(silu(x)) - log1p(relu(x))*tanh(x)"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _watched_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty working folder, a canary among the builtins, and all that is imported on first use."""
+    with pytest.MonkeyPatch.context() as patch:
+        for text in (WARM, *CATALOG):
+            activation = Activation.of(text)
+            for values in (activation.value, activation.derivative, activation.second_derivative):
+                values(AT)
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        patch.setattr(builtins, "canary", Canary(), raising=False)
+        sys.addaudithook(WATCH.audit)
+        yield
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Hold what is done inside to two seconds, no warning, and no touch of the machine."""
+
+    def stop(*_: object) -> None:
+        pytest.fail(f"no answer within {SECONDS} seconds")
+
+    before, files = signal.signal(signal.SIGALRM, stop), os.listdir()
+    WATCH.done.clear()
+    start = time.perf_counter()
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    WATCH.armed = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        WATCH.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.perf_counter() - start < SECONDS
+    assert WATCH.done == []
+    assert os.listdir() == files
+
+
+def reads(read: Callable[[str], Any], text: str) -> Any:
+    """Return what the text is read as, or None if it is refused as it should be."""
+    with watched():
+        try:
+            return read(text)
+        except UsageError as error:
+            message = str(error)
+    assert message.isprintable(), "one line"
+    assert 10 < len(message) < LONGEST
+
+
+def check_text(text: str) -> Activation | None:
+    formula = reads(parse, text)
+    reads(Weight, text)
+    activation: Activation | None = reads(Activation.of, text)
+    if activation is None:
+        return None
+    assert formula is not None or text in CATALOG
+    for values in (activation.value, activation.derivative, activation.second_derivative):
+        for at in (AT, AT[0], AT.reshape(2, 2, 2)):
+            with watched():
+                found = values(at)
+            assert found.dtype == np.float64
+            assert found.shape == at.shape
+    return activation
+
+
+def check_json(text: str) -> Any:
+    fit = reads(from_json, text)
+    if fit is not None:
+        with watched():
+            again = fit.to_json()
+            assert from_json(again).to_json() == again
+            assert not isinstance(fit, StepFit) or np.isfinite(fit(AT)).all()
+    return fit
+
+
+def fuzz(count: int, cases: st.SearchStrategy[str], check: Callable[[str], object]) -> None:
+    """Check `count` random cases, the same ones every time."""
+
+    # to shrink a case that takes too long would take too long
+    @settings(
+        derandomize=True,
+        deadline=None,
+        max_examples=count,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[*HealthCheck],
+    )
+    @given(cases)
+    def run(text: str) -> None:
+        check(text)
+
+    run()
+
+
+def balanced(parts: list[str], operator: str) -> str:
+    """Join formulas by an operator, nested as little as possible."""
+    while len(parts) > 1:
+        pairs = [f"({operator.join(parts[i : i + 2])})" for i in range(0, len(parts), 2)]
+        parts = pairs
+    return parts[0]
+
+
+# ----------------------------------------------------------------------------------------------- named cases
+
+DEEP = MAX_DEPTH - 2
+UNARY = [name for name, (arguments, _) in FUNCTIONS.items() if arguments == 1]
+HOSTILE = {
+    # towers and nests
+    "tower": "**".join(["9"] * 50),
+    "tower of x": "**".join(["x"] * DEEP),
+    "tower of e": "e**" * DEEP + "x",
+    "tower of negatives": "x" + "**-9" * 50,
+    "powers of powers": "(" * 25 + "x" + " + 1)**1000" * 25,
+    "powers of fractions": "(" * 25 + "x" + " + 1)**.37" * 25,
+    "powers of x": "(" * 25 + "x" + ")**x" * 25,
+    "squares": "(" * DEEP + "x" + ")**2" * DEEP,
+    "hidden zero power": "(x - x)**-1 + x",
+    "hidden zero to the x": "(1 - 1)**x",
+    "10 000 brackets": "(" * 10_000 + "x" + ")" * 10_000,
+    "10 000 open brackets": "(" * 10_000,
+    "10 000 closed brackets": ")" * 10_000,
+    "10 000 minuses": "-" * 10_000 + "x",
+    "allowed length of minuses": "-" * (MAX_LENGTH - 1) + "x",
+    "allowed length of nots": "~" * (MAX_LENGTH - 1) + "x",
+    "allowed length of brackets": "(" * (MAX_LENGTH // 2) + ")" * (MAX_LENGTH // 2),
+    "allowed length of indices": "x" + "[x]" * (MAX_LENGTH // 3),
+    "allowed length of calls": "x" + "()" * (MAX_LENGTH // 2 - 1),
+    "allowed length of dots": "x" + ".x" * (MAX_LENGTH // 2 - 1),
+    "allowed length of comparisons": "x" + "<x" * (MAX_LENGTH // 2 - 1),
+    "allowed length of lambdas": "lambda:" * (MAX_LENGTH // 7 - 1) + "x",
+    "allowed length of alternatives": "x if x else " * (MAX_LENGTH // 12 - 1) + "x",
+    **{f"nested {name}": f"{name}(" * DEEP + "x" + ")" * DEEP for name in UNARY},
+    **{f"nested inverse {name}": f"1/{name}(" * (DEEP // 2) + "x" + ")" * (DEEP // 2) for name in UNARY},
+    **{f"nested {name} and x": f"x*{name}(" * (DEEP // 2) + "x" + ")" * (DEEP // 2) for name in UNARY},
+    "nested min": "min(x, " * DEEP + "x*x" + ")" * DEEP,
+    "nested max and min": "max(x, min(tanh(x), " * 4 + "x*x" + "))" * 4,
+    "nested where": "where(x > 0, x, " * DEEP + "x*x" + ")" * DEEP,
+    "nested conditions": "where(" * 20 + "x" + " > x, x, -x)" * 20,
+    "nested quotients": "x/(1 + " * 28 + "x" + ")" * 28,
+    # wide
+    "sum of 500": balanced(["x", "1"] * 250, "+"),
+    "sum of powers": balanced([f"x**{i}" for i in range(200)], "+"),
+    "sum of functions": balanced([f"tanh({i}*x)" for i in range(2, 120)], "+"),
+    "sum of quotients": balanced([f"1/(x+{i})" for i in range(2, 150)], "+"),
+    "sum of roots": balanced([f"sqrt({10**20 + i})" for i in range(70)], "+") + "*x",
+    "product of roots": balanced([f"sqrt({10**20 + i})" for i in range(30)], "*") + "*x",
+    "product of fractions": balanced([f"({10**9 + i}/{10**9 - i})" for i in range(1, 70)], "*") + "*x",
+    "sum of fractions": balanced([f"1/{10**12 + i}" for i in range(90)], "+") + "*x",
+    "powers of numbers": balanced(["1.1**70*0.9**70"] * 90, "*") + "*x",
+    "product of wheres": balanced([f"where(x>{i},x,1)" for i in range(90)], "*"),
+    "where that doubles": "where(x > 1, A, -A)".replace("A", "where(x > 2, A, 2*A)").replace(
+        "A", "exp(x)*tanh(x)"
+    ),
+    "squares that double": "(" * 9 + "x + 1" + ")" * 9 + "".join(f"*(x + {i})" for i in range(50)),
+    # numbers
+    "1e999": "1e999",
+    "-1e999": "x - 1e999",
+    "smallest": "x*5e-324",
+    "below the smallest": "x*1e-400",
+    "hexadecimal": "0xff*x",
+    "long hexadecimal": "0x" + "f" * (MAX_LENGTH - 2),
+    "octal": "0o777*x",
+    "old octal": "0777*x",
+    "binary": "0b" + "1" * 900 + "*x",
+    "underscores": "1_000.000_1e1_0*x",
+    "imaginary": "1j*x",
+    "hidden imaginary": "sqrt(-1)*x",
+    "hidden imaginary of x": "sqrt(-1 - x**2)",
+    "hidden imaginary erf": "erf(sqrt(-x**2))",
+    "long integer": "9" * MAX_LENGTH,
+    "long fraction": "0." + "9" * (MAX_LENGTH - 4) + "*x",
+    "long exponent": "1e" + "9" * (MAX_LENGTH - 2),
+    "long negative exponent": "1e-" + "9" * (MAX_LENGTH - 5) + "*x",
+    "huge power": "x**" + "9" * 300,
+    "tiny power": "x**1e-300",
+    "power one past": "x**1001",
+    "root of a long number": "(" + "9" * 299 + ")**(1/7)*x",
+    "large power of a sum": "(x + 1e290)**1000",
+    "gamma-like": "exp(x*log(x) - x)*sqrt(2*pi*x)*(1 + 1/(12*x))",
+    "factorial": "factorial(x) + gamma(x) + loggamma(x)",
+    # identifiers
+    "long name": "x" * MAX_LENGTH,
+    "too long a name": "x" * 100_000,
+    "long call": "y" * (MAX_LENGTH - 3) + "(x)",
+    "dunder": "__debug__*x",
+    "keyword": "None",
+    "soft keyword": "match",
+    # megabytes
+    **{
+        f"megabyte of {part!a}": part * (1_000_000 // len(part)) for part in ["x", "(", "-", " ", "\0", "x+", "\n"]
+    },
+    "megabyte of minuses in unicode": "\N{MINUS SIGN}" * 1_000_000,
+}
+UNICODE = {
+    f"{letter!a}": letter
+    for letter in [
+        *"ｘхⅹ×𝑥𝒙ᵪеｅ℮π𝛑²³½１٣߀∞−–＋∗·÷⁄ªºﬀ",
+        *"\0\x01\x08\x1b\x7f\x80\x85\xa0\xad",
+        *"\u061c\u200b\u200d\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069\u2060\u3000\ufeff\ufffe\uffff",
+        *"\ud800\udbff\udc00\udfff\udc80\U000e0001\U0010ffff\u0301",
+        *"\t\n\v\f\r\x1c\x1d\x1e\x1f",
+    ]
+}
+# Nothing in them is a formula, and some of them would do something if they were run.
+PROGRAMS = [
+    "__import__('os').system('touch x')",
+    "__import__(chr(111) + chr(115)).mkdir(chr(120))",
+    "canary()",
+    "canary(x)*x",
+    "canary.x",
+    "canary.x()",
+    "canary[x]",
+    "canary + x",
+    "-canary",
+    "x*canary",
+    "exp(canary)",
+    "x(canary)",
+    "where(canary > 0, x, 1)",
+    "where(x > 0, canary(), canary())",
+    "where(canary, x, 1)",
+    "exp(x=canary())",
+    "exp(*canary())",
+    "exp(**canary())",
+    "exp(x, evaluate=False)",
+    "[canary() for x in x]",
+    "{canary()}",
+    "{x: canary()}",
+    "(canary() for x in [1])",
+    "[x for x in canary]",
+    "lambda: canary()",
+    "(lambda: canary())()",
+    "(lambda x=canary(): x)()",
+    "(y := canary())",
+    "exp(y := canary())",
+    "x if canary() else x",
+    "canary() or x",
+    "not canary()",
+    "0 < x < canary()",
+    "x in canary",
+    "x is canary",
+    "yield canary()",
+    "(yield canary())",
+    "await canary()",
+    "*canary",
+    "exp(*[canary()])",
+    "x, canary()",
+    "x; canary()",
+    "x\ncanary()",
+    "x\rcanary()",
+    "x\fcanary()",
+    "x = canary()",
+    "import canary",
+    "del x",
+    "assert canary()",
+    "raise canary",
+    "exec('canary()')",
+    "eval('canary()')",
+    "open('x', 'w')",
+    "print(x)",
+    "breakpoint()",
+    "x.subs(x, canary())",
+    "x.__class__.__mro__",
+    "().__class__.__base__.__subclasses__()",
+    "exp.__globals__",
+    "exp(x).diff(x)",
+    "x.func",
+    "Symbol(x)",
+    "sympify(x)",
+    "lambdify(x, x)",
+    "f'{canary()}'",
+    "'{0.__class__}'.format(x)",
+    "{x.__class__}",
+    "{alpha}*x",
+    "%s*x",
+    "%(x)s",
+    "x % (canary(),)",
+    "x @ canary",
+    "`canary`",
+    "$(touch x)",
+    "x | touch x",
+    "x && touch x",
+    "../x",
+    "~/x",
+    "\\x63anary()",
+    "# -*- coding: unicode_escape -*-\ncanary()",
+    "x # canary()",
+    "'''canary'''",
+    "x // canary",
+    "x -> canary",
+    "@canary",
+    "...",
+    "Ellipsis",
+]
+
+
+# Short formulas whose derivatives have been too large for the time or the stack.
+DERIVATIVES = {
+    "product of 20 sums": balanced([f"(x+{i})" for i in range(20)], "*"),
+    "product of 40 sums": balanced([f"(x+{i})" for i in range(40)], "*"),
+    "product of 20 silus": balanced([f"silu({i}*x)" for i in range(2, 22)], "*"),
+    "product of 60 sums": balanced([f"(x+{i})" for i in range(60)], "*"),
+    "product of 120 tanhs": balanced([f"tanh(x+{i})" for i in range(120)], "*"),
+    "product of 20 wheres": balanced([f"where(x>{i},x,1)" for i in range(20)], "*"),
+    "28 nested log1p": "log1p(" * 28 + "x" + ")" * 28,
+    "29 nested sigmoid and x": "x*sigmoid(" * 29 + "x" + ")" * 29,
+    "30 powers of x": "**".join(["x"] * 30),
+    "40 powers of x": "**".join(["x"] * 40),
+    "15 nested erf, sin and root": "erf(sin((" * 15 + "x*x" + ")**0.3))" * 15,
+}
+
+
+# Each was once rewritten without end, or into something that grew with every pass.
+REWRITTEN = [
+    "exp(x)*(e-1)",
+    "exp(-x)*(1-tanh(1))",
+    "1/(1+(e-1)*exp(x))",
+    "1/(log(2)+2*exp(x)+log(3)*exp(2*x))",
+    "sinh(x/2)/(exp(2*x)+exp(x)+1)",
+    "abs(x)/(1+exp(-x)+exp(-2*x))",
+    "expm1(x)/(exp(2*x)+exp(x)+1)",
+    "1/(sech2(2)-exp(erfc(x**2)))",
+    "1/(exp(2*(-x)**1.5)+exp((-x)**1.5)+0.5)",
+]
+
+
+def identifiers(cases: dict[str, str]) -> Any:
+    return pytest.mark.parametrize("text", cases.values(), ids=[name.replace(" ", "-") for name in cases])
+
+
+@pytest.mark.parametrize("text", REWRITTEN)
+def test_rewriting_ends(text):
+    check_text(text)
+
+
+@identifiers(HOSTILE)
+def test_hostile_text(text):
+    check_text(text)
+
+
+@identifiers(DERIVATIVES)
+def test_derivatives_of_short_formulas(text):
+    check_text(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["exp(x**4)", "x**-400", "exp(exp(exp(x)))", "exp(" * 8 + "x" + ")" * 8, "2**" * 9 + "x"]
+)
+def test_shape_of_a_formula_that_overflows(text):
+    activation = Activation.of(text)
+    with watched():
+        activation.switch_points(-10.0, 10.0)
+        activation.breakpoints()
+        activation.has_even_derivative(10.0)
+        activation.steps(-10.0, 10.0)
+        _ = activation.asymptotes
+        activation.monotone()
+        activation.derivative_range()
+
+
+@identifiers(UNICODE)
+def test_letters_beyond_ascii(text):
+    for formula in (text, f"x{text}", f"{text}x", f"x + {text}*x", f"e{text}p(x)", f"exp({text})", f"ge{text}lu"):
+        assert check_text(formula) is None
+
+
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_programs_are_refused_and_not_run(text):
+    for formula in (
+        text,
+        f"({text})",
+        f" {text} ",
+        f"x + {text}",
+        f"exp({text})",
+        f"where(x > 0, {text}, {text})",
+    ):
+        assert check_text(formula) is None
+
+
+def no_end(_: str) -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("act", "seen"),
+    [
+        (lambda _: builtins.eval("1"), "exec"),
+        (lambda _: open(os.devnull, "w").close(), "open"),
+        (lambda _: os.system("true"), r"os\.system"),
+        (lambda _: os.chmod(".", 0o700), r"os\.chmod"),
+        (lambda _: [sys.modules.pop("colorsys", None), __import__("colorsys")], "colorsys"),
+        (lambda _: builtins.canary(), r"canary\(\)"),
+        (lambda _: builtins.canary.__class__, r"canary\.__class__"),
+        (lambda _: np.float64(1) / np.float64(0), "divide by zero"),
+        (no_end, "no answer within"),
+    ],
+)
+def test_the_watch_sees(act, seen, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2.0)
+    with pytest.raises((Exception, pytest.fail.Exception), match=seen):
+        reads(act, "")
+
+
+# ----------------------------------------------------------------------------------------------- random text
+
+LEAVES = st.sampled_from(
+    ["x"] * 8
+    + ["pi", "e", "0", "1", "2", "3", "-1", "0.5", "1/3", "7e2", "1e-9", "1e200", "1e-200", "1e300", "999", "1_0"]
+)
+# nearly numbers and names of the language
+ODD = st.sampled_from(["y", "0x1F", "1e999", "1j", "x.x", "01", "True", "", "where", "-", "x=1", "*x", *CATALOG])
+COMPARISONS = st.sampled_from(["<", "<=", ">", ">="])
+OPERATORS = st.sampled_from(["+", "-", "*", "/", "**"])
+
+
+def formulas(leaves: st.SearchStrategy[str], names: list[str], size: int) -> st.SearchStrategy[str]:
+    def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        return st.one_of(
+            st.builds("{}({})".format, st.sampled_from(names), inner),
+            st.builds("({}) {} ({})".format, inner, OPERATORS, inner),
+            st.builds("({})**{}".format, inner, st.sampled_from(["2", "3", "-1", "0.5", "1000", "-0.3"])),
+            st.builds("{}({}, {})".format, st.sampled_from(["min", "max"]), inner, inner),
+            st.builds("where({} {} {}, {}, {})".format, inner, COMPARISONS, inner, inner, inner),
+        )
+
+    return st.recursive(leaves, grow, max_leaves=size)
+
+
+VALID = formulas(LEAVES, ["-", *UNARY], 12)
+NEARLY = formulas(LEAVES | ODD, ["-", "~", "", "min", "where", *FUNCTIONS, *CATALOG], 8)
+WRAPPERS = [
+    *(f"{name}(@)" for name in UNARY),
+    *(f"{name}(@) - @" for name in ("tanh", "relu", "erf")),
+    *("-@", "(@)", "x*(@)", "1/(@)", "(@)/x", "(@)**2", "(@)**x", "2**(@)", "(@)**0.3", "(@) + 1", "3*(@)"),
+    *("(@)*(@)", "(@)/(1 + (@))", "min(@, 1)", "max(x, @)", "max(@, -(@))"),
+    *("where(@ > 0, x, 1)", "where(x > 0, @, -(@))", "where(x <= 1, @, exp(x))"),
+]
+TERMS = [
+    "x",
+    "x*x",
+    "exp(x)",
+    "tanh(2*x)",
+    "erf(x/3)",
+    "silu(x)",
+    "(x+1)",
+    "(x-2)",
+    "sigmoid(-x)",
+    "x**9",
+    "abs(x)",
+]
+
+
+@st.composite
+def nests(draw: st.DrawFn) -> str:
+    """Wrap a formula again and again, up to about the allowed length, which some wrappers double."""
+    text = draw(st.sampled_from(["x", "x + 1", "2*x", "x*x"]))
+    chosen = draw(st.lists(st.sampled_from(WRAPPERS), min_size=1, max_size=6))
+    for i in range(draw(st.integers(1, MAX_DEPTH))):
+        wrapped = chosen[i % len(chosen)].replace("@", text)
+        if len(wrapped) > MAX_LENGTH:
+            break
+        text = wrapped
+    return text
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> str:
+    """Join many formulas."""
+    terms = draw(st.lists(st.sampled_from(TERMS) | LEAVES, min_size=1, max_size=6))
+    parts = [f"{terms[i % len(terms)]}" for i in range(draw(st.integers(1, 150)))]
+    if draw(st.booleans()):
+        parts = [f"({part}+{i})" for i, part in enumerate(parts)]
+    return balanced(parts, draw(st.sampled_from("+-*/")))
+
+
+@st.composite
+def edits(draw: st.DrawFn) -> str:
+    """Change a few characters of a formula of the catalog, or of a valid one."""
+    text = draw(st.sampled_from([Activation.of(name).expression for name in CATALOG]) | VALID)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(text)))
+        inserted = draw(
+            st.text(ALPHABET, max_size=3) | st.sampled_from([*FUNCTIONS, "where", "**", "if", "\N{DIGIT ONE}"])
+        )
+        text = text[:at] + inserted + text[at + draw(st.integers(0, 3)) :]
+    return text
+
+
+ALPHABET = "".join(sorted(CHARACTERS))
+
+
+@SOME
+def test_random_characters(count):
+    fuzz(count, st.text(ALPHABET, max_size=60) | st.text("x0123456789.e+-*/(), <>=", max_size=40), check_text)
+
+
+@SOME
+def test_random_unicode(count):
+    letters = st.characters(codec=None) | st.sampled_from([*UNICODE.values()])
+    fuzz(
+        count, st.text(letters, max_size=20) | st.text(letters | st.sampled_from("x+*()"), max_size=30), check_text
+    )
+
+
+@SOME
+def test_random_formulas(count):
+    fuzz(count, VALID, check_text)
+
+
+@SOME
+def test_random_near_formulas(count):
+    fuzz(count, NEARLY, check_text)
+
+
+@SOME
+def test_random_nests(count):
+    fuzz(count, nests(), check_text)
+
+
+@SOME
+def test_random_rows(count):
+    fuzz(count, rows(), check_text)
+
+
+@SOME
+def test_random_edits(count):
+    fuzz(count, edits(), check_text)
+
+
+# ----------------------------------------------------------------------------------------------------- JSON
+
+RECORD = next(record for record in map(json.loads, FITS) if record["name"] == "gelu_fewbit1")
+RAW = "<raw>"  # stands for a piece of text that json.dumps would not write
+NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "0.1", "1E400", "5e-324", "1e39"]
+NUMBERS += ["9" * 400, "9" * 4300, "9" * 4301, "-" + "9" * 100_000, "0." + "3" * 100_000, "1e" + "9" * 5000]
+BROKEN = [
+    "",
+    "nan",
+    "True",
+    "'x'",
+    "0x10",
+    "01",
+    "+1",
+    ".5",
+    "1.",
+    "1_0",
+    "{",
+    "]",
+    "//",
+    "undefined",
+    '"\\x"',
+    '"\\u12"',
+]
+NESTED = [a * n + b + c * n for n in (3, 200, 5000) for a, b, c in (("[", "", "]"), ('{"a":', "1", "}"))]
+TEXTS = [
+    "",
+    "x",
+    "gelu",
+    "\0",
+    "\ud800",
+    "\u2028",
+    "a\nb",
+    "x" * 1000,
+    "../x",
+    "{0}",
+    "%s",
+    "__class__",
+    "9" * 5000,
+]
+TEXTS += ["uniform", "normal(0, 1)", "normal(1e308, 1e-308)", "normal(" + "1" * 999, *PROGRAMS]
+RAWS = st.sampled_from(NUMBERS * 2 + BROKEN + NESTED).map(lambda text: RAW + text)
+ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.text(max_size=8),
+    st.sampled_from(TEXTS),
+    st.sampled_from([*CATALOG, *RECORD]),
+    VALID,
+    RAWS,
+)
+KEYS = st.sampled_from([*RECORD, "name", "expression", "parameters", "alpha", "max", "rms", "seed"]) | st.text(
+    max_size=6
+)
+ANY = st.recursive(
+    ATOMS,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(KEYS, inner, max_size=5),
+    max_leaves=8,
+)
+
+
+def written(record: object) -> str:
+    """Return the JSON of a record whose raw pieces are written as they are."""
+    text = json.dumps(record)
+    while (start := text.find(f'"{RAW}')) >= 0:
+        piece, end = json.decoder.py_scanstring(text, start + 1)
+        text = text[:start] + piece.removeprefix(RAW) + text[end:]
+    return text
+
+
+def containers(value: object) -> Iterator[Any]:
+    """Go through the objects and lists of a record, itself first."""
+    if isinstance(value, dict | list):
+        yield value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from containers(item)
+
+
+@st.composite
+def changed_records(draw: st.DrawFn) -> str:
+    """Replace, remove, insert, rename or double values of a fit, anywhere."""
+    record: Any = json.loads(draw(st.sampled_from(FITS)))
+    for _ in range(draw(st.integers(1, 3))):
+        target = draw(st.sampled_from([*containers(record)]))
+        places = [*target] if isinstance(target, dict) else [*range(len(target))]
+        if not places:
+            continue
+        place = draw(st.sampled_from(places))
+        match draw(st.sampled_from(["replace", "replace", "replace", "remove", "insert", "rename", "double"])):
+            case "replace":
+                target[place] = draw(ANY)
+            case "remove":
+                del target[place]
+            case "insert" if isinstance(target, dict):
+                target[draw(KEYS)] = draw(ANY)
+            case "insert":
+                target.insert(place, draw(ANY))
+            case "rename" if isinstance(target, dict):
+                target[draw(KEYS)] = target.pop(place)
+            case _ if isinstance(target, dict):
+                target[draw(KEYS)] = copy.deepcopy(target[place])
+            case _:
+                target += target
+    return written(record)
+
+
+@st.composite
+def changed_texts(draw: st.DrawFn) -> str:
+    """Flip bits of a fit's bytes, cut pieces out, repeat them, or put them elsewhere."""
+    data = bytearray(draw(st.sampled_from(FITS)).encode())
+    for _ in range(draw(st.integers(1, 4))):
+        at, length = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 40))
+        match draw(st.sampled_from(["flip", "flip", "cut", "repeat", "move", "insert"])):
+            case "flip":
+                data[at] ^= 1 << draw(st.integers(0, 7))
+            case "cut":
+                del data[at : at + length]
+            case "repeat":
+                data[at:at] = data[at : at + length] * draw(st.sampled_from([1, 2, 1000]))
+            case "move":
+                piece = data[at : at + length]
+                del data[at : at + length]
+                to = draw(st.integers(0, len(data)))
+                data[to:to] = piece
+            case _:
+                data[at:at] = draw(st.sampled_from([*NUMBERS, *BROKEN, "\ufeff", "\0", "{}", "[]", ","])).encode()
+        if not data:
+            break
+    return bytes(data).decode(errors=draw(st.sampled_from(["replace", "surrogateescape", "backslashreplace"])))
+
+
+def replaced(**fields: object) -> str:
+    return written({**RECORD, **fields})
+
+
+FORMULAS = {name: text for name, text in HOSTILE.items() if len(text) <= MAX_LENGTH}
+HOSTILE_JSON = {
+    "megabyte of spaces": " " * 1_000_000,
+    "megabyte of brackets": "[" * 1_000_000,
+    "megabyte of objects": '{"a":' * 200_000,
+    "megabyte of nested lists": "[" * 500_000 + "]" * 500_000,
+    "megabyte of digits": "9" * 1_000_000,
+    "megabyte of zeros": "0." + "0" * 1_000_000 + "1",
+    "megabyte of text": json.dumps("x" * 1_000_000),
+    "megabyte of escapes": '"' + "\\ud800" * 200_000 + '"',
+    "megabyte of backslashes": '"' + "\\" * 1_000_000,
+    "megabyte of fields": json.dumps({f"field{i}": i for i in range(60_000)}),
+    "megabyte of the same field": "{" + '"schema": 1, ' * 80_000 + '"schema": 1}',
+    "megabyte of fits": FITS[0] * (1_000_000 // len(FITS[0])),
+    **{f"megabyte of numbers in {name}": replaced(**{name: [0.5] * 200_000}) for name in RECORD},
+    **{f"megabyte of text in {name}": replaced(**{name: "x" * 1_000_000}) for name in RECORD},
+    **{f"megabyte of fields in {name}": replaced(**{name: {str(i): i for i in range(80_000)}}) for name in RECORD},
+    **{f"long integer in {name}": replaced(**{name: RAW + "9" * 4300}) for name in RECORD},
+    **{f"too long an integer in {name}": replaced(**{name: RAW + "9" * 4301}) for name in RECORD},
+    **{f"long fraction in {name}": replaced(**{name: RAW + "0." + "3" * 900_000}) for name in RECORD},
+    **{f"{number} in {name}": replaced(**{name: RAW + number}) for number in NUMBERS[:3] for name in RECORD},
+    **{f"weight is {name}": replaced(weight=text) for name, text in FORMULAS.items()},
+    **{
+        f"activation is {name}": replaced(activation={"name": None, "expression": text})
+        for name, text in FORMULAS.items()
+    },
+}
+
+
+@identifiers(HOSTILE_JSON)
+def test_hostile_json(text):
+    check_json(text)
+
+
+@pytest.mark.parametrize("brackets", [("[", "", "]"), ('{"a":', "1", "}"), ('[{"a":', "1", "}]")], ids="".join)
+@pytest.mark.parametrize("name", [*RECORD, "else"])
+def test_json_nested_about_as_deeply_as_it_is_read(name, brackets):
+    """Whatever can still be read must still be refused properly, with hardly any stack left."""
+    start, inside, end = brackets
+
+    def is_read(depth: int) -> bool:
+        try:
+            json.loads(start * depth + inside + end * depth)
+        except RecursionError:
+            return False
+        return True
+
+    low, high = 1, 200_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_read(middle) else (low, middle)
+    for depth in range(max(low - 60, 1), low + 10):
+        check_json(replaced(**{name: RAW + start * depth + inside + end * depth}))
+
+
+@SOME
+def test_random_json(count):
+    fuzz(count, ANY.map(written), check_json)
+
+
+@SOME
+def test_random_records(count):
+    fuzz(
+        count, st.dictionaries(st.sampled_from([*RECORD]), ANY).map(lambda fields: replaced(**fields)), check_json
+    )
+
+
+@SOME
+def test_random_changes_of_a_fit(count):
+    fuzz(count, changed_records(), check_json)
+
+
+@SOME
+def test_random_changes_of_a_text(count):
+    fuzz(count, changed_texts(), check_json)

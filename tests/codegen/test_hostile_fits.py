@@ -1,0 +1,246 @@
+"""A stranger's fit: whatever its texts hold, generated code has the statements of its template and no others."""
+
+import ast
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitact.codegen import bundle, generate, safety
+from fitact.codegen.dialects import Code
+from fitact.errors import UsageError
+from fitact.fitter.records.reading import from_json
+
+# A fit of every method and every form, with every optional field.
+SHIPPED = (
+    "gelu_fewbit3",
+    "gelu_regelu2_published",
+    "silu_inverted1",
+    "gelu_inverted_published",
+    "softplus_exact",
+)
+RECORDS: dict[str, dict[str, Any]] = {
+    name: json.loads(files("fitact.generated").joinpath("fits", f"{name}.json").read_text()) for name in SHIPPED
+}
+RECORDS["own"] = RECORDS["gelu_fewbit3"] | {
+    "name": "own",
+    "activation": {"name": None, "expression": "x*sigmoid(1.5*x)"},
+    "weight": "normal(0, 2)",
+}
+RECORDS["leaky"] = RECORDS["gelu_fewbit3"] | {
+    "name": "leaky",
+    "activation": {
+        "name": "leaky_relu",
+        "expression": "where(x > 0, x, 0.2*x)",
+        "parameters": {"negative_slope": 0.2},
+    },
+}
+
+CALL = '__import__("os").system("touch ran")'
+HOSTILE = (
+    f'x"""\nimport os; {CALL}\n"""',
+    f'x"""\n__all__ = [{CALL}]\n"""',
+    f"x'''\n{CALL}\n'''",
+    f"x\n{CALL}\n",
+    f"x\r{CALL}\r",
+    f"x\u2028{CALL}",
+    f"x\x0c{CALL}",
+    f"x; {CALL}",
+    f"x) or {CALL} or (x",
+    f"{{{{ {CALL} }}}}",
+    "{% include 'module.py.j2' %}",
+    '"""',
+    '"',
+    "'",
+    "\\",
+    'x\\"""',
+    "x # ",
+    "x; exit(3)",
+    "{{ exit(3) }}",
+    "x\nexit(3)\n",
+    "\0",
+    "\ud800",
+    "\u202e",
+    "x" * 100_000,
+    "$\\frac$",
+    "$x$",
+    "../x",
+    "os.system",
+    "",
+    " ",
+)
+
+
+def texts(record: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every text in a record; that of a key ends in None."""
+    if isinstance(record, dict):
+        for key, value in record.items():
+            yield (*path, key, None)
+            yield from texts(value, (*path, key))
+    elif isinstance(record, list):
+        for i, value in enumerate(record):
+            yield from texts(value, (*path, i))
+    elif isinstance(record, str):
+        yield path
+
+
+def changed(record: dict[str, Any], path: tuple[Any, ...], text: str) -> dict[str, Any]:
+    """Return a record with one text, a value or a key, in another's place."""
+    record = copy.deepcopy(record)
+    target: Any = record
+    *parents, last = path[:-1] if path[-1] is None else path
+    for part in parents:
+        target = target[part]
+    if path[-1] is None:
+        target[text] = target.pop(last)
+    else:
+        target[last] = text
+    return record
+
+
+def structure(text: str) -> str:
+    """Return the syntax tree of a module without its docstring and its key."""
+    tree = ast.parse(text)
+    assert isinstance(tree.body[0], ast.Expr)
+    del tree.body[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "key":
+            node.value = ast.Constant("")
+    return ast.dump(tree)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_text_of_every_record(name):
+    record = RECORDS[name]
+    clean = generate.render(from_json(json.dumps(record)))
+    paths = list(texts(record))
+    assert ("name",) in paths
+    assert ("activation", "expression") in paths
+    accepted = 0
+    for path in paths:
+        for text in HOSTILE:
+            try:
+                fit = from_json(json.dumps(changed(record, path, text)))
+            except UsageError as error:
+                assert str(error).isprintable()
+                assert len(str(error)) < 500
+                continue
+            accepted += 1
+            assert path[-2:] == ("options", "source"), (
+                "texts that mean something are compared with what they may mean"
+            )
+            assert structure(generate.render(fit)) == structure(clean)
+    assert accepted == (0 if "source" not in record.get("options", {}) else HARMLESS)
+
+
+# Printable ASCII without quotes, # and backslashes is accepted where a text is nothing but text.
+HARMLESS = sum(t.isascii() and t.isprintable() and not {*"\"'\\#"} & {*t} and 0 < len(t) <= 200 for t in HOSTILE)
+
+
+@pytest.mark.parametrize("option", ["", "--standalone", "--hub"])
+@pytest.mark.parametrize("text", HOSTILE[:10])
+@pytest.mark.parametrize("name", ["gelu_regelu2_published", "gelu_inverted_published"])
+def test_what_is_refused_leaves_nothing_behind(name, text, option, command):
+    Path("hostile.json").write_text(json.dumps(changed(RECORDS[name], ("options", "source"), text)))
+    status, _, error = command(f"codegen hostile.json --out out {option}")
+    assert status == 2
+    assert "options.source" in error
+    assert [path.name for path in Path().iterdir()] == ["hostile.json"]
+
+
+def write(fit, folder, name, alone):
+    """Write what a fit generates under a name."""
+    if not alone:
+        (folder / f"{name}.py").write_text(generate.render(fit))
+        return
+    generate.generate(bundle.plan([fit]), folder, prune=False, layout=bundle.STANDALONE)
+    if name != fit.name:
+        (folder / fit.name).rename(folder / name)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["package", "standalone"])
+def test_importing_what_a_stranger_s_fit_generates_runs_none_of_its_text(tmp_path, alone):
+    for i, text in enumerate(t for t in HOSTILE if '"' not in t):
+        try:
+            fit = from_json(json.dumps(changed(RECORDS["gelu_regelu2_published"], ("options", "source"), text)))
+        except UsageError:
+            continue
+        write(fit, tmp_path, f"made{i}", alone)
+    names = [path.stem for path in tmp_path.iterdir()]
+    assert len(names) == HARMLESS
+    lines = "; ".join(f"import {name}" for name in names)
+    subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True, timeout=300)
+    assert not (tmp_path / "ran").exists()
+
+
+# ------------------------------------------------------------------------------- the barriers, each by itself
+
+
+@pytest.mark.parametrize(
+    "text", [t for t in HOSTILE if {*'"\\#'} & {*t} or not t.isprintable() or not t.isascii()]
+)
+def test_what_reading_let_pass_is_not_admitted_to_a_template(text):
+    fit = from_json(json.dumps(RECORDS["gelu_regelu2_published"]))
+    object.__setattr__(fit, "options", {"objective": "primitive", "source": text})
+    with pytest.raises(UsageError, match="expected printable ASCII without"):
+        generate.render(fit)
+
+
+def test_only_what_templates_are_given_is_admitted():
+    safety.admitted({"a": [1, True, None, "f'(x)", Code((("u0", "x"),), '_F.gelu(x, approximate="tanh")')]})
+    with pytest.raises(UsageError, match="u0"):
+        safety.admitted(Code((("u0\n", "x"),), "x"))
+    with pytest.raises(TypeError, match="float"):
+        safety.admitted({"a": 1.0})
+
+
+CLEAN = generate.render(from_json(json.dumps(RECORDS["own"])))
+# a place in the generated module, and what is put there
+INTRUDERS = [
+    ("import torch as _torch\n", "import torch as _torch, os\n"),
+    ("import torch as _torch\n", "import torch as _torch\nimport os\n"),
+    ("\n\n_KEY =", f"\n\n{CALL}\n\n\n_KEY ="),
+    ("\n\n_KEY =", "\n\nprint(1)\n\n\n_KEY ="),
+    ("\n\n_KEY =", "\n\nowned = 1\n\n\n_KEY ="),
+    ("\n\n_KEY =", "\n\nwith _torch.no_grad():\n    pass\n\n\n_KEY ="),
+    ('__all__ = ["', f'__all__ = [{CALL}, "'),
+    ("@_rt.jit\ndef _value(x):\n", f"@_rt.jit\ndef _value(x):\n    {CALL}\n"),
+    ("@_rt.jit\ndef _value(x):\n", f"@_rt.jit\ndef _value(x):\n    u0 = {CALL}\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    import os\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\n@open\ndef value(x):\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@jit\ndef _value(x=eval):\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    u0 = x.__class__\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    u0 = (lambda: x)()\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    u0 = [x for x in x]\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    (u0 := x)\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    return x\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    )\n"),
+    ("@_rt.jit\ndef _value(x):\n", "@_rt.jit\ndef _value(x):\n    \0\n"),
+]
+
+
+@pytest.mark.parametrize(("place", "put"), INTRUDERS)
+def test_generated_text_holds_no_statement_that_the_template_has_not(place, put):
+    assert CLEAN.count(place) >= 1
+    assert safety.checked(CLEAN, CLEAN, "own") == CLEAN
+    with pytest.raises(UsageError, match="'own': its generated module would"):
+        safety.checked(CLEAN.replace(place, put, 1), CLEAN, "own")
+
+
+# --------------------------------------------------------------------------------- names that Python keeps
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["package", "standalone"])
+@pytest.mark.parametrize("name", ["none", "true", "false"])
+def test_names_whose_class_would_be_a_keyword(name, alone, tmp_path):
+    fit = from_json(json.dumps(RECORDS["own"] | {"name": name}))
+    write(fit, tmp_path, name, alone)
+    module = f"{name.title()}Module"
+    code = f"import torch, {name} as m; assert m.{module}()(torch.ones(2)).equal(m.{name}(torch.ones(2)))"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, check=True, timeout=300)

@@ -1,0 +1,453 @@
+"""Converting real models, small and with random weights: values, training, and bytes in every setting."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fitact
+from fitact.errors import UsageError
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.models.prepare import imported
+from fitact.runtime.norms.linear import Norm, recognise
+
+HALF = torch.bfloat16
+WORDS = 61
+LAYERS = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 192, "num_hidden_layers": 2}
+TEXT = LAYERS | {"vocab_size": WORDS}
+GROUPED = TEXT | {"num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": TEXT,
+    "roberta": TEXT,
+    "gpt2": {"n_embd": 48, "n_head": 4, "n_layer": 2, "vocab_size": WORDS},
+    "vit": LAYERS | {"image_size": 32, "patch_size": 8},
+    "llama": GROUPED,
+    "mistral": GROUPED,
+    "qwen2": GROUPED,
+}
+HEADS = {"bert": "MaskedLM", "roberta": "MaskedLM", "vit": "ImageClassification"}
+TIMM: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 48, "num_heads": 4},
+    "mobilenetv3_small_050": {},
+}
+TIMM_CONV = "mobilenetv3_small_050"  # of convolutions, with activations in place
+MODELS = [*FAMILIES, *TIMM]
+QUICK = ["bert", "gpt2", "llama", "mobilenetv3_small_050"]
+SITES = {
+    "bert": {"GELUActivation": ("gelu", 3)},  # one of them in the head
+    "roberta": {"GELUActivation": ("gelu", 2)},
+    "gpt2": {"NewGELUActivation": ("gelu_tanh", 2)},
+    "vit": {"GELUActivation": ("gelu", 2)},
+    "llama": {"SiLUActivation": ("silu", 2)},
+    "mistral": {"SiLUActivation": ("silu", 2)},
+    "qwen2": {"SiLUActivation": ("silu", 2)},
+    "vit_tiny_patch16_224": {"GELU": ("gelu", 2)},
+}
+some = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MODELS]
+
+
+def product(*lists: Iterable[str], quick: set[str], without: str = "none") -> list[Any]:
+    """Return all combinations; those that are not quick belong to the full product."""
+    ids = ["-".join(row) for row in itertools.product(*lists)]
+    return [
+        pytest.param(*one.split("-"), id=one, marks=() if one in quick else pytest.mark.full)
+        for one in ids
+        if not one.startswith(without)
+    ]
+
+
+@cache
+def _model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name in TIMM:
+        model: nn.Module = imported("timm").create_model(name, num_classes=10, **TIMM[name])
+        return model
+    transformers = imported("transformers")
+    config = transformers.AutoConfig.for_model(name, **FAMILIES[name])
+    config.use_cache = False
+    made: nn.Module = getattr(transformers, f"AutoModelFor{HEADS.get(name, 'CausalLM')}").from_config(config)
+    return made
+
+
+def model_of(name: str) -> nn.Module:
+    """Return a new model, the same each time."""
+    return copy.deepcopy(_model(name)).train()
+
+
+def batch_of(name: str, seed: int = 0, size: int = 4, seq: int = 32) -> dict[str, Tensor]:
+    """Return inputs whose labels can be learned."""
+    generator = torch.Generator().manual_seed(seed)
+    if name in TIMM or name == "vit":
+        side = 32
+        labels = torch.randint(2, (size,), generator=generator)
+        images = torch.randn(size, 3, side, side, generator=generator) + labels[:, None, None, None]
+        return {"x": images} if name in TIMM else {"pixel_values": images, "labels": labels}
+    ids = torch.randint(2, 12, (size, seq), generator=generator)
+    ids = ids.sort(1).values  # so that a word tells of the next
+    return {"input_ids": ids, "labels": ids}
+
+
+def logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    output = model(**inputs)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+# ---------------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("method", ["fewbit", "inverted"])
+@pytest.mark.parametrize("name", some)
+def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None:
+    model, inputs = model_of(name).eval(), batch_of(name)
+    with torch.no_grad():
+        stock = logits(model, inputs)
+    state = model.state_dict()
+    conversion = fitact.convert(model, method)
+    assert all(site.after or site.reason for site in conversion)
+    for before, (activation, count) in SITES.get(name, {}).items():
+        found = [site for site in conversion if site.before == before]
+        assert [site.after for site in found] == [
+            f"{activation}_{'fewbit3' if method == 'fewbit' else 'inverted1'}"
+        ] * count
+    with torch.no_grad():
+        converted = logits(model, inputs)
+    if name in ("gpt2", "mobilenetv3_small_050"):  # theirs are made of several operations
+        torch.testing.assert_close(converted, stock, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(converted, stock)
+    assert logits(model, inputs).requires_grad
+    torch.testing.assert_close(logits(model, inputs).detach(), converted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    remaining = {type(module).__name__ for module in model.modules()} & set(SITES.get(name, ()))
+    assert not remaining
+    fitact.revert(model)
+    with torch.no_grad():
+        assert torch.equal(logits(model, inputs), stock)
+
+
+def test_in_place_activations_of_timm() -> None:
+    """MobileNet has Hardswish in place, Hardsigmoid gates, and ReLU in place, which keeps its output."""
+    conversion = fitact.convert(model_of("mobilenetv3_small_050"))
+    counts: dict[tuple[str, str | None], int] = {}
+    for site in conversion:
+        counts[site.before, site.after] = counts.get((site.before, site.after), 0) + 1
+    assert counts[("Hardswish", "hardswish_fewbit3, in place")] > 10
+    assert counts[("Hardsigmoid", "hardsigmoid_fewbit1")] > 5
+    assert all(after is None for before, after in counts if before == "ReLU")
+
+
+def losses(model: nn.Module, name: str, seed: int) -> list[float]:
+    """Train 20 steps; dropout and order of the batches come from the seed."""
+    torch.manual_seed(seed)
+    convolutions = name.startswith("mobile")  # with batch norms, which take a larger batch and smaller steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4 if convolutions else 2e-3)
+    found = []
+    for step in range(20):
+        inputs = batch_of(name, 100 * seed + step, size=16 if convolutions else 4)
+        labels = inputs.get("labels")
+        output = model(**inputs)
+        if isinstance(output, Tensor):
+            target = (inputs["x"].mean((1, 2, 3)) > 0.5).long()
+            loss = nn.functional.cross_entropy(output, target)
+        else:
+            assert labels is not None
+            loss = output.loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    product(
+        MODELS,
+        ["fewbit", "auto"],
+        quick={"bert-auto", "gpt2-fewbit", "llama-auto"},
+        without=f"{TIMM_CONV}-auto",  # the same as Few-Bit
+    ),
+)
+def test_training_goes_as_before(name: str, method: str) -> None:
+    """After 20 steps the loss is off by less than it is between runs of the original on other batches."""
+    seeds = range(3)
+    stock = [losses(model_of(name), name, seed) for seed in seeds]
+    ends = [sum(run[-5:]) / 5 for run in stock]
+    assert all(run[-1] < run[0] for run in stock)
+    noise = max(abs(a - b) for a, b in itertools.combinations(ends, 2))
+    converted = []
+    for seed in seeds:
+        model = model_of(name)
+        error = "few-bit" if method == "auto" else None
+        fitact.convert(model, method, example_inputs=batch_of(name), error=error)
+        converted.append(sum(losses(model, name, seed)[-5:]) / 5)
+    difference = abs(sum(converted) - sum(ends)) / len(ends)
+    assert difference < noise
+
+
+# ---------------------------------------------------------------------------------------------------------- bytes
+
+
+def lora(model: nn.Module) -> nn.Module:
+    peft = imported("peft")
+    layers = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    config = peft.LoraConfig(target_modules=layers, r=4, lora_alpha=4, lora_dropout=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the weights of GPT-2, which it transposes; of models it does not know
+        peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """Freeze the second half of the parameters, whose layers then keep no input, but for the last."""
+    parameters = list(model.parameters())
+    for parameter in parameters[len(parameters) // 2 : -2]:
+        parameter.requires_grad_(False)
+    return model
+
+
+SETTINGS = {"everything": lambda model: model, "lora": lora, "frozen": frozen}
+
+
+def kept(model: nn.Module, inputs: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+    """Return the bytes that a forward pass keeps, of real tensors."""
+    with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext(), count_saved(model) as saved:
+        output = model(**inputs)
+    assert not (output.logits if hasattr(output, "logits") else output).isnan().any()
+    return saved.bytes
+
+
+KEPT = {
+    *("bert-everything-float32", "bert-lora-autocast", "gpt2-everything-float32", "gpt2-frozen-autocast"),
+    *("llama-everything-autocast", "llama-lora-float32", "mobilenetv3_small_050-everything-autocast"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "precision"),
+    product(MODELS, SETTINGS, ["float32", "autocast"], quick=KEPT, without=f"{TIMM_CONV}-lora"),
+)
+def test_auto_keeps_least(name: str, setting: str, precision: str) -> None:
+    dtype = HALF if precision == "autocast" else None
+    inputs = batch_of(name, size=8)
+    base = SETTINGS[setting](model_of(name))
+    counts = {"stock": kept(copy.deepcopy(base), inputs, dtype)}
+    for method in ("fewbit", "inverted", "exact", "auto"):
+        model = copy.deepcopy(base)
+        with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+            try:
+                bits = None if method == "exact" else 3
+                error = "few-bit" if method == "auto" else None
+                conversion = fitact.convert(model, method, bits, example_inputs=inputs, error=error)
+            except UsageError as error:
+                assert "nothing is shipped" in str(error)
+                continue
+        counts[method] = kept(model, inputs, dtype)
+        assert (conversion.kept_before, conversion.kept_after) == (counts["stock"], counts[method])
+    assert counts["auto"] == min(counts.values()) < counts["stock"]
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_relumix_at_equal_bits(name: str) -> None:
+    inputs = batch_of(name, size=8)
+    counts = {
+        method: fitact.convert(
+            model_of(name), method, 2, dry_run=True, example_inputs=inputs, error=error
+        ).kept_after
+        for method, error in (("relumix", None), ("auto", "few-bit"))
+    }
+    assert counts["auto"] <= counts["relumix"]
+
+
+def test_autocast_shares_one_storage() -> None:
+    """LLaMA's gate: what inverted SiLU returns is what the product keeps, by address."""
+    model, inputs = model_of("llama"), batch_of("llama", size=8)
+    with torch.autocast("cpu", dtype=HALF):
+        conversion = fitact.convert(model, "inverted", example_inputs=inputs)
+    assert all(site.shared for site in conversion)
+    elements = 8 * 32 * 192
+    assert all(site.kept_before - site.kept_after == 2 * elements - elements // 8 for site in conversion)
+    returned: list[Tensor] = []
+    pointers: list[int] = []
+    act = model.get_submodule("model.layers.0.mlp.act_fn")
+    hook = act.register_forward_hook(lambda _, __, y: returned.append(y))
+
+    def pack(tensor: Tensor) -> Tensor:
+        pointers.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autocast("cpu", dtype=HALF), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        output = model(**inputs)
+    hook.remove()
+    assert returned[0].dtype == HALF
+    assert pointers.count(returned[0].data_ptr()) == 2  # the activation and the product
+    output.loss.backward()
+
+
+# ---------------------------------------------------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("vit", marks=pytest.mark.full)])
+def test_norms_too(name: str) -> None:
+    model, inputs = model_of(name).eval(), batch_of(name, size=8)
+    with torch.no_grad():
+        stock = logits(model, inputs)
+    plan = fitact.convert(model, "auto", norms=True, dry_run=True, example_inputs=inputs)
+    with torch.no_grad():
+        assert torch.equal(logits(model, inputs), stock)
+    done = fitact.convert(model, "auto", norms=True, example_inputs=inputs)
+    assert [site.name for site in done.replaced] == [site.name for site in plan.replaced]
+    assert {site.kind for site in done.replaced} == {"activation", "norm"}
+    with count_saved(model.train()) as saved:
+        logits(model, inputs)
+    assert done.kept_after == plan.kept_after == saved.bytes < done.kept_before
+    torch.testing.assert_close(logits(model.eval(), inputs), stock, rtol=1e-4, atol=1e-5)
+    assert len(fitact.revert(model)) == len(done.replaced)
+    torch.testing.assert_close(logits(model, inputs), stock, rtol=1e-4, atol=1e-5)
+    assert not any(type(module).__module__.startswith("fitact") for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("gpt2", "llama") else pytest.mark.full) for name in MODELS]
+)
+def test_norms_in_autocast(name: str) -> None:
+    """Converted and reverted, inside and outside, a model computes what it did, and has the state that it had."""
+    stock, inputs = model_of(name).eval(), batch_of(name)
+    for norm in filter(None, map(recognise, stock.modules())):
+        if isinstance(norm, Norm):
+            nn.init.uniform_(norm.weight, 0.3, 1.7)
+            if norm.bias is not None:
+                nn.init.normal_(norm.bias)
+    before, state = logits(stock, inputs).detach(), stock.state_dict()
+    autocast = torch.autocast("cpu", dtype=HALF)
+    for converting, reverting in itertools.product((nullcontext(), autocast), repeat=2):
+        model = copy.deepcopy(stock)
+        with converting:
+            logits(model, inputs)
+            fitact.convert(model, norms=True, example_inputs=inputs)
+        torch.testing.assert_close(logits(model, inputs), before, rtol=1e-5, atol=1e-5)
+        with reverting:
+            logits(model, inputs)
+            fitact.revert(model)
+        torch.testing.assert_close(logits(model, inputs), before, rtol=1e-5, atol=1e-5)
+        assert list(model.state_dict()) == list(state)
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(value, state[key], rtol=2.5e-7, atol=1e-6 if key.endswith("bias") else 0)
+
+
+def test_filters_of_norms() -> None:
+    model, inputs = model_of("llama"), batch_of("llama")
+    with pytest.raises(UsageError, match="absent"):
+        fitact.convert(model, norms=True, include="*absent*", example_inputs=inputs)
+    done = fitact.convert(model, norms=True, include="model.layers.0.*", example_inputs=inputs)
+    assert [site.name for site in done.replaced] == [
+        "model.layers.0.mlp.act_fn",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.post_attention_layernorm",
+    ]
+
+
+def test_layers_that_are_dropped_by_chance() -> None:
+    """Wav2Vec2 leaves out whole layers in training; which they are at the measurement decides nothing."""
+    transformers = imported("transformers")
+    sizes = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}
+    config = transformers.AutoConfig.for_model(
+        "wav2vec2", **LAYERS, **sizes, layerdrop=0.5, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2
+    )
+    base = transformers.AutoModel.from_config(config).train()
+    x = torch.randn(2, 2000)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        conversion = fitact.convert(
+            copy.deepcopy(base), "auto", error="few-bit", example_inputs={"input_values": x}
+        )
+        after = {site.name: site.after for site in conversion if "intermediate_act_fn" in site.name}
+        assert len(after) == 2 and None not in after.values() and len({*after.values()}) == 1
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "phi3": GROUPED | {"pad_token_id": 0},
+    "mixtral": GROUPED | {"num_local_experts": 4},
+    "qwen3_moe": GROUPED
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 12},
+    "opt": {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "ffn_dim": 192,
+        "num_hidden_layers": 2,
+        "vocab_size": WORDS,
+    },
+    "modernbert": TEXT
+    | {"pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("phi3", "opt") else pytest.mark.full) for name in MORE]
+)
+def test_no_method_keeps_more_than_stock(name: str) -> None:
+    """In these stock keeps at some activations what is kept next to them anyway."""
+    transformers = imported("transformers")
+    config = transformers.AutoConfig.for_model(name, **MORE[name])
+    kind = "MaskedLM" if name == "modernbert" else "CausalLM"
+    config.use_cache = False
+    base, inputs = (
+        getattr(transformers, f"AutoModelFor{kind}").from_config(config).train(),
+        batch_of("llama", size=8),
+    )
+    stock = kept(copy.deepcopy(base), inputs, None)
+    for method in ("fewbit", "inverted"):
+        model = copy.deepcopy(base)
+        try:
+            conversion = fitact.convert(model, method, example_inputs=inputs)
+        except UsageError as error:
+            assert "nothing is shipped" in str(error)
+            continue
+        assert all(site.kept_after <= site.kept_before for site in conversion if site.kept_before is not None)
+        assert conversion.kept_after == kept(model, inputs, None) <= stock
+
+
+def test_activations_of_a_models_own() -> None:
+    """BLOOM has its GELU as a class of its own, gpt-oss computes its gates where its experts are."""
+    transformers = imported("transformers")
+    inputs = batch_of("llama", size=8)
+    config = transformers.AutoConfig.for_model("bloom", hidden_size=48, n_head=4, n_layer=2, vocab_size=WORDS)
+    config.use_cache = False
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    stock = logits(model, inputs)
+    conversion = fitact.convert(model, "inverted", example_inputs=inputs)
+    assert [(site.before, site.after) for site in conversion] == [("BloomGelu", "gelu_tanh_inverted1")] * 2
+    torch.testing.assert_close(logits(model, inputs), stock, rtol=1e-5, atol=1e-5)
+    assert conversion.kept_after < 0.9 * conversion.kept_before and not conversion.unseen
+    sizes = GROUPED | {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model("gpt_oss", **sizes, layer_types=["full_attention"] * 2)
+    config.use_cache = False
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    with pytest.raises(UsageError, match=r"not seen: model\.layers\.\*\.mlp\.experts keeps .* through .*sigmoid"):
+        fitact.convert(model, example_inputs=inputs)
+
+
+@pytest.mark.parametrize(("name", "more"), [(TIMM_CONV, 10), pytest.param("bert", 1, marks=pytest.mark.full)])
+def test_auto_keeps_the_gradient(name: str, more: float) -> None:
+    """By default errors stay those of rounding; in MobileNet dozens add up, in BERT nothing larger keeps less."""
+    inputs = batch_of(name, size=8)
+    found = {}
+    for error in ("rounding", "few-bit"):
+        conversion = fitact.convert(
+            model_of(name), "auto", dry_run=True, example_inputs=inputs, error=error, gradients=True
+        )
+        assert conversion.replaced and conversion.gradient is not None and conversion.gradient.error is not None
+        found[error] = conversion.gradient.error
+    assert found["rounding"] < 0.01
+    assert found["few-bit"] >= more * found["rounding"]

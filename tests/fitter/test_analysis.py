@@ -1,0 +1,373 @@
+"""The shape of formulas: expectations are derived by hand, or by mpmath from an independent formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cache
+
+import mpmath
+import numpy as np
+import pytest
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.shape import (
+    REALS,
+    Asymptote,
+    Breakpoint,
+    Monotone,
+    Piece,
+    asymptote,
+    breakpoints,
+    derivative_range,
+    parity,
+    pieces,
+    switch_points,
+)
+from fitact.fitter.expr.atoms import x
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.expr.parser import parse
+
+INF = math.inf
+UNIT = Asymptote("line", 1, 0, INF)
+
+
+def flat(value: float) -> Asymptote:
+    return Asymptote("line", 0, value, value)
+
+
+def line(slope: float, intercept: float, side: int) -> Asymptote:
+    return Asymptote("line", slope, intercept, side * slope * INF)
+
+
+def infinite(sign: int) -> Asymptote:
+    return Asymptote("infinite", limit=sign * INF)
+
+
+@dataclass
+class Shape:
+    """`turns` are where pieces meet, `directions` those of the pieces; `roots` are (at, order)."""
+
+    left: Asymptote
+    right: Asymptote
+    directions: list[int]
+    turns: list[float] = field(default_factory=list)
+    roots: list[tuple[float, float]] = field(default_factory=list)
+    range: tuple[float, float] = (0, 1)
+    parity: str | None = None
+    corners: list[float] = field(default_factory=list)
+    jumps: list[float] = field(default_factory=list)
+
+
+@cache
+def dip(name: str) -> Shape:
+    """An activation such as GELU, of which the extrema are found from a formula of its own, in 40 digits."""
+    with mpmath.workdps(40):
+        function = {
+            "gelu": lambda t: t * mpmath.ncdf(t),
+            "gelu_tanh": lambda t: t / (1 + mpmath.exp(-2 * mpmath.sqrt(2 / mpmath.pi) * (t + 0.044715 * t**3))),
+            "mish": lambda t: t * mpmath.tanh(mpmath.log(1 + mpmath.exp(t))),
+            "silu": lambda t: t / (1 + mpmath.exp(-t)),
+            "quick_gelu": lambda t: t / (1 + mpmath.exp(-1.702 * t)),
+        }[name]
+
+        guess = {"gelu": -0.75, "gelu_tanh": -0.75, "mish": -1.2, "silu": -1.28, "quick_gelu": -0.75}[name]
+        around = {"gelu": 1.4, "gelu_tanh": 1.4, "mish": 1.5, "silu": 2.4, "quick_gelu": 1.4}[name]
+        left = -2.25 if name == "mish" else -around
+        turn = float(mpmath.findroot(lambda t: mpmath.diff(function, t), guess))
+        extremes = [mpmath.findroot(lambda t: mpmath.diff(function, t, 2), start) for start in (left, around)]
+        low, high = (float(mpmath.diff(function, at)) for at in extremes)
+
+    return Shape(flat(0), UNIT, [-1, 1], [turn], [(turn, 1)], (low, high))
+
+
+ALPHA, LAMBDA = 1.6732632423543772, 1.0507009873554805
+CATALOG_SHAPES = {
+    "celu": Shape(flat(-1), UNIT, [1]),
+    "elu": Shape(flat(-1), UNIT, [1]),
+    "exp": Shape(flat(0), infinite(1), [1], range=(0, INF)),
+    "gelu": dip("gelu"),
+    "gelu_tanh": dip("gelu_tanh"),
+    "hardshrink": Shape(line(1, 0, -1), UNIT, [1, 0, 1], [-0.5, 0.5], parity="even", jumps=[-0.5, 0.5]),
+    "hardsigmoid": Shape(flat(0), flat(1), [0, 1, 0], [-3, 3], range=(0, 1 / 6), parity="even", corners=[-3, 3]),
+    "hardswish": Shape(flat(0), UNIT, [0, -1, 1], [-3, -1.5], [(-1.5, 1)], (-0.5, 1.5), corners=[-3, 3]),
+    "hardtanh": Shape(flat(-1), flat(1), [0, 1, 0], [-1, 1], parity="even", corners=[-1, 1]),
+    "leaky_relu": Shape(line(0.01, 0, -1), UNIT, [1], range=(0.01, 1), corners=[0]),
+    "logsigmoid": Shape(line(1, 0, -1), flat(0), [1]),
+    "mish": dip("mish"),
+    "quick_gelu": dip("quick_gelu"),
+    "relu": Shape(flat(0), UNIT, [0, 1], [0], corners=[0]),
+    "relu2": Shape(flat(0), infinite(1), [0, 1], [0], range=(0, INF)),
+    "relu6": Shape(flat(0), flat(6), [0, 1, 0], [0, 6], corners=[0, 6]),
+    "selu": Shape(flat(-LAMBDA * ALPHA), line(LAMBDA, 0, 1), [1], range=(0, LAMBDA * ALPHA), corners=[0]),
+    "sigmoid": Shape(flat(0), flat(1), [1], range=(0, 0.25), parity="even"),
+    "silu": dip("silu"),
+    "softplus": Shape(flat(0), UNIT, [1]),
+    "softshrink": Shape(
+        line(1, 0.5, -1), line(1, -0.5, 1), [1, 0, 1], [-0.5, 0.5], parity="even", corners=[-0.5, 0.5]
+    ),
+    "softsign": Shape(flat(-1), flat(1), [1], parity="even"),
+    "tanh": Shape(flat(-1), flat(1), [1], parity="even"),
+    "tanhshrink": Shape(line(1, 1, -1), line(1, -1, 1), [1], roots=[(0, 2)], parity="even"),
+    "threshold": Shape(flat(0), UNIT, [0, 1], [1], jumps=[1]),
+}
+
+
+def same(a: Asymptote, b: Asymptote) -> bool:
+    def near(u: float, v: float) -> bool:
+        return u == v or (math.isnan(u) and math.isnan(v)) or math.isclose(u, v, rel_tol=1e-15)
+
+    return (
+        a.kind == b.kind and near(a.slope, b.slope) and near(a.intercept, b.intercept) and near(a.limit, b.limit)
+    )
+
+
+def check_pieces(found: Monotone, low: float, high: float, directions: list[int], turns: list[float]) -> None:
+    assert found.complete
+    assert [piece.direction for piece in found.pieces] == directions
+    assert (found.pieces[0].low, found.pieces[-1].high) == (low, high)
+    edges = [piece.low for piece in found.pieces[1:]]
+    assert edges == [piece.high for piece in found.pieces[:-1]]
+    assert edges == pytest.approx(turns, rel=1e-12, abs=1e-15)
+
+
+def test_every_entry_has_its_shape_here() -> None:
+    assert set(CATALOG_SHAPES) == set(CATALOG)
+    assert CATALOG_SHAPES["gelu"].turns == [pytest.approx(-0.751791524693564457, rel=1e-15)]
+    assert CATALOG_SHAPES["silu"].turns == [pytest.approx(-1.278464542761073795, rel=1e-15)]
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG_SHAPES))
+def test_catalog(name: str) -> None:
+    f, expected = Activation.of(name).formula, CATALOG_SHAPES[name]
+    df = f.diff(x)
+    marks = [
+        *(Breakpoint(at, "jump") for at in expected.jumps),
+        *(Breakpoint(at, "corner") for at in expected.corners),
+    ]
+    assert breakpoints(f, df) == tuple(sorted(marks, key=lambda mark: mark.at))
+    assert parity(df) == expected.parity
+    assert same(asymptote(f, -1), expected.left) and same(asymptote(f, 1), expected.right)
+    found = pieces(f, df)
+    check_pieces(found, -REALS, REALS, expected.directions, expected.turns)
+    assert [root.at for root in found.roots] == pytest.approx([at for at, _ in expected.roots], rel=1e-12)
+    assert [(root.order_below, root.order_above) for root in found.roots] == [(n, n) for _, n in expected.roots]
+    limits = derivative_range(f, df, df.diff(x))
+    assert limits.complete
+    assert (limits.low, limits.high) == pytest.approx(expected.range, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "right"),
+    [
+        ("sqrt(x)", Asymptote("undefined"), infinite(1)),
+        ("log(x)", Asymptote("undefined"), infinite(1)),
+        ("log(1 + x**2)", infinite(1), infinite(1)),
+        ("x**2", infinite(1), infinite(1)),
+        ("x**3", infinite(-1), infinite(1)),
+        ("exp(x)", flat(0), infinite(1)),
+        ("sin(x)", Asymptote("none"), Asymptote("none")),
+        ("x*cos(x)", Asymptote("none"), Asymptote("none")),
+        ("x + sin(x)", infinite(-1), infinite(1)),
+        ("sin(x)/x", flat(0), flat(0)),
+        ("1/sqrt(1 + x**2)", flat(0), flat(0)),
+        ("atan(x)", flat(-math.pi / 2), flat(math.pi / 2)),
+        ("squareplus(x)", flat(0), UNIT),
+        ("sqrt(1 + x**2)", line(-1, 0, -1), UNIT),
+        ("abs(x)", line(-1, 0, -1), UNIT),
+        ("(3*x**2 + x)/(x + 2)", line(3, -5, -1), line(3, -5, 1)),
+        ("0.1*x + 0.7*atan(x)", line(0.1, -0.35 * math.pi, -1), line(0.1, 0.35 * math.pi, 1)),
+    ],
+)
+def test_asymptotes(text: str, left: Asymptote, right: Asymptote) -> None:
+    f = parse(text)
+    assert same(asymptote(f, -1), left)
+    assert same(asymptote(f, 1), right)
+
+
+def cosine_turns(high: float) -> list[float]:
+    """Roots of cos x − x sin x, that is of cot x = x: one in every (kπ, kπ + π/2), and their mirror images."""
+    right = []
+    for k in range(int(high / math.pi) + 1):
+        with mpmath.workdps(30):
+            at = float(
+                mpmath.findroot(
+                    lambda t: mpmath.cos(t) - t * mpmath.sin(t), (k + (0.3 if k == 0 else 0.02)) * mpmath.pi
+                )
+            )
+        assert k * math.pi < at < (k + 0.5) * math.pi
+        if at < high:
+            right.append(at)
+    return [-at for at in reversed(right)] + right
+
+
+@pytest.mark.parametrize("high", [10.0, 50.0])
+def test_growing_cosine(high: float) -> None:
+    f = parse("x*cos(x)")
+    turns = cosine_turns(high)
+    found = pieces(f, f.diff(x), -high, high)
+    middle = len(turns) // 2
+    check_pieces(found, -high, high, [(-1) ** (k - middle) for k in range(len(turns) + 1)], turns)
+    assert all((root.order_below, root.order_above) == (1, 1) for root in found.roots)
+
+
+TWO_SINES = [s * (2 * math.pi / 3) + 2 * math.pi * k for k in range(-5, 6) for s in (-1, 1)]
+EDGE = (math.asin(0.9999) / 3, (math.pi - math.asin(0.9999)) / 3)
+WINDOWS = [edge + 2 * math.pi * k / 3 for k in range(-2, 3) for edge in EDGE]
+
+
+@pytest.mark.parametrize(
+    ("text", "domain", "directions", "turns", "roots"),
+    [
+        ("exp(-x**2)", None, [1, -1], [0], [(0, 1)]),
+        ("x**3 - x", None, [1, -1, 1], [-(3**-0.5), 3**-0.5], [(-(3**-0.5), 1), (3**-0.5, 1)]),
+        ("x + sin(x)**2", (-20, 20), [1], [], [((k - 0.25) * math.pi, 2) for k in range(-6, 7)]),
+        ("x + 2*sin(x)", (-30, 30), None, [at for at in sorted(TWO_SINES) if abs(at) < 30], None),
+        ("where(x > 0, x + 1, x)", None, [1], [], []),
+        ("where(x > 0, x - 1, x)", None, [1, 1], [0], []),
+        ("where(x > 0, -x + 1, -x)", None, [-1, -1], [0], []),
+        ("2*x + 1", None, [1], [], []),
+        ("where(x > 0.5, 3, -2)", None, [0, 0], [0.5], []),
+        ("sign(x)", None, [0, 0], [0], []),
+        ("abs(x)", None, [-1, 1], [0], []),
+        ("where(x > 1, x - 1, where(x < -1, x + 1, 0))", None, [1, 0, 1], [-1, 1], []),
+        ("x**5", None, [1], [], [(0, 4)]),
+        ("x**1000", None, [-1, 1], [0], [(0, 999)]),
+        ("exp(-1/x**2)", None, [-1, 1], [0], [(0, math.inf)]),
+        ("x*abs(x)", None, [1], [], [(0, 1)]),
+        ("x*sqrt(abs(x))", None, [1], [], [(0, 0.5)]),
+        ("sqrt(abs(x))", None, [-1, 1], [0], []),
+        ("relu(x)**1.5", None, [0, 1], [0], []),
+        ("1/(x - 0.3)", None, [-1, -1], [0.3], []),
+        ("tan(x)", (-5, 5), [1] * 5, [(k + 0.5) * math.pi for k in range(-2, 2)], []),
+        ("where(sin(3*x) > 0.9999, x, -x)", (-5, 5), None, [at for at in WINDOWS if abs(at) < 5], []),
+        ("(exp(x) - exp(-x))/(exp(x) + exp(-x))", None, [1], [], []),
+    ],
+)
+def test_pieces(text, domain, directions, turns, roots) -> None:
+    f = parse(text)
+    low, high = domain or (-REALS, REALS)
+    found = pieces(f, f.diff(x), low, high)
+    if directions is None:  # they alternate
+        directions = [found.pieces[0].direction * (-1) ** k for k in range(len(turns) + 1)]
+    check_pieces(found, low, high, directions, turns)
+    if roots is not None:
+        assert [root.at for root in found.roots] == pytest.approx([at for at, _ in roots], rel=1e-14, abs=1e-15)
+        assert [(z.order_below, z.order_above) for z in found.roots] == [(n, n) for _, n in roots]
+
+
+def test_pieces_begin_where_a_formula_is_defined() -> None:
+    f = parse("log(x)")
+    assert pieces(f, f.diff(x)).pieces == (Piece(0, REALS, 1),)
+
+
+def test_orders_that_differ_or_are_infinite() -> None:
+    f = parse("where(x > 0, x**3, -x**4)")
+    (root,) = pieces(f, f.diff(x)).roots
+    assert (root.at, root.order_below, root.order_above) == (0, 3, 2)
+
+
+def test_narrow_bump() -> None:
+    """f′ = 1 − 2su exp(−u²), u = s(x − c), s = 1e5: zero at u exp(−u²) = 1/(2s); extreme at u² = 1/2."""
+    f = parse("x + exp(-((x - 777.123)*1e5)**2)")
+    with mpmath.workdps(40):
+        extrema = [
+            mpmath.findroot(lambda u: u * mpmath.exp(-u * u) - mpmath.mpf("5e-6"), start) for start in (5e-6, 3.6)
+        ]
+        turns = [float(mpmath.mpf("777.123") + u / 100_000) for u in extrema]
+    check_pieces(pieces(f, f.diff(x)), -REALS, REALS, [1, -1, 1], turns)
+    steep = 1e5 * math.sqrt(2 / math.e)
+    limits = derivative_range(f, f.diff(x), f.diff(x, 2))
+    assert (limits.low, limits.high) == pytest.approx((1 - steep, 1 + steep), rel=1e-14)
+
+
+def test_unboundedly_many_pieces() -> None:
+    f = parse("x + 2*sin(x)")
+    found = pieces(f, f.diff(x))
+    assert not found.complete and len(found.pieces) > 60 and found.reach > 90
+    turns = [
+        at
+        for k in range(40)
+        for at in (2 * math.pi * k + 2 * math.pi / 3, 2 * math.pi * (k + 1) - 2 * math.pi / 3)
+    ]
+    assert [root.at for root in found.roots if root.at > 0] == pytest.approx(
+        [at for at in turns if at < found.reach], rel=1e-15
+    )
+    limits = derivative_range(f, f.diff(x), f.diff(x, 2))
+    assert not limits.complete and (limits.low, limits.high) == pytest.approx((-1, 3), rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "domain", "expected"),
+    [
+        ("x**2", None, (-INF, INF)),
+        ("x**2", (-1, 3), (-2, 6)),
+        ("2*x + 1", None, (2, 2)),
+        ("sqrt(x)", None, (0, INF)),
+        ("sqrt(abs(x))", None, (-INF, INF)),
+        ("log(x)", None, (0, INF)),
+        ("1/(x - 0.3)", None, (-INF, 0)),
+        ("x*log(abs(x))", (-1, 1), (-INF, 1)),
+        ("x + sin(x)**2", (-20, 20), (0, 2)),
+        ("exp(-x**2)", None, (-math.sqrt(2 / math.e), math.sqrt(2 / math.e))),
+        ("abs(x)", None, (-1, 1)),
+        ("relu(x)**1.5", None, (0, INF)),
+        ("where(x > 0, 3, -2)", None, (0, 0)),
+    ],
+)
+def test_ranges(text, domain, expected) -> None:
+    f = parse(text)
+    low, high = domain or (-REALS, REALS)
+    limits = derivative_range(f, f.diff(x), f.diff(x, 2), low, high)
+    assert limits.complete
+    assert (limits.low, limits.high) == pytest.approx(expected, rel=1e-14, abs=1e-30)
+
+
+@pytest.mark.parametrize(
+    ("text", "jumps", "corners"),
+    [
+        ("where(x > 0, x + 1, x)", [0], []),
+        ("where(x > 0, x, where(x > -1, 2*x, -2))", [], [-1, 0]),
+        ("relu(x)**2", [], []),
+        ("x*abs(x)", [], []),
+        ("abs(x - 0.1)", [], [0.1]),
+        ("abs(abs(x) - 1)", [], [-1, 0, 1]),
+        ("relu(1 - abs(x - 3))", [], [2, 3, 4]),
+        ("sqrt(abs(x))", [], [0]),
+        ("where(x > 0, sqrt(x), 0)", [], [0]),
+        ("x/(1 + abs(x))", [], []),
+        ("max(x, sin(x))", [], []),
+        ("where(x*x > 2, 1, 0)", [-math.sqrt(2), math.sqrt(2)], []),
+        ("where((x - 5)*(x - 5.0001) < 0, 1, 0)", [5, 5.0001], []),
+        ("sign(x)*exp(-20)", [0], []),
+    ],
+)
+def test_breakpoints(text: str, jumps: list[float], corners: list[float]) -> None:
+    f = parse(text)
+    found = breakpoints(f, f.diff(x), -100, 100)
+    assert [point.at for point in found if point.kind == "jump"] == pytest.approx(jumps, rel=1e-15)
+    assert [point.at for point in found if point.kind == "corner"] == pytest.approx(corners, rel=1e-15)
+
+
+def test_double_crossings_are_found() -> None:
+    f = parse("where(sin(3*x) > 0.9999, x, -x)")
+    found = breakpoints(f, f.diff(x), -20, 20)
+    expected = [edge + 2 * math.pi * k / 3 for k in range(-12, 13) for edge in EDGE]
+    assert [point.at for point in found] == pytest.approx(
+        [at for at in sorted(expected) if abs(at) < 20], rel=1e-12
+    )
+    assert {point.kind for point in found} == {"jump"}
+
+
+def test_switch_points_include_harmless_ones() -> None:
+    assert switch_points(parse("relu(x)**2 + abs(x - 0.1)"), -5, 5).tolist() == [0, 0.1]
+    assert switch_points(parse("relu(x - 7)"), -5, 5).size == 0
+    assert switch_points(parse("where(abs(x) > 1, x, 0)"), -5, 5).tolist() == [-1, 0, 1]
+
+
+def test_parity() -> None:
+    texts = {"sin(x)": "even", "x**2": "odd", "x + x**2": None, "exp(-x**2)": "odd", "log(x)": None, "3*x": "even"}
+    assert {text: parity(parse(text).diff(x)) for text in texts} == {**texts, "log(x)": "odd"}
+    assert parity(parse("x*where(x > 9.9, 2, 1)").diff(x)) is None
+    assert parity(parse("sqrt(x)").diff(x)) is None
+    assert np.isfinite(REALS)

@@ -1,0 +1,148 @@
+"""The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; what fits warn of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fitact
+from fitact.errors import FitWarning, UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.methods import fewbit
+from fitact.fitter.methods.table import again
+from fitact.fitter.records.reading import from_json
+from tests.conftest import ROOT
+from tests.support.generated import STOCK
+from tests.support.steps import PIECEWISE_LINEAR
+
+PARAMETERS = [
+    ("celu", {"alpha": 2.5}, lambda x: F.celu(x, 2.5)),
+    ("elu", {"alpha": 0.3}, lambda x: F.elu(x, 0.3)),
+    ("hardshrink", {"lambd": 1.25}, lambda x: F.hardshrink(x, 1.25)),
+    ("hardtanh", {"min_val": -2.0, "max_val": 0.5}, lambda x: F.hardtanh(x, -2.0, 0.5)),
+    ("hardtanh", {"max_val": 3.0}, lambda x: F.hardtanh(x, -1.0, 3.0)),
+    ("leaky_relu", {"negative_slope": 0.2}, lambda x: F.leaky_relu(x, 0.2)),
+    ("leaky_relu", {"negative_slope": -0.5}, lambda x: F.leaky_relu(x, -0.5)),
+    ("softshrink", {"lambd": 0.75}, lambda x: F.softshrink(x, 0.75)),
+    ("threshold", {"threshold": 0.1, "value": 20.0}, lambda x: F.threshold(x, 0.1, 20.0)),
+]
+ALL = [*((name, {}, function) for name, function in STOCK.items()), *PARAMETERS]
+WIDTHS = {name: 2 if name == "relu6" else 1 for name in PIECEWISE_LINEAR}
+
+
+def test_the_tests_know_the_whole_catalog() -> None:
+    assert set(STOCK) == set(CATALOG)
+
+
+@pytest.mark.parametrize(("name", "parameters", "stock"), ALL, ids=lambda p: p if isinstance(p, str) else None)
+def test_equals_pytorch(name, parameters, stock) -> None:
+    """Value and derivative in float64, breakpoints and their neighbours included."""
+    activation = Activation.of(name, parameters)
+    corners = activation.switch_points(-20, 20)
+    beside = np.concatenate([corners, np.nextafter(corners, -30), np.nextafter(corners, 30)])
+    points = np.concatenate([np.linspace(-20, 20, 1001), beside])
+    x = torch.from_numpy(points).requires_grad_()
+    y = stock(x)
+    (dy,) = torch.autograd.grad(y.sum(), x)
+    # PyTorch: softplus is the identity from 20 on, tanh-GELU cancels in its tail, hardsigmoid has 1/6 in float32
+    np.testing.assert_allclose(activation.value(points), y.detach().numpy(), rtol=1e-12, atol=5e-9)
+    np.testing.assert_allclose(activation.derivative(points), dy.numpy(), rtol=1e-12, atol=5e-9)
+    if activation.torch is not None:
+        named = eval(activation.torch, {"torch": torch, "F": F, "x": x})  # our own text
+        assert torch.equal(named, y)
+
+
+@pytest.mark.parametrize("name", sorted(WIDTHS))
+def test_piecewise_linear_is_exact_at_its_least_width(name: str) -> None:
+    bits = WIDTHS[name]
+    fit = fewbit.fit(Activation.of(name), bits, "a_fit")
+    assert fit.error["objective"] <= 1e-15  # a level such as 1/6 is rounded to float32
+    corners = torch.from_numpy(np.unique(np.abs(fit.activation.switch_points(-10, 10)))).float()
+    near = torch.cat([corners, torch.nextafter(corners, corners + 1), torch.nextafter(corners, corners - 1)])
+    x = torch.cat([near, -near, torch.linspace(-10, 10, 101)]).requires_grad_()
+    (dx,) = torch.autograd.grad(STOCK[name](x).sum(), x)
+    assert torch.equal(torch.from_numpy(fit(x.detach().double().numpy())).float(), dx)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "bits"),
+    [("hardtanh", {"min_val": -2.0, "max_val": 0.5}, 2), ("leaky_relu", {"negative_slope": 0.2}, 1)],
+)
+def test_parameters_pass_through_json_and_code(name, parameters, bits) -> None:
+    from fitact.codegen.generate import render
+
+    fit = fewbit.fit(Activation.of(name, parameters), bits, "a_fit")
+    assert from_json(fit.to_json()) == fit
+    assert fit.activation.torch in render(fit)
+    assert fit.error["objective"] <= 1e-15
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "reason"),
+    [
+        ("leaky_relu", {"slope": 0.2}, "unknown parameter 'slope': expected one of negative_slope"),
+        ("gelu", {"alpha": 1.0}, "expected one of none"),
+        ("elu", {"alpha": float("nan")}, "parameter alpha: expected a finite number"),
+        ("x*sigmoid(x)", {"alpha": 1.0}, "an expression has no parameters"),
+        ("gleu", {}, "unknown activation 'gleu': expected one of celu,"),
+    ],
+)
+def test_refused(name, parameters, reason) -> None:
+    with pytest.raises(UsageError) as caught:
+        Activation.of(name, parameters)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "domain", "reason"),
+    [
+        ("relu6", 1, (-10.0, 10.0), "a step function with 3 levels, of which --bits 1 holds 2: 2 bits are exact"),
+        ("relu2", 3, (-10.0, 10.0), "beyond the domain -10 10 the derivative of relu2 leaves the step function"),
+        ("x**2", 4, (-3.0, 3.0), "beyond the domain -3 3 the derivative of 'x**2'"),
+        ("gelu", 3, (0.0, 5.0), "beyond the domain 0 5 the derivative of gelu leaves the step function, by 0.6"),
+        ("tanh", 2, (3.0, 9.0), "choose a wider domain"),
+    ],
+)
+def test_warns(name, bits, domain, reason) -> None:
+    with pytest.warns(FitWarning) as caught:
+        fewbit.fit(Activation.of(name), bits, "a_fit", domain=domain)
+    assert len(caught) == 1
+    assert reason in str(caught[0].message)
+    assert "\n" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("name", sorted(set(CATALOG) - {"relu2", "exp"}))
+def test_the_rest_of_the_catalog_warns_of_nothing(name: str) -> None:
+    """Warnings are errors in these tests. The derivatives of relu2 and exp are unbounded."""
+    fewbit.fit(Activation.of(name), max(WIDTHS.get(name, 3), 1), "a_fit")
+
+
+def test_every_activation_ships() -> None:
+    for name in CATALOG:
+        module = fitact.activation(name, method="exact" if name == "exp" else "fewbit")
+        x = torch.randn(50)
+        assert torch.equal(module(x), STOCK[name](x))
+    with pytest.raises(UsageError, match="no activation 'exp_fewbit3' is shipped"):
+        fitact.activation("exp")
+    for name in ("gelu", "silu"):
+        for bits in (1, 2, 3, 4):
+            assert type(fitact.activation(name, bits=bits)).__name__ == f"{name.capitalize()}Fewbit{bits}"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+@pytest.mark.parametrize("path", sorted((ROOT / "generated" / "fits").iterdir()), ids=lambda path: path.stem)
+def test_shipped_fits_are_what_the_fitter_makes(path: Path) -> None:
+    assert again(from_json(path.read_text())).to_json() == path.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG))
+def test_nan_stays_nan(name: str) -> None:
+    """In the formula too, from which the Triton kernel is written."""
+    assert np.isnan(Activation.of(name).value(np.array([np.nan]))).all()
+    assert STOCK[name](torch.tensor([float("nan")])).isnan().all()

@@ -1,0 +1,267 @@
+"""Interval enclosures contain the values, the search finds every root, and exact values are exact."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import flint
+import mpmath
+import numpy as np
+import pytest
+
+from fitact.fitter.analysis import intervals
+from fitact.fitter.analysis.intervals import enclose
+from fitact.fitter.analysis.roots import REALS, roots
+from fitact.fitter.expr import atoms, multiprecision
+from fitact.fitter.expr.atoms import FUNCTIONS, Where, WhereAtLeast, x
+from fitact.fitter.expr.evaluate import NUMPY, evaluate
+from fitact.fitter.expr.multiprecision import evaluate_multiprecision, order
+from fitact.fitter.expr.parser import parse
+
+ATOMS = [atom for atom in NUMPY if atom not in (Where, WhereAtLeast)]
+
+
+def test_both_arithmetics_know_every_atom() -> None:
+    assert set(intervals.FUNCTIONS) == set(multiprecision.FUNCTIONS) == set(NUMPY)
+
+
+def boxes(seed: int, size: int = 400) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    centre = rng.normal(size=size) * 10.0 ** rng.integers(-3, 4, size)
+    width = np.abs(rng.normal(size=size)) * 10.0 ** rng.integers(-9, 2, size)
+    return centre - width, centre + width
+
+
+def check_enclosure(expr, low: np.ndarray, high: np.ndarray) -> None:
+    bottom, top = enclose(expr, low, high)
+    for share in (0.0, 0.1, 0.37, 0.5, 0.93, 1.0):
+        at = np.clip(low + (high - low) * share, low, high)
+        values = evaluate(expr, at)
+        seen = np.isfinite(values)
+        # NumPy's own rounding of the sampled value is not the enclosure's business
+        slack = 1e-12 * np.abs(values[seen])
+        assert (bottom[seen] <= values[seen] + slack).all(), expr
+        assert (values[seen] - slack <= top[seen]).all(), expr
+
+
+@pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: atom.__name__)
+def test_atoms_are_enclosed_and_tight(atom) -> None:
+    low, high = boxes(1)
+    check_enclosure(atom(x), low, high)
+    check_enclosure(atom(1 - x**2), low, high)
+    if atom in (atoms.sign, atoms.tan):
+        return
+    at = np.array([-2.3, -0.7, 0.4, 1.9])
+    bottom, top = enclose(atom(x), at, at)
+    values = np.array([float(evaluate_multiprecision(atom(x), p)) for p in at])
+    seen = np.isfinite(values)
+    assert ((bottom <= values) & (values <= top))[seen].all()
+    assert (top - bottom)[seen] == pytest.approx(0, abs=1e-13)
+
+
+# The atoms in ball arithmetic, whose results are certain.
+BALLS = {
+    atoms.exp: lambda u: u.exp(),
+    atoms.expm1: lambda u: u.expm1(),
+    atoms.log: lambda u: u.log(),
+    atoms.log1p: lambda u: u.log1p(),
+    atoms.sigmoid: lambda u: 1 / (1 + (-u).exp()),
+    atoms.softplus: lambda u: u.exp().log1p(),
+    atoms.sinh: lambda u: u.sinh(),
+    atoms.cosh: lambda u: u.cosh(),
+    atoms.tanh: lambda u: u.tanh(),
+    atoms.sech2: lambda u: u.sech() ** 2,
+    atoms.tsech2: lambda u: u * u.sech() ** 2,
+    atoms.logcosh: lambda u: u.cosh().log(),
+    atoms.asinh: lambda u: u.asinh(),
+    atoms.sin: lambda u: u.sin(),
+    atoms.cos: lambda u: u.cos(),
+    atoms.tan: lambda u: u.tan(),
+    atoms.atan: lambda u: u.atan(),
+    atoms.erf: lambda u: u.erf(),
+    atoms.erfc: lambda u: u.erfc(),
+    atoms.hypot1: lambda u: (1 + u * u).sqrt(),
+    atoms.isru: lambda u: u / (1 + u * u).sqrt(),
+    atoms.squareplus: lambda u: (u + (u * u + 4).sqrt()) / 2,
+    atoms.softsign: lambda u: u / (1 + abs(u)),
+    atoms.relu: lambda u: (u + abs(u)) / 2,
+    atoms.absolute: abs,
+    atoms.sign: lambda u: u / abs(u) if u != 0 else u,
+}
+
+
+@pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: atom.__name__)
+def test_enclosures_hold_what_ball_arithmetic_is_certain_of(atom) -> None:
+    rng = np.random.default_rng(2)
+    at = np.concatenate(
+        [
+            rng.normal(size=500) * 10.0 ** rng.integers(-8, 3, 500),
+            np.linspace(3, 26, 1500),
+            np.linspace(-40, 40, 401),
+        ]
+    )
+    bottom, top = enclose(atom(x), at, at)
+    seen = np.isfinite(bottom) & np.isfinite(top)
+    assert seen.sum() > (900 if atom in (atoms.log, atoms.log1p) else 2300)
+    with flint.ctx.workprec(2000):
+        for p, least, most in zip(at[seen], bottom[seen], top[seen], strict=True):
+            value = BALLS[atom](flint.arb(float(p)))
+            assert not value < float(least), (p, least)
+            assert not value > float(most), (p, most)
+            assert value.rad() <= 2.0**-900 * max(1.0, abs(float(value.mid())))
+
+
+def test_random_formulas_are_enclosed() -> None:
+    rng = random.Random(5)
+    names = sorted(name for name, (count, _) in FUNCTIONS.items() if count == 1)
+
+    def formula(depth: int) -> str:
+        if depth == 0:
+            return rng.choice(["x", "x", "2", "0.3", "pi"])
+        kind = rng.randrange(7)
+        a, b = formula(depth - 1), formula(depth - 1)
+        if kind == 0:
+            return f"({a} + {b})"
+        if kind == 1:
+            return f"({a})*({b})"
+        if kind == 2:
+            return f"({a} - {b})"
+        if kind == 3:
+            return f"(x + {a})**{rng.choice(['2', '3', '-1', '-2', '0.5', '1.5', '(-0.5)'])}"
+        if kind == 4:
+            c, d = formula(depth - 1), rng.choice([">", ">=", "<"])
+            return f"where(x {d} {c}, {a}, {b})"
+        return f"{rng.choice(names)}({a})"
+
+    from fitact.errors import UsageError
+
+    done = 0
+    while done < 150:
+        try:
+            expr = parse(formula(3))
+        except UsageError:
+            continue
+        if x in expr.free_symbols:
+            check_enclosure(expr, *boxes(done, 60))
+            done += 1
+
+
+def test_enclosures_at_special_places() -> None:
+    def one(text: str, low: float, high: float) -> tuple[float, float]:
+        bottom, top = enclose(parse(text), np.array([low]), np.array([high]))
+        return float(bottom[0]), float(top[0])
+
+    assert one("sin(x)", 1, 2)[1] == 1 and one("cos(x)", 3, 4)[0] == -1
+    assert one("tan(x)", 1, 2) == (-math.inf, math.inf)
+    assert one("1/x", -1, 1) == (-math.inf, math.inf)
+    assert one("1/x**2", -1, 2)[0] == pytest.approx(0.25) and one("1/x**2", -1, 2)[1] == math.inf
+    assert one("x**2", -1, 2)[0] == 0
+    assert math.isnan(one("log(x)", -2, -1)[0]) and math.isnan(one("sqrt(x)", -2, -1)[0])
+    assert one("log(x)", -1, 1)[0] == -math.inf
+    assert one("where(x > 0, 1, -1)", -1, 1) == (-1, 1) and one("where(x > 0, 1, -1)", 1, 2) == (1, 1)
+    assert one("relu(x)*exp(x)", -3, -1) == (0, 0)
+    low, high = one("x*exp(x)", -1.7e308, 1.7e308)
+    assert low < -0.37 and high == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "expected"),
+    [
+        ("x - 0.3", -1, 1, [0.3]),
+        ("x**3 - x", -REALS, REALS, [-1, 0, 1]),
+        ("sin(x)", -10, 10, [k * math.pi for k in range(-3, 4)]),
+        ("1 + sin(2*x)", -7, 7, [(k - 0.25) * math.pi for k in range(-1, 3)]),
+        ("(x - 1)**2*(x + 2)**3", -1e4, 1e4, [-2, 1]),
+        ("exp(x) - 1e30", -REALS, REALS, [30 * math.log(10)]),
+        ("x**2 - 1e-14", -1, 1, [-1e-7, 1e-7]),
+        ("(x - 1)*(x - 1.0000001)", -10, 10, [1, 1.0000001]),
+        ("(x - 3)**2 + 1e-12", -10, 10, []),
+        ("x*exp(-x**2)", -REALS, REALS, [0]),
+        ("exp(-((x - 777.123)*1e5)**2) - 0.5", -REALS, REALS, None),
+        ("where(x > 0.7, 1, -1)", -10, 10, [0.7]),
+        ("where(x > 0.7, x, x - 9)", -10, 10, [0.7]),
+        ("where(x > 0.7, 1, 2)", -10, 10, []),
+        ("abs(x - 0.25)", -10, 10, [0.25]),
+        ("abs(x - 1) - 1", -10, 10, [0, 2]),
+        ("1/(x - 0.3)", -10, 10, [0.3]),
+        ("x - 1e20", -REALS, REALS, [1e20]),
+    ],
+)
+def test_roots(text: str, low: float, high: float, expected: list[float] | None) -> None:
+    found = roots(parse(text), low, high)
+    if expected is None:
+        half = math.sqrt(math.log(2)) / 1e5
+        expected = [777.123 - half, 777.123 + half]
+    expected = [point for point in expected if low < point < high]
+    assert found.complete and found.reach == math.inf
+    assert found.at == pytest.approx(expected, rel=1e-15, abs=1e-20)
+
+
+def test_signs_beside_zeros_and_flats() -> None:
+    cubic = roots(parse("x*(x - 1)**2"), -5, 5)
+    assert cubic.below.tolist() == [-1, 1] and cubic.above.tolist() == [1, 1]
+    assert cubic.signs == ((-5, 0, -1), (0, 5, 1)) and cubic.flats == ()
+    flat = roots(parse("where(x > 1, x - 1, where(x < -1, x + 1, 0))"), -5, 5)
+    assert flat.flats == ((-1, 1),) and flat.at.size == 0
+    assert flat.signs == ((-5, -1, -1), (-1, 1, 0), (1, 5, 1))
+    assert roots(parse("sin(x)**2 + cos(x)**2 - 1"), -5, 5).flats == ((-5, 5),)
+    faded = roots(parse("exp(-x**2)"), -REALS, REALS)
+    assert faded.signs == ((-REALS, REALS, 1),)
+    assert roots(parse("log(x)"), -5, 5).signs == ((0, 1, -1), (1, 5, 1))
+
+
+def test_too_many_roots() -> None:
+    found = roots(parse("sin(x)"), -REALS, REALS, 20)
+    assert not found.complete
+    inside = int(found.reach / math.pi)
+    assert found.at == pytest.approx([k * math.pi for k in range(-inside, inside + 1)], rel=1e-15)
+    assert found.at.size >= 20
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "expected"),
+    [
+        ("1 + erf(x/sqrt(2))", -12.0, lambda t: mpmath.erfc(-t / mpmath.sqrt(2))),
+        ("log(1 + exp(x))", -50.0, lambda t: mpmath.log1p(mpmath.exp(t))),
+        ("log(1 + exp(x))", -150.0, lambda t: mpmath.log1p(mpmath.exp(t))),
+        ("(exp(x) - exp(-x))/(exp(x) + exp(-x))", 1e4, mpmath.tanh),
+        ("1 - cos(x)", 1e-30, lambda t: 2 * mpmath.sin(t / 2) ** 2),
+        ("sin(x**20)", 100.0, lambda t: mpmath.sin(mpmath.mpf(100) ** 20)),
+    ],
+)
+def test_exact_values(text: str, at: float, expected) -> None:
+    with mpmath.workdps(400):
+        value = expected(mpmath.mpf(at))
+        assert abs(mpmath.mpf(evaluate_multiprecision(parse(text), at)) / value - 1) < mpmath.mpf("1e-49")
+
+
+def test_exact_values_never_fail() -> None:
+    for text in (
+        "exp(exp(exp(x)))",
+        "sin(exp(exp(x)))",
+        "1/x",
+        "log(x)",
+        "x**0.5",
+        "tan(x**300)",
+        "x/abs(x)",
+        "atan(1/x)",
+    ):
+        for at in (-1e300, -1.0, 0.0, 1e-300, 20.0, 1e300):
+            evaluate_multiprecision(parse(text), at)
+    assert evaluate_multiprecision(parse("1/x"), 0.0) == mpmath.inf and mpmath.isnan(
+        evaluate_multiprecision(parse("sqrt(x)"), -1.0)
+    )
+    assert evaluate_multiprecision(parse("exp(x)"), -1e200) == 0
+
+
+def test_orders() -> None:
+    zero = mpmath.mpf(0)
+    assert [order(parse(text), zero, 1) for text in ("x**5", "sqrt(x)", "1 + x", "1/x", "exp(-1/x**2)")] == [
+        5,
+        0.5,
+        0,
+        -1,
+        math.inf,
+    ]
+    assert math.isnan(order(parse("sqrt(x)"), zero, -1))

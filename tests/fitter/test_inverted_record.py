@@ -1,0 +1,373 @@
+"""The record of inverted fits, and the commands that make, show and draw them."""
+
+import copy
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fitact
+from fitact.codegen.generate import render
+from fitact.errors import UsageError
+from fitact.fitter.methods.table import again
+from fitact.fitter.records.fit import InvertedFit
+from fitact.fitter.records.reading import from_json, read
+
+FITS = Path(str(resources.files("fitact.generated") / "fits"))
+SOURCES = Path(__file__).resolve().parents[2] / "generated" / "fits"
+SHIPPED = sorted(path.stem for path in FITS.glob("*inverted*.json"))
+GOOD: dict[str, Any] = json.loads((FITS / "gelu_inverted1.json").read_text())
+PRINTED: dict[str, Any] = json.loads((FITS / "silu_inverted_published.json").read_text())
+GONE = type("Gone", (), {"__repr__": lambda self: "GONE"})()
+
+
+def changed(record: dict[str, Any], path: str, value: object) -> str:
+    """Return a record's JSON with one entry, by its dotted path, replaced, added or removed."""
+    record = copy.deepcopy(record)
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    target: Any = record
+    for part in parents:
+        target = target[part]
+    if value is GONE:
+        del target[last]
+    else:
+        target[last] = value
+    return json.dumps(record)
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+def test_what_ships() -> None:
+    assert SHIPPED == [
+        "gelu_inverted1",
+        "gelu_inverted2",
+        "gelu_inverted_published",
+        "gelu_tanh_inverted1",
+        "hardswish_inverted2",
+        "mish_inverted1",
+        "quick_gelu_inverted1",
+        "silu_inverted1",
+        "silu_inverted2",
+        "silu_inverted_published",
+    ]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_reading_and_writing_gives_the_same_bytes(name: str) -> None:
+    fit = read(FITS / f"{name}.json")
+    assert isinstance(fit, InvertedFit)
+    assert fit.to_json() == (FITS / f"{name}.json").read_text()
+    assert fit == from_json(fit.to_json())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHIPPED)
+def test_made_again_it_is_the_same_to_the_byte(name: str) -> None:
+    assert again(read(FITS / f"{name}.json")).to_json() == (FITS / f"{name}.json").read_text()
+
+
+def _on_an_older_cpu() -> dict[str, str]:
+    """Return the environment in which NumPy, BLAS and the C library use no kernels of newer CPUs."""
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+    return {
+        **os.environ,
+        "NPY_DISABLE_CPU_FEATURES": " ".join(found),
+        "OPENBLAS_CORETYPE": "Nehalem" if platform.machine() in ("x86_64", "AMD64") else "ARMV8",
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-AVX,-FMA,-FMA4",
+    }
+
+
+AGAIN = """
+import sys
+from pathlib import Path
+from fitact.fitter.methods.table import again
+from fitact.fitter.records.reading import read
+for name in sys.argv[1:]:
+    assert again(read(Path(name))).to_json() == Path(name).read_text(), name
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["silu_inverted1"],
+        pytest.param(["gelu_inverted1", "gelu_tanh_inverted1", "quick_gelu_inverted1"], marks=pytest.mark.full),
+        pytest.param(["gelu_fewbit3", "silu_fewbit4", "mish_relumix2", "silu_relumix2"], marks=pytest.mark.full),
+        pytest.param(["../../notebooks/fits/silu_inverted_refit"], marks=pytest.mark.full),
+    ],
+)
+def test_on_a_cpu_with_other_kernels_it_is_the_same_to_the_byte(names: list[str]) -> None:
+    paths = [str(SOURCES / f"{name}.json") for name in names]
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN, *paths], env=_on_an_older_cpu(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+APPROXIMANT = "approximants.float32.0"
+WRONG = [
+    ("bits", 5, "bits: expected 0, 1, 2, 3 or 4, got 5"),
+    ("bits", True, "bits: expected"),
+    ("bits", 0, "approximants.bfloat16: expected 1 to 1 approximants, got 2"),
+    ("bits", "1", "bits: expected"),
+    ("domain", [1.0], "domain: expected 2 numbers"),
+    ("domain", [1.0, 1.0], "domain: expected increasing numbers"),
+    ("domain", "all", "domain: expected a list of numbers"),
+    ("borders", [], "borders: expected an object"),
+    ("borders.float32", [], "borders.float32: expected 1 numbers, got 0"),
+    ("borders.float32", [0.1], "borders.float32[0]: expected a number that float32 holds exactly"),
+    ("borders.float32", [1e400], "not JSON: Infinity"),
+    ("borders.float32", ["0"], "borders.float32[0]: expected a number, got '0'"),
+    ("borders.float64", [0.0], "borders: expected bfloat16, float16, float32"),
+    ("borders.float16", GONE, "borders: expected bfloat16, float16, float32"),
+    ("approximants", {}, "approximants: expected bfloat16, float16, float32"),
+    ("approximants.float32", [], "approximants.float32: expected 1 to 2 approximants, got 0"),
+    (APPROXIMANT, 3, f"{APPROXIMANT.replace('.0', '[0]')}: expected an object"),
+    (f"{APPROXIMANT}.kind", "spline", "expected"),
+    (f"{APPROXIMANT}.kind", 3, "expected text"),
+    (f"{APPROXIMANT}.kind", GONE, "expected text"),
+    (f"{APPROXIMANT}.approximates", "sigmoid", "approximates: expected derivative"),
+    (f"{APPROXIMANT}.extra", 1, "expected approximates, denominator, error"),
+    (f"{APPROXIMANT}.low", 5.0, "low: expected at most high"),
+    (f"{APPROXIMANT}.low", 0.1, "expected a number that float32 holds exactly"),
+    (f"{APPROXIMANT}.high", None, "unexpected value None"),
+    (f"{APPROXIMANT}.high", 1e39, "expected a number that float32 holds exactly"),
+    (f"{APPROXIMANT}.numerator", [], "numerator: expected 1 numbers, got 0"),
+    (f"{APPROXIMANT}.numerator", [0.0] * 34, "numerator: expected 33 numbers, got 34"),
+    (f"{APPROXIMANT}.numerator", [0.1], "numerator[0]: expected a number that float32 holds exactly"),
+    (f"{APPROXIMANT}.denominator", [0.0], "denominator: expected no root"),
+    (f"{APPROXIMANT}.denominator", [-0.25, 1.0], "denominator: expected no root"),
+    (f"{APPROXIMANT}.radicals", [], "radicals: expected a list of 1 to 3 objects"),
+    (f"{APPROXIMANT}.radicals", [{}] * 4, "radicals: expected a list of 1 to 3 objects"),
+    (f"{APPROXIMANT}.radicals", [1], "radicals[0]: expected an object, got 1"),
+    (f"{APPROXIMANT}.radicals.0.order", 2.0, "order: expected an integer"),
+    (f"{APPROXIMANT}.radicals.0.order", 0, "order: expected an integer"),
+    (f"{APPROXIMANT}.radicals.0.side", 2, "side: expected an integer, one of -1, 0, 1, got 2"),
+    (f"{APPROXIMANT}.radicals.0.sign", 0, "sign: expected an integer, one of -1, 1, got 0"),
+    (f"{APPROXIMANT}.radicals.0.anchor", 0.1, "anchor[0]: expected a number that float32 holds exactly"),
+    (f"{APPROXIMANT}.radicals.0.anchor", GONE, "radicals: expected anchor, order, side, sign"),
+    (f"{APPROXIMANT}.error", 1.0, "error.float32: expected that of the worst approximant, 1.0"),
+    (f"{APPROXIMANT}.floor", 1.0, "floor.float32: expected that of the worst approximant, 1.0"),
+    ("error.float32", -1.0, "error: expected no negative number"),
+    ("error.float32", GONE, "error: expected bfloat16, float16, float32"),
+    ("floor.float32", 0.0, "floor.float32: expected that of the worst approximant"),
+    ("floor", GONE, "floor: missing"),
+    ("levels", [1.0], "levels: not a field of a fit of the method inverted"),
+    ("method", "exact", "not a field of a fit of the method exact"),
+    ("activation.expression", "__import__('os')", "activation.expression"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"), WRONG, ids=[f"{path}={value!r:.30}" for path, value, _ in WRONG]
+)
+def test_what_is_wrong_is_named(path: str, value: object, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        from_json(changed(GOOD, path, value))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+PRINTED_WRONG = [
+    (f"{APPROXIMANT}.kind", "cubic", "kind: expected one of"),
+    (f"{APPROXIMANT}.kind", "quotient", "expected approximates, denominator"),
+    (f"{APPROXIMANT}.kind", "exponential", "coefficients: expected 5 numbers, got 4"),
+    (f"{APPROXIMANT}.approximates", "value", "approximates: expected derivative or sigmoid"),
+    (
+        f"{APPROXIMANT}.approximates",
+        "derivative",
+        "approximants.float32: expected quotients, or approximants of one anchor",
+    ),
+    (f"{APPROXIMANT}.anchor", 0.5, "anchor: expected a number below 0"),
+    (f"{APPROXIMANT}.anchor", -0.5, "approximants.float32: expected quotients, or approximants of one anchor"),
+    (f"{APPROXIMANT}.coefficients", [1.0], "coefficients: expected 4 numbers"),
+    (f"{APPROXIMANT}.coefficients.0", "exec", "coefficients[0]: expected a number"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), PRINTED_WRONG)
+def test_what_is_wrong_with_the_papers_approximants_is_named(path: str, value: object, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        from_json(changed(PRINTED, path, value))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+PATHS = [
+    "bits",
+    "domain",
+    "borders",
+    "borders.float32",
+    "borders.float32.0",
+    "approximants",
+    "approximants.float32",
+    APPROXIMANT,
+    "floor",
+]
+PATHS += [f"{APPROXIMANT}.{key}" for key in GOOD["approximants"]["float32"][0]]
+PATHS += [f"{APPROXIMANT}.radicals.0", f"{APPROXIMANT}.radicals.0.order", "options"]
+
+
+@settings(derandomize=True, deadline=None, max_examples=300, database=None)
+@given(st.sampled_from(PATHS), JSON)
+def test_any_json_is_read_or_refused_in_a_line(path: str, value: object) -> None:
+    try:
+        fit = from_json(changed(GOOD, path, value))
+    except UsageError as error:
+        assert str(error).isprintable()
+    else:
+        assert from_json(fit.to_json()) == fit
+        compile(render(fit), "module", "exec")
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+Command = Callable[[str], tuple[int, str, str]]
+
+
+def written() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+
+
+def test_makes_what_ships(command: Command) -> None:
+    status, out, err = command("fit --fn silu --method inverted")
+    assert (status, err) == (0, "")
+    head, row, last = out.splitlines()
+    assert head.split() == [
+        "bits",
+        "bfloat16",
+        "float16",
+        "float32",
+        *["floor", "bfloat16", "floor", "float16"],
+        "floor",
+        "float32",
+    ]
+    assert row.split()[:2] == ["silu_inverted1", "1"]
+    assert last == "wrote generated/fits/silu_inverted1.json"
+    assert Path("generated/fits/silu_inverted1.json").read_bytes() == (FITS / "silu_inverted1.json").read_bytes()
+    assert command("codegen")[0] == 0
+    assert Path("generated/silu_inverted1.py").read_bytes() == (FITS.parent / "silu_inverted1.py").read_bytes()
+    assert command("fit --fn silu --method inverted --bits 1")[0] == 0, "the same fit again"
+    status, out, err = command("plot -o picture.png")
+    assert (status, err) == (0, "")
+    assert Path("picture.png").read_bytes()[:4] == b"\x89PNG"
+    drawn = Path("picture.png").read_bytes()
+    assert command("plot -o picture.png")[0] == 0
+    assert Path("picture.png").read_bytes() == drawn
+
+
+MAKES = [
+    ("--fn 'softplus(x)' --name sp", "sp", 0, None),
+    ("--fn 'x**2 + x' --domain -2 2 --name square --tol 1e-3", "square", 1, (-2.0, 2.0)),
+    ("--fn relu6", "relu6_inverted2", 2, None),
+    ("--fn elu --param alpha=0.5 --name elu05", "elu05", 1, None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name", "bits", "domain"), MAKES)
+def test_makes(arguments: str, name: str, bits: int, domain: object, command: Command) -> None:
+    status, _, err = command(f"fit --method inverted {arguments}")
+    assert (status, err) == (0, "")
+    assert written() == [f"generated/fits/{name}.json"]
+    fit = read(Path(f"generated/fits/{name}.json"))
+    assert isinstance(fit, InvertedFit)
+    assert (fit.bits, fit.domain) == (bits, domain)
+    assert again(fit).to_json() == fit.to_json()
+
+
+REFUSED = [
+    ("fit --fn gelu --method inverted --bits 0", "use --bits 1"),
+    ("fit --fn gelu --method inverted --bits 5", "bits: expected 0 to 4, got 5"),
+    ("fit --fn gelu --method inverted --weight normal", "--method inverted has no --weight"),
+    ("fit --fn gelu --method inverted --seed 3", "--method inverted has no --seed"),
+    ("fit --fn gelu --method inverted --objective derivative", "--method inverted has no --objective"),
+    ("fit --fn gelu --method inverted --tol 0 --name a", "tol: expected 1e-6 to 0.01, got 0.0"),
+    ("fit --fn gelu --method inverted --tol 1e-3", "--name is required for --tol"),
+    ("fit --fn gelu --method inverted --domain -5 5", "--name is required for --domain"),
+    ("fit --fn gelu --method inverted --domain -10 10", "--name is required for --domain"),
+    ("fit --fn gelu --method inverted --family parametric", "--name is required for --family"),
+    ("fit --fn gelu --method inverted --family parametric --bits 1 --name a", "--family parametric has one bit"),
+    ("fit --fn mish --method inverted --family parametric --name a", "those of gelu and silu"),
+    ("fit --fn gelu --bits 3 --family rational", "--method fewbit has no --family"),
+    ("fit --fn gelu --bits 3 --tol 1e-3", "--method fewbit has no --tol"),
+    ("fit --fn 'x + 2*sin(x)' --method inverted --name a", "too many monotone pieces over the reals"),
+    ("fit --fn 'log(x)' --method inverted --name a", "not defined all over the domain"),
+    ("fit --fn 'x*sigmoid(x)' --method inverted", "--name is required for an expression"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refuses(line: str, message: str, command: Command) -> None:
+    status, out, err = command(line)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("fitact: ") and err.count("\n") == 1
+    assert written() == []
+
+
+def test_shows_three_kinds_of_tables(command: Command) -> None:
+    names = ("gelu_inverted1", "gelu_fewbit3", "tanh_exact", "gelu_inverted2")
+    status, out, err = command("show " + " ".join(shlex.quote(str(FITS / f"{name}.json")) for name in names))
+    assert (status, err) == (0, "")
+    heads = [line for line in out.splitlines() if line.startswith(" ")]
+    assert [("objective" in head, "floor float32" in head) for head in heads] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if not line.startswith(" ")}
+    assert list(rows) == ["gelu_fewbit3", "gelu_inverted1", "gelu_inverted2", "tanh_exact"]
+    error, floor = GOOD["error"], GOOD["floor"]
+    dtypes = ("bfloat16", "float16", "float32")
+    assert rows["gelu_inverted1"] == ["1", *(f"{of[dtype]:.4g}" for of in (error, floor) for dtype in dtypes)]
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("gelu", "yes: 1 bit or more beside the output, if its 2 smooth pieces can be fitted"),
+        ("hardswish", "yes: 2 bits or more beside the output"),
+        ("tanh", "yes: the output alone, 0 bits"),
+        ("x + 2*sin(x)", "no: it has too many monotone pieces"),
+    ],
+)
+def test_show_says_whether_it_applies(what: str, expected: str, command: Command) -> None:
+    status, out, _ = command(f"show '{what}'")
+    assert status == 0
+    (row,) = (line for line in out.splitlines() if line.startswith("inverted"))
+    assert expected in row
+
+
+def test_shipped_by_name() -> None:
+    assert type(fitact.activation("gelu", method="inverted")).__name__ == "GeluInverted1"
+    assert type(fitact.activation("gelu", method="inverted", bits=2)).__name__ == "GeluInverted2"
+    assert type(fitact.activation("hardswish", method="inverted")).__name__ == "HardswishInverted2"
+    assert type(fitact.activation("silu_inverted_published")).__name__ == "SiluInvertedPublished"
+    with pytest.raises(UsageError, match="no activation 'tanh_inverted3' is shipped"):
+        fitact.activation("tanh", method="inverted")
+
+
+def test_codes_and_values_of_a_fit() -> None:
+    fit = read(FITS / "gelu_inverted2.json")
+    assert isinstance(fit, InvertedFit)
+    x = np.array([-np.inf, -0.8, -0.7517, np.nan, 5.0, np.inf])
+    assert [int(code) for code in fit.code(x, "bfloat16")][0::3] == [0, 0]
+    assert fit.code(x)[-1] == 3

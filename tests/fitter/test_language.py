@@ -1,0 +1,735 @@
+"""The expression language: what it accepts and its values, what it refuses, and that it runs nothing."""
+
+import ast
+import builtins
+import signal
+import string
+import warnings
+from collections.abc import Iterator
+
+import mpmath
+import numpy as np
+import pytest
+import sympy.parsing.sympy_parser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fitact.cli.tables import activation as shown
+from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.expr.atoms import FUNCTIONS, constant, x
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.expr.evaluate import evaluate
+from fitact.fitter.expr.parser import MAX_DEPTH, MAX_LENGTH, parse
+from fitact.fitter.numerics.weight import Weight
+
+FUZZ = settings(derandomize=True, deadline=None, max_examples=300, database=None)
+POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """A text that takes for ever fails its test, and does not hold up the run."""
+
+    def stop(*_: object) -> None:
+        pytest.fail("no answer within two minutes")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def one_line(error: pytest.ExceptionInfo[UsageError]) -> str:
+    message = str(error.value)
+    assert message.isprintable()
+    assert 10 < len(message) < 400
+    return message
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def _sigmoid(t):
+    return 1 / (1 + mpmath.exp(-t))
+
+
+def _softplus(t):
+    return mpmath.log1p(mpmath.exp(t))
+
+
+def _gelu(t):
+    return t * mpmath.ncdf(t)
+
+
+# formula, the same in mpmath, absolute error allowed where the formula itself cancels
+VALUES = [
+    ("x", lambda t: t, 0),
+    ("  +x ", lambda t: t, 0),
+    ("-x**2", lambda t: -(t**2), 0),
+    ("2**3**2*x", lambda t: 512 * t, 0),
+    ("1 - 2 - x", lambda t: -1 - t, 0),
+    ("x/2/3", lambda t: t / 6, 0),
+    ("0.1*x", lambda t: t / 10, 0),
+    ("1e-3*x + .5", lambda t: t / 1000 + mpmath.mpf(1) / 2, 0),
+    ("pi*x + e", lambda t: mpmath.pi * t + mpmath.e, 1e-14),
+    ("x**3 - x/7", lambda t: t**3 - t / 7, 1e-16),
+    ("x**-3", lambda t: t**-3, 0),
+    ("1/(1 + x**2)", lambda t: 1 / (1 + t**2), 0),
+    ("x/(1 + abs(x))", lambda t: t / (1 + abs(t)), 0),
+    ("sqrt(1 + x**2)", lambda t: mpmath.sqrt(1 + t**2), 0),
+    ("(1 + x**2)**0.3", lambda t: (1 + t**2) ** mpmath.mpf("0.3"), 0),
+    ("2**-x", lambda t: 2**-t, 0),
+    ("e**x", mpmath.exp, 0),
+    ("exp(-x**2/2)", lambda t: mpmath.exp(-(t**2) / 2), 1e-300),
+    ("expm1(x)", mpmath.expm1, 0),
+    ("log(1 + x**2)", lambda t: mpmath.log(1 + t**2), 1e-15),
+    ("log1p(x**2)", lambda t: mpmath.log1p(t**2), 0),
+    ("erf(x)", mpmath.erf, 1e-45),
+    ("tanh(x)", mpmath.tanh, 0),
+    ("sigmoid(x)", _sigmoid, 0),
+    ("softplus(x)", _softplus, 0),
+    ("relu(x)", lambda t: max(t, 0), 0),
+    ("abs(x - 2)", lambda t: abs(t - 2), 0),
+    ("x*sign(x - 1)", lambda t: t * mpmath.sign(t - 1), 0),
+    ("silu(x)", lambda t: t * _sigmoid(t), 0),
+    ("gelu(x)", _gelu, 1e-14),
+    ("x*sigmoid(1.702*x)", lambda t: t * _sigmoid(mpmath.mpf("1.702") * t), 0),
+    ("x*tanh(softplus(x))", lambda t: t * mpmath.tanh(_softplus(t)), 0),
+    ("min(x, 1)", lambda t: min(t, 1), 0),
+    ("max(min(x, 2), -3)", lambda t: max(min(t, 2), -3), 0),
+    ("max(x, x**2/4 - 1)", lambda t: max(t, t**2 / 4 - 1), 0),
+    ("where(x < 1, x, 2*x - 1)", lambda t: t if t < 1 else 2 * t - 1, 0),
+    ("where(x**2 >= 2, exp(-x**2), x)", lambda t: mpmath.exp(-(t**2)) if t**2 >= 2 else t, 1e-300),
+    (
+        "where(x > 0, x, 1.6732632423543772*expm1(x))",
+        lambda t: t if t > 0 else 1.6732632423543772 * mpmath.expm1(t),
+        0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "oracle", "atol"), VALUES, ids=[text for text, *_ in VALUES])
+def test_value_and_derivative(text, oracle, atol):
+    formula = parse(text)
+    with mpmath.workdps(50):
+        points = [mpmath.mpf(float(point)) for point in POINTS]
+        values = [float(oracle(point)) for point in points]
+        derivatives = [float(mpmath.diff(oracle, point)) for point in points]
+    np.testing.assert_allclose(evaluate(formula, POINTS), values, rtol=1e-12, atol=atol)
+    np.testing.assert_allclose(evaluate(formula.diff(x), POINTS), derivatives, rtol=1e-12, atol=10 * atol)
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_catalog_is_finite_everywhere(name):
+    at = np.array([-1e38, -1e15, -745.0, -88.0, 0.0, 88.0, 710.0, 1e15, 1e38])
+    activation = Activation.of(name)
+    at = at[at < 700] if name == "exp" else at
+    for values in (activation.value(at), activation.derivative(at), activation.second_derivative(at[1:-1])):
+        assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "point", "value"),
+    [
+        # the tie of each comparison
+        ("where(x > 1, 2, 3) + 0*x", 1.0, 3),
+        ("where(x >= 1, 2, 3)", 1.0, 2),
+        ("where(x < 1, 2, 3)", 1.0, 3),
+        ("where(x <= 1, 2, 3)", 1.0, 2),
+        ("where(1 < x, 2, 3)", 1.0, 3),
+        ("where(1 <= x, 2, 3)", 1.0, 2),
+        ("where(2 > 1, x, -x)", 1.0, 1),
+        ("where(1 >= 1, x, -x)", 1.0, 1),
+        ("where(1 > 1, x, -x)", 1.0, -1),
+        ("sign(x)", 0.0, 0),
+        ("x**0", 5.0, 1),
+        ("1 - 1 + 0*x", 2.0, 0),
+        ("tanh(1e300)*x", 1.0, 1),
+        # out of the formula's domain
+        ("log(x)", -1.0, np.nan),
+        ("log(x)", 0.0, -np.inf),
+        ("sqrt(x)", -1.0, np.nan),
+        ("1/x", 0.0, np.inf),
+        ("exp(x)", 1000.0, np.inf),
+        ("x**0.5", -1.0, np.nan),
+    ],
+)
+def test_single_value(text, point, value):
+    assert evaluate(parse(text), np.array(point)) == pytest.approx(value, nan_ok=True)
+
+
+# A constant, and what mpmath makes of it at 60 digits.
+CONSTANTS = [
+    ("cosh(40) - sinh(40)", lambda: mpmath.exp(-40)),
+    ("(1 + exp(-40)) - 1", lambda: mpmath.exp(-40)),
+    ("1/(erfc(6) + erf(6) - 1 + exp(-200))", lambda: mpmath.exp(200)),
+    ("2.269184**1e-30", lambda: mpmath.mpf("2.269184") ** mpmath.mpf("1e-30")),
+    ("0.17**0.442363293155713", lambda: mpmath.mpf("0.17") ** mpmath.mpf("0.442363293155713")),
+    ("log(2)/log(3)**2.5", lambda: mpmath.log(2) / mpmath.log(3) ** 2.5),
+    ("silu(e)", lambda: mpmath.e / (1 + mpmath.exp(-mpmath.e))),
+    ("logcosh(-1.0277)**100", lambda: mpmath.log(mpmath.cosh(mpmath.mpf("1.0277"))) ** 100),
+    ("sin(pi)", lambda: 0),
+    ("erfc(1e300)", lambda: 0),
+    ("relu(-3)", lambda: 0),
+]
+
+
+@pytest.mark.parametrize(("text", "oracle"), CONSTANTS, ids=[text for text, _ in CONSTANTS])
+def test_a_constant_is_rounded_once(text, oracle):
+    with mpmath.workdps(60):
+        value = float(oracle())
+    assert constant(parse(text)) == value
+    assert constant(parse(f"({text})*(x + 1)").diff(x).subs(x, 3)) == value
+
+
+# SymPy is asked for the sign of these constants, or to raise them to a power, or they combine with one another.
+STARTLING = [
+    ("e*sigmoid(2)*x", lambda t: mpmath.e / (1 + mpmath.exp(-2)) * t),
+    ("silu(e)*x", lambda t: mpmath.e / (1 + mpmath.exp(-mpmath.e)) * t),
+    ("exp(3)*sech2(2*exp(3))*x", lambda t: mpmath.exp(3) / mpmath.cosh(2 * mpmath.exp(3)) ** 2 * t),
+    ("where(x > 1, x**2, x) + 0*erfc(1e300)", lambda t: t**2 if t > 1 else t),
+    ("2.269184**1e-30*x", lambda t: t),
+    ("x**2/abs(x/0.17)**0.442363", lambda t: t**2 / abs(t / mpmath.mpf("0.17")) ** mpmath.mpf("0.442363")),
+    ("(2 + 3*exp(x))**-1e-30*x", lambda t: t),
+    ("logcosh(-1.0277)**100 + x", lambda t: mpmath.log(mpmath.cosh(mpmath.mpf("1.0277"))) ** 100 + t),
+]
+
+
+@pytest.mark.parametrize(("text", "oracle"), STARTLING, ids=[text for text, _ in STARTLING])
+def test_constants_are_handled_in_no_time(text, oracle):
+    f = Activation.of(text)
+    assert f.value(POINTS) == pytest.approx([float(oracle(t)) for t in POINTS], rel=1e-13)
+    with mpmath.workdps(40):
+        derivatives = [float(mpmath.diff(oracle, t)) for t in POINTS]
+    assert f.derivative(POINTS) == pytest.approx(derivatives, rel=1e-13)
+    assert f.derivative_range().low <= min(derivatives)
+    shown(f)
+
+
+@pytest.mark.parametrize("text", ["celu(1.5 + x, 1/3)", "celu(x - 2.5, 0.3)", "celu(celu(1.5 + x, 1/3), 0.7)"])
+def test_arguments_of_activations_are_not_multiplied_out(text):
+    """Where 1.5 + x cancels, the value of celu keeps its digits."""
+    f = Activation.of(text)
+    at = np.array([-1.5 - 3e-9, -1.5 - 7e-6, -1.51, 2.5 - 1e-9, 2.49])
+
+    def celu(u, alpha):
+        return u if u > 0 else alpha * mpmath.expm1(u / alpha)
+
+    def oracle(t):
+        if "2.5" in text:
+            return celu(t - 2.5, mpmath.mpf("0.3"))
+        inner = celu(t + 1.5, mpmath.mpf(float(1 / 3)))
+        return celu(inner, mpmath.mpf("0.7")) if "0.7" in text else inner
+
+    with mpmath.workdps(40):
+        values = [float(oracle(mpmath.mpf(float(t)))) for t in at]
+    assert f.value(at) == pytest.approx(values, rel=4 * 2.0**-52, abs=0.0)
+
+
+@pytest.mark.parametrize("name", ["relu(x)", "abs(x)", "sign(x)"])
+def test_derivative_at_the_corner_is_pytorch_s(name):
+    assert Activation.of(name).derivative(np.zeros(1)) == 0
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+KNOWN = "unknown name"
+CHARACTER = "unexpected character"
+NESTED = f"nested deeper than {MAX_DEPTH}"
+REFUSALS = [
+    # nothing to read
+    ("", "empty"),
+    ("   ", "empty"),
+    ("()", "Tuple is not part"),
+    # names and calls
+    ("y", KNOWN),
+    ("X", KNOWN),
+    ("eval", KNOWN),
+    ("x*__builtins__", KNOWN),
+    ("print(x)", KNOWN),
+    ("x(x)", KNOWN),
+    ("e(x)", KNOWN),
+    ("exp", "exp is a function: write exp(...)"),
+    ("x*where", "where is a function"),
+    ("x.real", "Attribute is not part"),
+    ("x.__class__", "Attribute is not part"),
+    ("x.is_zero()", "only the functions of the language"),
+    ("exp(x)(x)", "only the functions of the language"),
+    ("(lambda: x)()", "only the functions of the language"),
+    ("exp()", "exp takes 1 argument, got 0"),
+    ("exp(x, x)", "exp takes 1 argument, got 2"),
+    ("max(x)", "max takes 2 arguments, got 1"),
+    ("exp(u=x)", "plain arguments"),
+    ("exp(x, evaluate=0)", "plain arguments"),
+    ("exp(*x)", "plain arguments"),
+    ("exp(**x)", "plain arguments"),
+    # the rest of Python
+    ("__import__('os')", CHARACTER),
+    ("'x'", CHARACTER),
+    ('"x"', CHARACTER),
+    ("f'{x}'", CHARACTER),
+    ("x # y", CHARACTER),
+    ("x\n", CHARACTER),
+    ("\tx", CHARACTER),
+    ("x\r\n+1", CHARACTER),
+    ("x\0", CHARACTER),
+    ("x\\\n+1", CHARACTER),
+    ("x;x", CHARACTER),
+    ("`x`", CHARACTER),
+    ("$x", CHARACTER),
+    ("x^2", "written **, not ^"),
+    ("lambda: x", "Lambda is not part"),
+    ("x := 1", "not a formula"),
+    ("(x := 1)", "NamedExpr is not part"),
+    ("x = 1", "not a formula"),
+    ("x if x else x", "IfExp is not part"),
+    ("[x]", "List is not part"),
+    ("[x for x in x]", "ListComp is not part"),
+    ("{x: x}", "Dict is not part"),
+    ("x[0]", "Subscript is not part"),
+    ("x, x", "Tuple is not part"),
+    ("x and x", "BoolOp is not part"),
+    ("not x", "UnaryOp is not part"),
+    ("~x", "UnaryOp is not part"),
+    ("await x", "Await is not part"),
+    ("...", "Constant is not part"),
+    ("*x", "not a formula"),
+    ("import os", "not a formula"),
+    ("x x", "not a formula"),
+    ("2x", "not a formula"),
+    ("x +", "not a formula"),
+    ("(x", "not a formula"),
+    ("x)", "not a formula"),
+    ("x!", "not a formula"),
+    ("x // 2", "FloorDiv"),
+    ("x % 2", "Mod"),
+    ("x @ x", "MatMult"),
+    ("x << 1", "LShift"),
+    ("x | x", "BitOr"),
+    ("x & x", "BitAnd"),
+    ("x + 1j", "expected a number"),
+    ("x + True", "expected a number"),
+    ("None", "expected a number"),
+    # comparisons
+    ("x > 0", "belongs in where"),
+    ("x*(x > 0)", "belongs in where"),
+    ("x in x", "belongs in where"),
+    ("where(x > 0, x < 1, x)", "belongs in where"),
+    ("where(x == 0, 1, x)", "<, <=, > or >="),
+    ("where(x is x, 1, x)", "<, <=, > or >="),
+    ("where(0 < x < 1, 1, x)", "one comparison"),
+    ("where(x, 1, 2)", "takes a comparison"),
+    ("where(x > 0, 1)", "takes a comparison"),
+    # letters that look like others
+    ("\N{CYRILLIC SMALL LETTER HA}", CHARACTER),
+    ("\N{FULLWIDTH LATIN SMALL LETTER X}", CHARACTER),
+    ("\N{MATHEMATICAL ITALIC SMALL X}", CHARACTER),
+    ("\N{CYRILLIC SMALL LETTER IE}xp(x)", CHARACTER),
+    ("x*\N{FULLWIDTH DIGIT TWO}", CHARACTER),
+    ("x\N{SUPERSCRIPT TWO}", CHARACTER),
+    ("x \N{MINUS SIGN} 1", CHARACTER),
+    ("x\N{NO-BREAK SPACE}", CHARACTER),
+    ("x\N{RIGHT-TO-LEFT OVERRIDE}", CHARACTER),
+    ("x\ud800", CHARACTER),
+    # too long, too deep
+    ("x+" * 500_000 + "x", "characters are too many"),
+    ("(" * 10_000 + "x" + ")" * 10_000, "characters are too many"),
+    ("x" * (MAX_LENGTH + 1), "characters are too many"),
+    ("(" * 900 + "x" + ")" * 900, NESTED),
+    ("[" * 1999, NESTED),
+    ("exp(" * 300 + "x" + ")" * 300, NESTED),
+    ("-" * 1900 + "x", NESTED),
+    ("x**" * 600 + "x", NESTED),
+    ("+".join(["x"] * 900), NESTED),
+    # towers and overflow
+    ("10**10**10", "power of numbers is out of range"),
+    ("x*2**2**2**2**2**2", "power of numbers is out of range"),
+    ("(2**1000)**1000", "power of numbers is out of range"),
+    ("2**-(10**9)", "power of numbers is out of range"),
+    ("(x/10)**400", "power of numbers is out of range"),
+    ("(x/3)**1000", "power of numbers is out of range"),
+    ("1.000001**(10**9)", "power of numbers is out of range"),
+    ("x**10**10", "exponent 1e+10 is out of range"),
+    ("x**-1001", "exponent -1001 is out of range"),
+    ("exp(exp(exp(100)))", "not a real number below"),
+    ("exp(710)*x", "not a real number below"),
+    ("exp(1e10*log(10))*x", "log(10)"),
+    ("exp(1000*log(10))*x", "log(10)"),
+    ("9" * 1900, "number is out of range"),
+    ("1" + "0" * 301, "number is out of range"),
+    ("1e301", "number is out of range"),
+    ("1e999*x", "number is out of range"),
+    ("1e200*1e200*x", "1e200"),
+    # constants that float64 cannot hold
+    ("x + 1e-301", "a coefficient is out of range: 1e-300 to 1e+300"),
+    ("exp(-800)*x", "'exp(-800)' is too small: at least 1e-300"),
+    ("logcosh(-1.0277)**1000 + x", "logcosh(10277/10000)**1000' is too small"),
+    ("tan(pi/2)*x", "'tan(pi/2)' is not a real number"),
+    ("x/sin(pi)", "division by zero"),
+    ("x/relu(-1)", "division by zero"),
+    # no real number
+    ("1/0", "division by zero"),
+    ("x/0.0", "division by zero"),
+    ("1/(x - x)", "division by zero"),
+    ("0**-1", "out of range"),
+    ("log(-1)", "not a real number"),
+    ("log(0)*x", "not a real number"),
+    ("log1p(-1)", "not a real number"),
+    ("sqrt(-1)*sqrt(-1)*x", "not a real number"),
+    ("(-8)**(1/3)*x", "out of range"),
+    ("(-2)**x", "positive base"),
+    ("0**x", "positive base"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), REFUSALS, ids=[ascii(text[:40]) for text, _ in REFUSALS])
+def test_refusal(text, reason):
+    with pytest.raises(UsageError) as error:
+        parse(text, what="activation")
+    message = one_line(error)
+    assert reason in message
+    assert message.startswith("activation")
+
+
+@pytest.mark.parametrize("text", [None, 3, b"x", ["x"]])
+def test_only_text_is_read(text):
+    with pytest.raises(UsageError, match="expected text"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "column"), [("x + y", 5), ("  y", 3), ("x*(1 + 2**9999)", 8), ("x + 'a'", 5), ("  x +* 2", 6)]
+)
+def test_refusal_names_the_column(text, column):
+    with pytest.raises(UsageError, match=f"column {column}:"):
+        parse(text)
+
+
+# --------------------------------------------------------------------------------------------------- fuzz
+
+AT = np.array([[0.0, 1.0, -2.5], [1e300, -np.inf, np.nan]])
+NAMES = ["x", "y", "pi", "e", "where", *FUNCTIONS]
+TOKENS = [
+    *NAMES,
+    *[
+        "0",
+        "1",
+        "2",
+        "0.5",
+        "1e300",
+        "1e-300",
+        "9999",
+        "+",
+        "-",
+        "*",
+        "/",
+        "**",
+        "(",
+        ")",
+        ",",
+        ">",
+        "<",
+        ">=",
+        "<=",
+        "==",
+        ".",
+        "[",
+        "]",
+        "lambda",
+        "if",
+        "else",
+        "not",
+        "in",
+        ":=",
+    ],
+]
+
+
+def survives(text: str) -> None:
+    try:
+        formula = parse(text)
+    except UsageError as error:
+        assert str(error).isprintable()
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tree in (formula, formula.diff(x)):
+            for at in (AT, AT[0, 0]):
+                values = evaluate(tree, at)
+                assert values.dtype == np.float64
+                assert values.shape == np.shape(at)
+
+
+# Each is refused, or accepted and then handled without trouble.
+HARD = [
+    # subformulas that are written once and used twice, so that nesting them doubles the work
+    *(f * 40 + "x" + ")" * 40 for f in ("gelu(", "silu(", "max(x, ", "min(1, ", "x*tanh(", "exp(", "relu(")),
+    *(f * 12 + "x" + ")" * 12 for f in ("gelu(", "silu(", "max(x*x, ", "erf(")),
+    "min(x**2, " * 15 + "exp(x)" + ")" * 15,
+    "where(x > 0, " * 20 + "x" + ", -x)" * 20,
+    # what SymPy multiplies out by itself
+    "((10*x)**1000)**1000",
+    "(((10*x)**1000)**1000)**1000",
+    "((x/10)**1000)**1000",
+    "(sqrt(8*x)**1000)**1000",
+    "exp(1e10*log(10) + x)",
+    "exp(1e10*log(10)*x/x)",
+    "exp(690)*x*exp(690)",
+    "max((relu(4.6**7)**-0.5)**4, where(cos(exp(x)) > relu(x), (x - x)*(x/x), x) + logcosh(0.5*-2.053)**1000)",
+    # coefficients that leave the range of float64
+    "x*1e200*1e200",
+    "x/1e-200/1e-200",
+    "(x*1e200)**2",
+    "1e300*(1e300*x + 1e300)",
+]
+
+
+@pytest.mark.parametrize("text", HARD, ids=[text[:30] for text in HARD])
+def test_hard_formula(text):
+    survives(text)
+    try:
+        activation = Activation.of(text)
+    except UsageError:
+        return
+    activation.switch_points(-5.0, 5.0)
+    activation.has_even_derivative(5.0)
+
+
+def trees() -> st.SearchStrategy[str]:
+    def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        unary = st.sampled_from([name for name, (count, _) in FUNCTIONS.items() if count == 1] + ["-", "1/"])
+        return st.one_of(
+            st.builds("{}({})".format, unary, inner),
+            st.builds("({}) {} ({})".format, inner, st.sampled_from(["+", "-", "*", "/", "**"]), inner),
+            st.builds("{}({}, {})".format, st.sampled_from(["min", "max"]), inner, inner),
+            st.builds(
+                "where({} {} {}, {}, {})".format,
+                inner,
+                st.sampled_from(["<", "<=", ">", ">="]),
+                inner,
+                inner,
+                inner,
+            ),
+        )
+
+    leaves = st.sampled_from(["x", "x", "x", "pi", "e", "0", "1", "2", "-1", "0.5", "3", "1e200", "1e-200", "700"])
+    return st.recursive(leaves, grow, max_leaves=8)
+
+
+@FUZZ
+@given(st.text(string.ascii_lowercase[-4:] + "0123456789e._ +-*/()<>=,&|%@~![]{}:^", max_size=40))
+def test_fuzz_characters(text):
+    survives(text)
+
+
+@FUZZ
+@given(st.text(max_size=30))
+def test_fuzz_unicode(text):
+    survives(text)
+
+
+@FUZZ
+@given(st.lists(st.sampled_from(TOKENS), max_size=14))
+def test_fuzz_tokens(tokens):
+    survives(" ".join(tokens))
+
+
+@FUZZ
+@given(trees())
+def test_fuzz_trees(text):
+    survives(text)
+
+
+# ---------------------------------------------------------------------------------------- nothing is run
+
+
+@pytest.mark.parametrize(
+    "text", [*CATALOG, "where(x > 1, x**2.5/3, min(x, gelu(-x)))", "exec(x)", "1 +", "10**10**10"]
+)
+def test_parsing_runs_no_code(text, monkeypatch):
+    text = Activation.of(text).expression if text in CATALOG else text
+    real = builtins.compile
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("code was about to be run")
+
+    def compile_to_tree(source, filename, mode, flags=0, **more):
+        return real(source, filename, mode, flags, **more) if flags & ast.PyCF_ONLY_AST else refuse()
+
+    for name in CATALOG:
+        Activation.of(name)  # so that what SymPy imports on first use is there
+    monkeypatch.setattr(builtins, "eval", refuse)
+    monkeypatch.setattr(builtins, "exec", refuse)
+    monkeypatch.setattr(builtins, "compile", compile_to_tree)
+    monkeypatch.setattr(sympy, "sympify", refuse)
+    monkeypatch.setattr(sympy.parsing.sympy_parser, "parse_expr", refuse)
+    monkeypatch.setattr(sympy.parsing.sympy_parser, "eval_expr", refuse)
+    with pytest.raises(AssertionError):
+        builtins.compile("x", "", "eval")  # the trap works
+    try:
+        formula = parse(text)
+        formula.diff(x)
+    except UsageError:
+        pass
+    finally:
+        monkeypatch.undo()  # pytest itself compiles
+
+
+# -------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_activation_of_a_name(name):
+    activation = Activation.of(name)
+    entry = CATALOG[name]
+    assert (activation.name, activation.expression) == (name, entry.expression.format(**entry.parameters))
+
+
+def test_activation_of_a_formula():
+    assert Activation.of("x*sigmoid(x)").name is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("geluu", "expected one of celu"),
+        ("pi", "unknown activation"),
+        ("lambda", "unknown activation"),
+        ("1 + 1", "does not depend on x"),
+        ("x - x", "does not depend on x"),
+        ("0*x", "does not depend on x"),
+        ("where(1 > 0, 1, x)", "does not depend on x"),
+        ("x*erfc(1e300)", "does not depend on x"),
+        # what float32 cannot hold, wherever a module would have it
+        ("x*sigmoid(clamp(x, -5, 1e39))", "constant 1e+39"),
+        ("where(x < -1e39, 0, x)", "constant -1e+39"),
+        ("where(x > 0, x, 1e39)", "constant 1e+39"),
+        ("1e39*x", "constant 1e+39"),
+        ("1e20*x*1e20", "constant 1e+40"),
+        ("x*exp(60)*pi*exp(60)", "constant 4.09721e+52"),
+        ("tanh(x) + 1e39", "constant 1e+39"),
+        ("x**2 + 1e-40", "constant 1e-40"),
+        ("(1e13*x)**3", "constant 1e+39"),
+        ("", "empty"),
+        ("y + 1", "unknown name"),
+    ],
+)
+def test_activation_refuses(text, reason):
+    with pytest.raises(UsageError, match="activation") as error:
+        Activation.of(text)
+    assert reason in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        ("relu", [0]),
+        ("selu", [0]),
+        ("gelu", []),
+        ("relu(x - 3)", [3]),
+        ("relu(3 - 2*x)", [1.5]),
+        ("relu(x - 10)", []),  # an end of the interval is not inside it
+        ("relu(x - 11)", []),
+        ("abs(x - 1/3)", [1 / 3]),
+        ("x*sign(x + 2)", [-2]),
+        ("min(x, 1)", [1]),
+        ("max(min(x, 2), -3)", [-3, 2]),
+        ("max(x, x**2)", [0, 1]),
+        ("where(x**2 > 2, x, 0)", [-(2**0.5), 2**0.5]),
+        ("where(exp(x) <= 5, x, 0)", [np.log(5)]),
+        ("where(log(x) > 1, x, 0)", [np.e]),
+        ("where(x**3 > x, x, 0)", [-1, 0, 1]),
+        ("x + where(x > 1, where(x > 2, 1, 3), 2)", [1, 2]),
+        ("abs(x) + relu(x) + sign(x)*x", [0]),
+        ("relu(relu(x))", [0]),
+        ("max(x, relu(x))", [0]),
+    ],
+)
+def test_breakpoints(text, points):
+    found = Activation.of(text).switch_points(-10.0, 10.0)
+    assert found.shape == (len(points),)
+    np.testing.assert_allclose(found, points, rtol=1e-14, atol=1e-14)
+
+
+EVEN = ("hardshrink", "hardsigmoid", "hardtanh", "sigmoid", "softshrink", "softsign", "tanh", "tanhshrink")
+
+
+@pytest.mark.parametrize(
+    ("text", "even"),
+    [
+        *((name, name in EVEN) for name in CATALOG),
+        ("x", True),
+        ("x**3 + x + 2", True),
+        ("erf(x)", True),
+        ("x*abs(x)", True),
+        ("max(min(x, 1), -1)", True),
+        ("relu(x) - relu(-x)", True),
+        ("x**2", False),
+        ("abs(x)", False),
+        ("exp(x)", False),
+        ("x + 1e-6*x**2", False),
+        ("tanh(x - 1e-6)", False),
+        ("where(x > 0, x, 2*x)", False),
+    ],
+)
+def test_even_derivative(text, even):
+    assert Activation.of(text).has_even_derivative(10.0) is even
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize(
+    ("text", "oracle"),
+    [
+        ("uniform", lambda t: 1),
+        ("normal", mpmath.npdf),
+        ("normal(0, 2)", lambda t: mpmath.npdf(t, 0, 2)),
+        ("normal( -1.5 ,5e-1)", lambda t: mpmath.npdf(t, -1.5, 0.5)),
+        ("normal(+.5, 3.)", lambda t: mpmath.npdf(t, 0.5, 3)),
+        ("exp(-abs(x))", lambda t: mpmath.exp(-abs(t))),
+        ("1 + relu(x)", lambda t: 1 + max(t, 0)),
+    ],
+)
+def test_weight(text, oracle):
+    expected = [float(oracle(mpmath.mpf(float(point)))) for point in POINTS]
+    np.testing.assert_allclose(Weight(text)(POINTS), expected, rtol=1e-11, atol=1e-300)
+
+
+def test_weight_breakpoints():
+    assert Weight("1 + relu(x - 2)").breakpoints(-3, 3).tolist() == [2]
+    assert set(Weight("normal(1, 0.5)").breakpoints(-3, 3)) >= {0.0, 0.5, 1.0, 1.5, 2.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "empty"),
+        ("gauss", KNOWN),
+        ("Normal", KNOWN),
+        ("uniform(0, 1)", KNOWN),
+        ("normal(0)", "normal(mean, deviation)"),
+        ("normal(0, 1, 2)", "normal(mean, deviation)"),
+        ("normal(x, 1)", "normal(mean, deviation)"),
+        ("normal()", "normal(mean, deviation)"),
+        ("normal + 1", "normal(mean, deviation)"),
+        ("normal(0, 1)\n", "normal(mean, deviation)"),
+        ("normal(0, 0)", "deviation above 0"),
+        ("normal(0, -1)", "deviation above 0"),
+        ("normal(1e999, 1)", "finite mean"),
+        ("normal(0, 1e999)", "deviation"),
+        ("normal(0, 1e308)", "out of range"),
+        ("normal(" + "1" * 100_000, "too many"),
+        ("normal(" + "1" * 1_000_000 + ", 1)", "too many"),
+        ("x > 0", "belongs in where"),
+        ("__import__('os')", CHARACTER),
+        ("10**10**10", "out of range"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_weight_refuses(text, reason):
+    with pytest.raises(UsageError, match=r"\Aweight") as error:
+        Weight(text)
+    assert reason in one_line(error)

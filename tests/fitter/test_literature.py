@@ -1,0 +1,158 @@
+"""Activations from the literature, as users write them: value and derivative against mpmath's, to nine digits.
+
+Left out is what no float64 formula can promise: results below 1e-37, points within 1e-3 of a root of what is
+compared, and the derivative at a corner.
+"""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from scipy import special
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.expr.catalog import CATALOG
+from tests.support.literature import LITERATURE, Entry, Oracle, derivative, settled
+
+RTOL = 1e-9
+TINY = 1e-37
+REACH = 1e-3  # of a root
+WINDOW = np.linspace(-REACH, REACH, 17)
+EACH = pytest.mark.parametrize("entry", LITERATURE, ids=lambda entry: entry.name)
+
+
+def _points() -> np.ndarray:
+    random = np.random.default_rng(0)
+    far = np.geomspace(2e-3, 1e4, 33)
+    return np.unique(
+        np.concatenate(
+            [
+                np.linspace(-12, 12, 97),
+                far,
+                -far,
+                random.uniform(-6, 6, 16),
+                random.uniform(-100, 100, 32),
+                random.uniform(-1e4, 1e4, 8),
+            ]
+        )
+    )
+
+
+POINTS = _points()
+
+
+def misses(found: np.ndarray, points: np.ndarray, oracle: Oracle) -> list[str]:
+    """Return a line for each point where a result is not the oracle's."""
+    assert found.shape == points.shape
+    lines = []
+    for point, result in zip(points.tolist(), found.tolist(), strict=True):
+        true = settled(oracle, point)
+        if abs(true) < TINY:
+            continue
+        error = abs(mpmath.mpf(result) - true) / abs(true) if math.isfinite(result) else math.inf
+        if error > RTOL and not is_near_root(oracle, point):
+            lines.append(f"at {point!r}: {result!r}, not {float(true)!r}; off by {float(error):.1e}")
+    return lines
+
+
+def is_near_root(oracle: Oracle, point: float) -> bool:
+    """Whether the oracle changes its sign, or touches 0, within REACH of a point."""
+    values = [settled(oracle, at) for at in point + WINDOW]
+    if min(values) <= 0 <= max(values):
+        return True
+    least = min(range(len(values)), key=lambda i: abs(values[i]))
+    if not 0 < least < len(values) - 1:
+        return False
+    left, middle, right = values[least - 1 : least + 2]
+    vertex = middle - (right - left) ** 2 / (8 * (right - 2 * middle + left))
+    return bool(abs(vertex) <= max(abs(left), abs(right)) / 100)
+
+
+def report(entry: Entry, lines: list[str]) -> str:
+    return "\n".join([f"{entry.text}: wrong at {len(lines)} of {POINTS.size} points", *lines[:8]])
+
+
+@EACH
+def test_value(entry: Entry) -> None:
+    lines = misses(Activation.of(entry.text).value(POINTS), POINTS, entry.oracle)
+    assert not lines, report(entry, lines)
+
+
+# Three terms of order 1 leave 2/(3π|x|³) there, and no atom has their sum: right to 1e-15 of the largest
+# derivative.
+CANCELS = {"calu": 1e-15}
+
+
+@EACH
+def test_derivative(entry: Entry) -> None:
+    points = np.setdiff1d(POINTS, entry.corners)
+    oracle = derivative(entry.oracle)
+    found = Activation.of(entry.text).derivative(points)
+    lines = misses(found, points, oracle)
+    if entry.name in CANCELS:
+        assert lines
+        wrong = [abs(float(settled(oracle, at)) - value) for at, value in zip(points, found, strict=True)]
+        assert max(wrong) <= CANCELS[entry.name]
+        points = points[points > -100]
+        lines = misses(Activation.of(entry.text).derivative(points), points, oracle)
+    assert not lines, report(entry, lines)
+
+
+def test_the_table_adds_to_the_catalog() -> None:
+    names = [entry.name for entry in LITERATURE]
+    assert len(names) == len(set(names)) >= 40
+    assert not set(names) & set(CATALOG)
+    known = {entry.filled(entry.expression, {}) for entry in CATALOG.values()}
+    assert not {entry.text for entry in LITERATURE} & known
+
+
+# ------------------------------------------------------------------------------------ the comparison can fail
+
+ORACLES = {entry.name: entry.oracle for entry in LITERATURE}
+TEXTBOOK = {
+    "softplus_written": lambda x: np.log(1 + np.exp(x)),
+    "gelu_written": lambda x: 0.5 * x * (1 + special.erf(x / np.sqrt(2))),
+    "tanh_written": lambda x: (np.exp(x) - np.exp(-x)) / (np.exp(x) + np.exp(-x)),
+    "squareplus": lambda x: (x + np.sqrt(x**2 + 4)) / 2,
+    "logish": lambda x: x * np.log(1 + 1 / (1 + np.exp(-x))),
+    "cloglog": lambda x: 1 - np.exp(-np.exp(x)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_float64_as_in_the_textbook_is_found_out(name: str) -> None:
+    with np.errstate(all="ignore"):
+        found = TEXTBOOK[name](POINTS)
+    lines = misses(found, POINTS, ORACLES[name])
+    assert 0 < len(lines) < POINTS.size / 2  # the formula is the right one
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0.0, 1 + 2e-9])
+def test_one_wrong_result_is_found_out(wrong: float) -> None:
+    true = np.array([float(settled(ORACLES["squareplus"], point)) for point in POINTS.tolist()])
+    assert not misses(true, POINTS, ORACLES["squareplus"])
+    for i in range(0, POINTS.size, 20):
+        found = true.copy()
+        found[i] *= wrong
+        assert len(misses(found[i : i + 1], POINTS[i : i + 1], ORACLES["squareplus"])) == 1
+
+
+@pytest.mark.parametrize("root", [-math.pi, 0.0, 1e3 * math.pi])
+@pytest.mark.parametrize("oracle", [mpmath.sin, lambda x: mpmath.sin(x) ** 2], ids=["crosses", "touches"])
+def test_only_within_reach_of_a_root_is_anything_passed(oracle: Oracle, root: float) -> None:
+    near = root + np.array([-0.9, -0.3, 0.1, 0.9]) * REACH
+    far = root + np.array([-300, -1.1, 1.1, 2, 1000]) * REACH
+    assert not misses(np.full(near.shape, np.nan), near, oracle)
+    assert len(misses(np.full(far.shape, np.nan), far, oracle)) == far.size
+
+
+def test_central_differences_are_the_derivative() -> None:
+    for point in POINTS[::7].tolist():
+        e = mpmath.mpf(settled(lambda x: mpmath.exp(-abs(x)), point))
+        with mpmath.workdps(60):
+            for name, true in (("sigmoid_written", e / (1 + e) ** 2), ("gaussian", -2 * point * e ** abs(point))):
+                found = settled(derivative(ORACLES[name]), point)
+                assert abs(found - true) <= max(abs(true), mpmath.mpf(TINY)) * 1e-14

@@ -1,0 +1,186 @@
+"""Fits that are readable JSON and odd: each is shown and drawn right, or refused in one line when it is read."""
+
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fitact.errors import UsageError
+from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.plot import draw
+from fitact.fitter.records.reading import from_json
+from fitact.pictures import literal, save
+
+FITS = Path(__file__).parents[2] / "generated" / "fits"
+SINGLE = float(np.float32(3e38))
+
+
+def step(**changes: Any) -> dict[str, Any]:
+    return json.loads((FITS / "tanh_fewbit3.json").read_text("utf-8")) | {
+        "name": "odd",
+        "bits": 1,
+        "even": False,
+        "borders": [0.5],
+        "levels": [0.25, 1.0],
+        **changes,
+    }
+
+
+def own(expression: str) -> dict[str, Any]:
+    return {"name": None, "expression": expression}
+
+
+def inverted(**changes: Any) -> dict[str, Any]:
+    return json.loads((FITS / "gelu_inverted1.json").read_text("utf-8")) | {"name": "odd", **changes}
+
+
+def exact(expression: str, derivative: str) -> dict[str, Any]:
+    record = json.loads((FITS / "tanh_exact.json").read_text("utf-8"))
+    return record | {"name": "odd", "activation": own(expression), "derivative": derivative}
+
+
+# What can never be a fit, and part of the message.
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"weight {weight}": (step(weight=weight), f"weight '{re.escape(weight)}' is .* at x = ")
+        for weight in ("-1", "x", "1/x", "log(x)", "1e300", "exp(x**2*20)", "1/(x-1)**2")
+    },
+    **{
+        f"weight {weight}": (step(weight=weight), "weight .*: it is zero all over")
+        for weight in ("0*x", "normal(1e300,1)")
+    },
+    **{
+        f"domain {domain}": (step(domain=domain), r"domain: expected numbers of at most 1e\+30")
+        for domain in ([-1.7e308, 1.7e308], [0.0, 1e31], [1e300, 1.1e300])
+    },
+    "inverted, domain": (inverted(domain=[-1e308, 1.0]), "domain: expected numbers of at most 3.4"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+@pytest.mark.parametrize("does", ["show", "plot", "codegen"])
+def test_impossible(what: str, does: str, command: Callable[[str], tuple[int, str, str]]) -> None:
+    record, message = IMPOSSIBLE[what]
+    Path("odd.json").write_text(json.dumps(record))
+    status, out, err = command(f"{does} odd.json")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.match(f"fitact: odd.json: {message}", err)
+    assert [path.name for path in Path().iterdir()] == ["odd.json"]
+
+
+ODD: dict[str, dict[str, Any]] = {
+    **{
+        f"objective {objective!r}": step(method="relumix", options={"objective": objective})
+        for objective in ("primitive", "derivative")
+    },
+    "no options": step(method="relumix", options={}),
+    "as wide as may be": step(domain=[-1e30, 1e30]),
+    "far": step(domain=[1e29, 1e30]),
+    "narrow": step(domain=[0.0, 1e-300]),
+    "one rounding wide": step(domain=[1.0, math.nextafter(1.0, 2)]),
+    "border outside": step(borders=[SINGLE]),
+    "levels": step(levels=[-SINGLE, SINGLE]),
+    "errors": step(error=dict.fromkeys(("max", "objective", "primitive_max", "primitive_norm", "rms"), 1e308)),
+    "weight of a point": step(weight="normal(0.1, 1e-9)"),
+    "tiny weight": step(weight="1e-35"),
+    **{
+        f"{method} of {formula}": step(method=method, activation=own(formula), options={})
+        for method, formulas in (
+            ("fewbit", ("log(x)", "exp(exp(x))", "x**300", "log(x - 100)")),
+            ("relumix", ("1/x", "exp(exp(x))", "1e30*x**3", "log(x - 100)")),
+        )
+        for formula in formulas
+    },
+    **{
+        f"inverted, {formula}": inverted(activation=own(formula))
+        for formula in ("log(x)", "exp(exp(exp(x)))", "1e30*x")
+    },
+    **{
+        f"inverted on {domain}": inverted(domain=domain)
+        for domain in ([1e6, 2e6], [-2e6, -1e6], [50.0, 61.0], [-3e38, -1e37], [-1e-300, 1e-300], [0.0, 3e38])
+    },
+    "exact, huge": exact("exp(exp(x**2))", "1e300*y"),
+    "exact, nowhere": exact("log(x - 100)", "y"),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd(what: str, command: Callable[[str], tuple[int, str, str]]) -> None:
+    Path("odd.json").write_text(json.dumps(ODD[what]))
+    status, out, err = command("show odd.json")
+    assert (status, err) == (0, "")
+    assert re.search(r"^odd ", out, re.MULTILINE)
+    assert command("plot odd.json") == (0, "wrote odd.png\n", "")
+    pixels = matplotlib.image.imread("odd.png")
+    assert 0.002 < np.mean(pixels[..., :3].min(axis=2) < 0.5) < 0.5, "lines on a light ground"
+
+
+@pytest.mark.parametrize("domain", [(1e6, 2e6), (-2e6, -1e6)])
+def test_of_a_domain_far_away_a_part_is_drawn(domain: tuple[float, float]) -> None:
+    from fitact.fitter.plot import _inputs
+
+    x = _inputs(from_json(json.dumps(inverted(domain=domain))), "float32")  # type: ignore[arg-type]
+    assert len(x) > 100
+    assert domain[0] <= x.min() < x.max() <= domain[1]
+
+
+# --------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize(
+    ("text", "domain", "mass"),
+    [
+        ("uniform", (-10, 10), 20.0),
+        ("normal", (-10, 10), 1.0),
+        ("normal(0, 1)", (0, 40), 0.5),
+        ("normal(0.1, 1e-9)", (-10, 10), 1.0),
+        ("exp(-(1e6*x)**2)", (-10, 10), math.sqrt(math.pi) / 1e6),
+        ("x**2", (-3, 3), 18.0),
+        ("abs(x)", (-1, 3), 5.0),
+        ("1e-35", (-10, 10), 2e-34),
+    ],
+)
+def test_mass(text: str, domain: tuple[float, float], mass: float) -> None:
+    weight = Weight(text)
+    weight.check(*domain)
+    assert weight.mass(*domain) == pytest.approx(mass, rel=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------- text
+
+
+def drawn(text: str, **style: Any) -> bytes:
+    figure = Figure(figsize=(6, 1), dpi=100)
+    FigureCanvasAgg(figure)
+    figure.text(0.0, 0.5, text, **style)
+    return save(figure, "png")
+
+
+@pytest.mark.parametrize("text", ["$x^2$", "$\\frac$", "$", "a$b", "\\alpha", "$$", "x_1", "{}", "日本"])
+def test_text_is_literal(text: str) -> None:
+    """Drawn as matplotlib draws it when it is told to parse nothing."""
+    assert drawn(literal(text)) == drawn(text, parse_math=False)
+    pixels = matplotlib.image.imread(io.BytesIO(drawn(literal(text))))
+    assert pixels[..., :3].min() < 0.5
+
+
+@pytest.mark.parametrize(("text", "shown"), [("a\nb", "a\\nb"), ("x" * 41, "x" * 37 + "..."), ("\0", "\\x00")])
+def test_text_is_one_short_line(text: str, shown: str) -> None:
+    assert literal(text) == shown
+
+
+def test_nothing_to_draw() -> None:
+    fit = from_json(json.dumps(step()))
+    with pytest.raises(UsageError, match="nothing to draw"):
+        draw([])
+    with pytest.raises(UsageError, match="format: expected png, svg or pdf, got 'jpeg'"):
+        draw([fit], "jpeg")

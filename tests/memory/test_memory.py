@@ -1,0 +1,1201 @@
+"""Measuring: counts against published figures, closed forms, what is alive, and PyTorch's own compiler."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import re
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+import fitact
+from fitact.cli import charts
+from fitact.errors import FitactError, JobError, UsageError
+from fitact.runtime.compare.baselines import checkpointed, compiled, work_of
+from fitact.runtime.compare.records import Report, closed_form
+from fitact.runtime.compare.replace import replaced, sites_of
+from fitact.runtime.compare.report import measure
+from fitact.runtime.memory.peak import cuda_memory, peak_memory
+from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels, is_activation
+from fitact.runtime.models import reference as models_reference
+from fitact.runtime.models.prepare import Inputs, Prepared, Training, blocks_of, imported, prepare
+from fitact.runtime.models.sources import from_callable, hugging_face, timm_model
+from tests.conftest import ROOT
+
+REFERENCE = json.loads((ROOT / "tests" / "reference" / "activation_memory.json").read_text())
+MIB = 2**20
+HALF = torch.bfloat16
+CANDIDATES = ["stock", "fewbit3", "fewbit1", "relumix2", "inverted", "exact", "full", "selective"]
+# Small models of every family; the bytes of a real one are counted too.
+LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
+TEXT = LAYERS | {"vocab_size": 99}
+SMALL: dict[str, dict[str, Any]] = {
+    "bert": TEXT,
+    "llama": TEXT | {"num_key_value_heads": 2},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 99},
+    "vit": LAYERS | {"image_size": 32, "patch_size": 8},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [16, 16, 32], "depths": [2, 4, 1]},
+    "efficientnet": {"hidden_dim": 256, "image_size": 64, "width_coefficient": 0.2, "depth_coefficient": 0.3},
+}
+IMAGES = {"resnet": 32}
+
+
+def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> tuple[Prepared, Inputs]:
+    source = from_callable(getattr(models_reference, name))
+    return prepare(source, batch=sizes.pop("batch", 2), seq=sizes.pop("seq", 4096), dtype=dtype)
+
+
+def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> tuple[Prepared, Inputs]:
+    source = hugging_face(kind, SMALL[kind] | more, image=IMAGES.get(kind))
+    return prepare(source, batch=2, seq=24, dtype=dtype, fake=fake)
+
+
+@contextmanager
+def candidate(name: str, model: nn.Module, saved: Saved) -> Iterator[None]:
+    match name:
+        case "stock":
+            context: Any = nullcontext()
+        case "full" | "selective":
+            blocks = [block for _, block in blocks_of(model)]
+            context = checkpointed(blocks, saved, selective=name == "selective")
+        case "inverted" | "exact":
+            context = replaced(model, name, None)
+        case _:
+            context = replaced(model, name[:-1], int(name[-1]))
+    with context:
+        yield
+
+
+def kept(prepared: Prepared, inputs: Inputs, name: str = "stock", autocast: torch.dtype | None = None) -> Saved:
+    cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
+    with (
+        gpu_kernels(),
+        count_saved(prepared.model, detail=True) as saved,
+        cast,
+        candidate(name, prepared.model, saved),
+    ):
+        prepared.run(inputs)
+    return saved
+
+
+# ----------------------------------------------------------------------------------------------- published figures
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "figure"),
+    [
+        ("relu_mlp", "stock", "relu"),
+        ("gelu_mlp", "stock", "gelu"),
+        ("gelu_mlp", "fewbit3", "gelu_fewbit3"),
+        ("gelu_mlp", "inverted", "gelu_inverted1"),
+        ("relu2_mlp", "stock", "relu2"),
+    ],
+)
+def test_mlp_figures(name: str, method: str, figure: str) -> None:
+    assert kept(*reference(name), method).bytes == REFERENCE["mlp"][figure]
+
+
+def test_mlp_figure_of_relu_squared_from_its_output() -> None:
+    model = models_reference.MLP(fitact.activation("relu2", method="exact"))
+    source = from_callable(lambda batch, seq: (model, torch.randn(batch, seq, 1024)))
+    assert kept(*prepare(source, batch=2, seq=4096)).bytes == REFERENCE["mlp"]["relu2_exact"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_block_figures(activation: str) -> None:
+    saved = kept(*reference(f"{activation}_block"))
+    figures = REFERENCE["block"]
+    assert saved.bytes == figures[f"{activation}_cpu"]
+    # On CUDA mean and deviation of the two norms are float32, here bfloat16; and there is a random state.
+    statistics = 2 * 2 * 2 * 4096 * (4 - 2)
+    assert saved.bytes + statistics + figures["random_state"] == figures[f"{activation}_cuda"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["relu_block", "gelu_block"])
+def test_block_figures_of_real_tensors(name: str) -> None:
+    source = from_callable(getattr(models_reference, name))
+    prepared, inputs = prepare(source, batch=2, seq=4096, fake=False)
+    assert kept(prepared, inputs).bytes == REFERENCE["block"][f"{name[:4]}_cpu"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_block_figures_on_a_gpu(activation: str) -> None:
+    model, x = getattr(models_reference, f"{activation}_block")(batch=2, seq=4096)
+    model, x = model.to("cuda", HALF), x.to("cuda", HALF)
+    with count_saved(model) as saved:
+        model(x)
+    assert saved.bytes == REFERENCE["block"][f"{activation}_cuda"]
+
+
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+# MiB that the published total has beside what we count: one reason would have to leave nothing of RoBERTa-large.
+APPENDIX_B = [
+    ("roberta-base", "roberta", {}, 2.0),
+    ("roberta-large", "roberta", LARGE, 0.0),
+    ("gpt2", "gpt2", {}, 6.3),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes", "rest"), APPENDIX_B, ids=[row[0] for row in APPENDIX_B])
+def test_few_bit_appendix_b(name: str, kind: str, sizes: dict[str, int], rest: float) -> None:
+    """The nonlinearities exactly; of everything, theirs leaves the masks of dropout out."""
+    source = hugging_face(kind, sizes, head="none", attention="eager")
+    prepared, inputs = prepare(source, batch=1, seq=256, dtype=torch.float32)
+    saved = kept(prepared, inputs)
+    figures = REFERENCE["appendix_b"][name]
+    assert round(saved.by_kind()["activation"] / MIB, 1) == figures["nonlinearities"]
+    config = prepared.model.config
+    tokens, scores = 256 * config.hidden_size, 256 * 256 * config.num_attention_heads
+    masks = config.num_hidden_layers * (2 * tokens + scores) + tokens  # a byte each; one after the embeddings
+    assert masks == saved.by_operation()["dropout"]
+    assert math.isclose(figures["all"], (saved.bytes - masks) / MIB + rest, abs_tol=0.06)
+
+
+def test_approx_bp_shares_of_vit() -> None:
+    """Figure 5: ours, and the attention's output once more, which theirs has copied for the projection."""
+    prepared, inputs = prepare(timm_model("vit_base_patch16_224"), batch=4, seq=1, dtype=torch.float32)
+    kinds = kept(prepared, inputs, autocast=HALF).by_kind("blocks.6")
+    unit = 4 * 197 * 768 * 2
+    rows = 4 * 197 * 4  # a float32 a row
+    assert kinds == {
+        "linear": 6 * unit,
+        "activation": 4 * unit,
+        "norm": 4 * unit + 4 * rows,  # two means, two deviations
+        "attention": 4 * unit + 12 * rows,  # the logarithm of the softmax's sum of each head
+        "weights": 12 * 768 * 768 * 2,
+    }
+    total = sum(size // unit for kind, size in kinds.items() if kind != "weights") + 1
+    for kind, share in REFERENCE["shares"]["vit"].items():
+        assert round(100 * (kinds[kind] // unit) / total, 2) == share, kind
+
+
+def test_approx_bp_shares_of_llama() -> None:
+    """Figure 6: ours, less what its fused RMSNorm does not keep, and the attention's output once more."""
+    sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 40}
+    source = hugging_face("llama", sizes | {"num_hidden_layers": 3}, head="none")
+    kinds = kept(*prepare(source, batch=1, seq=512)).by_kind("layers.1")
+    unit, wide, rows = 512 * 5120 * 2, 512 * 13824 * 2, 512 * 4
+    assert kinds == {
+        "norm": 2 * 3 * unit + 2 * rows,  # in float32, and again as it was: theirs keeps the first alone
+        "product": 2 * wide,
+        "linear": 2 * unit + wide,
+        "attention": 4 * unit + 40 * rows,
+        "activation": wide,
+    }
+    theirs = kinds | {"norm": 4 * unit, "attention": 4 * unit + unit}
+    for kind, share in REFERENCE["shares"]["llama-13b"].items():
+        assert round(100 * theirs[kind] / sum(theirs.values()), 2) == share, kind
+
+
+# ---------------------------------------------------------------------------------------------------- closed forms
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(1, 2048), (3, 256)])
+def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
+    """34bsh + 5bs²a, of a block as it assumes; a norm also keeps the mean and deviation of each row."""
+    saved = kept(*reference("composed_block", batch=batch, seq=seq))
+    unit, scores, rows = batch * seq * 1024, batch * seq * seq * 16, 2 * batch * seq * 2
+    found: Counter[tuple[str, str]] = Counter()
+    for one in saved.kept.values():
+        found[one.module, one.operation] += one.bytes
+    attention = {
+        ("attention.qkv", "linear"): 2 * unit,  # its input
+        ("attention", "matmul"): 6 * unit + 2 * scores,  # q, k, v, and the softmax after its dropout
+        ("attention", "softmax"): 2 * scores,  # its output
+        ("attention.score_dropout", "dropout"): scores,  # a mask
+        ("attention.out", "linear"): 2 * unit,  # its input
+        ("attention.dropout", "dropout"): unit,  # a mask
+    }
+    mlp = {
+        ("mlp.up", "linear"): 2 * unit,
+        ("mlp.activation", "gelu"): 8 * unit,
+        ("mlp.down", "linear"): 8 * unit,
+        ("mlp.dropout", "dropout"): unit,
+    }
+    norms = {("norm1", "layer_norm"): 2 * unit + rows, ("norm2", "layer_norm"): 2 * unit + rows}
+    assert found == attention | mlp | norms
+    terms = closed_form(batch, seq, 1024, 16)
+    assert terms["attention"] + terms["scores"] == sum(attention.values()) == 11 * unit + 5 * scores
+    assert terms["mlp"] == sum(mlp.values()) == 19 * unit
+    assert terms["norms"] == sum(norms.values()) - 2 * rows == 4 * unit
+    assert sum(terms.values()) == 34 * unit + 5 * scores
+
+
+def test_layer_formula_in_float32() -> None:
+    saved = kept(*reference("composed_block", torch.float32, batch=1, seq=256))
+    assert saved.bytes - 2 * 2 * 256 * 4 == sum(closed_form(1, 256, 1024, 16, element=4).values())
+
+
+def test_selective_recomputation_of_gpt3() -> None:
+    """Korthikanti et al.: scores are 70 % of a layer's bytes, products with them 2.7 % of its forward FLOPs."""
+    seq, hidden, heads = 2048, 12288, 96
+    terms = closed_form(1, seq, hidden, heads)
+    assert terms["scores"] * 114 == sum(terms.values()) * 80
+    assert round(100 * terms["scores"] / sum(terms.values())) == 70
+
+    def block(fused: bool) -> tuple[nn.Module, torch.Tensor]:
+        model = models_reference.Block(nn.GELU(), heads, hidden, fused=fused, dropout=0.1)
+        return model, torch.randn(1, seq, hidden)
+
+    composed, fused = (
+        kept(*prepare(from_callable(partial(block, one)), batch=1, seq=seq)) for one in (False, True)
+    )
+    assert composed.bytes == sum(terms.values()) + 4 * seq * 2  # mean and deviation of two norms
+    assert fused.bytes == composed.bytes - terms["scores"] + heads * seq * 4  # the logarithm of each row's sum
+    prepared, inputs = prepare(from_callable(partial(block, False)), batch=1, seq=seq)
+    with prepared.mode or nullcontext():
+        flops = work_of(lambda: prepared.run(inputs)).flops
+    assert round(100 * 2 * 2 * seq * seq * hidden / flops, 1) == 2.7
+
+
+# ---------------------------------------------------------------------------------------------------- the counting
+
+
+def test_storages_are_counted_once() -> None:
+    with FakeTensorMode():
+        x = torch.randn(100, 100, requires_grad=True)
+        with count_saved() as saved:
+            x.sin(), x.t().cos(), x[3:].exp()
+    assert sorted(storage.nbytes() for storage in saved.storages.values()) == [38_800, 40_000]
+
+
+def test_freed_storages_are_not_taken_for_twins() -> None:
+    x = torch.randn(1000, requires_grad=True)
+    with count_saved() as saved:
+        for _ in range(50):
+            (x * 1).sin()
+    assert saved.bytes == 50 * 4000
+
+
+@pytest.mark.parametrize("detail", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_and_buffers_are_not_counted(device: str, detail: bool) -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Tanh()).to(device)
+    with count_saved(model, detail=detail) as saved:
+        model(torch.randn(30, 10, device=device))
+    # the input, the norm's input, mean and deviation, tanh's output
+    assert saved.bytes == 4 * (300 + 600 + 2 * 20 + 600)
+
+
+def test_by_module_by_operation_by_kind() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = {"up": nn.Linear(8, 8), "act": nn.GELU(), "norm": nn.LayerNorm(8)}
+            self.layers = nn.ModuleList(nn.Sequential(OrderedDict(copy.deepcopy(layer))) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x) * x
+            return F.dropout(x.softmax(-1))
+
+    model, x = Net(), torch.randn(100, 8)
+    with gpu_kernels(), count_saved(model, detail=True) as saved:
+        model(x)
+    full = 100 * 8 * 4
+    # x is kept by the linear layer first, and by the product after; the first x has no gradient
+    assert saved.by_operation() == {
+        "linear": 3 * full,
+        "gelu": 3 * full,
+        "layer_norm": 3 * (full + 2 * 400),
+        "mul": 2 * full,
+        "softmax": full,
+        "dropout": full // 4,
+    }
+    assert saved.by_module() == {
+        "layers.*.up": 3 * full,
+        "layers.*.act": 3 * full,
+        "layers.*.norm": 3 * (full + 2 * 400),
+        "": 3 * full + full // 4,
+    }
+    assert saved.by_kind("layers.1") == {"norm": full + 800, "linear": full, "activation": full}
+    assert saved.by_kind()["product"] == 2 * full
+    assert sum(saved.by_kind().values()) == saved.bytes
+    assert len(torch.nn.modules.module._global_forward_hooks) == 0
+
+
+def test_what_the_next_layer_keeps_is_its_own() -> None:
+    """ReLU keeps its output, which the linear layer keeps anyway."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    with count_saved(model, detail=True) as saved:
+        model(torch.randn(10, 8))
+    assert saved.by_kind() == {"linear": 10 * (8 + 32) * 4}
+    assert "activation" in saved.kinds
+
+
+def test_generated_activations_are_activations() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), fitact.activation("gelu", bits=2))
+    with count_saved(model, detail=True) as saved:
+        model(torch.randn(64, 64))
+    assert saved.by_kind() == {"linear": 64 * 64 * 4, "activation": 8192 * 2 // 8}
+    with count_saved(detail=True) as saved:
+        fitact.activation("silu")(torch.randn(64, 64, requires_grad=True))
+    assert saved.by_operation() == {"fitact.forward": 8192 * 3 // 8}
+
+
+# Files of a user, and the class in each of them that is none of fitact's.
+USERS = {
+    "a constant": '_KEY = "a"',
+    "a constant of that name that is registered": "from fitact.generated.gelu_fewbit3 import _KEY",
+    "all that a generated module has": "from fitact.generated.gelu_fewbit3 import *\n"
+    "from fitact.generated.gelu_fewbit3 import _KEY",
+    "a registry": '_KEY = "a"\nTABLE = {"a": 1}\n\n\ndef find(key):\n    raise AssertionError',
+}
+
+
+@pytest.mark.parametrize("text", USERS.values(), ids=USERS)
+def test_modules_of_a_user_are_no_activations_for_a_constant(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text += "\n\nimport torch\n\n__all__ = ['Net', 'gelu_fewbit3']\n\n\nclass Net(torch.nn.Module):\n"
+    text += "    def forward(self, x):\n        return torch.nn.functional.linear(x, self.weight)\n"
+    module = ModuleType("of_a_user")
+    monkeypatch.setitem(sys.modules, "of_a_user", module)
+    exec(text, vars(module))
+    net = module.Net()
+    net.weight = nn.Parameter(torch.randn(4, 4))
+    assert not is_activation(net)
+    with count_saved(net, detail=True) as saved:
+        net(torch.randn(3, 4))
+    assert saved.by_kind() == {"linear": 3 * 4 * 4}
+    model = nn.Sequential(net, nn.GELU())
+    assert [site.name for site in fitact.convert(model, dry_run=True)] == ["1"]
+
+
+def test_copies_of_weights_are_told_apart() -> None:
+    model = nn.Linear(16, 32)
+    with torch.autocast("cpu", dtype=HALF), count_saved(model, detail=True) as saved:
+        model(torch.randn(100, 16, requires_grad=True))
+    assert saved.by_kind() == {"linear": 100 * 16 * 2, "weights": 16 * 32 * 2}
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
+def test_kernels_of_a_gpu(fake: bool) -> None:
+    """Dropout keeps a byte an element; fused attention keeps no scores, with dropout too."""
+    mode: Any = FakeTensorMode() if fake else nullcontext()
+    with mode:
+        x = torch.randn(10, 100, dtype=HALF, requires_grad=True)
+        q = torch.randn(2, 4, 64, 16, dtype=HALF, requires_grad=True)
+        with gpu_kernels(), count_saved() as dropped:
+            y = F.dropout(x, 0.25)
+        with gpu_kernels(), count_saved() as attended:
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+        with count_saved() as untouched:
+            F.dropout(x, 0.25)
+    assert dropped.bytes == 1000
+    assert attended.bytes == 2 * q.nbytes + 2 * 4 * 64 * 4
+    assert untouched.bytes == 2000
+    if not fake:
+        scaled = x / 0.75
+        assert torch.all((y == 0) | ((y - scaled).abs() <= 0.02 * scaled.abs()))
+        assert 0.5 < (y != 0).float().mean() < 0.9
+        with gpu_kernels():
+            assert torch.equal(nn.Dropout(0.5).eval()(x), x)
+
+
+# ----------------------------------------------------------------------------------- fake, real, and what is alive
+
+
+class Live(TorchDispatchMode):
+    """Remembers every storage that operations read and write, and holds none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.references[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+
+def alive(prepared: Prepared, inputs: Inputs, name: str, autocast: torch.dtype | None) -> int:
+    """Bytes alive between forward and backward, but for parameters, buffers, and outputs that nothing keeps."""
+    live = Live()
+    cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
+    with gpu_kernels(), candidate(name, prepared.model, Saved()), live, cast:
+        outputs = prepared.run(inputs)
+    gc.collect()
+    model = prepared.model
+    given = [t for t in tree_iter((inputs.args, dict(inputs.kwargs))) if isinstance(t, torch.Tensor)]
+    others = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *given, *outputs)}
+    return sum(size for key, (ref, size) in live.references.items() if not ref.expired() and key not in others)
+
+
+def agree(kind: str, name: str, autocast: torch.dtype | None) -> None:
+    counts = []
+    for fake in (True, False):
+        prepared, inputs = small(kind, fake=fake, dtype=torch.float32 if autocast else HALF)
+        saved = kept(prepared, inputs, name, autocast)
+        given = {
+            t.untyped_storage()._cdata: t.nbytes
+            for t in tree_iter((inputs.args, dict(inputs.kwargs)))
+            if isinstance(t, torch.Tensor)
+        }
+        counts.append(saved.bytes)
+        inside = sum(size for key, size in given.items() if key in saved.storages)
+        assert saved.bytes - inside == alive(prepared, inputs, name, autocast), fake
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("autocast", [None, HALF], ids=["bfloat16", "autocast"])
+def test_fake_is_real_and_alive(name: str, autocast: torch.dtype | None) -> None:
+    agree("llama", name, autocast)
+
+
+def test_statistics_of_norms_are_as_wide_as_real_ones() -> None:
+    agree("resnet", "stock", HALF)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["stock", "fewbit3", "inverted", "full", "selective"])
+@pytest.mark.parametrize("autocast", [None, HALF], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "llama"])
+def test_fake_is_real_and_alive_in_every_family(kind: str, name: str, autocast: torch.dtype | None) -> None:
+    agree(kind, name, autocast)
+
+
+def test_gradients_are_the_same_under_checkpoints() -> None:
+    prepared, inputs = small("bert", fake=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    gradients = []
+    for name in ("stock", "full", "selective"):
+        with candidate(name, prepared.model, Saved()):
+            (loss,) = prepared.run(inputs)
+            loss.backward()
+        gradients.append([p.grad for p in prepared.model.parameters() if p.grad is not None])
+        prepared.model.zero_grad()
+    for other in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], other))
+
+
+# ---------------------------------------------------------------------------------------------------- the compiler
+
+
+def graph(prepared: Prepared, inputs: Inputs, *budgets: float) -> list[list[int]]:
+    """Sizes of what the compiler keeps, in MiB, the largest first."""
+    return [
+        sorted((storage.nbytes() // MIB for storage in one.saved.storages.values()), reverse=True)
+        for one in compiled(prepared, inputs, budgets)
+    ]
+
+
+X, Y = 16, 64  # MiB of a tensor of hidden size and of four times that
+SETTINGS: dict[str, tuple[str, tuple[str, ...], dict[str, list[int]], dict[float, list[int]]]] = {
+    "GELU, all trained": (
+        "gelu_mlp",
+        (),
+        # y, which the down-projection keeps, and x, k bits, or 1 bit
+        {"stock": [Y, Y, X], "fewbit3": [Y, X, 12], "fewbit1": [Y, X, 4], "inverted": [Y, X, 4]},
+        {1.0: [Y, Y, X], 0.95: [Y, X], 0.7: [Y, X]},
+    ),
+    "GELU, down-projection frozen": (
+        "gelu_mlp",
+        ("down.*",),
+        {"stock": [Y, X], "fewbit3": [X, 12], "fewbit1": [X, 4], "inverted": [Y, X, 4]},
+        {1.0: [Y, X], 0.95: [X], 0.7: [X]},
+    ),
+    "SwiGLU, all trained": (
+        "swiglu_mlp",
+        (),
+        {
+            "stock": [Y, Y, Y, Y, X],
+            "fewbit3": [Y, Y, Y, X, 12],
+            "fewbit1": [Y, Y, Y, X, 4],
+            "inverted": [Y, Y, Y, X, 4],
+        },
+        {1.0: [Y, Y, Y, X], 0.95: [Y, Y, X], 0.7: [Y, Y, X]},
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_and_rivals(setting: str) -> None:
+    name, freeze, eager, budgets = SETTINGS[setting]
+    source = from_callable(getattr(models_reference, name))
+    prepared, inputs = prepare(source, Training(freeze=freeze), batch=2, seq=4096)
+    for method, sizes in eager.items():
+        saved = kept(prepared, inputs, method)
+        found = sorted((s.nbytes() // MIB for s in saved.storages.values() if s.nbytes()), reverse=True)
+        assert found == sizes, method
+    assert graph(prepared, inputs, *budgets) == list(budgets.values())
+
+
+COMPILED = [("gelu_mlp", 0.7), ("swiglu_mlp", 1.0)]
+COMPILED_FULL = [(name, budget) for name in ("swiglu_mlp", "gelu_block", "bert") for budget in (1.0, 0.7, 0.3)]
+
+
+def check_compiled(name: str, budget: float) -> None:
+    """Beside what a program that Inductor made keeps while it runs; without dropout, which differs on a CPU."""
+    torch._dynamo.reset()
+    found = {}
+    for fake in (True, False):
+        if name == "bert":
+            prepared, inputs = small("bert", fake=fake, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        else:
+            source = from_callable(getattr(models_reference, name))
+            prepared, inputs = prepare(source, batch=2, seq=256, dtype=HALF, fake=fake)
+        if fake:
+            (one,) = compiled(prepared, inputs, [budget])
+            found[fake] = one.saved.bytes
+            continue
+        with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(prepared.model) as saved:
+            torch.compile(prepared.model)(*inputs.args, **inputs.kwargs)
+        found[fake] = saved.bytes
+    assert found[True] == found[False]
+
+
+@pytest.mark.parametrize(("name", "budget"), COMPILED)
+def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
+    check_compiled(name, budget)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "budget"), COMPILED_FULL)
+def test_graphs_are_those_of_torch_compile_full(name: str, budget: float) -> None:
+    check_compiled(name, budget)
+
+
+# ------------------------------------------------------------------------------------------------------ extra work
+
+
+def test_flops_are_those_that_pytorch_counts() -> None:
+    prepared, inputs = reference("composed_block", batch=2, seq=64)
+    with FlopCounterMode(display=False) as counter:
+        prepared.run(inputs)
+    assert prepared.mode is not None
+    with prepared.mode:
+        work = work_of(lambda: prepared.run(inputs))
+    assert work.flops == counter.get_total_flops()
+    hidden, rows = 1024, 2 * 64
+    assert work.flops == 2 * rows * hidden * hidden * (3 + 1 + 8) + 2 * 2 * 2 * 64 * 64 * hidden
+
+
+def test_traffic_of_one_operation() -> None:
+    x, y = torch.randn(100, 10), torch.randn(10)
+    assert work_of(lambda: x + y).traffic == 4 * (1000 + 10 + 1000)
+    assert work_of(lambda: x.t()[3:].unsqueeze(0)).traffic == 0
+
+
+def test_what_candidates_run_again() -> None:
+    """Of an MLP all but its last product, for nothing needs that; selectively, no product at all."""
+    report = measure(models_reference.gelu_mlp, batch=2, seq=4096, budgets=(1.0, 0.7, 0.3))
+    rows = {row.name: row for row in report.rows}
+    assert rows["checkpointing, full"].flops == 0.5
+    assert rows["checkpointing, selective"].flops == 0.0
+    assert rows["checkpointing, full"].traffic > rows["checkpointing, selective"].traffic > 0
+    assert [rows[f"compiler, budget {budget:g}"].flops for budget in (1.0, 0.7, 0.3)] == [0.0, 0.0, 0.5]
+
+
+# --------------------------------------------------------------------------------------------------- largest sizes
+
+
+def quadratic(batch: int = 2, seq: int = 8) -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(*(models_reference.Block(nn.GELU(), 4, 64, fused=False) for _ in range(2)))
+    return model, torch.randn(batch, seq, 64)
+
+
+@pytest.mark.parametrize("gib", [0.004, pytest.param(0.02, marks=pytest.mark.full)])
+def test_largest_sizes_fit_and_the_next_ones_do_not(gib: float) -> None:
+    report = measure(quadratic, batch=2, seq=8, gib=gib, budgets=())
+    weights = 2 * (12 * 64 * 64 + 13 * 64) * 2
+    assert report.parameter_bytes == report.gradient_bytes == report.optimizer_bytes / 2 == weights
+    room = gib * 2**30 - 4 * weights
+    names = ["stock", "fewbit3", "relumix2", "inverted", "full", "selective"]
+    for row, name in zip(report.rows, names, strict=True):
+        assert row.batch is not None and row.seq is not None
+
+        def needed(batch: int, seq: int, name: str = name) -> int:
+            prepared, inputs = prepare(from_callable(quadratic), batch=batch, seq=seq)
+            again = kept(prepared, inputs).by_kind("1").values() if name in ("full", "selective") else ()
+            return kept(prepared, inputs, name).bytes + sum(again)
+
+        assert needed(row.batch, 8) <= room < needed(row.batch + 1, 8), row.name
+        assert needed(2, row.seq) <= room < needed(2, row.seq + 1), row.name
+
+
+def test_positions_limit_the_sequence() -> None:
+    still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    source = hugging_face("gpt2", SMALL["gpt2"] | {"n_positions": 48} | still)
+    report = measure(source, batch=1, seq=24, gib=1, budgets=())
+    assert {row.seq for row in report.rows} == {48}
+    assert "gpt2 has positions for 48 tokens" in report.notes
+
+
+def test_nothing_fits() -> None:
+    report = measure(models_reference.gelu_mlp, gib=1e-5, budgets=())
+    assert {(row.batch, row.seq) for row in report.rows} == {(0, 0)}
+
+
+# --------------------------------------------------------------------------------------------- peak, and the GPU's
+
+
+def test_peak() -> None:
+    with FakeTensorMode():
+        model = nn.Linear(1000, 1000, bias=False)
+        x = torch.randn(10, 1000)
+
+        def step() -> None:
+            model(x).exp().sum().backward()
+
+        forward = peak_memory(lambda: model(x).exp().sum(), model)
+        peak = peak_memory(step, model)
+    weight = 4_000_000
+    assert forward["parameters"] == peak["parameters"] == weight
+    assert (
+        forward["total"] - weight - 3 * 40_000 <= 1024
+    )  # x, its product and that one's exponential; and a number
+    assert 2 * weight <= peak["total"] - 40_000 <= 2 * weight + 1024  # its gradient, and that of the product
+    assert peak["total"] == sum(size for kind, size in peak.items() if kind != "total")
+
+
+def test_peak_of_a_frozen_part() -> None:
+    """A frozen layer has no gradient, and no optimizer's state; its weight is there all the same."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
+        model[1].requires_grad_(False)
+        x = torch.randn(10, 1000)
+        peak = peak_memory(lambda: model(x).sum().backward(), model)
+    weight = 4_000_000
+    assert peak["parameters"] == 2 * weight
+    assert 3 * weight <= peak["total"] <= 3 * weight + 4 * 40_000
+
+
+def test_peak_in_a_report() -> None:
+    report = measure(quadratic, batch=64, seq=64, peak=True, budgets=(), optimizer="sgd")
+    peaks = {row.name: row.peak for row in report.rows}
+    stock = report.rows[0]
+    assert stock.peak is not None and peaks["checkpointing, full"] is not None
+    assert stock.peak > stock.bytes + report.parameter_bytes + report.optimizer_bytes
+    assert peaks["checkpointing, full"] < stock.peak
+
+
+def test_cuda_memory_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(JobError, match="no GPU"), cuda_memory():
+        pass
+
+
+def test_cuda_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([100, 130])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(numbers))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 170)
+    with cuda_memory() as allocated:
+        pass
+    assert (allocated.before, allocated.after, allocated.peak, allocated.delta) == (100, 130, 170, 30)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_memory_of_a_tensor() -> None:
+    with cuda_memory() as allocated:
+        x = torch.empty(2**20, device="cuda")
+    assert allocated.delta == 4 * 2**20 <= allocated.peak - allocated.before
+    del x
+
+
+# --------------------------------------------------------------------------------------------- models and training
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "count"),
+    [
+        ("bert", "BertLayer", 2),
+        ("llama", "LlamaDecoderLayer", 2),
+        ("gpt2", "GPT2Block", 2),
+        ("vit", "ViTLayer", 2),
+        ("resnet", "ResNetBottleNeckLayer", 7),
+    ],
+)
+def test_blocks(kind: str, block: str, count: int) -> None:
+    blocks = blocks_of(small(kind, fake=True)[0].model)
+    assert [type(module).__name__ for _, module in blocks] == [block] * count
+
+
+def test_a_model_that_repeats_nothing_is_its_own_block() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3))
+    assert blocks_of(model) == [("", model)]
+
+
+def test_lora_trains_the_adapters() -> None:
+    training = Training(lora=("q_proj", "v_proj"), rank=4)
+    source = hugging_face("llama", SMALL["llama"])
+    prepared, _ = prepare(source, training, batch=2, seq=24)
+    trained = sum(p.numel() for p in prepared.model.parameters() if p.requires_grad)
+    assert trained == 2 * (4 * (64 + 64) + 4 * (64 + 32))  # two layers; half as many heads for the values
+    prepared, _ = prepare(source, Training(lora=("all",)), batch=2, seq=24)
+    trained = sum(p.numel() for p in prepared.model.parameters() if p.requires_grad)
+    assert trained == 2 * 8 * (2 * 128 + 2 * 96 + 3 * (64 + 256))
+
+
+def test_frozen_parts_are_not_counted_as_gradients() -> None:
+    report = measure(models_reference.gelu_mlp, training=Training(freeze=("down.*",)), budgets=())
+    assert report.parameters == 2 * 1024 * 4096 + 4096 + 1024
+    assert report.trained == 1024 * 4096 + 4096
+    assert report.gradient_bytes == 2 * report.trained
+    assert report.optimizer_bytes == 4 * report.trained
+
+
+def test_tied_weights_stay_tied() -> None:
+    prepared, _ = small("gpt2", fake=True)
+    model = prepared.model
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.LeakyReLU(0.01), "leaky_relu"),
+        (nn.LeakyReLU(0.2), None),
+        (nn.PReLU(), None),
+        (nn.Softmax(-1), "absent"),
+        (nn.Identity(), "absent"),
+    ],
+)
+def test_sites(given: nn.Module, name: str | None) -> None:
+    sites = sites_of(nn.Sequential(nn.Linear(3, 3), given))
+    assert [site.activation for site in sites] == ([] if name == "absent" else [name])
+
+
+def test_activations_of_transformers() -> None:
+    """What stands in the place of each is near it: a gradient of its own could not be mistaken for another's."""
+    imported("transformers")
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-4, 4, 999)
+    found = {}
+    tanh = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh")
+    for key in ("gelu", "silu", "quick_gelu", "mish", "relu2", *tanh):
+        model = nn.Sequential(ACT2FN[key])
+        stock = model(x)
+        with replaced(model, "fewbit", 3) as count:
+            found[key] = type(model[0]).__name__
+            torch.testing.assert_close(model(x), stock, atol=2e-6, rtol=1e-5)
+        assert count == 1
+    assert len(set(found.values())) == 6
+
+
+def test_models_are_left_as_they_were() -> None:
+    prepared, inputs = small("bert", fake=True)
+    before = {name: type(module) for name, module in prepared.model.named_modules()}
+    forwards = [vars(module).get("forward") for module in prepared.model.modules()]
+    for name in CANDIDATES:
+        kept(prepared, inputs, name)
+    assert {name: type(module) for name, module in prepared.model.named_modules()} == before
+    assert [vars(module).get("forward") for module in prepared.model.modules()] == forwards
+
+
+def test_inputs_of_a_callable() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(4, 4), nn.GELU()
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.act(self.linear(a)) + b
+
+    x = torch.randn(3, 4)
+    reports = [
+        measure(lambda inputs=inputs: (Two(), inputs), budgets=()) for inputs in ((x, x), [x, x], {"a": x, "b": x})
+    ]
+    assert [report.rows[0].bytes for report in reports] == [2 * 3 * 4 * 2] * 3
+    assert reports[0].batch is None and reports[0].seq is None
+
+
+def test_a_callable_that_cannot_run_without_memory() -> None:
+    def build(batch: int) -> tuple[nn.Module, torch.Tensor]:
+        scale = torch.arange(3.0).sum().item()  # no meta tensor has a value
+        assert scale == 3
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(batch, 8)
+
+    assert measure(build, batch=5, budgets=()).rows[0].bytes == 2 * 5 * 8 * 2
+
+
+# ---------------------------------------------------------------------------------------- large models, in seconds
+
+SHAPES = {
+    "llama-7b": ("--hf llama --seq 2048", 32, 6.7e9),
+    "bert-large": (
+        "--hf bert --set hidden_size=1024 --set num_hidden_layers=24 --set num_attention_heads=16 "
+        "--set intermediate_size=4096",
+        24,
+        335e6,
+    ),
+    "vit-l": (
+        "--hf vit --set hidden_size=1024 --set num_hidden_layers=24 --set num_attention_heads=16 "
+        "--set intermediate_size=4096",
+        24,
+        303e6,
+    ),
+    "gpt2": ("--hf gpt2", 12, 124e6),
+    "roberta": ("--hf roberta --seq 256", 12, 125e6),
+    "mistral": ("--hf mistral", 32, 7.2e9),
+    "qwen": ("--hf qwen2", 32, 12e9),
+    "resnet": ("--hf resnet", 16, 23.5e6),
+    "efficientnet": ("--hf efficientnet", 55, 63.8e6),
+}
+PROGRAM = """
+import resource, shlex, sys
+from fitact.cli import main
+for line in sys.stdin:
+    if main(shlex.split(line)):
+        sys.exit(line)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_seven_billion_parameters() -> None:
+    """A block of LLaMA by hand: norms as in figure 6, inputs of linear layers, attention, four wide tensors."""
+    prepared, inputs = prepare(hugging_face("llama", head="none"), batch=1, seq=2048)
+    unit, wide, rows = 2048 * 4096 * 2, 2048 * 11008 * 2, 2048 * 4
+    saved = kept(prepared, inputs)
+    block = saved.by_kind("layers.7")
+    assert block == {
+        "norm": 6 * unit + 2 * rows,
+        "product": 2 * wide,
+        "linear": 2 * unit + wide,
+        "attention": 4 * unit + 32 * rows,
+        "activation": wide,
+    }
+    assert 32 * sum(block.values()) < saved.bytes < 33 * sum(block.values())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+def test_large_shapes(tmp_path: Path) -> None:
+    """One process for all, which never has 4 GiB."""
+    lines = [f"memory {options} --no-compiler --json {name}.json" for name, (options, *_) in SHAPES.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 4 * 2**20
+    for name, (_, blocks, parameters) in SHAPES.items():
+        report = json.loads((tmp_path / f"{name}.json").read_text())
+        assert report["blocks"] == blocks
+        assert math.isclose(report["parameters"], parameters, rel_tol=0.03)
+
+
+@pytest.mark.full
+def test_blocks_add_up() -> None:
+    """Bytes are affine in the number of blocks, of which each keeps what the report says of one."""
+    counts = {}
+    for layers in (2, 3, 7):
+        source = hugging_face("llama", SMALL["llama"] | {"num_hidden_layers": layers})
+        report = measure(source, batch=2, seq=24, budgets=())
+        counts[layers] = report.rows[0].bytes
+    assert counts[3] - counts[2] == sum(report.block.values())
+    assert counts[7] - counts[3] == 4 * (counts[3] - counts[2])
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+Call = Callable[[str], tuple[int, str, str]]
+MINE = """
+import torch
+from torch import nn
+
+def tiny(batch=1, seq=8):
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(batch, seq, 8)
+
+def bare(batch=1):
+    return nn.Linear(8, 8), torch.randn(batch, 8)
+
+def failing():
+    raise OSError("no such file: weights.bin")
+
+def wrong():
+    return 3
+
+def mismatched(batch=1):
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(batch, 9)
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return nn.functional.gelu(self.linear(x))
+
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("no gradient")
+
+class NoGradient(Calls):
+    def forward(self, x):
+        return Forward.apply(super().forward(x))
+
+def undifferentiated(batch=1):
+    return NoGradient(), torch.randn(batch, 8)
+
+def calling(batch=1):
+    return Calls(), torch.randn(batch, 8)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+
+@pytest.mark.usefixtures("mine")
+def test_command(command: Call, tmp_path: Path) -> None:
+    status, out, err = command("memory mine:tiny --batch 4096 --seq 16 --gib 1 --json a/b.json -o chart.png")
+    assert (status, err) == (0, "")
+    text = out.splitlines()
+    assert text[0] == "mine:tiny: batch 4096, seq 16, bfloat16; 144 parameters, everything is trained"
+    assert "Sequential keeps 3.0 MiB" in text
+    assert [line.split("  ")[0] for line in text if " %" in line and "MiB" in line and line[0] in "sfric"][:4] == [
+        "stock",
+        "fewbit, 3 bits",
+        "relumix, 2 bits",
+        "inverted",
+    ]
+    assert out.endswith("wrote chart.png\nwrote a/b.json\n")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "a/b.json").read_text())
+    assert report["schema"] == "fitact.memory/1"
+    rows = {row["name"]: row for row in report["rows"]}
+    unit = 4096 * 16 * 8
+    assert rows["stock"]["bytes"] == 3 * unit * 2
+    assert rows["fewbit, 3 bits"]["bytes"] == 2 * unit * 2 + unit * 3 // 8
+    assert rows["inverted"]["bytes"] == 2 * unit * 2 + unit // 8
+    assert rows["compiler, budget 0.7"]["bytes"] == 2 * unit * 2
+    assert rows["checkpointing, full"]["bytes"] == unit * 2
+    assert {row["scaled"] for name, row in rows.items() if "compiler" in name} == {True}
+
+
+def test_command_reproduces_the_figures(command: Call) -> None:
+    model = "fitact.runtime.models.reference:gelu_mlp"
+    status, out, _ = command(f"memory {model} --batch 2 --seq 4096 --bytes --bits 1 --bits 3")
+    assert status == 0
+    figures = REFERENCE["mlp"]
+    assert f"MLP keeps {figures['gelu']:,} bytes" in out
+    for name, size in (
+        ("stock", figures["gelu"]),
+        ("fewbit, 1 bit", figures["gelu_inverted1"]),
+        ("fewbit, 3 bits", figures["gelu_fewbit3"]),
+        ("inverted", figures["gelu_inverted1"]),
+        ("compiler, budget 1", figures["gelu"]),
+        ("compiler, budget 0.7", figures["relu"]),
+    ):
+        (line,) = (line for line in out.splitlines() if line.startswith(f"{name}  "))
+        assert f" {size:,}" in line
+
+
+def test_readme_table(command: Call, tmp_path: Path) -> None:
+    """The commands of the README give the numbers of its table, setting by setting."""
+    readme = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^    fitact (memory fitact\.runtime\.models\.reference:\S+ .*)$", readme, re.MULTILINE)
+    table = re.findall(r"^\| (?:GELU|SwiGLU), .*? \| (.*) \|$", readme, re.MULTILINE)
+    assert len(lines) == len(table) == 3
+    columns = ["stock", "fewbit, 1 bit", "fewbit, 3 bits", "inverted", "checkpointing, full"]
+    columns += ["checkpointing, selective", "compiler, budget 1", "compiler, budget 0.7"]
+    for line, row in zip(lines, table, strict=True):
+        assert command(f"{line} --json found.json")[0] == 0
+        rows = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["rows"]}
+        assert row.split(" | ") == [_cell(rows[name]) for name in columns], line
+
+
+def _cell(row: dict[str, Any]) -> str:
+    again = f" (+{100 * row['flops']:.0f} %)" if row["flops"] else ""
+    return f"{row['bytes'] / MIB:g}{again}"
+
+
+BAD = [
+    ("memory", "memory takes one model"),
+    ("memory mine:tiny --hf bert", "memory takes one model"),
+    ("memory mine", "'mine': expected MODULE:CALLABLE"),
+    ("memory absent:x", "absent: cannot be imported: ModuleNotFoundError"),
+    ("memory mine:absent", "mine: it has no callable 'absent'; there are"),
+    ("memory mine:bare", "mine:bare: it has no activation"),
+    ("memory mine:failing", "mine:failing: it failed: OSError: no such file: weights.bin"),
+    ("memory mine:wrong", "mine:wrong: expected a model and its inputs, got 3"),
+    ("memory mine:mismatched", "mine:mismatched: its forward pass failed: RuntimeError"),
+    ("memory mine:undifferentiated", "its backward pass failed: NotImplementedError: no gradient"),
+    ("memory mine:tiny --set a=3", "--set is for --hf"),
+    ("memory mine:tiny --image 32", "--image is for --hf and --timm"),
+    ("memory mine:tiny --freeze 'z*'", "'z*': no parameter has such a name; there are *.weight, *.bias"),
+    ("memory mine:tiny --freeze '*'", "every parameter is frozen"),
+    ("memory mine:tiny --lora x_proj", "'x_proj': no linear layer has that name; there are 0, 2"),
+    ("memory mine:tiny -o a.txt", "a.txt: expected a file name that ends in .png"),
+    ("memory mine:tiny --bits 5", "--bits"),
+    ("memory mine:tiny --gib 0", "--gib"),
+    ("memory mine:tiny --budget 2", "--budget"),
+    ("memory --hf llamma", "transformers has no model type 'llamma'; near it are llama"),
+    ("memory --hf bert --set hiden_size=3", "its configuration has no 'hiden_size'; near it are hidden_size"),
+    ("memory --hf bert --set 3", "--set '3': expected NAME=VALUE"),
+    ("memory --hf bert --set hidden_size=100", "bert: cannot be built: ValueError: The hidden size (100)"),
+    ("memory --hf bert --seq 513", "bert: seq 513 does not fit, the model has positions for 512"),
+    ("memory --hf roberta --seq 511", "roberta: seq 511 does not fit, the model has positions for 510"),
+    ("memory --hf wav2vec2", "fitact does not know its inputs, input_values"),
+    ("memory --timm resnt50", "timm has no model 'resnt50'; near it are resnet50"),
+]
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[row[0] for row in BAD])
+def test_bad_input(command: Call, line: str, message: str) -> None:
+    status, out, err = command(line)
+    assert (status, out) == (2, "")
+    assert err.startswith("fitact: ") and err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [
+        ("memory --hf bert", "transformers"),
+        ("memory --timm resnet50", "timm"),
+        ("memory mine:tiny --lora all", "peft"),
+    ],
+)
+def test_missing_package(command: Call, monkeypatch: pytest.MonkeyPatch, line: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert command(line) == (2, "", f"fitact: {package} is not installed: pip install {package}\n")
+
+
+@pytest.mark.usefixtures("mine")
+def test_activations_that_are_calls(command: Call) -> None:
+    status, out, _ = command("memory mine:calling --no-compiler --gib 1")
+    assert status == 0
+    assert "note: its activations are calls of functions; what modules hold, as nn.GELU, is replaced" in out
+    assert "fewbit" not in out
+
+
+def test_a_model_that_cannot_be_checkpointed_selectively() -> None:
+    """PyTorch refuses where a product that it would keep is overwritten."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True)) for _ in range(2)]
+    report = measure(lambda batch: (nn.Sequential(*layers), torch.randn(batch, 8)), budgets=(), batch=4, gib=1)
+    names = ["stock", "fewbit, 3 bits", "relumix, 2 bits", "checkpointing, full"]
+    assert [row.name for row in report.rows] == names
+    (note,) = (note for note in report.notes if note.startswith("checkpointing, selective: "))
+    assert "PyTorch cannot: RuntimeError: Tensor cached during" in note
+    assert "inverted; exact: cannot replace silu" in report.notes
+    assert all(row.batch is not None for row in report.rows)
+
+
+def test_autocast_is_for_parameters_in_float32() -> None:
+    def build(batch: int, seq: int) -> tuple[nn.Module, torch.Tensor]:
+        return models_reference.MLP(nn.GELU()), torch.randn(batch, seq, 1024, requires_grad=True)
+
+    report = measure(build, batch=2, seq=4096, autocast="bfloat16", budgets=())
+    assert (report.dtype, report.autocast) == ("float32", "bfloat16")
+    assert {row.name: row.bytes for row in report.rows}["inverted"] == REFERENCE["mlp"]["gelu_inverted1_autocast"]
+
+
+def test_optional_packages_are_imported_only_where_needed() -> None:
+    program = """
+import sys
+from fitact.cli import main
+import fitact.runtime.compare.report, fitact.runtime.models.sources
+assert main(["--help"]) == main(["memory", "--help"]) == 0
+print(sorted({"transformers", "timm", "peft", "torchvision"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_a_model_that_the_compiler_cannot_trace() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(4, 4), nn.GELU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if type(x) is not torch._subclasses.FakeTensor:
+                raise NotImplementedError("only fake tensors")
+            return self.act(self.linear(x))
+
+    report = measure(lambda batch: (Odd(), torch.randn(batch, 4)))
+    assert report.notes[-1] == "the compiler cannot trace it: NotImplementedError: only fake tensors"
+    assert report.rows[-1].name == "checkpointing, selective"
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return measure(models_reference.gelu_mlp, batch=2, seq=4096)
+
+
+def test_report_is_a_record(report: Report) -> None:
+    again = measure(models_reference.gelu_mlp, batch=2, seq=4096)
+    assert again == report
+    assert again.to_json() == report.to_json()
+    assert sum(report.block.values()) == report.rows[0].bytes == sum(report.operations.values())
+    for row in report.rows:
+        assert sum(row.kinds.values()) == row.bytes
+
+
+def test_progress_is_told() -> None:
+    shares: list[float] = []
+    measure(models_reference.gelu_mlp, progress=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 10
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_chart(report: Report, kind: str) -> None:
+    picture = charts.draw(report, kind)
+    assert picture == charts.draw(report, kind)
+    if kind == "svg":
+        for text in ("gelu_mlp", "kept for backward, MiB", "stock", "inverted", "compiler, budget 0.7"):
+            assert text in picture.decode()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dtype": "int8"}, "'int8': expected float32"),
+        ({"autocast": "int8"}, "'int8': expected float32"),
+        ({"optimizer": "lion"}, "'lion': expected adamw"),
+        ({"batch": 0}, "batch: expected an integer, 1 or more, got 0"),
+    ],
+)
+def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        measure(models_reference.gelu_mlp, **given)
+
+
+def test_errors_are_ours() -> None:
+    def build(batch: int) -> Any:
+        raise UsageError("mine")
+
+    with pytest.raises(FitactError, match="mine"):
+        measure(build)

@@ -1,0 +1,670 @@
+"""Few-Bit fits against published figures, brute force, quadrature by SciPy and random restarts."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import mpmath
+import numpy as np
+import pytest
+from scipy import integrate, optimize, special
+
+from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.methods.fewbit import dp_borders, fit, refine
+from fitact.fitter.numerics.moments import Moments
+from fitact.fitter.numerics.weight import Weight
+
+# Fits on odd domains, and of few levels, warn: tests/fitter/test_catalog.py has what they say.
+pytestmark = pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+TABLE1 = json.loads((REFERENCE / "fewbit_table1.json").read_text())
+OPTIMUM = json.loads((REFERENCE / "fewbit_optimum.json").read_text())
+BITS = (1, 2, 3, 4)
+DOMAIN = (-10.0, 10.0)
+
+
+# --- the oracle: f and f′ in NumPy and SciPy
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The fitter's formula; f (continuous) and f′; where f′ jumps, and where it has a corner."""
+
+    text: str
+    value: Callable
+    derivative: Callable
+    jumps: tuple = ()
+    corners: tuple = ()
+
+
+def _mish_derivative(x):
+    t = np.tanh(np.logaddexp(0, x))
+    return t + x * (1 - t * t) * special.expit(x)
+
+
+_LAMBDA, _ALPHA = 1.0507009873554805, 1.6732632423543772
+_elu = Oracle(
+    "where(x > 0, x, expm1(x))",
+    lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    lambda x: np.exp(np.minimum(x, 0)),
+    corners=(0.0,),
+)
+ORACLES = {
+    "celu": _elu,
+    "elu": _elu,
+    "gelu": Oracle(
+        "x*(1 + erf(x/sqrt(2)))/2",
+        lambda x: x * special.ndtr(x),
+        lambda x: special.ndtr(x) + x * np.exp(-x * x / 2) / np.sqrt(2 * np.pi),
+    ),
+    "hardswish": Oracle(
+        "x*min(max(x + 3, 0), 6)/6",
+        lambda x: x * np.clip(x + 3, 0, 6) / 6,
+        lambda x: np.where(x <= -3, 0.0, np.where(x < 3, (2 * x + 3) / 6, 1.0)),
+        jumps=(-3.0, 3.0),
+    ),
+    "logsigmoid": Oracle("-softplus(-x)", lambda x: -np.logaddexp(0, -x), lambda x: special.expit(-x)),
+    "mish": Oracle("x*tanh(softplus(x))", lambda x: x * np.tanh(np.logaddexp(0, x)), _mish_derivative),
+    "relu": Oracle("relu(x)", lambda x: np.maximum(x, 0), lambda x: np.where(x > 0, 1.0, 0.0), jumps=(0.0,)),
+    "selu": Oracle(
+        "1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))",
+        lambda x: _LAMBDA * np.where(x > 0, x, _ALPHA * np.expm1(np.minimum(x, 0))),
+        lambda x: _LAMBDA * np.where(x > 0, 1.0, _ALPHA * np.exp(np.minimum(x, 0))),
+        jumps=(0.0,),
+    ),
+    "sigmoid": Oracle("sigmoid(x)", special.expit, lambda x: special.expit(x) * special.expit(-x)),
+    "silu": Oracle(
+        "x*sigmoid(x)",
+        lambda x: x * special.expit(x),
+        lambda x: special.expit(x) * (1 + x * special.expit(-x)),
+    ),
+    "softplus": Oracle("softplus(x)", lambda x: np.logaddexp(0, x), special.expit),
+    "softsign": Oracle(
+        "x/(1 + abs(x))",
+        lambda x: x / (1 + np.abs(x)),
+        lambda x: (1 + np.abs(x)) ** -2.0,
+        corners=(0.0,),
+    ),
+    "tanh": Oracle("tanh(x)", np.tanh, lambda x: 4 * special.expit(2 * x) * special.expit(-2 * x)),
+    "tanhshrink": Oracle("x - tanh(x)", lambda x: x - np.tanh(x), lambda x: np.tanh(x) ** 2),
+    # not in any paper: f′ with two minima, and f′ that jumps between two curved pieces
+    "bump": Oracle("x*exp(-x*x)", lambda x: x * np.exp(-x * x), lambda x: (1 - 2 * x * x) * np.exp(-x * x)),
+    "bend": Oracle(
+        "where(x > 1, x + sigmoid(x) - sigmoid(1), x*x)",
+        lambda x: np.where(x > 1, x + special.expit(x) - special.expit(1), x * x),
+        lambda x: np.where(x > 1, 1 + special.expit(x) * special.expit(-x), 2 * x),
+        jumps=(1.0,),
+    ),
+}
+EVEN = ("sigmoid", "softsign", "tanh", "tanhshrink")
+SMOOTH = sorted(set(ORACLES) - {"relu"})  # those whose f′ is not a step function already
+
+
+def _normal(mean, deviation):
+    return (
+        lambda x: np.exp(-(((x - mean) / deviation) ** 2) / 2) / (deviation * np.sqrt(2 * np.pi)),
+        tuple(mean + deviation * np.array([-12.0, -6, -3, -1, 0, 1, 3, 6, 12])),
+    )
+
+
+# weight as the fitter reads it → (w, where its quadrature has to break)
+WEIGHTS = {
+    "uniform": (np.ones_like, ()),
+    "normal(0,1)": _normal(0, 1),
+    "normal(3,0.01)": _normal(3, 0.01),
+    "normal(0.0012,0.0001)": _normal(0.0012, 0.0001),
+    "exp(x/4)": (lambda x: np.exp(x / 4), ()),
+    "where(x > 0, 1, 0)": (lambda x: np.where(x > 0, 1.0, 0.0), (0.0,)),
+    "where(abs(x) > 1, 1, 0)": (lambda x: np.where(np.abs(x) > 1, 1.0, 0.0), (-1.0, 1.0)),
+}
+PLAIN = [(name, "uniform") for name in SMOOTH]
+WEIGHTED = [
+    (name, weight) for name in ("gelu", "selu", "hardswish", "tanh") for weight in ("normal(0,1)", "exp(x/4)")
+]
+
+
+QUICK = ("bend", "gelu", "hardswish", "relu", "selu", "tanh")
+
+
+def cases(rows):
+    """Rows that begin with a name; those of other names belong to the full product."""
+    return [pytest.param(*row, marks=[] if row[0] in QUICK else pytest.mark.full) for row in rows]
+
+
+def text(name):
+    return name if name in CATALOG else ORACLES[name].text
+
+
+@cache
+def fitted(name, bits, domain=DOMAIN, weight="uniform"):
+    return fit(Activation.of(text(name)), bits, "a_fit", domain=domain, weight=Weight(weight))
+
+
+_NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(24)
+_GRADED = 2.0 ** np.arange(-3, 18)  # pieces in proportion to their distance from 0 suit any domain
+_GRADED = np.concatenate([-_GRADED, [0.0], _GRADED])
+
+
+@cache
+def cuts(name, weight, low, high):
+    oracle = ORACLES[name]
+    points = np.unique(np.concatenate([_GRADED, oracle.jumps, oracle.corners, WEIGHTS[weight][1]]))
+    return points[(low < points) & (points < high)]
+
+
+def best_loss(name, edges, weight="uniform"):
+    """∫ (f′ − its weighted mean between the edges)² w, and the means."""
+    cells = np.union1d(edges, cuts(name, weight, edges[0], edges[-1]))
+    half = np.diff(cells)[:, None] / 2
+    at = cells[:-1, None] + half * (_NODES + 1)
+    mass = WEIGHTS[weight][0](at) * half * _NODE_WEIGHTS
+    derivative = ORACLES[name].derivative(at)
+    owner = np.searchsorted(edges, cells[:-1], side="right") - 1
+    total, first = (
+        np.bincount(owner, row.sum(axis=1), minlength=len(edges) - 1) for row in (mass, mass * derivative)
+    )
+    means = np.divide(first, total, out=np.zeros_like(total), where=total > 0)
+    return float((mass * (derivative - means[owner, None]) ** 2).sum()), means
+
+
+def edges_of(a_fit):
+    """The ends of a fit's intervals and their levels, on the whole domain even if it codes |x|."""
+    borders, levels = np.array(a_fit.borders), np.array(a_fit.levels)
+    if a_fit.even:
+        borders = np.concatenate([-borders[::-1], borders])
+        levels = np.concatenate([levels[:0:-1], levels])
+    return np.array([a_fit.domain[0], *borders, a_fit.domain[1]]), levels
+
+
+def supremum(function, left, right):
+    """sup |function| over the open interval (left, right), on which it is smooth."""
+    at = np.linspace(np.nextafter(left, right), np.nextafter(right, left), 1001)
+    values = np.abs(function(at))
+    i = int(values.argmax())
+    found = optimize.minimize_scalar(
+        lambda x: -abs(float(function(np.float64(x)))),
+        bounds=(at[max(i - 1, 0)], at[min(i + 1, 1000)]),
+        method="bounded",
+        options={"xatol": 1e-13 * (1 + abs(at[i]))},
+    )
+    return max(values[i], -found.fun)
+
+
+def stated_errors(name, a_fit):
+    """The four errors from the fit's borders and levels and the closed forms of f and f′ alone."""
+    oracle, (weight, _) = ORACLES[name], WEIGHTS[a_fit.weight.text]
+    edges, levels = edges_of(a_fit)
+    for jump in oracle.jumps:  # the float32 beside a jump stands for the jump: no float32 lies between them
+        edges[np.abs(edges - jump) < 1.5 * np.spacing(np.float32(abs(jump)))] = jump
+    heights = np.concatenate([[0.0], np.cumsum(levels * np.diff(edges))])
+    start = oracle.value(edges[0])
+    objective = mass = largest = apart = squared = 0.0
+    for left, right in pairwise(np.union1d(edges, cuts(name, a_fit.weight.text, *a_fit.domain))):
+        i = np.searchsorted(edges, (left + right) / 2) - 1
+
+        def error(x, i=i):
+            return oracle.derivative(x) - levels[i]
+
+        def gap(x, i=i):
+            return oracle.value(x) - start - heights[i] - levels[i] * (x - edges[i])
+
+        exact = {"epsabs": 1e-15, "epsrel": 1e-10, "limit": 200}
+        objective += integrate.quad(lambda x, e=error: e(x) ** 2 * weight(x), left, right, **exact)[0]
+        mass += integrate.quad(weight, left, right, **exact)[0]
+        largest = max(largest, supremum(error, left, right))
+        apart = max(apart, supremum(gap, left, right), abs(gap(right)))
+        squared += integrate.quad(lambda x, g=gap: g(x) ** 2, left, right, **exact)[0]
+    return {
+        "objective": objective,
+        "rms": np.sqrt(objective / mass),
+        "max": largest,
+        "primitive_max": apart,
+        "primitive_norm": np.sqrt(squared),
+    }
+
+
+def polish(name, borders, pinned=(), domain=DOMAIN, weight="uniform", *, rough=False):
+    """Return the loss and the free borders that L-BFGS reaches with those in `pinned` held."""
+    low, high = domain
+    count = len(borders)
+
+    def loss(free):
+        borders = np.concatenate([free, pinned])
+        order = np.argsort(borders, kind="stable")
+        s = borders[order]
+        edges = np.unique(np.concatenate([[low], s, [high]]))
+        total, means = best_loss(name, edges, weight)
+        gradient = np.zeros_like(borders)
+        if len(means) == len(s) + 1:
+            gap = 2 * ORACLES[name].derivative(s) - means[1:] - means[:-1]
+            gradient[order] = gap * np.diff(means) * WEIGHTS[weight][0](s)
+        return total, gradient[:count]
+
+    options = {"ftol": 1e-8, "gtol": 1e-7} if rough else {"ftol": 1e-14, "gtol": 1e-11}
+    bounds = [(low, high)] * count
+    found = optimize.minimize(
+        loss,
+        borders,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options=options | {"maxiter": 300},
+    )
+    return found.fun, found.x
+
+
+# --- published figures
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", cases([name] for name in sorted(TABLE1["rows"])))
+def test_no_worse_than_table_1(name, bits):
+    printed = TABLE1["rows"][name][bits - 1]
+    assert fitted(name, bits).error["objective"] <= (printed or 0.0) + 0.5e-4
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", cases([name] for name in sorted(OPTIMUM["rows"])))
+def test_no_worse_than_the_optimum_on_8000_cells(name, bits):
+    row = OPTIMUM["rows"][name]
+    assert fitted(name, bits).even == (row["optimum_even"] is not None)
+    assert fitted(name, bits).error["objective"] <= (row["optimum_even"] or row["optimum"])[bits - 1] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("name", "optimum"), sorted(OPTIMUM["continuous_optimum_3bit"].items()))
+def test_reaches_the_continuous_optimum(name, optimum):
+    assert fitted(name, 3).error["objective"] == pytest.approx(optimum, rel=1e-9)
+
+
+# --- the stated error
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "domain", "weight"),
+    [
+        *cases((name, bits, DOMAIN, "uniform") for name in SMOOTH for bits in (1, 3)),
+        *((name, bits, DOMAIN, "uniform") for name in ("gelu", "hardswish", "selu", "tanh") for bits in (2, 4)),
+        *(("gelu", 3, DOMAIN, weight) for weight in WEIGHTS),
+        ("tanh", 2, DOMAIN, "normal(0,1)"),
+        ("tanh", 3, DOMAIN, "where(abs(x) > 1, 1, 0)"),
+        ("selu", 3, DOMAIN, "exp(x/4)"),
+        ("gelu", 3, (0.0, 5.0), "uniform"),
+        ("gelu", 2, (-0.5, 0.25), "uniform"),
+        ("gelu", 2, (1.0, 1.001), "uniform"),
+        *((name, 3, (-size, size), "uniform") for name in ("gelu", "tanh", "selu") for size in (1e3, 1e4, 1e5)),
+    ],
+)
+def test_states_the_error_of_its_numbers(name, bits, domain, weight):
+    a_fit = fitted(name, bits, domain, weight)
+    expected = stated_errors(name, a_fit)
+    stated = dict(a_fit.error)
+    for key, rel in {
+        "objective": 1e-8,
+        "rms": 1e-8,
+        "max": 1e-7,
+        "primitive_max": 1e-7,
+        "primitive_norm": 1e-7,
+    }.items():
+        assert stated.pop(key) == pytest.approx(expected[key], rel=rel, abs=1e-17), key
+    assert not stated
+
+
+# --- the programme and the refinement
+
+
+def moments_of(name, domain, weight, cells):
+    activation, w = Activation.of(text(name)), Weight(weight)
+    breakpoints = np.union1d(activation.switch_points(*domain), w.breakpoints(*domain))
+    return activation, breakpoints, Moments(activation.derivative, w, *domain, breakpoints, cells)
+
+
+SMALL = [
+    *((name, DOMAIN, "uniform") for name in ("gelu", "silu", "mish", "softplus", "selu", "hardswish")),
+    ("bump", (-3.0, 3.0), "uniform"),
+    ("bend", (-2.0, 3.0), "uniform"),
+    ("gelu", (-3.0, 4.0), "normal(0,1)"),
+    ("silu", DOMAIN, "exp(x/4)"),
+    ("silu", DOMAIN, "where(x > 0, 1, 0)"),
+    ("selu", (-4.0, 2.0), "where(x > 0, 1, 0)"),
+    ("bump", (-3.0, 3.0), "where(abs(x) > 1, 1, 0)"),
+]
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4, 5])
+@pytest.mark.parametrize("cells", [9, 12])
+@pytest.mark.parametrize(("name", "domain", "weight"), SMALL)
+def test_dp_borders_equal_brute_force(name, domain, weight, cells, levels):
+    grid = (moments := moments_of(name, domain, weight, cells)[2]).grid
+    n = len(grid) - 1
+    cost = {(j, i): best_loss(name, grid[[j, i]], weight)[0] for i in range(n + 1) for j in range(i)}
+
+    def total(inner):
+        return sum(cost[pair] for pair in pairwise([0, *inner, n]))
+
+    borders = dp_borders(moments, levels)
+    chosen = np.searchsorted(grid, borders)
+    assert n >= cells
+    assert len(borders) == levels - 1
+    np.testing.assert_array_equal(grid[chosen], borders)
+    least = min(map(total, combinations(range(1, n), levels - 1)))
+    assert total(chosen) == pytest.approx(least, rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("levels", [2, 4, 8, 16])
+@pytest.mark.parametrize("cells", [20, 60, 400])
+@pytest.mark.parametrize(("name", "domain", "weight"), SMALL)
+def test_refinement_is_never_worse(name, domain, weight, cells, levels):
+    activation, breakpoints, moments = moments_of(name, domain, weight, cells)
+    before = dp_borders(moments, levels)
+    after = refine(moments, activation, before, breakpoints)
+    assert np.all(np.diff([domain[0], *after, domain[1]]) > 0)
+    (worse, _), (better, _) = (
+        best_loss(name, np.array([domain[0], *borders, domain[1]]), weight) for borders in (before, after)
+    )
+    assert better <= worse * (1 + 1e-11)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("name", "weight"), cases([*PLAIN, *WEIGHTED]))
+def test_borders_are_where_the_derivative_is_midway(name, bits, weight):
+    """Few-Bit, eq. 5. On a jump the midpoint of the two levels lies inside the jump."""
+    a_fit = fitted(name, bits, DOMAIN, weight)
+    derivative, borders, levels = ORACLES[name].derivative, np.array(a_fit.borders), np.array(a_fit.levels)
+    middle = (levels[1:] + levels[:-1]) / 2
+    jumps = np.array([*ORACLES[name].jumps, np.inf])
+    on_jump = np.abs(borders[:, None] - jumps).min(axis=1) < 1e-6
+    assert derivative(borders[~on_jump]) == pytest.approx(middle[~on_jump], rel=0, abs=1e-6)
+    for border, mid in zip(borders[on_jump], middle[on_jump], strict=True):
+        low, high = sorted(derivative(np.array([border - 1e-5, border + 1e-5])))
+        assert low - 1e-4 <= mid <= high + 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "domain", "weight"),
+    [
+        ("gelu", 3, DOMAIN, "uniform"),
+        ("gelu", 3, DOMAIN, "normal(0,1)"),
+        ("gelu", 2, (0.0, 5.0), "uniform"),
+        ("silu", 3, DOMAIN, "uniform"),
+        ("mish", 2, DOMAIN, "exp(x/4)"),
+        ("softplus", 2, DOMAIN, "uniform"),
+        ("selu", 2, DOMAIN, "uniform"),
+        ("selu", 3, DOMAIN, "uniform"),
+        ("hardswish", 2, DOMAIN, "uniform"),
+        ("bump", 2, DOMAIN, "uniform"),
+        ("bend", 2, (-2.0, 3.0), "uniform"),
+        ("tanh", 3, DOMAIN, "uniform"),
+    ],
+)
+def test_no_random_restart_is_better(name, bits, domain, weight):
+    a_fit = fitted(name, bits, domain, weight)
+    low, high = domain = (0.0 if a_fit.even else domain[0], domain[1])
+    rng = np.random.default_rng(bits)
+    found = []
+    for i in range(200):
+        pinned = [jump for k, jump in enumerate(ORACLES[name].jumps) if i >> k & 1]
+        reach = (10.0, 4.0, 1.5)[i % 3]
+        left, right = rng.uniform(max(low, -reach), min(high, reach), 2)  # a window, either way round
+        start = left + (right - left) * rng.random(2**bits - 1 - len(pinned))
+        found.append((*polish(name, start, pinned, domain, weight, rough=True), pinned))
+    found.sort(key=lambda one: one[0])
+    least = min(polish(name, free, pinned, domain, weight)[0] for _, free, pinned in found[:4])
+    least *= 1 + a_fit.even
+    stated = a_fit.error["objective"]
+    assert stated <= least * (1 + 1e-9)
+    assert stated == pytest.approx(least, rel=1e-6)  # the restarts do find the optimum
+
+
+# --- symmetry
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", EVEN)
+def test_an_even_derivative_is_fitted_on_one_half(name, bits):
+    a_fit = fitted(name, bits)
+    assert a_fit.even is True
+    assert len(a_fit.borders) == 2**bits - 1
+    assert min(a_fit.borders) >= 0
+    at = np.linspace(-12, 12, 1001)
+    np.testing.assert_array_equal(a_fit(at), a_fit(-at))
+    assert a_fit.error["objective"] < OPTIMUM["rows"][name]["optimum"][bits - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "domain", "weight", "even"),
+    [
+        ("tanh", DOMAIN, "normal(0,1)", True),
+        ("tanh", DOMAIN, "where(abs(x) > 1, 1, 0)", True),
+        ("tanh", (-10.0, 10.5), "uniform", False),
+        ("tanh", (0.0, 10.0), "uniform", False),
+        ("tanh", DOMAIN, "exp(x/4)", False),
+        ("tanh", DOMAIN, "where(x > 0, 1, 0)", False),
+        *((name, DOMAIN, "uniform", False) for name in ("gelu", "relu", "softplus", "hardswish")),
+        ("bump", DOMAIN, "uniform", True),
+    ],
+)
+def test_even_needs_a_symmetric_derivative_domain_and_weight(name, domain, weight, even):
+    assert fitted(name, 2, domain, weight).even is even
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_gelu_is_point_symmetric(bits):
+    a_fit = fitted("gelu", bits)
+    borders, levels = np.array(a_fit.borders), np.array(a_fit.levels)
+    np.testing.assert_array_equal(borders, -borders[::-1])
+    assert borders[len(borders) // 2] == 0
+    np.testing.assert_allclose(levels + levels[::-1], 1, atol=2e-7)
+
+
+# --- breakpoints
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """Make a fit that does not end fail instead."""
+    calls = iter(range(500))
+    derivative = Activation.derivative
+
+    def counted(self, at):
+        assert next(calls, None) is not None, "the fit does not end"
+        return derivative(self, at)
+
+    monkeypatch.setattr(Activation, "derivative", counted)
+
+
+# formula, bits, the levels of f′ from left to right, its breakpoints and the side each belongs to; min and max
+# with a number are clamps, whose gradient PyTorch passes at the bound too
+STEPS = [
+    ("relu", 1, [0, 1], {0: "lower"}),
+    ("where(x > 0, x, 0.01*x)", 1, [0.01, 1], {0: "lower"}),
+    ("where(x<0, 0.1*x-1, 2*x+3)", 1, [0.1, 2], {0: "upper"}),
+    ("where(x<=0, 0.1*x-1, 2*x+3)", 1, [0.1, 2], {0: "lower"}),
+    ("max(min(x,1),-1)", 1, [0, 1, 0], {-1: "upper", 1: "lower"}),
+    ("max(min(x,1),-1)", 2, [0, 1, 0], {-1: "upper", 1: "lower"}),
+    ("min(relu(x), 6)", 2, [0, 1, 0], {0: "lower", 6: "lower"}),
+    ("where(abs(x) > 0.5, x, 0)", 1, [1, 0, 1], {-0.5: "upper", 0.5: "lower"}),
+    ("abs(x - 1)", 1, [-1, 1], {1: "between"}),
+    *((f"where(x > {c}, x, 0)", 1, [0, 1], {c: "between"}) for c in (0.1, 0.2, -1.3)),
+    ("max(min(x, 0.1), -0.3)", 2, [0, 1, 0], {-0.3: "between", 0.1: "between"}),
+]
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize(("formula", "bits", "levels", "breaks"), STEPS)
+def test_a_step_derivative_is_exact_for_every_float32(formula, bits, levels, breaks):
+    a_fit = fit(Activation.of(formula), bits, "a_fit")
+    edges = [-10.0, *breaks, 10.0]
+    for (left, right), level in zip(pairwise(np.float32(edges)), levels, strict=True):
+        up, down = np.float32(np.inf), np.float32(-np.inf)
+        inside = [left, (left + right) / 2, right]
+        inside[0] = np.nextafter(np.nextafter(left, up), up)
+        inside[2] = np.nextafter(np.nextafter(right, down), down)
+        if breaks.get(float(left)) != "between":
+            inside.append(np.nextafter(left, up))
+        if breaks.get(float(right)) != "between":
+            inside.append(np.nextafter(right, down))
+        np.testing.assert_array_equal(a_fit(np.array(inside)), np.float32(level))
+    for i, (point, side) in enumerate(breaks.items()):
+        if side != "between":
+            assert a_fit(np.array(point)) == np.float32(levels[i + (side == "upper")])
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize(("formula", "bits", "levels", "breaks"), STEPS)
+def test_a_step_derivative_is_fitted_without_error(formula, bits, levels, breaks):
+    """Between a breakpoint and the float32 beside it there is no input, so no error either."""
+    rounding = max(abs(level - float(np.float32(level))) for level in levels)
+    error = fit(Activation.of(formula), bits, "a_fit").error
+    assert error["max"] <= rounding * (1 + 1e-9)
+    assert error["objective"] <= 20 * rounding**2 * (1 + 1e-9)
+    assert error["primitive_max"] <= 20 * rounding * (1 + 1e-9)
+    assert len(breaks) == len(levels) - 1
+
+
+def test_relu_takes_one_bit():
+    a_fit = fitted("relu", 1)
+    assert (a_fit.borders, a_fit.levels) == ((0.0,), (0.0, 1.0))
+    assert a_fit(np.array([-0.0, 0.0, 1e-45])).tolist() == [0, 0, 1]
+    assert set(a_fit.error.values()) == {0.0}
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_selu_has_a_border_on_its_jump(bits):
+    """At 2 bits the optimum, 0.1010, spends no border on it."""
+    assert 0.0 in fitted("selu", bits).borders
+
+
+# --- domains, weights, bits, rounding
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "domain", "weight", "scale"),
+    [
+        *(("gelu", 3, (-size, size), "uniform", 1) for size in (1e3, 1e4, 1e5)),
+        *(("silu", 2, (-size, 1.1 * size), "uniform", 1) for size in (1e3, 1e4, 1e5)),
+        ("gelu", 3, DOMAIN, "normal(3,0.01)", 0.005),
+        ("gelu", 3, DOMAIN, "normal(0.0012,0.0001)", 5e-5),
+    ],
+)
+def test_a_small_part_of_the_domain_is_not_missed(name, bits, domain, weight, scale):
+    """The stated error is the optimum, found by L-BFGS from borders where f′ or w lives."""
+    a_fit = fitted(name, bits, domain, weight)
+    centre = float(weight[7:-1].split(",")[0]) if weight != "uniform" else 0.0
+    start = centre + scale * np.linspace(-2, 2, 2**bits - 1)
+    optimum = polish(name, start, (), domain, weight)[0]
+    assert best_loss(name, edges_of(a_fit)[0], weight)[0] <= optimum * (1 + 1e-6)
+    assert a_fit.error["objective"] == pytest.approx(optimum, rel=1e-6)
+
+
+@pytest.mark.parametrize("domain", [(20.0, 30.0), (-300.0, -40.0)])
+def test_a_domain_without_a_transition(domain):
+    a_fit = fitted("gelu", 3, domain)
+    assert set(a_fit.levels) == {float(domain[0] > 0)}
+    assert a_fit.error["max"] <= 1e-15
+
+
+@pytest.mark.parametrize(("name", "weight"), cases([*PLAIN, *WEIGHTED]))
+def test_error_falls_with_bits(name, weight):
+    errors = [fitted(name, bits, DOMAIN, weight).error["objective"] for bits in BITS]
+    assert all(more < less for less, more in pairwise(errors))
+
+
+@pytest.mark.parametrize(("name", "bits"), [("gelu", 3), ("tanh", 4), ("selu", 2), ("relu", 1)])
+def test_the_same_call_gives_the_same_bytes(name, bits):
+    first, second = (fit(Activation.of(name), bits, "a_fit").to_json() for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("name", "weight"), cases([("relu", "uniform"), *PLAIN, *WEIGHTED]))
+def test_borders_and_levels_are_increasing_float32(name, bits, weight):
+    a_fit = fitted(name, bits, DOMAIN, weight)
+    borders, levels = np.array(a_fit.borders), np.array(a_fit.levels)
+    assert (len(borders), len(levels)) == (2**bits - 1, 2**bits)
+    assert np.all(np.diff([DOMAIN[0], *borders, DOMAIN[1]]) > 0)
+    np.testing.assert_array_equal(borders, borders.astype(np.float32))
+    np.testing.assert_array_equal(levels, levels.astype(np.float32))
+
+
+# --- refusals
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize(
+    ("formula", "bits", "domain", "weight", "culprit"),
+    [
+        *(
+            ("gelu", bits, DOMAIN, "uniform", f"bits: expected 1, 2, 3 or 4, got {bits}")
+            for bits in (0, 9, True, 2.5)
+        ),
+        ("gelu", 2, (1.0, 1.0), "uniform", "domain"),
+        ("gelu", 2, (2.0, 1.0), "uniform", "domain"),
+        ("gelu", 2, (0.0, np.inf), "uniform", "domain"),
+        ("gelu", 2, (np.nan, 1.0), "uniform", "domain"),
+        ("gelu", 3, (1.0, 1.0000001), "uniform", "domain"),  # narrower than eight float32
+        ("gelu", 1, (1.0, 1.0 + 1e-12), "uniform", "domain"),  # fewer float64 than cells
+        ("gelu", 2, (-1e200, 1e200), "uniform", "domain"),  # beyond float32
+        ("gelu", 2, DOMAIN, "0", "weight '0'"),
+        ("gelu", 2, DOMAIN, "where(x > 20, 1, 0)", "weight 'where(x > 20, 1, 0)'"),
+        ("gelu", 2, DOMAIN, "x", "weight 'x'"),
+        ("gelu", 2, DOMAIN, "1 - x*x", "weight '1 - x*x'"),
+        ("gelu", 2, DOMAIN, "1/x", "weight '1/x'"),
+        ("gelu", 2, DOMAIN, "log(x)", "weight 'log(x)'"),
+        ("log(x)", 2, DOMAIN, "uniform", "'log(x)'"),
+        ("1/x", 2, DOMAIN, "uniform", "'1/x'"),
+        ("1/x", 2, (-1.0, 2.7), "uniform", "'1/x'"),  # the pole is not on an even grid
+        ("log(abs(x))", 2, (-1.0, 2.7), "uniform", "'log(abs(x))'"),
+        ("sqrt(abs(x))", 2, (-1.0, 2.7), "uniform", "'sqrt(abs(x))'"),
+        ("sqrt(x)", 2, (0.0, 5.0), "uniform", "'sqrt(x)'"),
+        ("exp(100*x)", 2, DOMAIN, "uniform", "'exp(100*x)'"),
+        ("1e30*x**2", 2, DOMAIN, "uniform", "'1e30*x**2'"),  # f′ beyond what is fitted
+        ("abs(x - pi)**0.999", 2, DOMAIN, "uniform", "infinite at x = 3.14159"),  # and its integral is finite
+        ("x + abs(x - 1/3)**0.99", 4, DOMAIN, "uniform", "infinite at x = 0.333333"),
+        # narrower than what a grid on the domain can see, or than float64 itself
+        ("tanh", 2, (-1e30, 1e30), "uniform", "'tanh(x)': its derivative is too steep"),
+        ("tanh(1e16*(x - 0.1234567))", 2, DOMAIN, "uniform", "between x = 0.12"),
+        ("3", 2, DOMAIN, "uniform", "'3' does not depend on x"),
+        ("x - x", 2, DOMAIN, "uniform", "'x - x' does not depend on x"),
+        ("nonesuch", 2, DOMAIN, "uniform", "'nonesuch'"),
+    ],
+)
+def test_refuses_in_one_line(formula, bits, domain, weight, culprit):
+    with pytest.raises(UsageError) as refusal:
+        fit(Activation.of(formula), bits, "a_fit", domain=domain, weight=Weight(weight))
+    assert culprit in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("at", [7.123, -3.3])
+def test_a_narrow_feature_is_not_missed(at: float) -> None:
+    """f′ = 1 but for a wave 1e-4 wide, which costs 1.2533e-4 = √(π/8) / 1e4 · 2 if it is not seen."""
+    narrow = Activation.of(f"x + exp(-((x - ({at}))*1e4)**2)/1e4")
+    made = fit(narrow, 3, "a_fit")
+    assert not made.even
+    assert made.error["objective"] < 6e-6
+    x = np.linspace(at - 5e-4, at + 5e-4, 1_000_001)
+    error = narrow.derivative(x) - made(x)
+    assert made.error["objective"] == pytest.approx(np.mean(error**2) * 1e-3, rel=1e-4)
+    assert made.error["max"] == pytest.approx(np.abs(error).max(), rel=1e-3)
+
+
+@pytest.mark.parametrize("reach", [1e4, 1e9])
+def test_a_wide_domain(reach: float) -> None:
+    """∫ (tanh′ − q)² by mpmath over the borders, and over tails on which tanh′ is 0 to 30 digits."""
+    made = fit(Activation.of("tanh"), 2, "a_fit", domain=(-reach, reach))
+    edges = [0.0, *made.borders, reach]
+    with mpmath.workdps(40):
+        total = mpmath.mpf(0)
+        for low, high, level in zip(edges[:-1], edges[1:], made.levels, strict=True):
+            near = min(high, low + 60)
+            total += mpmath.quad(
+                lambda t, level=level: (mpmath.sech(t) ** 2 - level) ** 2, mpmath.linspace(low, near, 30)
+            )
+            total += (high - near) * mpmath.mpf(level) ** 2
+    assert made.error["objective"] == pytest.approx(float(2 * total), rel=1e-8)

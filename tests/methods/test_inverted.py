@@ -1,0 +1,425 @@
+"""f′ from the output and a piece: against mpmath's inverse, dense samples, and all inputs of half precision."""
+
+import itertools
+import math
+from importlib import resources
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import special
+
+from fitact.errors import FitWarning, UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.methods import inverted, inverted_published
+from fitact.fitter.numerics.dtypes import DTYPES
+from tests.support.inverses import fitted
+
+pytestmark = pytest.mark.full
+
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TANH = math.sqrt(2 / math.pi)
+
+
+def gaussian(x):
+    return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def gelu(x):
+    return x * special.ndtr(x)
+
+
+def gelu_derivative(x):
+    return special.ndtr(x) + x * gaussian(x)
+
+
+def swish(beta):
+    def derivative(x):
+        s = special.expit(beta * x)
+        return s + beta * x * s * (1 - s)
+
+    return lambda x: x * special.expit(beta * x), derivative
+
+
+def gelu_tanh(x):
+    return x * special.expit(2 * TANH * (x + 0.044715 * x**3))
+
+
+def gelu_tanh_derivative(x):
+    s = special.expit(2 * TANH * (x + 0.044715 * x**3))
+    return s + x * s * (1 - s) * 2 * TANH * (1 + 3 * 0.044715 * x * x)
+
+
+def mish(x):
+    return x * np.tanh(np.logaddexp(0, x))
+
+
+def mish_derivative(x):
+    t = np.tanh(np.logaddexp(0, x))
+    return t + x * (1 - t * t) * special.expit(x)
+
+
+# f, f′ in NumPy and SciPy; the minimum; how far off f′ may be within 0.01 of it
+ACTIVATIONS = {
+    "gelu": (gelu, gelu_derivative, -0.7517915246935645, 2e-4),
+    "silu": (*swish(1.0), -1.2784645427610738, 2e-4),
+    "quick_gelu": (*swish(1.702), -1.2784645427610738 / 1.702, 2e-4),
+    "gelu_tanh": (gelu_tanh, gelu_tanh_derivative, -0.7524614220710163, 3e-4),
+    "mish": (mish, mish_derivative, -1.1924312145154952, 3e-4),
+}
+FLOORS = {  # of any function of y and that many bits, x and y in the dtype
+    ("gelu", 1): {"bfloat16": 0.010571, "float16": 0.004837},
+    ("silu", 1): {"bfloat16": 0.011371, "float16": 0.00377},
+    ("gelu", 2): {"bfloat16": 0.006597, "float16": 0.002496},
+    ("silu", 2): {"bfloat16": 0.006242, "float16": 0.002065},
+}
+
+
+def _paper(name):
+    """The paper's approximants as its section 5.1 has them, but for its errata: both pieces as rows."""
+    minimum = -0.16997120747990369 if name == "gelu" else -0.2784645427610738
+
+    def approximants(left, right, y):
+        v = np.maximum(y - minimum, 0.0)
+        u = np.minimum(v / -minimum, 1.0)
+        high = 1 + (right[0] + right[1] * np.sqrt(v) + right[2] * v) * np.exp(right[3] * (right[4] - v) ** 3)
+        if name == "gelu":
+            return np.stack([left[0] + left[1] * u ** left[2] * (1 - u) ** left[3], high])
+        low = left[0] + left[1] * np.sqrt(v) + left[2] * v + left[3] * v * v
+        return np.stack([low * (1 - y) + y, high * (1 - y) + y])
+
+    return approximants
+
+
+PAPER = {name: _paper(name) for name in ("gelu", "silu")}
+
+
+def cast(values, dtype):
+    """float64 rounded to a dtype by PyTorch, by way of float32 as kernels do."""
+    return torch.tensor(values).float().to(TORCH[dtype]).double().numpy()
+
+
+def everything(dtype):
+    """All finite values of a half-precision dtype."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(TORCH[dtype]).double().numpy()
+    return np.unique(x[np.isfinite(x)])
+
+
+def derivatives(fit, x, y, dtype="float32"):
+    return fit.evaluate(y, fit.code(x, dtype), dtype).astype(np.float64)
+
+
+def singles(middle):
+    near = middle + np.concatenate([np.linspace(-2e-2, 2e-2, 100_001), np.linspace(-1e-3, 1e-3, 20_001)])
+    outer = np.geomspace(1e-30, 3e38, 20_000)
+    x = np.concatenate([near, np.linspace(-30, 30, 300_001), outer, -outer])
+    return x.astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_float32_over_the_real_line(name):
+    value, derivative, middle, nearby = ACTIVATIONS[name]
+    fit = fitted(name)
+    assert fit.bits == 1 and len(fit.borders["float32"]) == 1
+    assert fit.borders["float32"][0] == np.float32(middle)
+    x = singles(middle)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y, true = value(x), derivative(x)
+    valid = np.isfinite(y) & np.isfinite(true)
+    x, y, true = x[valid], y[valid], true[valid]
+    off = np.abs(derivatives(fit, x, y.astype(np.float32)) - true)
+    near = np.abs(x - middle) <= 0.01
+    assert off[~near].max() <= 1e-4
+    assert off[near].max() <= nearby
+    assert off.max() <= 1.1 * fit.error["float32"]  # the fit states that of a sample
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "bound"),
+    [
+        ("gelu", F.gelu, 2e-4),
+        ("silu", F.silu, 2e-4),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), 3e-4),
+        ("mish", F.mish, 3e-4),
+    ],
+)
+def test_float32_of_outputs_that_pytorch_computes(name, call, bound):
+    derivative, middle = ACTIVATIONS[name][1:3]
+    fit = fitted(name)
+    x = singles(middle)
+    x = x[np.abs(x) < 30]
+    y = call(torch.tensor(x, dtype=torch.float32)).double().numpy()
+    assert np.abs(derivatives(fit, x, y) - derivative(x)).max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [pytest.param(*row, marks=pytest.mark.full if row == ("silu", 2) else ()) for row in FLOORS]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_comes_near_the_floor(name, bits, dtype):
+    value, derivative = ACTIVATIONS[name][:2]
+    fit = fitted(name, bits)
+    x = everything(dtype)
+    y, true = cast(value(x), dtype), derivative(x)
+    x, y, true = x[np.isfinite(y)], y[np.isfinite(y)], true[np.isfinite(y)]
+    off = np.abs(derivatives(fit, x, y, dtype) - true).max()
+    published = FLOORS[name, bits][dtype]
+    assert fit.bits == bits and len(fit.approximants[dtype]) == 2**bits
+    assert off <= (1.25, 1.15)[bits - 1] * published
+    assert off == pytest.approx(fit.error[dtype], rel=1e-3)
+    assert fit.floor[dtype] <= 1.002 * published  # the cells may be better than those of that figure
+    # the floor by brute force: a dictionary of what the x of one y and code have
+    spread = {}
+    for key, d in zip(zip(y, fit.code(x, dtype), strict=True), true, strict=True):
+        low, high = spread.get(key, (d, d))
+        spread[key] = min(low, d), max(high, d)
+    floor = max((b - a) / 2 / max(1.0, abs(a), abs(b)) for a, b in spread.values())
+    assert float(f"{floor:.4g}") == fit.floor[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_refined_cells_are_as_good_as_any(dtype):
+    """Brute force: GELU's two further borders at every x of the dtype near the minimum."""
+    x = everything(dtype)
+    x = x[(x > -3) & (x < 3)]
+    y, true = cast(gelu(x), dtype), gelu_derivative(x)
+
+    def floor(inside):
+        low, high = {}, {}
+        for key, d in zip(y[inside], true[inside], strict=True):
+            low[key], high[key] = min(low.get(key, d), d), max(high.get(key, d), d)
+        return max((high[key] - low[key]) / 2 / max(1.0, abs(high[key])) for key in low)
+
+    middle = ACTIVATIONS["gelu"][2]
+    best = 0.0
+    for side in (x < middle, x > middle):
+        near = x[side & (np.abs(x - middle) < 0.06)][:: 1 if dtype == "bfloat16" else 4]
+        best = max(best, min(max(floor(side & (x <= at)), floor(side & (x > at))) for at in near[:-1]))
+    found = fitted("gelu", 2).floor[dtype]
+    assert found <= best * 1.001
+    assert found >= best * 0.9
+
+
+def inverse(value, y, low, high, digits=40):
+    """mpmath: the x in (low, high) with f(x) = y, by bisection."""
+    with mpmath.workdps(digits):
+        low, high, y = mpmath.mpf(low), mpmath.mpf(high), mpmath.mpf(y)
+        rising = value(high) > value(low)
+        for _ in range(130):
+            x = (low + high) / 2
+            low, high = (x, high) if (value(x) < y) == rising else (low, x)
+        return (low + high) / 2
+
+
+@pytest.mark.parametrize(
+    ("code", "low", "high"), [(0, -30.0, -0.7517915246935645), (1, -0.7517915246935645, 30.0)]
+)
+def test_the_approximant_is_the_derivative_at_the_inverse(code, low, high):
+    def value(x):
+        return x * (1 + mpmath.erf(x / mpmath.sqrt(2))) / 2
+
+    outputs = [-0.1699, -0.16, -0.1, -0.01, -1e-4, -1e-8]
+    outputs += [1e-6, 0.1, 0.5, 1.0, 2.0, 4.0, 6.0, 20.0] if code else []
+    outputs = np.array(outputs, dtype=np.float32)
+    found = fitted("gelu").evaluate(outputs, np.full(outputs.shape, code))
+    for y, derivative in zip(outputs, found, strict=True):
+        x = float(inverse(value, float(y), low, high))
+        assert abs(derivative - gelu_derivative(x)) <= 8.5e-5
+
+
+def test_hardswish_is_exact_on_its_cells():
+    fit = fitted("hardswish")
+    assert fit.bits == 2
+    assert [len(approximant.numerator) for approximant in fit.approximants["float32"]] == [1, 2, 2, 1]
+    assert all(approximant.denominator == (1.0,) for approximant in fit.approximants["float32"])
+    x = np.concatenate([np.linspace(-8, 8, 4001), [-3.0, -1.5, 3.0, np.nextafter(np.float32(3), 0, dtype="f4")]])
+    x = x.astype(np.float32).astype(np.float64)
+    true = np.where(x >= 3, 1.0, np.where(x <= -3, 0.0, x / 3 + 0.5))
+    y = np.where(x >= 3, x, np.where(x <= -3, 0.0, x * (x + 3) / 6))
+    off = np.abs(derivatives(fit, x, y.astype(np.float32)) - true)
+    assert off[np.abs(x + 1.5) > 0.05].max() <= 2e-6
+    assert off.max() <= 1.1e-4  # at the minimum: twice the floor
+    assert off[(x >= 3) | (x <= -3)].max() == 0
+
+
+# formula, domain, cells, what float32 may be off by, relative to max(1, |f′|); f and f′
+FORMULAS = [
+    ("softplus(x)", None, 1, 1e-4, lambda x: np.logaddexp(0, x), special.expit),
+    (
+        "softplus(x) - 0.3*x",
+        None,
+        2,
+        1e-4,
+        lambda x: np.logaddexp(0, x) - 0.3 * x,
+        lambda x: special.expit(x) - 0.3,
+    ),
+    ("x**3 - x", (-10, 10), 3, 3e-4, lambda x: x**3 - x, lambda x: 3 * x**2 - 1),
+    ("x*exp(-x**2)", (-3, 3), 3, 1e-3, lambda x: x * np.exp(-x * x), lambda x: (1 - 2 * x * x) * np.exp(-x * x)),
+    ("x**4 - 2*x**2", (-2, 2), 4, 1e-3, lambda x: x**4 - 2 * x**2, lambda x: 4 * x**3 - 4 * x),
+    ("x + sin(x)**2", (-1, 2), 1, 1e-4, lambda x: x + np.sin(x) ** 2, lambda x: 1 + np.sin(2 * x)),
+    ("x + sin(x)**2", (-3, 3), 3, 1e-4, lambda x: x + np.sin(x) ** 2, lambda x: 1 + np.sin(2 * x)),
+    ("x*cos(x)", (-6, 6), 5, 1e-3, lambda x: x * np.cos(x), lambda x: np.cos(x) - x * np.sin(x)),
+    ("x + 2*sin(x)", (-10, 10), 7, 1e-3, lambda x: x + 2 * np.sin(x), lambda x: 1 + 2 * np.cos(x)),
+    ("exp(-x**2)", None, 2, 1e-3, lambda x: np.exp(-x * x), lambda x: -2 * x * np.exp(-x * x)),
+    ("log(1 + x**2)", (-1e6, 1e6), 2, 1e-4, lambda x: np.log1p(x * x), lambda x: 2 * x / (1 + x * x)),
+    ("x**3", None, 1, 1e-5, lambda x: x**3, lambda x: 3 * x**2),
+    ("relu(x)**2", None, 2, 1e-6, lambda x: np.maximum(x, 0) ** 2, lambda x: 2 * np.maximum(x, 0)),
+    ("x*sqrt(x)", (0, 4), 1, 1e-6, lambda x: x * np.sqrt(x), lambda x: 1.5 * np.sqrt(x)),
+    ("relu(x)", None, 2, 0.0, lambda x: np.maximum(x, 0), lambda x: np.float64(x > 0)),
+]
+QUICK = {"softplus(x) - 0.3*x", "x + sin(x)**2", "x**3", "relu(x)**2", "x*sqrt(x)", "relu(x)"}
+
+
+@pytest.mark.parametrize(
+    ("text", "domain", "count", "bound", "value", "derivative"),
+    [pytest.param(*row, marks=() if row[0] in QUICK else pytest.mark.full) for row in FORMULAS],
+)
+@pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+def test_formulas(text, domain, count, bound, value, derivative):
+    fit = fitted(text, None, domain)
+    assert fit.bits == (count - 1).bit_length()
+    assert len(inverted.cells(Activation.of(text), None, domain)) == count
+    assert all(count <= len(one) <= 2**fit.bits for one in fit.approximants.values())  # codes left over cut cells
+    low, high = domain or (-50.0, 50.0)
+    x = np.concatenate([np.linspace(low, high, 20_001), np.linspace(max(low, -8), min(high, 8), 20_001)])
+    for dtype in DTYPES:
+        at = cast(x, dtype)
+        at = at[(at >= low) & (at <= high)]
+        y, true = cast(value(at), dtype), derivative(at)
+        valid = np.isfinite(y)
+        at, y, true = at[valid], y[valid], true[valid]
+        off = np.abs(derivatives(fit, at, y, dtype) - true) / np.maximum(1.0, np.abs(true))
+        assert off.max() <= 1.1 * fit.error[dtype] + 1e-7
+        if dtype == "float32":
+            assert off.max() <= bound
+
+
+def test_cells():
+    (left, right) = inverted.cells(Activation.of("silu"))
+    assert left.high == right.low == pytest.approx(-1.2784645427610738, abs=1e-15)
+    assert (left.direction, right.direction) == (-1, 1)
+    (radical,) = right.radicals
+    assert radical == left.radicals[0]
+    assert radical.anchor == np.float32(-0.2784645427610738) and radical.order == 2 and radical.side == 1
+    cells = inverted.cells(Activation.of("gelu"), 2)
+    offsets = [cell.low + 0.7517915246935645 for cell in cells[1:]]
+    assert [round(offset, 3) for offset in offsets] == pytest.approx([-0.016, 0.0, 0.031], abs=0.016)
+    (cell,) = inverted.cells(Activation.of("x + sin(x)**2"), domain=(-1, 2))
+    assert [(radical.order, radical.side) for radical in cell.radicals] == [(3, 0), (3, -1)]
+    assert cell.roots == pytest.approx((-math.pi / 4, 3 * math.pi / 4))
+    for a, b in itertools.pairwise(inverted.cells(Activation.of("x*cos(x)"), 4, (-6, 6))):
+        assert a.high == b.low
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "domain", "message"),
+    [
+        ("x + 2*sin(x)", None, None, "too many monotone pieces over the reals"),
+        ("log(x)", None, None, "not defined all over the domain"),
+        ("sqrt(x)", None, (0, 4), "infinite at x = 0"),
+        ("1/x", None, (-1, 1), "infinite at x = 0"),
+        ("x**3 - x", None, None, "fit it on a smaller domain"),
+        ("1e38*x", None, None, "derivative is 1e.38 at x = "),
+        ("1e38*softsign(x)", None, (-0.1, 0.1), "smaller domain"),
+        ("gelu", 0, None, "use --bits 1"),
+        ("gelu", 5, None, "bits: expected 0 to 4, got 5"),
+        ("gelu", True, None, "bits: expected 0 to 4, got True"),
+        ("gelu", 1, (1, 1), "domain: expected two increasing numbers"),
+        ("sin(x)", None, (-40, 40), "take 5 bits to tell apart"),
+    ],
+)
+def test_refusals(text, bits, domain, message):
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")) as caught:
+        inverted.fit(Activation.of(text), "fitted", bits, domain=domain)
+    assert "\n" not in str(caught.value)
+
+
+def test_evaluation():
+    fit = fitted("gelu")
+    with pytest.raises(UsageError, match="dtype: expected one of bfloat16, float16, float32, got 'float64'"):
+        fit.evaluate(np.zeros(1), np.zeros(1, dtype=int), "float64")
+    x = np.array([[-np.inf, -1e30, -5.0], [np.inf, 1e30, np.nan]])
+    assert fit.code(x).tolist() == [[0, 0, 0], [1, 1, 0]]
+    for dtype in DTYPES:
+        derivative = fit.evaluate(np.array([-0.0, 0.0, 3e38, np.inf, -np.inf]), np.array([0, 0, 1, 1, 1]), dtype)
+        error = fit.error[dtype]
+        assert derivative.dtype == np.float32
+        assert derivative[:4] == pytest.approx([0, 0, 1, 1], abs=error)
+        assert derivative[4] == pytest.approx(0, abs=3 * error)  # no output of f: taken as the minimum
+    assert np.isnan(fit.evaluate(np.array([np.nan]), np.array([1])))[0]
+
+
+def test_denominators_have_no_zeros_where_they_are_used():
+    for name in ("gelu", "silu"):
+        for dtype, approximants in fitted(name).approximants.items():
+            for approximant in approximants:
+                t = np.linspace(approximant.low, approximant.high, 100_001)
+                assert np.polynomial.polynomial.polyval(t, approximant.denominator).min() > 0, (name, dtype)
+                for number in (
+                    *approximant.numerator,
+                    *approximant.denominator,
+                    approximant.low,
+                    approximant.high,
+                ):
+                    assert float(np.float32(number)) == number
+
+
+def test_the_same_twice():
+    assert inverted.fit(Activation.of("silu"), "own_inverted") == fitted("silu")
+
+
+@pytest.mark.full
+def test_a_formula_that_fails_in_float32_is_warned_of():
+    with pytest.warns(FitWarning, match="overflows"):
+        inverted.fit(Activation.of("x*log(1 + x**2)/8 + x"), "fitted", domain=(-3, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("gelu", (0.00122, 0.0187)), pytest.param("silu", (0.000831, 0.00291), marks=pytest.mark.full)],
+)
+def test_the_papers_approximants(name, published):
+    """Of exact outputs, in float64: the approximants written out here."""
+    value, derivative, middle, _ = ACTIVATIONS[name]
+    activation = Activation.of(name)
+    printed, refit = (inverted_published.fit(activation, "own", refit=again) for again in (False, True))
+    x = np.linspace(-20, 20, 400_001)
+    off = []
+    for fit in (printed, refit):
+        coefficients = [approximant.coefficients for approximant in fit.approximants["float32"]]
+        wrong = np.abs(PAPER[name](*coefficients, value(x)) - derivative(x))
+        off.append([wrong[0][x < middle].max(), wrong[1][x > middle].max()])
+    assert [float(f"{error:.3g}") for error in off[0]] == list(published)
+    assert all(a <= b for a, b in zip(off[1], off[0], strict=True))
+    assert off[1][1] < 0.4 * off[0][1]
+    for fit, exact in zip((printed, refit), off, strict=True):
+        assert fit.bits == 1 and fit.borders["float32"] == (np.float32(middle),)
+        assert [one.error for one in fit.approximants["float32"]] == pytest.approx(exact, abs=1e-4)  # of rounded y
+        found = inverted_published.errors(
+            activation, [approximant.coefficients for approximant in fit.approximants["float32"]]
+        )
+        assert found == pytest.approx(exact, rel=1e-3)
+
+
+def test_the_papers_approximants_are_of_two_activations():
+    with pytest.raises(UsageError, match="the parametric approximants are those of gelu and silu"):
+        inverted_published.fit(Activation.of("mish"), "own")
+
+
+@pytest.mark.parametrize("name", inverted_published.NAMES)
+def test_published_fits_are_what_ships(name):
+    path = resources.files("fitact.generated") / "fits" / f"{name}.json"
+    assert inverted_published.published(name).to_json() == path.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["celu", "elu", "hardsigmoid", "leaky_relu", "logsigmoid", "relu6", "selu", "sigmoid"]
+)
+def test_what_is_monotone_costs_a_bit_only_for_its_corners(name):
+    fit = fitted(name)
+    assert fit.bits == {"logsigmoid": 0, "sigmoid": 0, "hardsigmoid": 2, "relu6": 2}.get(name, 1)
+    assert fit.error["float32"] <= 1e-4

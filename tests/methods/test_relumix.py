@@ -1,0 +1,1244 @@
+"""Mixtures of ReLUs against published figures, a long search, brute force and quadrature by SciPy."""
+
+import importlib.util
+import json
+import shlex
+import signal
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import integrate, optimize, special
+
+from fitact.cli import main
+from fitact.codegen.generate import render
+from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.methods import fewbit, relumix
+from fitact.fitter.plot import draw
+from fitact.fitter.records.reading import from_json, read
+from tests.conftest import ROOT
+from tests.support.literature import LITERATURE
+
+# Few-Bit fits on odd domains warn; what of is in tests/fitter/test_catalog.py.
+pytestmark = pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "relumix.json").read_text())
+BEST, PUBLISHED = REFERENCE["best"], REFERENCE["published"]
+EDGE = 38.2277  # the paper's half-width
+FITS = ROOT / "generated" / "fits"
+
+
+# --- the oracle: f and f′ in NumPy and SciPy, and how far f is from the line on either side
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The fitter's formula; f and f′; the lines (slope, intercept); f minus either line, accurate on its side."""
+
+    text: str
+    value: Callable
+    derivative: Callable
+    left: tuple[float, float]
+    right: tuple[float, float]
+    off_left: Callable
+    off_right: Callable
+    breaks: tuple = ()
+
+
+def plain(text, value, derivative, left, right, breaks=()):
+    """An oracle that subtracts the lines as they are: good to 1e-15 of them."""
+    return Oracle(
+        text,
+        value,
+        derivative,
+        left,
+        right,
+        lambda x: value(x) - left[0] * x - left[1],
+        lambda x: value(x) - right[0] * x - right[1],
+        breaks,
+    )
+
+
+def _mish_derivative(x):
+    t = np.tanh(np.logaddexp(0, x))
+    return t + x * (1 - t * t) * special.expit(x)
+
+
+_LAMBDA, _ALPHA = 1.0507009873554805, 1.6732632423543772
+
+
+def _elu(text, scale, alpha):
+    def below(x):
+        return np.exp(np.minimum(x, 0))
+
+    return Oracle(
+        text,
+        lambda x: scale * np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0))),
+        lambda x: scale * np.where(x > 0, 1.0, alpha * below(x)),
+        (0.0, -scale * alpha),
+        (scale, 0.0),
+        lambda x: scale * np.where(x > 0, x + alpha, alpha * below(x)),
+        lambda x: scale * np.where(x > 0, 0.0, alpha * np.expm1(np.minimum(x, 0)) - x),
+        (0.0,),
+    )
+
+
+ORACLES = {
+    "elu": _elu("elu", 1.0, 1.0),
+    "selu": _elu("selu", _LAMBDA, _ALPHA),
+    "gelu": Oracle(
+        "gelu",
+        lambda x: x * special.ndtr(x),
+        lambda x: special.ndtr(x) + x * np.exp(-x * x / 2) / np.sqrt(2 * np.pi),
+        (0.0, 0.0),
+        (1.0, 0.0),
+        lambda x: x * special.ndtr(x),
+        lambda x: -x * special.ndtr(-x),
+    ),
+    "silu": Oracle(
+        "silu",
+        lambda x: x * special.expit(x),
+        lambda x: special.expit(x) * (1 + x * special.expit(-x)),
+        (0.0, 0.0),
+        (1.0, 0.0),
+        lambda x: x * special.expit(x),
+        lambda x: -x * special.expit(-x),
+    ),
+    "mish": Oracle(
+        "mish",
+        lambda x: x * np.tanh(np.logaddexp(0, x)),
+        _mish_derivative,
+        (0.0, 0.0),
+        (1.0, 0.0),
+        lambda x: x * np.tanh(np.logaddexp(0, x)),
+        lambda x: -2 * x * special.expit(-2 * np.logaddexp(0, x)),
+    ),
+    "tanh": Oracle(
+        "tanh",
+        np.tanh,
+        lambda x: 4 * special.expit(2 * x) * special.expit(-2 * x),
+        (0.0, -1.0),
+        (0.0, 1.0),
+        lambda x: 2 * special.expit(2 * x),
+        lambda x: -2 * special.expit(-2 * x),
+    ),
+    "sigmoid": Oracle(
+        "sigmoid",
+        special.expit,
+        lambda x: special.expit(x) * special.expit(-x),
+        (0.0, 0.0),
+        (0.0, 1.0),
+        special.expit,
+        lambda x: -special.expit(-x),
+    ),
+    "softplus": Oracle(
+        "softplus",
+        lambda x: np.logaddexp(0, x),
+        special.expit,
+        (0.0, 0.0),
+        (1.0, 0.0),
+        lambda x: np.logaddexp(0, x),
+        lambda x: np.logaddexp(0, -x),
+    ),
+    "hardswish": plain(
+        "hardswish",
+        lambda x: x * np.clip(x + 3, 0, 6) / 6,
+        lambda x: np.where(x <= -3, 0.0, np.where(x < 3, (2 * x + 3) / 6, 1.0)),
+        (0.0, 0.0),
+        (1.0, 0.0),
+        (-3.0, 3.0),
+    ),
+    # algebraic tails
+    "softsign": Oracle(
+        "softsign",
+        lambda x: x / (1 + np.abs(x)),
+        lambda x: (1 + np.abs(x)) ** -2.0,
+        (0.0, -1.0),
+        (0.0, 1.0),
+        lambda x: np.where(x < 0, 1 / (1 + np.abs(x)), 1 + x / (1 + np.abs(x))),
+        lambda x: -np.where(x > 0, 1 / (1 + np.abs(x)), 1 - x / (1 + np.abs(x))),
+        (0.0,),
+    ),
+    "atan": Oracle(
+        "atan(x)",
+        np.arctan,
+        lambda x: 1 / (1 + x * x),
+        (0.0, -np.pi / 2),
+        (0.0, np.pi / 2),
+        lambda x: np.arctan2(1.0, -x),
+        lambda x: -np.arctan2(1.0, x),
+    ),
+    "squareplus": Oracle(
+        "squareplus(x)",
+        lambda x: (x + np.hypot(x, 2)) / 2,
+        lambda x: (1 + x / np.hypot(x, 2)) / 2,
+        (0.0, 0.0),
+        (1.0, 0.0),
+        lambda x: np.where(x < 0, 2 / (np.hypot(x, 2) + np.abs(x)), (x + np.hypot(x, 2)) / 2),
+        lambda x: np.where(x > 0, 2 / (np.hypot(x, 2) + np.abs(x)), (np.hypot(x, 2) - x) / 2),
+    ),
+}
+SEARCHED = tuple(sorted(BEST))
+ALGEBRAIC = ("atan", "softsign", "squareplus")
+SMOOTH = ("gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu")
+QUICK = ("gelu", "tanh", "elu")
+
+
+def some_full(names, quick):
+    """Of these, all but the quick ones belong to the full product."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
+
+
+def cases(names, widths, quick):
+    """Pairs of them; of the quick ones, GELU at 3 bits and more belongs to the full product too."""
+    return [
+        pytest.param(
+            name, bits, marks=() if name in quick and not (name == "gelu" and bits > 2) else pytest.mark.full
+        )
+        for name in names
+        for bits in widths
+        if bits > 1 or bridged(name)
+    ]
+
+
+def bridged(name):
+    """Whether one ReLU can lead from one asymptote to the other: they are not parallel."""
+    return ORACLES[name].left[0] != ORACLES[name].right[0]
+
+
+@cache
+def activation(name):
+    return Activation.of(ORACLES[name].text if name in ORACLES else name)
+
+
+@cache
+def mixed(name, bits, objective="primitive", restarts=relumix.RESTARTS, seed=0):
+    return relumix.mixture(activation(name), bits, objective=objective, restarts=restarts, seed=seed)
+
+
+@cache
+def fitted(name, bits, objective="primitive"):
+    return relumix.fit(activation(name), bits, "a_fit", objective=objective)
+
+
+def line_through(oracle, knots, slopes):
+    """The broken line that leaves the left asymptote at the first knot."""
+    m, b = oracle.left
+    weights = np.diff(slopes)
+    return lambda x: m * x + b + np.maximum(np.asarray(x)[..., None] - knots, 0) @ weights
+
+
+def quad(function, points):
+    """∫ function over (points[0], points[-1]), piece by piece."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", integrate.IntegrationWarning)  # of rounding, where a piece is all but 0
+        exact = {"epsabs": 1e-20, "epsrel": 1e-11, "limit": 200}
+        return sum(integrate.quad(lambda x: float(function(x)), a, b, **exact)[0] for a, b in pairwise(points))
+
+
+_STEPS = np.array([0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 1024])
+
+
+def over_reals(oracle, knots, before, between, after):
+    """∫ of three functions: before the first knot, after the last, and between, given the middle of the piece."""
+    first, last = knots[0], knots[-1]
+    cuts = np.array(oracle.breaks)
+    left = [-np.inf, *np.union1d(first - _STEPS, cuts[cuts < first]), first]
+    right = [last, *np.union1d(last + _STEPS, cuts[cuts > last]), np.inf]
+    inside = np.union1d(knots, cuts[(first < cuts) & (cuts < last)])
+    middle = sum(quad(between((a + b) / 2), [a, b]) for a, b in pairwise(inside))
+    return quad(before, left) + middle + quad(after, right)
+
+
+def distance(oracle, knots, slopes):
+    """∫ (f − h̃)² over the reals."""
+    line = line_through(oracle, knots, slopes)
+    return over_reals(
+        oracle,
+        knots,
+        lambda x: oracle.off_left(x) ** 2,
+        lambda middle: lambda x: (oracle.value(x) - line(x)) ** 2,
+        lambda x: oracle.off_right(x) ** 2,
+    )
+
+
+def derivative_distance(oracle, knots, slopes):
+    """∫ (f′ − h̃′)² over the reals."""
+    return over_reals(
+        oracle,
+        knots,
+        lambda x: (oracle.derivative(x) - slopes[0]) ** 2,
+        lambda middle: lambda x: (oracle.derivative(x) - slopes[np.searchsorted(knots, middle)]) ** 2,
+        lambda x: (oracle.derivative(x) - slopes[-1]) ** 2,
+    )
+
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
+
+
+def samples(edges, width=0.25):
+    """Gauss–Legendre points (cells, 20) and weights on cells that the edges cut."""
+    cells = [np.linspace(a, b, 1 + int(np.ceil((b - a) / width))) for a, b in pairwise(edges)]
+    cells = np.unique(np.concatenate(cells))
+    half = np.diff(cells)[:, None] / 2
+    return cells[:-1, None] + half * (_NODES + 1), half * _WEIGHTS
+
+
+def best_values(oracle, knots):
+    """Slopes of the broken line of least squares that ends on the asymptotes, by dense sampling."""
+    inner = [b for b in oracle.breaks if knots[0] < b < knots[-1]]
+    x, w = (part.ravel() for part in samples(np.union1d(knots, inner), 0.1))
+    hats = np.stack([np.interp(x, knots, row) for row in np.eye(len(knots))], axis=1)
+    ends = np.array([m * c + b for (m, b), c in zip((oracle.left, oracle.right), knots[[0, -1]], strict=True)])
+    rest = oracle.value(x) - hats[:, [0, -1]] @ ends
+    root = np.sqrt(w)
+    free = np.linalg.lstsq(hats[:, 1:-1] * root[:, None], rest * root, rcond=None)[0]
+    values = np.concatenate([ends[:1], free, ends[1:]])
+    return np.concatenate([[oracle.left[0]], np.diff(values) / np.diff(knots), [oracle.right[0]]])
+
+
+# --- published figures and the long search
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "most"),
+    [("gelu", "primitive", 0.0095070), ("silu", "primitive", 0.0399415), ("gelu", "derivative", 0.0451895)],
+)
+def test_reaches_the_known_optimum(name, objective, most):
+    found = mixed(name, 2, objective)
+    exact = (distance if objective == "primitive" else derivative_distance)(
+        ORACLES[name], found.knots, found.slopes
+    )
+    assert found.objective <= most
+    assert exact <= most
+    assert found.objective == pytest.approx(exact, rel=1e-8)
+
+
+def of_published(row):
+    knots, free = np.array(row["knots"]), row["weights"]
+    return knots, np.cumsum([0.0, *free, 1 - sum(free)])
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_coefficients_evaluate_to_the_published_figure(name):
+    row = PUBLISHED[name]
+    knots, slopes = of_published(row)
+    oracle = ORACLES[row["activation"]]
+    line = line_through(oracle, knots, slopes)
+    edges = np.union1d(np.linspace(-EDGE, EDGE, 21), knots)
+    if row["objective"] == "primitive":
+        expected = quad(lambda x: (oracle.value(x) - line(x)) ** 2, edges)
+    else:
+        expected = 0.0
+        for a, b in pairwise(edges):
+            level = slopes[np.searchsorted(knots, (a + b) / 2)]
+            expected += quad(lambda x, level=level: (oracle.derivative(x) - level) ** 2, [a, b])
+    assert expected == pytest.approx(row["value"], rel=2e-6 if row["objective"] == "derivative" else 1e-9)
+    found = relumix.Mixture(knots, slopes, 0.0)
+    assert relumix.evaluated(activation(row["activation"]), found, row["objective"]) == pytest.approx(
+        expected, rel=1e-9
+    )
+    assert relumix.published(name).error["objective"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_never_worse_than_published(name):
+    row = PUBLISHED[name]
+    assert mixed(row["activation"], 2, row["objective"]).objective < row["value"]
+
+
+@pytest.mark.parametrize("name", some_full(SEARCHED, (*QUICK, "silu")))
+def test_as_good_as_a_long_search_at_2_bits(name):
+    assert mixed(name, 2).objective <= BEST[name]["2"] * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("name", some_full(SEARCHED, ("tanh", "elu")))
+def test_as_good_as_a_long_search_at_3_bits(name):
+    assert mixed(name, 3).objective <= BEST[name]["3"] * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("name", some_full(SEARCHED, ("elu",)))
+def test_as_good_as_a_long_search_at_4_bits(name):
+    assert mixed(name, 4).objective <= BEST[name]["4"] * (1 + 1e-3)
+
+
+def worst_of_seeds(name, bits, restarts):
+    return max(mixed(name, bits, restarts=restarts, seed=seed).objective for seed in range(20))
+
+
+@pytest.mark.full
+def test_any_seed_finds_the_optimum_of_gelu():
+    assert worst_of_seeds("gelu", 2, 1) <= BEST["gelu"]["2"] * (1 + 1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SEARCHED)
+def test_any_seed_finds_the_optimum_at_2_bits(name):
+    assert worst_of_seeds(name, 2, 1) <= BEST[name]["2"] * (1 + 1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("gelu", 3), ("tanh", 3), ("elu", 3), ("sigmoid", 3), ("elu", 4), ("softplus", 4)],
+)
+def test_any_seed_finds_the_optimum_of_many_knots(name, bits):
+    assert worst_of_seeds(name, bits, 1) <= BEST[name][str(bits)] * (1 + 1e-3)
+
+
+# --- the objective
+
+
+@pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [2, 3], (*QUICK, "softsign", "squareplus")))
+def test_states_the_distance_over_all_reals(name, bits):
+    found = mixed(name, bits)
+    assert found.objective == pytest.approx(distance(ORACLES[name], found.knots, found.slopes), rel=1e-8)
+
+
+@pytest.mark.parametrize("name", some_full(SEARCHED, ("elu",)))
+def test_states_the_distance_at_4_bits(name):
+    """Some 1e-6: the difference of moments of size 1000 leaves fewer digits."""
+    found = mixed(name, 4)
+    expected = distance(ORACLES[name], found.knots, found.slopes)
+    assert found.objective == pytest.approx(expected, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC)))
+def test_states_the_distance_of_derivatives(name, bits):
+    found = mixed(name, bits, "derivative")
+    assert found.objective == pytest.approx(
+        derivative_distance(ORACLES[name], found.knots, found.slopes), rel=1e-8
+    )
+
+
+# --- constraints
+
+
+@pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, "squareplus")))
+def test_ends_on_both_asymptotes(name, bits):
+    oracle = ORACLES[name]
+    (m0, b0), (m1, b1) = oracle.left, oracle.right
+    found = mixed(name, bits)
+    assert found.knots.shape == found.weights.shape == (2**bits - 1,)
+    assert found.slopes.shape == (2**bits,)
+    assert np.all(np.diff(found.knots) > 0)
+    assert found.slopes[0] == pytest.approx(m0, abs=1e-12)
+    assert found.weights.sum() == pytest.approx(m1 - m0, abs=1e-12)
+    assert -(found.weights @ found.knots) == pytest.approx(b1 - b0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", some_full(SMOOTH, ("elu",)))
+def test_error_falls_with_the_number_of_knots(name):
+    least = 2 if ORACLES[name].left[0] == ORACLES[name].right[0] else 1
+    errors = [mixed(name, bits).objective for bits in range(least, 5)]
+    assert all(after < before / 5 for before, after in pairwise(errors))
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "mish", "softplus", "elu", "selu", "hardswish", "squareplus"])
+def test_one_relu_bends_where_the_asymptotes_meet(name):
+    oracle, found = ORACLES[name], mixed(name, 1)
+    (m0, b0), (m1, b1) = oracle.left, oracle.right
+    assert found.knots == pytest.approx([(b0 - b1) / (m1 - m0)], abs=1e-12)
+    assert found.slopes.tolist() == [m0, m1]
+    assert found.objective == pytest.approx(distance(oracle, found.knots, found.slopes), rel=1e-8)
+
+
+# --- the problem
+
+
+@cache
+def problem_of(name):
+    return relumix.Primitive(activation(name), *relumix.asymptotes(activation(name)))
+
+
+def random_knots(count, seed):
+    random = np.random.default_rng(seed)
+    return np.cumsum(random.uniform(0.2, 8 / count, count)) - 4 + random.normal()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 15])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "elu", "hardswish", "softsign"])
+def test_gradient_equals_finite_differences(name, count):
+    problem = problem_of(name)
+    for seed in range(3):
+        knots = random_knots(count, seed)
+        if count == 1:  # the line from one asymptote to the other is of no height at two knots that meet
+            knots = np.array([knots[0], knots[0] + 3.0])
+        gradient = problem(knots)[1]
+        for i, shift in enumerate(np.eye(len(knots)) * 1e-4):
+            one, two = (problem(knots + h * shift)[0] - problem(knots - h * shift)[0] for h in (1, 2))
+            difference = (8 * one - two) / (12 * 1e-4)  # error ∝ h⁴
+            assert gradient[i] == pytest.approx(difference, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 15])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "elu", "selu", "hardswish", "squareplus"])
+def test_values_are_optimal_for_any_knots(name, count):
+    oracle = ORACLES[name]
+    for seed in range(2):
+        knots = random_knots(count, seed)
+        objective, _, slopes = problem_of(name)(knots)
+        assert slopes == pytest.approx(best_values(oracle, knots), rel=1e-7, abs=1e-9)
+        assert objective == pytest.approx(distance(oracle, knots, slopes), rel=1e-8)
+
+
+@pytest.mark.parametrize(("name", "bits"), cases(SMOOTH, [2, 3], QUICK))
+def test_is_stationary(name, bits):
+    """No knot moved by a hundredth, nor any slope of the least squares, makes it better."""
+    oracle, found = ORACLES[name], mixed(name, bits)
+    assert np.abs(problem_of(name)(found.knots)[1]).max() <= 1e-9
+    assert found.slopes == pytest.approx(best_values(oracle, found.knots), abs=1e-8)
+    for i in range(len(found.knots)):
+        for step in (-0.01, 0.01):
+            moved = found.knots.copy()
+            moved[i] += step
+            assert distance(oracle, moved, best_values(oracle, moved)) > found.objective
+
+
+class Brute:
+    """All triples of knots on a grid, with the best values; then finer grids about the best triple."""
+
+    def __init__(self, name, objective):
+        self.oracle, self.objective = ORACLES[name], objective
+        (self.m0, self.b0), (self.m1, self.b1) = self.oracle.left, self.oracle.right
+
+    def moments(self, points):
+        """Integrals up to each point of what is needed, (5, points); the last one to the right of it."""
+        edges = np.unique(np.concatenate([np.linspace(-48, 48, 193), points, self.oracle.breaks]))
+        half = np.diff(edges)[:, None] / 2
+        x, w = edges[:-1, None] + half * (_NODES + 1), half * _WEIGHTS
+        if self.objective == "primitive":
+            f = self.oracle.value(x)
+            rows = [f, x * f, f * f, self.oracle.off_left(x) ** 2, self.oracle.off_right(x) ** 2]
+        else:
+            f = self.oracle.derivative(x)
+            rows = [f, np.ones_like(x), f * f, (f - self.m0) ** 2, (f - self.m1) ** 2]
+        sums = np.stack([np.concatenate([[0.0], np.cumsum((row * w).sum(axis=1))]) for row in rows])
+        sums[4] = sums[4, -1] - sums[4]
+        return sums[:, np.searchsorted(edges, points)]
+
+    def total(self, a, b, c):
+        """The objective of triples of equal shape; infinite where they do not increase."""
+        points, index = np.unique(np.concatenate([a.ravel(), b.ravel(), c.ravel()]), return_inverse=True)
+        at = self.moments(points)[:, index].reshape(5, 3, *a.shape)
+        (f1, x1, s1), (f2, x2, s2) = (at[:3, i + 1] - at[:3, i] for i in range(2))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.objective == "primitive":
+                g1, g2 = b - a, c - b
+                u, v = self.m0 * a + self.b0, self.m1 * c + self.b1
+                up1, down1 = (x1 - a * f1) / g1, (b * f1 - x1) / g1
+                up2, down2 = (x2 - b * f2) / g2, (c * f2 - x2) / g2
+                square = (g1 + g2) / 3
+                linear = up1 + down2 - (g1 * u + g2 * v) / 6
+                rest = s1 + s2 - 2 * (u * down1 + v * up2) + (g1 * u * u + g2 * v * v) / 3
+                inside = rest - linear**2 / square
+            else:
+                inside = s1 - f1 * f1 / x1 + s2 - f2 * f2 / x2
+        return np.where((a + 1e-9 < b) & (b + 1e-9 < c), at[3, 0] + inside + at[4, 2], np.inf)
+
+    def least(self):
+        grids, step = [np.linspace(-8, 8, 81)] * 3, 0.2
+        for _ in range(60):
+            a, b, c = np.meshgrid(*grids, indexing="ij")
+            total = self.total(a, b, c)
+            best = np.unravel_index(np.argmin(total), total.shape)
+            knots = [float(axis[best]) for axis in (a, b, c)]
+            if len(grids[0]) == 81 or all(0 < i < 8 for i in best):  # else the grid follows the valley first
+                step /= 2
+            grids = [np.linspace(knot - 4 * step, knot + 4 * step, 9) for knot in knots]
+            if step < 1e-5:
+                break
+        return float(total[best]), np.array(knots)
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("name", some_full(SEARCHED, ("gelu", "elu")))
+def test_brute_force_over_three_knots_finds_nothing_better(name, objective):
+    found = mixed(name, 2, objective)
+    least, knots = Brute(name, objective).least()
+    assert found.objective <= least * (1 + 1e-7)
+    assert found.objective == pytest.approx(least, rel=1e-4)
+    # an activation with a centre has optima in pairs
+    mirrored = -knots[::-1] if name in ("gelu", "silu", "tanh", "sigmoid", "softplus", "hardswish") else knots
+    off = min(np.abs(found.knots - knots).max(), np.abs(found.knots - mirrored).max())
+    assert off < (0.02 if objective == "primitive" else 0.05)
+
+
+# --- the objective of the derivative
+
+
+@pytest.mark.parametrize(("name", "bits"), cases([*SMOOTH, "squareplus"], [1, 2, 3, 4], (*QUICK, "squareplus")))
+def test_levels_are_means_and_knots_midway(name, bits):
+    """Few-Bit's equations 4 and 5, the outer levels pinned to the slopes of the asymptotes."""
+    oracle = ORACLES[name]
+    found = mixed(name, bits, "derivative")
+    assert np.all(np.diff(found.knots) > 0)
+    assert found.slopes[[0, -1]].tolist() == [oracle.left[0], oracle.right[0]]
+    means = [(oracle.value(b) - oracle.value(a)) / (b - a) for a, b in pairwise(found.knots)]
+    assert found.slopes[1:-1] == pytest.approx(means, rel=1e-9, abs=1e-10)
+    smooth = np.abs(found.knots[:, None] - np.array([*oracle.breaks, np.inf])).min(axis=1) > 1e-6
+    middle = (found.slopes[1:] + found.slopes[:-1]) / 2
+    assert oracle.derivative(found.knots)[smooth] == pytest.approx(
+        middle[smooth], rel=0, abs=2.0**-24
+    )  # what float32 tells
+
+
+@pytest.mark.parametrize(("name", "bits"), cases(SMOOTH, [2, 3], QUICK))
+def test_free_levels_are_at_least_as_good(name, bits):
+    few = fewbit.fit(activation(name), bits, "a_fit", domain=(-10.0, 10.0))
+    assert few.error["objective"] <= mixed(name, bits, "derivative").objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "bits"), cases(SEARCHED, [2, 3], QUICK))
+def test_each_objective_is_best_at_its_own(name, bits):
+    oracle = ORACLES[name]
+    one, two = mixed(name, bits), mixed(name, bits, "derivative")
+    assert two.objective <= derivative_distance(oracle, one.knots, one.slopes) * (1 + 1e-9)
+    # moved onto the asymptotes by least squares, its knots are not better either
+    assert one.objective <= distance(oracle, two.knots, best_values(oracle, two.knots)) * (1 + 1e-9)
+
+
+# --- asymptotes
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "right"),
+    [
+        *((oracle.text, oracle.left, oracle.right) for oracle in ORACLES.values()),
+        ("leaky_relu", (0.01, 0.0), (1.0, 0.0)),
+        ("where(x<0, 0.1*x-1, 2*x+3)", (0.1, -1.0), (2.0, 3.0)),
+        ("relu6", (0.0, 0.0), (0.0, 6.0)),
+        ("x - tanh(x)", (1.0, 1.0), (1.0, -1.0)),
+        ("sqrt(x**2 + 1)", (-1.0, 0.0), (1.0, 0.0)),
+    ],
+)
+def test_asymptotes(text, left, right):
+    for line, (steepness, intercept) in zip(relumix.asymptotes(Activation.of(text)), (left, right), strict=True):
+        assert (line.slope, line.intercept) == pytest.approx((steepness, intercept), rel=1e-14, abs=1e-14)
+
+
+NO_LINE = "a mixture of ReLUs is a straight line"
+REFUSED = [
+    *((text, bits, NO_LINE) for text in ("x**2", "relu2", "sin(x)", "exp", "log(1 + x**2)") for bits in (1, 2)),
+    ("x + sin(x)", 2, NO_LINE),
+    ("x*sin(x)", 2, NO_LINE),
+    ("asinh(x)", 2, NO_LINE),
+    ("sqrt(x)", 2, NO_LINE),
+    ("tanh", 1, "its asymptotes are parallel"),
+    ("sigmoid", 1, "its asymptotes are parallel"),
+    ("hardtanh", 1, "its asymptotes are parallel"),
+    ("x + exp(-x**2)", 1, "its asymptotes are parallel"),
+    ("hardshrink", 2, "it jumps at x = -0.5"),
+    ("threshold", 2, "it jumps at x = 1"),
+    ("where(x<0, 0.1*x-1, 2*x+3)", 2, "it jumps at x = 0"),
+    ("sign(x)", 2, "it jumps at x = 0"),
+    ("where(x > 1, silu(x), silu(x) + 0.25)", 3, "it jumps at x = 1"),
+    ("x + (1 + x**2)**(-0.2)", 2, "too slowly"),
+    ("relu(x) + (1 + relu(-x))**(-0.4)", 2, "as x tends to -infinity it nears its asymptote too slowly"),
+    ("relu(x) + (1 + relu(x))**(-0.4)", 2, "as x tends to +infinity it nears its asymptote too slowly"),
+    ("gelu", 0, "bits: expected 1, 2, 3 or 4"),
+    ("gelu", 5, "bits: expected 1, 2, 3 or 4"),
+    ("gelu", True, "bits: expected 1, 2, 3 or 4"),
+]
+
+
+@pytest.mark.parametrize(("text", "bits", "reason"), REFUSED)
+def test_refused(text, bits, reason):
+    with pytest.raises(UsageError) as caught:
+        relumix.fit(Activation.of(text), bits, "a_fit")
+    message = str(caught.value)
+    assert reason in message
+    assert message.isprintable()
+    if "bits: expected" not in reason:
+        assert message.startswith("activation '")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"objective": "value"}, "objective: expected primitive or derivative, got 'value'"),
+        ({"restarts": -1}, "restarts: expected 0 to 1000, got -1"),
+        ({"restarts": 1001}, "restarts: expected 0 to 1000"),
+        ({"seed": -1}, "seed: expected 0 to"),
+        ({"seed": 2**32}, "seed: expected 0 to"),
+    ],
+)
+def test_refused_options(options, reason):
+    with pytest.raises(UsageError) as caught:
+        relumix.fit(Activation.of("tanh"), 2, "a_fit", **options)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("power", [0.6, 0.75])
+def test_a_slow_tail_whose_square_has_an_integral(power, objective):
+    """|x|^-0.6 squared is |x|^-1.2."""
+    text = f"x + (1 + x**2)**(-{power / 2!r})"
+    found = relumix.mixture(Activation.of(text), 2, objective=objective)
+
+    def off(x):
+        return (1 + x * x) ** (-power / 2)
+
+    def derivative(x):
+        return 1 - power * x * (1 + x * x) ** (-power / 2 - 1)
+
+    oracle = Oracle(text, lambda x: x + off(x), derivative, (1.0, 0.0), (1.0, 0.0), off, off)
+    exact = (distance if objective == "primitive" else derivative_distance)(oracle, found.knots, found.slopes)
+    assert found.objective == pytest.approx(exact, rel=1e-4)
+
+
+# text, bits, knots, slopes
+LINEAR = [
+    ("relu", 1, [0.0], [0, 1]),
+    ("leaky_relu", 1, [0.0], [0.01, 1]),
+    ("abs(x)", 1, [0.0], [-1, 1]),
+    ("relu", 2, [0.0], [0, 1]),
+    ("leaky_relu", 3, [0.0], [0.01, 1]),
+    ("hardtanh", 2, [-1.0, 1.0], [0, 1, 0]),
+    ("relu6", 2, [0.0, 6.0], [0, 1, 0]),
+    ("hardsigmoid", 2, [-3.0, 3.0], [0, 1 / 6, 0]),
+    ("softshrink", 2, [-0.5, 0.5], [1, 0, 1]),
+    ("hardtanh", 4, [-1.0, 1.0], [0, 1, 0]),
+    ("min(max(x, -1000), 1000)", 2, [-1000.0, 1000.0], [0, 1, 0]),
+    ("relu(x) - relu(x - 1) + relu(x - 3)", 2, [0.0, 1.0, 3.0], [0, 1, 0, 1]),
+    ("gelu(x) - gelu(x) + relu(x)", 1, [0.0], [0, 1]),
+]
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize(("text", "bits", "knots", "slopes"), LINEAR)
+def test_broken_lines_are_exact(text, bits, knots, slopes, objective):
+    fit = relumix.fit(Activation.of(text), bits, "a_fit", objective=objective)
+    assert fit.error["objective"] == 0
+    assert fit.error["primitive_max"] <= 1e-6
+    x = np.concatenate([np.linspace(-20, 20, 1001), np.linspace(-2000, 2000, 1001)]) + 0.00317
+    expected = np.array(slopes, dtype=float)[np.searchsorted(knots, x)]
+    assert fit(x) == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("text", "jumps", "slopes"),
+    [("hardshrink", [-0.5, 0.5], [1, 0, 1]), ("threshold", [1.0], [0, 1])],
+)
+def test_a_jump_is_no_matter_to_the_derivative(text, jumps, slopes):
+    fit = relumix.fit(Activation.of(text), 2, "a_fit", objective="derivative")
+    assert fit.error["objective"] == 0
+    x = np.linspace(-9, 9, 1000)
+    assert fit(x).tolist() == [float(slopes[i]) for i in np.searchsorted(jumps, x)]
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize(
+    "text", ["relu(x) + exp(-(x - 9)**2)", "abs(x) + 0.5*exp(-20*(x + 7)**2)", "relu(x) + 0.1*tanh(x - 20)"]
+)
+def test_what_bends_far_from_its_corners_is_no_broken_line(text, objective):
+    found = relumix.mixture(Activation.of(text), 2, objective=objective)
+    assert found.objective > 1e-4
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+def test_more_corners_than_knots(objective):
+    text = "relu(x) - relu(x - 1) + relu(x - 3) - relu(x - 4)"
+
+    def value(x):
+        return np.clip(x, 0, 1) + np.clip(x - 3, 0, 1)
+
+    def derivative(x):
+        return np.where(((x > 0) & (x < 1)) | ((x > 3) & (x < 4)), 1.0, 0.0)
+
+    oracle = plain(text, value, derivative, (0.0, 0.0), (0.0, 2.0), (0.0, 1.0, 3.0, 4.0))
+    found = relumix.mixture(Activation.of(text), 2, objective=objective)
+    exact = (distance if objective == "primitive" else derivative_distance)(oracle, found.knots, found.slopes)
+    assert found.objective == pytest.approx(exact, rel=1e-8)
+    assert found.objective < 1
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("text", ["x + 0*x", "x", "3*x + 1"])
+def test_a_straight_line_is_exact_or_refused(text, bits, objective):
+    try:
+        found = relumix.mixture(Activation.of(text), bits, objective=objective)
+    except UsageError:
+        return
+    assert found.objective == 0
+    assert found.weights == pytest.approx(0, abs=1e-12)
+
+
+# --- an optimum moves and grows as f does
+
+GELU = 0.009506935047567, 0.0451892048645  # by the tests above
+# formula; what stretches x, and what f: ∫ (f − h̃)² grows by both, ∫ (f′ − h̃′)² by height² / width
+SIMILAR = [
+    pytest.param("gelu(-x)", 1, 1, marks=pytest.mark.full),
+    ("-gelu(x)", 1, 1),
+    pytest.param("gelu(x) + x/2 + 3", 1, 1, marks=pytest.mark.full),
+    pytest.param("gelu(x - 5)", 1, 1, marks=pytest.mark.full),
+    ("gelu(x - 30)", 1, 1),
+    ("gelu(x - 200)", 1, 1),
+    pytest.param("gelu(x/5)*5", 5, 5, marks=pytest.mark.full),
+    ("gelu(x/100)*100", 100, 100),
+    pytest.param("gelu(10*x)/10", 0.1, 0.1, marks=pytest.mark.full),
+    ("gelu(1000*x)/1000", 0.001, 0.001),
+    pytest.param("100*gelu(x)", 1, 100, marks=pytest.mark.full),
+    ("gelu(x)/1000000", 1, 1e-6),
+    ("1000000*gelu(x)", 1, 1e6),
+]
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize(("text", "width", "height"), SIMILAR)
+def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objective):
+    found = relumix.mixture(Activation.of(text), 2, objective=objective, restarts=1)
+    primitive = objective == "primitive"
+    expected = GELU[0] * width * height**2 if primitive else GELU[1] * height**2 / width
+    assert found.objective == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [3, 4])
+def test_many_stretches_of_curvature_take_no_time(bits):
+    """An oscillation has dozens of inflections, and the ways to share knots among them are without number."""
+
+    def stop(*_):
+        pytest.fail("no answer within four minutes")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(240)
+    try:
+        relumix.mixture(Activation.of("x + sin(x)*exp(-x**2/50)"), bits, restarts=0)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- the record
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+def test_same_seed_same_bytes(objective):
+    one, two = (
+        relumix.fit(Activation.of("tanh"), 2, "a_fit", objective=objective, restarts=2, seed=5) for _ in range(2)
+    )
+    assert one.to_json() == two.to_json()
+    assert from_json(one.to_json()) == one
+    assert dict(one.options) == {"objective": objective, "restarts": 2, "seed": 5}
+    assert (one.method, one.bits, one.even, one.domain, one.weight.text) == (
+        "relumix",
+        2,
+        False,
+        (-10.0, 10.0),
+        "uniform",
+    )
+
+
+@pytest.mark.parametrize("name", ["tanh", "squareplus"])
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+def test_numbers_are_those_of_the_mixture_in_float32(name, objective):
+    fit, found = fitted(name, 2, objective), mixed(name, 2, objective)
+    assert fit.borders == tuple(map(float, np.array(fit.borders, np.float32)))
+    assert fit.levels == tuple(map(float, found.slopes.astype(np.float32)))
+    assert np.abs(fit.borders - found.knots).max() <= np.abs(found.knots).max() * 2.0**-24
+    assert fit.error["objective"] == float(f"{found.objective:.10g}")
+
+
+def test_progress_reaches_the_end_and_never_turns_back():
+    shares = []
+    relumix.mixture(Activation.of("tanh"), 2, restarts=1, progress=shares.append)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.5
+    assert shares[-1] == 1
+
+
+def supremum(function, low, high):
+    """sup |function| over the open interval, on which it is smooth."""
+    at = np.linspace(np.nextafter(low, high), np.nextafter(high, low), 4001)
+    values = np.abs(function(at))
+    i = int(values.argmax())
+    found = optimize.minimize_scalar(
+        lambda x: -abs(float(function(np.float64(x)))),
+        bounds=(at[max(i - 1, 0)], at[min(i + 1, 4000)]),
+        method="bounded",
+        options={"xatol": 1e-13},
+    )
+    return max(values[i], -found.fun)
+
+
+def errors_on_the_domain(oracle, fit):
+    """From the fit's numbers and the closed forms alone; h̃ starts on f at −10."""
+    borders, levels = np.array(fit.borders), np.array(fit.levels)
+    within = np.abs(borders) < 10
+    borders, levels = borders[within], levels[[*np.flatnonzero(within), np.flatnonzero(within)[-1] + 1]]
+    edges = np.array([-10.0, *borders, 10.0])
+    heights = oracle.value(-10.0) + np.concatenate([[0.0], np.cumsum(levels * np.diff(edges))])
+    mean = largest = apart = squared = 0.0
+    for low, high in pairwise(np.union1d(edges, oracle.breaks)):
+        i = np.searchsorted(edges, (low + high) / 2) - 1
+
+        def wrong(x, i=i):
+            return oracle.derivative(x) - levels[i]
+
+        def gap(x, i=i):
+            return oracle.value(x) - heights[i] - levels[i] * (x - edges[i])
+
+        mean += quad(lambda x, e=wrong: e(x) ** 2, np.linspace(low, high, 5))
+        squared += quad(lambda x, g=gap: g(x) ** 2, np.linspace(low, high, 5))
+        largest = max(largest, supremum(wrong, low, high))
+        apart = max(apart, supremum(gap, low, high))
+    return {"rms": np.sqrt(mean / 20), "max": largest, "primitive_max": apart, "primitive_norm": np.sqrt(squared)}
+
+
+def check_errors(oracle, fit):
+    expected = errors_on_the_domain(oracle, fit)
+    assert set(fit.error) == {*expected, "objective"}
+    for key, value in expected.items():
+        assert fit.error[key] == pytest.approx(value, rel=1e-7), key
+
+
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("name", ["tanh", "elu", "softsign"])
+def test_states_the_errors_of_its_numbers(name, objective):
+    check_errors(ORACLES[name], fitted(name, 2, objective))
+
+
+SHIPPED = {
+    "gelu_relumix2": "gelu",
+    "silu_relumix2": "silu",
+    "mish_relumix2": "mish",
+    "gelu_tanh_relumix2": "gelu_tanh",
+    **{name: row["activation"] for name, row in PUBLISHED.items()},
+}
+
+
+def test_what_ships():
+    shipped = {path.stem for path in FITS.glob("*.json") if json.loads(path.read_text())["method"] == "relumix"}
+    assert shipped == set(SHIPPED)
+    assert set(relumix.PUBLISHED) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", some_full(SHIPPED, ("gelu_relumix2", *PUBLISHED)))
+def test_shipped_fits_are_what_the_fitter_makes(name):
+    text = (FITS / f"{name}.json").read_text(encoding="utf-8")
+    made = relumix.published(name) if name in PUBLISHED else relumix.fit(Activation.of(SHIPPED[name]), 2, name)
+    assert made.to_json() == text
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_fits_state_their_errors(name):
+    fit = read(FITS / f"{name}.json")
+    if SHIPPED[name] in ORACLES:
+        check_errors(ORACLES[SHIPPED[name]], fit)
+    if name == "gelu_tanh_relumix2":  # nearly GELU
+        assert fit.error["objective"] == pytest.approx(BEST["gelu"]["2"], rel=0.01)
+    if name in PUBLISHED:
+        knots, slopes = of_published(PUBLISHED[name])
+        assert fit.borders == tuple(map(float, knots.astype(np.float32)))
+        assert fit.levels == tuple(map(float, slopes.astype(np.float32)))
+        assert fit.error["objective"] == pytest.approx(PUBLISHED[name]["value"], rel=2e-6)
+        assert fit.options["source"] == "arXiv 2406.16282"
+
+
+# --- the command line
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys) -> Callable[[str], tuple[int, str, str]]:
+    """Run a command line in an empty folder; return its status and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(line: str) -> tuple[int, str, str]:
+        status = main(shlex.split(line))
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def test_fit_codegen_plot(run):
+    status, out, err = run("fit --fn gelu --bits 2 --method relumix")
+    assert (status, err) == (0, "")
+    assert out.endswith("wrote generated/fits/gelu_relumix2.json\n")
+    path = Path("generated/fits/gelu_relumix2.json")
+    assert path.read_bytes() == (FITS / "gelu_relumix2.json").read_bytes()
+    assert run("codegen") == (0, "wrote generated/__init__.py\nwrote generated/gelu_relumix2.py\n", "")
+    assert (
+        Path("generated/gelu_relumix2.py").read_bytes() == (ROOT / "generated" / "gelu_relumix2.py").read_bytes()
+    )
+    assert run("plot") == (0, "wrote gelu_relumix2.png\n", "")
+    picture = Path("gelu_relumix2.png").read_bytes()
+    pixels = matplotlib.image.imread("gelu_relumix2.png")
+    assert min(pixels.shape[:2]) > 300
+    assert 0.01 < np.mean(pixels[..., :3].min(axis=2) < 0.5) < 0.5, "lines on a light ground"
+    run("plot")
+    assert Path("gelu_relumix2.png").read_bytes() == picture
+    status, out, err = run("show generated/fits/gelu_relumix2.json")
+    assert (status, err) == (0, "")
+    assert "relumix" in out and "0.009506935" in out
+
+
+def test_options_reach_the_fit(run):
+    line = "fit --fn tanh --bits 2 --method relumix --objective derivative --restarts 2 --seed 7 --name mine"
+    assert run(line)[0] == 0
+    fit = read(Path("generated/fits/mine.json"))
+    assert dict(fit.options) == {"objective": "derivative", "restarts": 2, "seed": 7}
+    assert (
+        fit.to_json()
+        == relumix.fit(Activation.of("tanh"), 2, "mine", objective="derivative", restarts=2, seed=7).to_json()
+    )
+
+
+def test_names(run):
+    line = "fit --fn tanh --fn relu --bits 2 --bits 3 --method relumix --objective primitive --restarts 0"
+    assert run(line)[0] == 0
+    assert {path.stem for path in Path("generated/fits").iterdir()} == {
+        f"{name}_relumix{bits}" for name in ("tanh", "relu") for bits in (2, 3)
+    }
+    assert dict(read(Path("generated/fits/tanh_relumix2.json")).options) == {
+        "objective": "primitive",
+        "restarts": 0,
+        "seed": 0,
+    }
+
+
+RELUMIX = "fit --fn tanh --bits 2 --method relumix"
+WRONG = [
+    (f"{RELUMIX} --domain -5 5 --name a", "--method relumix has no --domain"),
+    (f"{RELUMIX} --weight normal --name a", "--method relumix has no --weight"),
+    (f"{RELUMIX} --domain -5 5 --weight normal --name a", "--method relumix has no --domain or --weight"),
+    ("fit --fn tanh --method relumix", "--bits is required for --method relumix"),
+    ("fit --fn tanh --bits 2 --objective primitive", "--method fewbit has no --objective"),
+    ("fit --fn tanh --bits 2 --restarts 3", "--method fewbit has no --restarts"),
+    ("fit --fn tanh --method exact --objective primitive", "--method exact has no --objective"),
+    (f"{RELUMIX} --objective derivative", "--name is required for"),
+    (f"{RELUMIX} --objective value", "--objective"),
+    (f"{RELUMIX} --restarts x", "--restarts"),
+    (f"{RELUMIX} --restarts -1", "restarts: expected 0 to 1000"),
+    (f"{RELUMIX} --seed -1", "Invalid value for '--seed'"),
+    (f"{RELUMIX} --seed 4294967296", "Invalid value for '--seed'"),
+    ("fit --fn tanh --bits 5 --method relumix", "bits: expected 1, 2, 3 or 4"),
+    ("fit --fn 'x*tanh(x)' --bits 2 --method relumix", "--name is required for an expression"),
+    ("fit --fn tanh --bits 1 --method relumix", "its asymptotes are parallel"),
+    ("fit --fn relu2 --bits 2 --method relumix", NO_LINE),
+    ("fit --fn exp --bits 2 --method relumix", NO_LINE),
+    ("fit --fn hardshrink --bits 2 --method relumix", "it jumps at x = -0.5"),
+    *(
+        (f"fit --fn '{text}' --bits {bits} --method relumix --name a", reason)
+        for text, bits, reason in (
+            ("x**2", 2, NO_LINE),
+            ("sin(x)", 2, NO_LINE),
+            ("log(1 + x**2)", 2, NO_LINE),
+            ("x + (1 + x**2)**(-0.2)", 2, "too slowly"),
+            ("where(x<0, 0.1*x-1, 2*x+3)", 2, "it jumps"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), WRONG, ids=[line for line, _ in WRONG])
+def test_refused_in_one_line(line, reason, run):
+    status, out, err = run(line)
+    assert (status, out) == (2, "")
+    assert err.startswith("fitact: ")
+    assert err.count("\n") == 1
+    assert reason in err
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("kind", some_full(["png", "svg", "pdf"], ("png",)))
+def test_pictures_have_two_pairs_of_panels_and_the_same_bytes(kind):
+    fits = [read(FITS / f"{name}.json") for name in ("gelu_relumix2", "gelu_regelu2d_published")]
+    picture = draw(fits[:1], kind)
+    assert picture == draw(fits[:1], kind)
+    assert picture[:5].lstrip(b"\x89").startswith({"png": b"PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind][:4])
+    assert draw(fits, kind) != picture
+
+
+# --- generated modules
+
+
+def load(fit, folder: Path) -> ModuleType:
+    path = folder / f"{fit.name}.py"
+    path.write_text(render(fit), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"of_test_relumix_{fit.name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "objective", "stock"),
+    [
+        ("gelu", 2, "primitive", F.gelu),
+        ("gelu", 2, "derivative", F.gelu),
+        ("tanh", 3, "primitive", torch.tanh),
+        ("relu", 1, "primitive", F.relu),
+    ],
+)
+def test_generated_module(name, bits, objective, stock, tmp_path):
+    if (name, objective) == ("gelu", "primitive"):
+        fit = replace(read(FITS / "gelu_relumix2.json"), name="t_gelu")
+    else:
+        fit = relumix.fit(Activation.of(name), bits, f"t_{name}{bits}", objective=objective, restarts=0)
+    module = load(fit, tmp_path)
+    borders = torch.tensor(fit.borders)
+    beside = [torch.nextafter(borders, borders + side) for side in (-1, 1)]
+    x = torch.cat([torch.randn(10_000) * 3, borders, *beside]).requires_grad_()
+    dy = torch.randn_like(x)
+    y = getattr(module, fit.name)(x)
+    y.backward(dy)
+    assert torch.equal(y, stock(x))
+    codes = sum((x.detach() > border).long() for border in fit.borders)
+    assert torch.equal(x.grad, dy * torch.tensor(fit.levels)[codes])
+
+
+@pytest.mark.parametrize(
+    ("name", "activation_name", "said", "unsaid"),
+    [
+        ("gelu_relumix2", "gelu", "mixture of 3 ReLUs\nthat is nearest to f (ReGELU2).", "fitted"),
+        ("silu_relumix2", "silu", "mixture of 3 ReLUs\nthat is nearest to f (ReSiLU2).", "ReGELU2"),
+        ("mish_relumix2", "mish", "mixture of 3 ReLUs\nthat is nearest to f.", "2)"),
+        ("gelu_regelu2_published", "gelu", "whose coefficients are those of arXiv 2406.16282.", "nearest"),
+    ],
+)
+def test_docstrings(name, activation_name, said, unsaid):
+    fit = read(FITS / f"{name}.json")
+    docstring = render(fit).split('"""')[1]
+    assert docstring.startswith(f"{activation_name}, keeping 2 bits per element for backward.")
+    assert said in docstring
+    assert unsaid not in docstring
+
+
+def test_docstrings_of_other_objectives_and_widths():
+    derivative = render(fitted("gelu", 2, "derivative")).split('"""')[1]
+    assert "that is nearest to f'." in derivative
+    assert "ReGELU2" not in derivative
+    one = render(relumix.fit(Activation.of("gelu"), 1, "one")).split('"""')[1]
+    assert "mixture of 1 ReLU\n" in one
+    assert "ReGELU2" not in one
+
+
+# --- other formulas
+
+
+def naive(oracle, count):
+    """The distance of equally spaced knots with the best values; of several spacings the best."""
+    best = np.inf
+    for reach in (2.0, 4.0, 6.0):
+        knots = np.linspace(-reach, reach, count) + 1e-3
+        best = min(best, distance(oracle, knots, best_values(oracle, knots)))
+    return best
+
+
+OTHERS = [
+    plain("x*tanh(exp(x))", lambda x: x * np.tanh(np.exp(np.minimum(x, 50))), None, (0, 0), (1, 0)),
+    plain("x*erf(softplus(x))", lambda x: x * special.erf(np.logaddexp(0, x)), None, (0, 0), (1, 0)),
+    plain(
+        "where(x>0,x,-0.3*x)+exp(-x**2)",
+        lambda x: np.where(x > 0, x, -0.3 * x) + np.exp(-np.minimum(x * x, 700)),
+        None,
+        (-0.3, 0),
+        (1, 0),
+        (0.0,),
+    ),
+    plain("x - tanh(x)", lambda x: x - np.tanh(x), None, (1, 1), (1, -1)),
+    plain("x*exp(-x*x)", lambda x: x * np.exp(-np.minimum(x * x, 700)), None, (0, 0), (0, 0)),
+    plain("2*x + tanh(3*x - 1)", lambda x: 2 * x + np.tanh(3 * x - 1), None, (2, -1), (2, 1)),
+    plain("-silu(2*x)", lambda x: -2 * x * special.expit(2 * x), None, (0, 0), (-2, 0)),
+    plain(
+        "softplus(x) - softplus(x - 2)",
+        lambda x: np.logaddexp(0, x) - np.logaddexp(0, x - 2),
+        None,
+        (0, 0),
+        (0, 2),
+    ),
+    plain(
+        "where(x > 1, x, x*sigmoid(x - 1) + 0.5)",
+        lambda x: np.where(x > 1, x, x * special.expit(np.minimum(x, 1) - 1) + 0.5),
+        None,
+        (0, 0.5),
+        (1, 0),
+        (1.0,),
+    ),
+    plain(
+        "x + sin(x)*exp(-x**2/50)",
+        lambda x: x + np.sin(x) * np.exp(-np.minimum(x * x / 50, 700)),
+        None,
+        (1, 0),
+        (1, 0),
+    ),
+]
+
+
+def combination(seed):
+    """A sum of a SiLU, a tanh and a line with random coefficients."""
+    random = np.random.default_rng(seed)
+    a, b, c, d, e, m, q = (float(round(v, 2)) for v in random.normal([1, 1, 0, 1, 0, 0, 0], 1))
+    text = f"({a})*silu(({b})*x) + ({c})*tanh(({d})*x + ({e})) + ({m})*x + ({q})"
+
+    def value(x):
+        return a * b * x * special.expit(b * x) + c * np.tanh(d * x + e) + m * x + q
+
+    up, end = a * b, c * np.sign(d)
+    left, right = (m + up * (b < 0), q - end), (m + up * (b > 0), q + end)
+    return plain(text, value, None, left, right)
+
+
+@pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "oracle",
+    [
+        *(
+            pytest.param(oracle, id=oracle.text, marks=() if i < 3 else pytest.mark.full)
+            for i, oracle in enumerate(OTHERS)
+        ),
+        *(
+            pytest.param(combination(seed), id=f"combination {seed}", marks=() if seed < 1 else pytest.mark.full)
+            for seed in range(12)
+        ),
+    ],
+)
+def test_other_formulas(oracle, bits):
+    if bits == 3 and "sin" in oracle.text:
+        pytest.skip("many inflections: has a test of its own")
+    found = relumix.mixture(Activation.of(oracle.text), bits, restarts=1)
+    m, b = oracle.right
+    assert found.weights.sum() == pytest.approx(m - oracle.left[0], abs=1e-12)
+    assert -(found.weights @ found.knots) == pytest.approx(b - oracle.left[1], abs=1e-11)
+    exact = distance(oracle, found.knots, found.slopes)
+    assert found.objective == pytest.approx(exact, rel=1e-7, abs=1e-12)
+    assert exact <= naive(oracle, 2**bits - 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
+@pytest.mark.parametrize("entry", LITERATURE, ids=lambda entry: entry.name)
+def test_the_literature_is_fitted_or_refused(entry, objective):
+    one = Activation.of(entry.text)
+    try:
+        fit = relumix.fit(one, 2, "a_fit", objective=objective, restarts=1)
+    except UsageError as error:
+        assert str(error).startswith("activation '")
+        assert any(reason in str(error) for reason in (NO_LINE, "too slowly", "it jumps", "too steep"))
+        return
+    assert np.isfinite(list(fit.error.values())).all()
+    lines = relumix.asymptotes(one)
+    assert fit.levels[0] == pytest.approx(lines[0].slope, abs=1e-6)
+    assert fit.levels[-1] == pytest.approx(lines[1].slope, abs=1e-6)
+    left, right = ((line.slope, line.intercept) for line in lines)
+    breaks = tuple(one.switch_points(-50, 50))
+    oracle = plain(entry.text, lambda x: one.value(np.asarray(x)), one.derivative, left, right, breaks)
+    if objective == "primitive":
+        few = np.linspace(-3, 3, 3) + 1e-3
+        x, w = samples(np.union1d([-40.0, 40.0], np.union1d(few, breaks)), 0.1)
+        wrong = one.value(x) - line_through(oracle, few, best_values(oracle, few))(x)
+        assert fit.error["objective"] <= (wrong**2 * w).sum() + 2 * np.abs(wrong[[0, -1]]).max() ** 2 * 40 + 1e-12

@@ -1,0 +1,518 @@
+"""Memory-sharing norms on the PyTorch path against the formula in float64, and the kernels' machine code."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.norms import kernels
+from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EPS = 1e-5
+Norm = Callable[..., Tensor]
+KINDS: dict[str, Norm] = {"layer": ms_layer_norm, "rms": ms_rms_norm}
+STOCK: dict[str, Norm] = {"layer": F.layer_norm, "rms": F.rms_norm}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def textbook(x: Tensor, kind: str, eps: float = EPS, dims: int = 1) -> Tensor:
+    """The norm of the last dimensions as it is defined, in operations that PyTorch differentiates."""
+    over = tuple(range(-dims, 0))
+    if kind == "layer":
+        x = x - x.mean(over, keepdim=True)
+    return x / (x.square().mean(over, keepdim=True) + eps).sqrt()
+
+
+def expected(x: Tensor, dy: Tensor, kind: str, eps: float = EPS, dims: int = 1) -> tuple[Tensor, Tensor]:
+    """Value and gradient in float64."""
+    leaf = x.detach().double().requires_grad_()
+    y = textbook(leaf, kind, eps, dims)
+    (dx,) = torch.autograd.grad(y, leaf, dy.double())
+    return y.detach(), dx
+
+
+def check(kind: str, x: Tensor, shape: tuple[int, ...], eps: float = EPS) -> None:
+    """Within a few roundings of z and, of dx, of the largest dz/σ: what dx is computed from is the rounded z."""
+    leaf = x.detach().requires_grad_()
+    y = KINDS[kind](leaf, shape, eps)
+    assert y.dtype == x.dtype and y.shape == x.shape and y.is_contiguous()
+    dy = torch.randn(x.shape).to(x.dtype)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    assert dx.dtype == x.dtype
+    reference, gradient = expected(x, dy, kind, eps, len(shape))
+    unit = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(y.double(), reference, rtol=unit, atol=4 * unit)
+    wide = x.double()
+    over = tuple(range(-len(shape), 0))
+    centre = wide.mean(over, keepdim=True) if kind == "layer" else 0.0
+    sigma = ((wide - centre).square().mean(over, keepdim=True) + eps).sqrt()
+    largest = float((dy.double().abs().amax(over, keepdim=True) / sigma).max()) if x.numel() else 0.0
+    error = (dx.double() - gradient).abs()
+    assert not x.numel() or float(error.max()) <= 4 * unit * largest * max(1.0, float(reference.abs().max()))
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 768, 4096, 10_000])
+def test_value_and_gradient(kind: str, dtype: torch.dtype, columns: int) -> None:
+    check(kind, (torch.randn(5, 3, columns) * 2 + 0.3).to(dtype), (columns,))
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(3, 0), (0, 7), (0, 0), (2, 0, 5)], ids=str)
+def test_empty(kind: str, shape: tuple[int, ...]) -> None:
+    leaf = torch.empty(shape, requires_grad=True)
+    y = KINDS[kind](leaf, shape[-1:])
+    (dx,) = torch.autograd.grad(y, leaf, torch.empty(shape))
+    assert y.shape == dx.shape == shape
+
+
+@every_kind
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 0.1])
+def test_epsilon_of_small_and_large_rows(kind: str, eps: float) -> None:
+    for factor in (1e-3, 1.0, 1e4):
+        check(kind, torch.randn(6, 100) * factor, (100,), eps)
+
+
+@every_kind
+def test_rows_of_zeros_and_of_one_number(kind: str) -> None:
+    x = torch.cat([torch.zeros(1, 64), torch.full((1, 64), 3.0)]).requires_grad_()
+    y = KINDS[kind](x, 64, EPS)
+    assert torch.equal(y[0], torch.zeros(64))
+    torch.testing.assert_close(y, STOCK[kind](x, (64,), eps=EPS))
+    dy = torch.randn(2, 64)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    (stock,) = torch.autograd.grad(STOCK[kind](x, (64,), eps=EPS), x, dy)
+    torch.testing.assert_close(dx, stock, rtol=1e-5, atol=1e-3)  # 1/σ is 316
+
+
+def test_variance_does_not_cancel() -> None:
+    """With mean 1e4 and variance 1 the mean square has in float32 an error of 6, as large as the variance."""
+    x = torch.randn(4, 1000) + 1e4
+    reference, _ = expected(x, torch.ones_like(x), "layer")
+    torch.testing.assert_close(ms_layer_norm(x, 1000).double(), reference, rtol=0, atol=4e-3)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_has_statistics_in_float32(kind: str, dtype: torch.dtype) -> None:
+    """A row's sum and squares leave float16; and 1/σ is kept to 24 bits."""
+    x = (torch.randn(3, 5000) * 300 + 60).to(dtype)
+    assert x.float().square().sum() > 65504
+    check(kind, x, (5000,))
+    _, scale = torch.ops.fitact.norm_forward(x, 1, kind == "layer", EPS, dtype)
+    wide = x.double() - (x.double().mean(-1, keepdim=True) if kind == "layer" else 0)
+    assert scale.dtype == torch.float32
+    torch.testing.assert_close(scale.double(), (wide.square().mean(-1) + EPS).rsqrt(), rtol=1e-6, atol=0)
+
+
+@every_kind
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_infinity_as_pytorch(kind: str, bad: float) -> None:
+    x = torch.randn(3, 8)
+    x[1, 2] = bad
+    torch.testing.assert_close(
+        KINDS[kind](x, 8, EPS), STOCK[kind](x, (8,), eps=EPS), equal_nan=True, rtol=1e-5, atol=1e-6
+    )
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(64, 30).t(),
+    "sliced": lambda: torch.randn(30, 128)[::2, ::2],
+    "expanded": lambda: torch.randn(1, 64).expand(10, 64),
+    "expanded row": lambda: torch.randn(10, 1).expand(10, 64),
+    "image": lambda: torch.randn(2, 64, 5, 5).flatten(2).transpose(1, 2),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(kind: str, layout: str) -> None:
+    check(kind, LAYOUTS[layout](), (64,))
+
+
+@every_kind
+def test_gradient_of_any_layout(kind: str) -> None:
+    x = torch.randn(20, 64, requires_grad=True)
+    y = KINDS[kind](x, 64, EPS)
+    for dy in (torch.randn(64, 20).t(), torch.randn(1, 1).expand(20, 64)):
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        torch.testing.assert_close(dx, expected(x, dy, kind)[1].float(), rtol=1e-5, atol=1e-6)
+
+
+@every_kind
+def test_several_normalised_dimensions(kind: str) -> None:
+    check(kind, torch.randn(4, 3, 5, 7), (5, 7))
+    check(kind, torch.randn(5, 7), (5, 7))
+    with count_saved() as saved:
+        y = KINDS[kind](torch.randn(4, 3, 5, 7, requires_grad=True), (5, 7))
+    assert saved.bytes == y.nbytes + 4 * 12
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_default_epsilon(kind: str, dtype: torch.dtype) -> None:
+    """PyTorch's, for half precision too: numbers so small that epsilon decides."""
+    x = (torch.randn(4, 32) * 1e-3).to(dtype)
+    stock = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(32, elementwise_affine=False)
+    ours = (MSLayerNorm if kind == "layer" else MSRMSNorm)(32)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours(x), stock(x), rtol=4 * unit, atol=4 * unit)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kept_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dtype) -> None:
+    x = torch.randn(6, 10, 96, requires_grad=True, dtype=dtype)
+    with count_saved() as saved:
+        y = KINDS[kind](x, 96)
+    sizes = sorted(storage.nbytes() for storage in saved.storages.values())
+    assert sizes == [60 * (8 if dtype == torch.float64 else 4), y.nbytes]
+    assert y.untyped_storage()._cdata in saved.storages
+
+
+@every_kind
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
+def test_kept_with_linear_layers(kind: str, fake: bool) -> None:
+    """Three layers after a norm keep one tensor together with it."""
+
+    class Three(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.layers = norm, nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.norm(x)
+            return sum(layer(z) for layer in self.layers)
+
+    tensor = 100 * 64 * 4
+    with FakeTensorMode() if fake else torch.enable_grad():
+        model = Three((MSLayerNorm if kind == "layer" else MSRMSNorm)(64))
+        with count_saved(model) as saved:
+            model(torch.randn(100, 64, requires_grad=True))
+        assert saved.bytes == tensor + 400
+        model.norm = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(64)
+        with count_saved(model) as stock:
+            model(torch.randn(100, 64, requires_grad=True))
+        assert stock.bytes >= 2 * tensor
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_keeps_no_copy(kind: str, dtype: torch.dtype) -> None:
+    """The autocast dtype is returned, so that the layer after it keeps that very storage."""
+    x = torch.randn(100, 64, requires_grad=True)
+    layer = nn.Linear(64, 32)
+    with torch.autocast("cpu", dtype=dtype), count_saved(layer) as saved:
+        z = KINDS[kind](x, 64, EPS)
+        y = layer(z)
+    assert z.dtype == dtype
+    weights = 64 * 32 * 2  # autocast's copy
+    assert saved.bytes == 100 * 64 * 2 + 100 * 4 + weights
+    y.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    reference, gradient = expected(x, (torch.ones(100, 32) @ layer.weight).to(dtype), kind)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(z.detach().double(), reference, rtol=unit, atol=unit)
+    torch.testing.assert_close(x.grad.double(), gradient, rtol=4 * unit, atol=16 * unit)
+    with torch.autocast("cpu", dtype=dtype):
+        assert KINDS[kind](torch.randn(4, 64, dtype=torch.float64), 64).dtype == torch.float64
+
+
+@every_kind
+def test_gradcheck(kind: str) -> None:
+    x = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: KINDS[kind](t, 9, EPS), x)
+    y = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: KINDS[kind](t, (3, 4), 0.1), y)
+
+
+@every_kind
+def test_second_derivatives_are_refused(kind: str) -> None:
+    x = torch.randn(4, 9, requires_grad=True)
+    (dx,) = torch.autograd.grad(KINDS[kind](x, 9).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        dx.sum().backward()
+    x = torch.randn(4, 9, requires_grad=True)
+    (dx,) = torch.autograd.grad(KINDS[kind](x, 9), x, torch.ones(4, 9), create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        dx.sum().backward()
+
+
+@every_kind
+def test_forward_mode_is_refused(kind: str) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.func.jvp(lambda t: KINDS[kind](t, 9), (torch.randn(4, 9),), (torch.randn(4, 9),))
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        KINDS[kind](forward_ad.make_dual(torch.randn(4, 9), torch.randn(4, 9)), 9)
+
+
+@every_kind
+def test_nothing_is_kept_of_what_needs_no_gradient(kind: str) -> None:
+    x = torch.randn(4, 9)
+    with count_saved() as saved:
+        y = KINDS[kind](x, 9)
+    assert saved.bytes == 0 and not y.requires_grad
+    assert torch.equal(y, KINDS[kind](x.requires_grad_(), 9))
+
+
+@every_kind
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compile(kind: str, backend: str) -> None:
+    """Between two pointwise operations that a compiler would like to fuse and recompute."""
+    torch._dynamo.reset()
+
+    def f(x: Tensor) -> Tensor:
+        return KINDS[kind](x * 2, x.shape[-1], EPS).sin() + 1
+
+    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    x = torch.randn(50, 96, requires_grad=True)
+    with count_saved() as saved:
+        y = compiled(x)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(y, f(x))
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(f(x), x, dy))
+    assert saved.bytes == x.nbytes + 200  # z, which sin keeps too
+
+
+def test_compile_dynamic_recompiles_once() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: ms_layer_norm(x, x.shape[-1:]), fullgraph=True, backend=counter)
+    for rows, columns in ((8, 100), (9, 77), (20, 33), (3, 2000)):
+        x = torch.randn(rows, columns, requires_grad=True)
+        dy = torch.randn(rows, columns)
+        (dx,) = torch.autograd.grad(compiled(x), x, dy)
+        torch.testing.assert_close(dx, torch.autograd.grad(F.layer_norm(x, (columns,)), x, dy)[0])
+    assert counter.frame_count <= 2
+
+
+@every_kind
+def test_compile_with_autocast(kind: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential((MSLayerNorm if kind == "layer" else MSRMSNorm)(64), nn.Linear(64, 64))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(10, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
+@every_kind
+def test_opcheck(kind: str) -> None:
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for dtype, out in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float64,) * 2):
+        x = torch.randn(6, 4, 9, dtype=dtype, requires_grad=True)
+        arguments = (x, 2, kind == "layer", EPS, out)
+        torch.library.opcheck(torch.ops.fitact.norm_forward.default, arguments, test_utils=tests)
+        with torch.no_grad():
+            z, scale = torch.ops.fitact.norm_forward(*arguments)
+        given = (torch.randn_like(z), z, scale, 2, kind == "layer", dtype)
+        torch.library.opcheck(torch.ops.fitact.norm_backward.default, given, test_utils=tests)
+
+
+@every_kind
+@pytest.mark.parametrize("in_dim", [0, 1, 2])
+def test_vmap(kind: str, in_dim: int) -> None:
+    x = torch.randn(4, 5, 6)
+    y = torch.func.vmap(lambda t: KINDS[kind](t, t.shape[-1:], EPS), in_dims=in_dim)(x)
+    torch.testing.assert_close(y, textbook(x.movedim(in_dim, 0), kind))
+
+    def loss(t: Tensor, weight: Tensor) -> Tensor:
+        return (KINDS[kind](t, t.shape[-1:], EPS) * weight).sum()
+
+    weight = torch.randn(6)
+    got = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(x, weight)
+    torch.testing.assert_close(got, expected(x, weight.expand(x.shape), kind)[1].float(), rtol=1e-4, atol=1e-5)
+
+
+@every_kind
+def test_a_change_in_place_is_an_error(kind: str) -> None:
+    x = torch.randn(4, 9, requires_grad=True)
+    y = KINDS[kind](x, 9).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@every_kind
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(kind: str, reentrant: bool) -> None:
+    x, dy = torch.randn(4, 9, requires_grad=True), torch.randn(4, 9)
+    y = checkpoint(lambda t: KINDS[kind](t, 9, EPS), x, use_reentrant=reentrant)
+    (dx,) = torch.autograd.grad(y, x, dy) if not reentrant else (y.backward(dy), x.grad)[1:]
+    torch.testing.assert_close(dx, expected(x, dy, kind)[1].float(), rtol=1e-4, atol=1e-5)
+
+
+@every_kind
+def test_without_gradient_the_same_value(kind: str) -> None:
+    x = torch.randn(4, 90)
+    with torch.no_grad(), count_saved() as saved:
+        y = KINDS[kind](x.requires_grad_(), 90)
+    assert not saved.storages and not y.requires_grad
+    assert torch.equal(y, KINDS[kind](x, 90))
+    with torch.inference_mode():
+        assert torch.equal(KINDS[kind](x.detach(), 90), y)
+
+
+@pytest.mark.parametrize("module", [MSLayerNorm, MSRMSNorm])
+def test_modules(module: Any) -> None:
+    norm = module(16, eps=1e-4)
+    assert list(norm.parameters()) == [] and norm.state_dict() == {}
+    assert repr(norm) == f"{module.__name__}((16,), eps=0.0001)"
+    x = torch.randn(3, 16)
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert torch.equal(other(x), norm(x))
+    assert norm.weight is None and norm.bias is None
+
+
+@pytest.mark.parametrize("name", ["MSLayerNorm", "ms_rms_norm"])
+def test_wrong_inputs(name: str) -> None:
+    norm: Any = MSLayerNorm(4) if name == "MSLayerNorm" else lambda x: ms_rms_norm(x, 4)
+    for wrong in (torch.arange(4), torch.ones(4, dtype=torch.complex64), 1.0):
+        with pytest.raises(TypeError, match=rf"{name}: expected a tensor of float16.*, got "):
+            norm(wrong)
+    for shape in ((), (5,), (4, 1)):
+        with pytest.raises(ValueError, match=rf"{name}: expected a tensor whose shape ends in \(4,\), got "):
+            norm(torch.ones(shape))
+    with pytest.raises(ValueError, match="at least one dimension"):
+        MSRMSNorm(())
+
+
+DISTRIBUTED = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
+
+rank, file = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+whole, dy = torch.randn(7, 5, 64), torch.randn(7, 5, 64)
+for norm in (ms_layer_norm, ms_rms_norm):
+    leaf = whole.clone().requires_grad_()
+    expected = norm(leaf, 64)
+    (gradient,) = torch.autograd.grad(expected, leaf, dy)
+    for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        x = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        y = norm(x, 64)
+        after = Replicate() if placement == Shard(2) else placement
+        assert isinstance(y, DTensor) and y.placements == (after,) and y.shape == whole.shape
+        assert torch.equal(y.full_tensor(), expected)
+        (dx,) = torch.autograd.grad(y, x, distribute_tensor(dy, mesh, [after]))
+        assert torch.equal(dx.full_tensor(), gradient)
+    half = DTensor.from_local(whole / 2, mesh, [Partial()], run_check=False)
+    assert torch.equal(norm(half, 64).full_tensor(), expected)
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
+"""
+
+
+@pytest.mark.full
+def test_dtensors(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", DISTRIBUTED, str(rank), str(tmp_path / "store")],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+
+
+# ------------------------------------------------------------------------------------------ compiled ahead of time
+
+COLUMNS = {"short": 32, "several": 768, "block": 4096, "longest": 16384, "odd": 1003, "long": 50_000}
+# Pass, kind, dtypes of x and z, columns, target.
+QUICK = {
+    ("forward", "layer", "bf16", "bf16", "several", "sm_90"),
+    ("backward", "layer", "bf16", "bf16", "several", "sm_90"),
+    ("forward", "rms", "fp32", "bf16", "block", "gfx942"),
+    ("backward", "layer", "fp32", "bf16", "block", "gfx942"),
+    ("backward", "layer", "fp32", "fp32", "longest", "sm_80"),
+    ("forward", "layer", "fp16", "fp16", "long", "sm_90"),
+    ("backward", "layer", "bf16", "bf16", "long", "gfx942"),
+}
+
+
+@pytest.mark.parametrize(
+    ("pass_", "kind", "x", "z", "columns", "target"),
+    [
+        pytest.param(*case, id="-".join(case), marks=[] if case in QUICK else pytest.mark.full)
+        for case in (
+            (pass_, kind, x, z, columns, target)
+            for pass_ in ("forward", "backward")
+            for kind in KINDS
+            for x, z in (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"))
+            for columns in COLUMNS
+            for target in ("sm_80", "sm_90", "gfx942")
+        )
+    ],
+)
+def test_compiled_without_spills(pass_: str, kind: str, x: str, z: str, columns: str, target: str) -> None:
+    """Vectors of 8 or 16 bytes where the rows are aligned."""
+    compiled = build(pass_, kind, x, z, COLUMNS[columns], target)
+    from tests.support.instructions import machine_code
+
+    code = machine_code(compiled.asm)
+    assert code.spills == 0
+    if target == "gfx942":
+        assert "scratch_" not in code.text
+        wide = re.search(r"(?:buffer|global)_load_dwordx[24]\b", code.text)
+    else:
+        assert code.registers < 128
+        assert not re.search(r"\b(LDL|STL)\b", code.text)
+        wide = re.search(r"\bLDG\.E\S*\.(64|128)\b", code.text)
+    if columns != "odd":
+        assert wide
+
+
+def build(pass_: str, kind: str, x: str, z: str, columns: int, target: str) -> Any:
+    """Compile a kernel as the ops launch it over many rows."""
+    triton = pytest.importorskip("triton", reason="Triton is for Linux only")
+    from triton.compiler import ASTSource
+
+    from tests.support.instructions import TARGETS
+
+    plan = kernels.plan(100_000, columns)
+    tensors = (x, z, "fp32") if pass_ == "forward" else (z, z, "fp32", x)
+    kernel = getattr(kernels, f"ms_norm_{pass_}")
+    kinds = [f"*{dtype}" for dtype in tensors] + ["i32", "i32"] + (["fp32"] if pass_ == "forward" else [])
+    constants = {"centred": kind == "layer", "height": plan.height, "width": plan.width, "whole": plan.whole}
+    signature = dict(zip(kernel.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
+    aligned = [*range(len(tensors)), len(tensors)] + ([len(tensors) + 1] if columns % 16 == 0 else [])
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    warps = plan.threads // TARGETS[target].warp_size
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=TARGETS[target], options=options)

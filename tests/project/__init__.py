@@ -1,0 +1,1 @@
+"""The project as a whole: documentation, notebooks, the wheel, training."""

@@ -1,0 +1,103 @@
+"""As a user does it: in an empty folder, from a formula to a model that trains; and the demo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+COMMANDS = [
+    ["fit", "--fn", "gelu", "--bits", "3"],
+    ["fit", "--fn", "x*tanh(softplus(x)) + 0.1*sin_like", "--bits", "2", "--name", "refused"],
+    ["fit", "--fn", "x*exp(-x**2/8)/(1 + abs(x))", "--bits", "2", "--name", "ripple"],
+    ["codegen"],
+    ["plot"],
+]
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+from generated.gelu_fewbit3 import _KEY, GeluFewbit3, gelu_fewbit3
+from generated.ripple import Ripple
+import fitact.generated.gelu_fewbit3 as shipped
+
+assert sys.modules["generated.gelu_fewbit3"].__file__.startswith(sys.argv[1])
+assert shipped._KEY == _KEY and shipped.GeluFewbit3 is not GeluFewbit3
+
+torch.manual_seed(0)
+x = torch.linspace(-3, 3, 200)[:, None]
+models = [
+    nn.Sequential(nn.Linear(1, 32), first(), nn.Linear(32, 32), second(), nn.Linear(32, 1))
+    for first, second in ((GeluFewbit3, Ripple), (shipped.GeluFewbit3, Ripple))
+]
+for model in models:
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(150):
+        loss = (model(x) - x.sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 20, losses[::50]
+
+gradients = []
+for function in (gelu_fewbit3, shipped.gelu_fewbit3):
+    leaf = x.clone().requires_grad_()
+    function(leaf).sum().backward()
+    gradients.append(leaf.grad)
+assert torch.equal(*gradients)
+"""
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_from_an_empty_folder_to_a_trained_model(tmp_path: Path) -> None:
+    statuses = [run(["-m", "fitact", *command], tmp_path).returncode for command in COMMANDS]
+    assert statuses == [0, 2, 0, 0, 0]
+    assert {path.name for path in (tmp_path / "generated").glob("*.py")} == {
+        "__init__.py",
+        "gelu_fewbit3.py",
+        "ripple.py",
+    }
+    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = run(["train.py", str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_same_bytes_again(tmp_path: Path) -> None:
+    """Another process, another folder, the same fit and module; and what is shipped is what the command makes."""
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        for command in (COMMANDS[0], ["codegen"]):
+            assert run(["-m", "fitact", *command], folder).returncode == 0
+    for file in ("fits/gelu_fewbit3.json", "gelu_fewbit3.py", "__init__.py"):
+        made = (tmp_path / "a" / "generated" / file).read_bytes()
+        assert made == (tmp_path / "b" / "generated" / file).read_bytes()
+        assert made == (ROOT / "generated" / file).read_bytes()
+
+
+@pytest.mark.full
+def test_demo(tmp_path: Path) -> None:
+    for command in (COMMANDS[0], ["codegen"]):
+        assert run(["-m", "fitact", *command], tmp_path).returncode == 0
+    done = run([str(ROOT / "benchmarks" / "demo.py"), "--steps", "60"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    exact, fewbit = json.loads((tmp_path / "results.json").read_text())
+    assert exact["activation_bytes"] == 4 * 16 * 128 * 512 * 4
+    assert fewbit["activation_bytes"] == 4 * 16 * 128 * 512 * 3 // 8
+    assert exact["kept_bytes"] - fewbit["kept_bytes"] == exact["activation_bytes"] - fewbit["activation_bytes"]
+    assert exact["losses"][0] == fewbit["losses"][0]
+    for result in (exact, fewbit):
+        assert result["losses"][-1] < 0.8 * result["losses"][0]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "gelu_fewbit3" in done.stdout

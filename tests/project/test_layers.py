@@ -1,0 +1,110 @@
+"""Imports of the installed package run downwards, without circles; and no folder or file outgrows its room."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fitact
+
+# The rooms from the bottom up: a module imports from its own room and from those before it.
+FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
+RUNTIME = ("torch_internals", "kernels", "ops")
+MODELS = (
+    *("records", "restore", "norms", "memory", "models"),
+    *("rebuild", "convert", "rebuild.rebuild", "compare"),
+)
+CODEGEN = ("dialects", "printers", "approximants", "safety", "generate", "bundle")
+FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
+ORDER = [
+    *(f"fitact.{name}" for name in FRONT),
+    *(f"fitact.fitter.{name}" for name in FITTER),
+    *(f"fitact.codegen.{name}" for name in CODEGEN),
+    *(f"fitact.runtime.{name}" for name in RUNTIME),
+    "fitact.runtime",  # the façade: what generated modules import
+    "fitact.generated",
+    "fitact.api",
+    *(f"fitact.runtime.{name}" for name in MODELS),
+    "fitact",
+    "fitact.cli",
+    "fitact.__main__",
+]
+# Packages whose own file is a room, apart from the modules in them.
+PACKAGES = ("fitact", "fitact.fitter", "fitact.codegen", "fitact.runtime")
+
+
+def room(module: str) -> str:
+    """Return the room of a module: the longest name in ORDER that it is in, a package itself being a room."""
+    if module in PACKAGES:
+        return module
+    return max((name for name in ORDER if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def modules() -> dict[str, Path]:
+    found = {"fitact": Path(fitact.__file__)}
+    for info in pkgutil.walk_packages(fitact.__path__, "fitact."):
+        spec = importlib.util.find_spec(info.name)
+        assert spec is not None
+        assert spec.origin is not None
+        found[info.name] = Path(spec.origin)
+    return found
+
+
+MODULES = {name: path for name, path in modules().items() if not name.startswith("fitact.generated.")}
+
+
+def imported(module: str, *, at_import: bool) -> Iterator[str]:
+    """Yield the modules of the package that one imports; those for type checkers alone count too."""
+    path = MODULES[module]
+    parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    outside = {
+        node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or (at_import and node in outside):
+            continue
+        base = parts[: len(parts) - node.level + 1] if node.level else []
+        name = ".".join([*base, *filter(None, [node.module])])
+        for alias in node.names:
+            whole = f"{name}.{alias.name}"
+            found = whole if whole in MODULES else name
+            if found in MODULES and found != module:
+                yield found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_downwards(module: str) -> None:
+    """Also those in functions."""
+    for other in imported(module, at_import=False):
+        if ORDER.index(room(other)) > ORDER.index(room(module)):
+            pytest.fail(f"{module} imports {other}, which stands above it")
+
+
+def test_no_circles() -> None:
+    graph = {module: set(imported(module, at_import=True)) for module in MODULES}
+    while leaves := {module for module, others in graph.items() if not others & graph.keys() - {module}}:
+        graph = {module: others for module, others in graph.items() if module not in leaves}
+    assert not graph
+
+
+def test_no_folder_has_more_than_a_dozen_files() -> None:
+    folders: dict[Path, int] = {}
+    for path in MODULES.values():
+        folders[path.parent] = folders.get(path.parent, 0) + 1
+    assert {folder.name: count for folder, count in folders.items() if count > 12} == {}
+
+
+@pytest.mark.parametrize("package", [name for name, path in MODULES.items() if path.name == "__init__.py"])
+def test_a_folder_says_what_lives_there(package: str) -> None:
+    assert ast.get_docstring(ast.parse(MODULES[package].read_text(encoding="utf-8")))
+
+
+def test_no_file_has_more_than_400_lines() -> None:
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: count for name, count in lines.items() if count > 400} == {}

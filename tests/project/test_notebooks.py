@@ -1,0 +1,146 @@
+"""The notebooks are clean as committed, and executed again they print the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import nbformat
+import pytest
+
+from fitact.fitter.records.reading import read
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "notebooks"
+NAMES = ["few_bit", "relu_mixtures", "inverted", "activation_memory", "norms", "any_activation"]
+LIMIT = 300  # seconds for a notebook: against hanging
+LARGEST = 600_000  # bytes of a notebook
+VARIES = "varies"  # the tag of cells whose numbers depend on the machine, such as a training's losses
+MACHINE = re.compile(r"(?<![\w.:/~])/(home|root|tmp|usr|opt|var|mnt|work|Users|private)/|[A-Z]:\\|site-packages")
+
+
+def script(name: str) -> ModuleType:
+    """Import a script of the notebooks' folder."""
+    spec = importlib.util.spec_from_file_location(f"notebooks_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def notebook(name: str, folder: Path = FOLDER) -> Any:
+    return nbformat.read(folder / f"{name}.ipynb", as_version=4)
+
+
+def code(book: Any) -> list[Any]:
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def texts(cell: Any) -> Iterator[tuple[str, str]]:
+    """Yield what a cell has printed and shown, but for pictures, by kind."""
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            yield output.name, output.text
+        elif output.output_type == "error":
+            yield "error", f"{output.ename}: {output.evalue}"
+        else:
+            pictures = any(kind.startswith("image/") for kind in output.data)
+            yield from () if pictures else sorted(output.data.items())
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Return which cells of two notebooks print something else, as far as it does not depend on the machine."""
+    pairs = zip(code(one), code(other), strict=True)
+    return [
+        f"cell {i}: {list(texts(a))} became {list(texts(b))}"
+        for i, (a, b) in enumerate(pairs)
+        if VARIES not in a.metadata.get("tags", ()) and list(texts(a)) != list(texts(b))
+    ]
+
+
+def test_every_notebook_is_tested() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_clean(name: str) -> None:
+    path = FOLDER / f"{name}.ipynb"
+    book = notebook(name)
+    nbformat.validate(book)
+    assert path.stat().st_size < LARGEST
+    assert book.metadata == script("execute").METADATA
+    assert all(set(cell.metadata) <= {"tags"} for cell in book.cells)
+    cells = code(book)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = [kind for cell in cells for kind, _ in texts(cell)]
+    assert "text/markdown" in kinds, "no table"
+    assert not {"stderr", "error"} & set(kinds)
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs), "no picture"
+    for cell in book.cells:
+        for text in (cell.source, *(text for _, text in (texts(cell) if cell.cell_type == "code" else ()))):
+            assert not MACHINE.search(text), MACHINE.search(text)
+
+
+def test_a_changed_digit_is_found() -> None:
+    book, other = notebook(NAMES[0]), notebook(NAMES[0])
+    assert differences(book, other) == []
+    table = next(output for cell in code(other) for output in cell.outputs if "text/markdown" in output.data)
+    table.data["text/markdown"] = re.sub(r"\d(?=\D*$)", lambda m: str(9 - int(m[0])), table.data["text/markdown"])
+    assert len(differences(book, other)) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_executed_again_prints_the_same(name: str, tmp_path: Path) -> None:
+    """In a copy of what a notebook reads, in a kernel of this interpreter, as `notebooks/execute.py` does it."""
+    shutil.copytree(FOLDER, tmp_path / "notebooks", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (Path("tests") / "reference", Path("benchmarks") / "results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    command = [sys.executable, str(tmp_path / "notebooks" / "execute.py"), f"{name}.ipynb"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    again = notebook(name, tmp_path / "notebooks")
+    assert not [text for cell in code(again) for kind, text in texts(cell) if kind in ("stderr", "error")]
+    assert differences(notebook(name), again) == []
+
+
+# ------------------------------------------------------------------------------------------------------ their fits
+
+FITS = {path.stem: path for path in sorted((FOLDER / "fits").glob("*.json"))}
+
+
+def test_every_fit_has_its_command() -> None:
+    assert FITS.keys() == script("refit").COMMANDS.keys()
+    for name, path in FITS.items():
+        assert read(path).name == name
+
+
+def numbers(value: Any) -> Iterator[float]:
+    match value:
+        case dict():
+            for key in sorted(value):
+                yield from numbers(value[key])
+        case list():
+            for one in value:
+                yield from numbers(one)
+        case int() | float():
+            yield float(value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FITS)
+def test_the_command_makes_the_fit(name: str, tmp_path: Path) -> None:
+    script("refit").refit(name, tmp_path)
+    committed, made = (json.loads((folder / f"{name}.json").read_text()) for folder in (FOLDER / "fits", tmp_path))
+    assert committed.keys() == made.keys()
+    for old, new in zip(numbers(committed), numbers(made), strict=True):
+        assert math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-7)

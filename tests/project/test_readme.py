@@ -1,0 +1,299 @@
+"""The README: its numbers are those that the fits, the counts and the committed tables give; its Python runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.activations import ACT2FN
+
+import fitact
+from fitact.fitter.numerics.dtypes import rounded
+from fitact.fitter.records.fit import InvertedFit, StepFit
+from fitact.fitter.records.reading import read
+from fitact.runtime.compare.report import measure
+from fitact.runtime.models.prepare import Training, imported
+from fitact.runtime.models.reference import gelu_mlp
+from fitact.runtime.models.sources import hugging_face
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text("utf-8")
+
+
+def shipped(name: str) -> Any:
+    return read(ROOT / "generated" / "fits" / f"{name}.json")
+
+
+def flat(text: str = TEXT) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def test_saved_bytes() -> None:
+    """The table of the first screen is what the command above it counts."""
+    rows = {row.name: row.bytes for row in measure(gelu_mlp, batch=2, seq=4096).rows}
+    names = {
+        "stock": "stock",
+        "Few-Bit, 3 bits": "fewbit, 3 bits",
+        "ReLU mixture, 2 bits": "relumix, 2 bits",
+        "Inverted, output and 1 bit": "inverted",
+        "PyTorch's compiler with a memory budget of 0.7, exact gradients": "compiler, budget 0.7",
+    }
+    found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", TEXT, re.MULTILINE)
+    assert [name for name, _, _ in found] == list(names)
+    for name, count, share in found:
+        kept = rows[names[name]]
+        assert (f"{kept:,}", f"{100 * kept / rows['stock']:.1f}") == (count, share)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "training", "sizes", "said"),
+    [
+        (
+            "llama",
+            Training(lora=("q_proj", "v_proj")),
+            {"seq": 2048},
+            r"LLaMA-7B with LoRA keeps (\d+) to (\d+) % less",
+        ),
+        ("bert", Training(), {"batch": 8}, r"BERT (\d+) to (\d+) %"),
+    ],
+    ids=["llama", "bert"],
+)
+def test_saved_shares(model: str, training: Training, sizes: dict[str, int], said: str) -> None:
+    rows = measure(hugging_face(model), training=training, budgets=(), **sizes).rows
+    kept = {row.name: 100 - 100 * row.bytes / rows[0].bytes for row in rows}
+    found = re.search(said, flat())
+    assert found is not None
+    assert (f"{kept['fewbit, 3 bits']:.0f}", f"{kept['inverted']:.0f}") == found.groups()
+
+
+def test_python_runs() -> None:
+    """The first block of Python, as a reader would paste it."""
+    block = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert type(names["model"][1]).__name__ == "GeluFewbit3"
+    assert names["model"][0].weight.grad.abs().sum() > 0
+
+
+def test_errors_of_the_step_function() -> None:
+    fit = shipped("gelu_fewbit3")
+    assert (
+        f"its error is {fit.error['rms']:.3f} (root mean square on [−10, 10]) and at most {fit.error['max']:.2f}."
+        in flat()
+    )
+
+
+def test_errors_of_the_mixture() -> None:
+    """The distances from f and from f', by quadrature on a fine grid."""
+    x = np.linspace(-10, 10, 2_000_001)
+    found = re.search(
+        r"distance from `f` is ([\d.]+) \(Few-Bit: ([\d.]+)\), that from `f′` ([\d.]+) \(Few-Bit: ([\d.]+)\)",
+        flat(),
+    )
+    assert found is not None
+    stated = [float(text) for text in found.groups()]
+    mixture, steps = shipped("gelu_relumix2"), shipped("gelu_fewbit2")
+    for fit, of_f, of_derivative in ((mixture, stated[0], stated[2]), (steps, stated[1], stated[3])):
+        assert isinstance(fit, StepFit)
+        level = fit(x)
+        derivative = np.sqrt(np.trapezoid((fit.activation.derivative(x) - level) ** 2, x))
+        area = np.concatenate([[0.0], np.cumsum((level[1:] + level[:-1]) / 2 * np.diff(x))])
+        value = fit.activation.value(x)
+        distance = np.sqrt(np.trapezoid((value - value[0] - area) ** 2, x))
+        assert derivative == pytest.approx(of_derivative, abs=0.006)
+        assert distance == pytest.approx(of_f, abs=0.006)
+
+
+def test_errors_of_inverted_fits() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)`(?:, (\d) bits?)? \| ([\d.]+) \(([\d.]+)\) \| ([\d.]+) \(([\d.]+)\) \| ([\d.]+) \|$",
+        TEXT,
+        re.MULTILINE,
+    )
+    assert len(rows) == 6
+    for name, bits, *stated in rows:
+        fit = shipped(f"{name}_inverted{bits}" if bits else name)
+        assert isinstance(fit, InvertedFit)
+        numbers = [
+            number for dtype in ("bfloat16", "float16") for number in (fit.error[dtype], fit.floor[dtype])
+        ] + [fit.error["float32"]]
+        for text, number in zip(stated, numbers, strict=True):
+            assert f"{number:.{len(text.partition('.')[2])}f}" == text, (name, text, number)
+
+
+def _small(name: str, dropout: float | None) -> Any:
+    """Two layers of a model of transformers, width 256, in bfloat16; with LoRA if a dropout is given."""
+    transformers, peft = imported("transformers"), imported("peft")
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes["intermediate_size"] = 688 if name == "llama" else 1024
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    config.use_cache = False
+    model = transformers.AutoModel.from_config(config).to(torch.bfloat16).train()
+    if dropout is None:
+        return model
+    lora = peft.LoraConfig(r=8, lora_dropout=dropout, target_modules="all-linear")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's, of what transformers has renamed
+        return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "dropout"),
+    [
+        ("LLaMA, everything trained", "llama", None),
+        ("LLaMA, LoRA with dropout 0.1", "llama", 0.1),
+        pytest.param("LLaMA, LoRA on all linear layers", "llama", 0.0, marks=pytest.mark.full),
+        pytest.param("GPT-2, everything trained", "gpt2", None, marks=pytest.mark.full),
+        pytest.param("BERT, everything trained", "bert", None, marks=pytest.mark.full),
+    ],
+)
+def test_rebuilt(title: str, name: str, dropout: float | None) -> None:
+    (row,) = re.findall(rf"^\| {title} \| ([\d,]+) \| ([\d.]+) % \| ([\d.]+) % \|$", TEXT, re.MULTILINE)
+    batch = {"input_ids": torch.zeros(2, 512, dtype=torch.long)}
+    rebuilt = fitact.rebuild(_small(name, dropout), example_inputs=batch)
+    auto = fitact.convert(_small(name, dropout), "auto", norms=True, example_inputs=batch)
+    assert rebuilt.kept_before == auto.kept_before == int(row[0].replace(",", ""))
+    for stated, found in zip(row[1:], (rebuilt, auto), strict=True):
+        assert f"{100 * found.kept_after / found.kept_before:.1f}" == stated
+
+
+def test_values_of_composed_activations() -> None:
+    """How far the values of a half-precision model move, over all inputs."""
+    found = re.search(r"by up to ([\d.]+) in bfloat16 and ([\d.]+) in float16 for inputs from -8 to 8", flat())
+    assert found is not None
+    composed = {"gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
+    for dtype, stated in zip((torch.bfloat16, torch.float16), found.groups(), strict=True):
+        x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        x = x[x.abs() <= 8]
+        far = [ACT2FN[theirs](x) - fitact.activation(ours, bits=3)(x) for theirs, ours in composed.items()]
+        largest = max(float(one.abs().max()) for one in far)
+        assert f"{largest:.{len(stated.partition('.')[2])}f}" == stated
+
+
+def test_errors_of_inverted_fits_under_autocast() -> None:
+    """Of x in float32, of which more share one output in half precision."""
+    found = re.search(
+        r"are up to (\d+) % larger: in bfloat16 ([\d.]+) for `gelu` with 1 bit and ([\d.]+) with 2, ([\d.]+) and "
+        r"([\d.]+) for `silu`",
+        flat(),
+    )
+    assert found is not None
+    x = np.concatenate([np.linspace(-20, 20, 400_001), np.linspace(-4, 4, 2_000_001)])
+    x = x.astype(np.float32).astype(np.float64)
+    shares, stated = [], dict(zip(("gelu1", "gelu2", "silu1", "silu2"), found.groups()[1:], strict=True))
+    for path in sorted((ROOT / "generated" / "fits").glob("*_inverted[0-9].json")):
+        fit = shipped(path.stem)
+        assert isinstance(fit, InvertedFit)
+        derivative = fit.activation.derivative(x)
+        for dtype in ("bfloat16", "float16"):
+            y = rounded(fit.activation.value(x), dtype)
+            off = np.abs(fit.evaluate(y, fit.code(x, dtype), dtype) - derivative)
+            worst = float((off / np.maximum(1, np.abs(derivative))).max())
+            shares.append(worst / fit.error[dtype] - 1)
+            if dtype == "bfloat16" and (name := path.stem.replace("_inverted", "")) in stated:
+                assert f"{worst:.4f}" == stated[name]
+    assert f"{100 * max(shares):.0f}" == found[1]
+
+
+def test_gradients_that_exact_loses_under_autocast() -> None:
+    assert "about one in a thousand of normal inputs" in flat()
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = fitact.activation("hardtanh", method="exact")(x)
+    (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    (expected,) = torch.autograd.grad(torch.nn.functional.hardtanh(x).sum(), x)
+    lost = found != expected
+    assert 0.0008 < lost.float().mean() < 0.0012
+    assert (found[lost] == 0).all()
+    assert (x[lost].abs() > 0.998).all()
+
+
+def test_instructions() -> None:
+    table = json.loads((ROOT / "benchmarks" / "results" / "instructions.json").read_text())
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|$", TEXT, re.MULTILINE)
+    assert len(rows) == 3
+    for name, *stated in rows:
+        found = [table["kernels"][f"{name} {part} bf16 sm_90"]["instructions"] for part in ("forward", "backward")]
+        assert [f"{number:.0f}" for number in found] == stated
+
+
+def test_conversion() -> None:
+    """The table beside the papers' figures is that of the committed counts."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "conversion.json").read_text())["rows"]
+
+    def saved(model: str, setting: str, what: str) -> str:
+        row = next(
+            row
+            for row in rows
+            if (row["model"], row["what"]) == (model, what) and row["setting"].startswith(setting)
+        )
+        before, after = (row["stock"], row["kept"]) if row["of"] == "kept" else (row["whole_stock"], row["whole"])
+        return f"{100 - 100 * after / before:.1f}"
+
+    methods = {
+        "ViT-B/16": ("ReGELU2", "MS-LN", "ReGELU2 and MS-LN"),
+        "LLaMA-7B": ("ReSiLU2", "MS-RMSNorm", "ReSiLU2 and MS-RMSNorm"),
+    }
+    expected = {
+        "ViT-B, LoRA: ReGELU2 / norms / both": [saved("ViT-B/16", "LoRA", what) for what in methods["ViT-B/16"]],
+        "ViT-B, full tuning: both": [saved("ViT-B/16", "full", "ReGELU2 and MS-LN")],
+        "LLaMA-7B, QLoRA: ReSiLU2 / norms / both": [saved("LLaMA-7B", "", what) for what in methods["LLaMA-7B"]],
+        "BERT-base: Inverted": [saved("BERT-base", "full", "Inverted")],
+        "Mistral-7B: Inverted": [saved("Mistral-7B", "LoRA", "Inverted")],
+    }
+    for label, numbers in expected.items():
+        assert f"| {label} |" in TEXT
+        row = next(line for line in TEXT.splitlines() if line.startswith(f"| {label} |"))
+        assert row.split(" | ")[-1].removesuffix(" |") == " / ".join(numbers)
+    kept = next(row for row in rows if row["setting"].startswith("LoRA") and row["what"] == "ReGELU2 and MS-LN")
+    share = 100 - 100 * kept["kept"] / kept["stock"]
+    assert f"ViT-B with LoRA and [shared norms](#memory-sharing-norms) {share:.0f} %" in flat()
+
+
+def test_training() -> None:
+    """The table of final losses is that of the committed runs."""
+    comparisons = json.loads((ROOT / "benchmarks" / "results" / "convergence.json").read_text())["comparisons"]
+    found = {
+        (one["task"], one["method"]): one
+        for one in comparisons
+        if (one["metric"], one["family"]) == ("loss", "exact")
+    }
+    methods = {
+        **{f"Few-Bit, {k} bit{'s' * (k > 1)}": f"fewbit{k}" for k in (1, 2, 3, 4)},
+        "ReLU mixture, 2 bits": "relumix2",
+        "inverted, 1 bit": "inverted1",
+        "memory-sharing norms": "norms",
+        **{f"input quantised stochastically, {k} bit{'s' * (k > 1)}": f"stochastic{k}" for k in (1, 2, 3, 4)},
+    }
+    for label, method in methods.items():
+        line = next(line for line in TEXT.splitlines() if line.startswith(f"| {label} | ") and "±" in line)
+        cells = line.strip("| ").split(" | ")[1:]
+        for task, digits, cell in zip(("characters", "digits", "lora"), (3, 3, 4), cells, strict=True):
+            one = found[task, method]
+            number = f"{one['difference']:+.{digits}f} ± {one['half']:.{digits}f}".replace("-", "−")
+            assert cell == (f"**{number}**" if one["distinguishable"] else number)
+
+
+def test_times_on_a_cpu() -> None:
+    """The table of times is that of the committed measurements."""
+    ratios = {}
+    for mode in ("", "_inductor"):
+        results = json.loads((ROOT / "benchmarks" / "results" / f"activations_cpu{mode}.json").read_text())
+        for group in results["groups"]:
+            for row in group["rows"]:
+                ratios[row["label"], group["dtype"], mode] = row["ratio"]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.MULTILINE)
+    assert len(rows) == 3
+    for name, *stated in rows:
+        found = [ratios[name, dtype, mode] for mode in ("", "_inductor") for dtype in ("float32", "bfloat16")]
+        assert [f"{ratio:.1f}" for ratio in found] == stated
+    overhead = json.loads((ROOT / "benchmarks" / "results" / "overhead_cpu.json").read_text())["ratio"]
+    ours = [ratio for name, ratio in overhead.items() if name not in ("nothing", "F.gelu")]
+    assert f"a call costs {min(ours):.1f} to {max(ours):.1f} times one whose kernels do nothing" in flat()

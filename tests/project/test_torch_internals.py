@@ -1,0 +1,237 @@
+"""Private parts of PyTorch are used in one file of the package, and do there what their names say."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import importlib.util
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fitact
+from fitact.runtime import torch_internals
+from fitact.runtime.ops.autograd import autocast_dtype
+
+HOME = "fitact.runtime.torch_internals"
+WITHOUT_TORCH = ("fitact.fitter", "fitact.codegen")  # where private names may be SymPy's
+PRIVATE = re.compile(r"_(?!_)\w+")
+OF_TORCH = (torch, torch.Tensor, torch.UntypedStorage, nn.Module(), torch.compile(nn.Identity()))
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The files of the installed package, by module."""
+    names = ["fitact", *(found.name for found in pkgutil.walk_packages(fitact.__path__, "fitact."))]
+    specs = {name: importlib.util.find_spec(name) for name in names}
+    return {name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin}
+
+
+def is_private(name: str) -> bool:
+    return PRIVATE.fullmatch(name) is not None
+
+
+def bound(tree: ast.Module) -> set[str]:
+    """Names that a file gives to functions, classes, variables and attributes of its own objects."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def private_parts(text: str) -> Iterator[str]:
+    """Yield each place of a text that uses a private part of PyTorch, or of anything that may be PyTorch's."""
+    tree = ast.parse(text)
+    own = bound(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                paths = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                paths = [f"{module}.{alias.name}" for alias in names]
+            case ast.Constant(value=str(value)) if re.fullmatch(r"[\w.]+", value):
+                paths = [value] if not is_private(value) or any(hasattr(one, value) for one in OF_TORCH) else []
+                paths = [f"torch.{path}" if is_private(path) else path for path in paths]
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=attr) if attr in own:
+                continue
+            case ast.Attribute(value=ast.Name(id="os"), attr="_exit"):  # Python's, and documented
+                continue
+            case ast.Attribute(value=ast.Name(id="module"), attr="_KEY"):  # of generated modules
+                continue
+            case ast.Attribute(attr=attr):
+                paths = [f"torch.{attr}"]
+            case _:
+                continue
+        for path in paths:
+            root, *parts = path.split(".")
+            if root == "torch" and any(map(is_private, parts)):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_the_package_is_found() -> None:
+    assert HOME in modules()
+    assert {"fitact.cli", "fitact.runtime.ops.autograd", "fitact.generated.gelu_fewbit3"} <= set(modules())
+
+
+@pytest.mark.parametrize("name", sorted(set(modules()) - {HOME}))
+def test_no_private_parts_elsewhere(name: str) -> None:
+    text = modules()[name].read_text(encoding="utf-8")
+    if name.startswith(WITHOUT_TORCH):
+        assert not re.search(r"^\s*(import|from) torch\b", text, re.MULTILINE)
+    else:
+        assert not [*private_parts(text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch._dynamo",
+        "import torch.utils._pytree as pytree",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "from torch.utils import _pytree",
+        "x = torch._C.DisableTorchFunction",
+        "x = torch.ops.aten._to_copy.default",
+        "x = tensor._version",
+        "x = tensor.untyped_storage()._cdata",
+        "class A(nn.Module):\n    def f(self): return self._modules",
+        "x = getattr(model, '_orig_mod', model)",
+        "x = vars(module)['_forward_hooks']",
+        "x = import_module('torch._inductor')",
+    ],
+)
+def test_private_parts_are_seen(text: str) -> None:
+    assert [*private_parts(text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'''What torch._dynamo does.'''",
+        "import click._termui_impl",
+        "from .torch_internals import storage_id",
+        "class A:\n    def __init__(self): self._a = 1\n    def f(self): return self._a, type(self).__name__",
+        "ORIGINAL = '_fitact_original'",
+        "x = torch.ops.aten.clone.default",
+    ],
+)
+def test_other_names_are_not(text: str) -> None:
+    assert not [*private_parts(text)]
+
+
+def test_storages_are_told_apart() -> None:
+    x, y = torch.zeros(4), torch.zeros(4)
+    assert torch_internals.storage_id(x) == torch_internals.storage_id(x[1:]) != torch_internals.storage_id(y)
+    assert torch_internals.storage_id(x) == torch_internals.storage_id(x.untyped_storage())
+    with torch_internals.FakeTensorMode():
+        fakes = [torch.zeros(4), torch.zeros(4)]
+    assert len({torch_internals.storage_id(fake) for fake in fakes}) == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_fake_steps_collect_no_garbage(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with torch_internals.faking(torch_internals.FakeTensorMode()):
+            assert isinstance(torch.zeros(4), torch_internals.FakeTensor)
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        with torch_internals.faking(None):
+            assert type(torch.zeros(4)) is torch.Tensor
+            assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_versions_count_changes_in_place() -> None:
+    x = torch.zeros(4)
+    before = torch_internals.version_of(x)
+    x.add_(1)
+    assert torch_internals.version_of(x) == before + 1
+    with torch.inference_mode():
+        assert torch_internals.version_of(torch.zeros(4)) == 0
+
+
+def test_functions_are_hidden_from_modes() -> None:
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(4)
+    with Mode():
+        with torch_internals.without_torch_function():
+            x.neg()
+        assert not seen
+        x.neg()
+    assert len(seen) == 1
+
+
+def test_operators() -> None:
+    add, add_ = torch.ops.aten.add, torch.ops.aten.add_.Tensor
+    assert torch_internals.is_operator(add) and torch_internals.is_operator(add_)
+    assert not torch_internals.is_operator(torch.add)
+    assert torch_internals.schema_name(add.Tensor) == "aten::add"
+    assert torch_internals.changes_arguments(add_) and not torch_internals.changes_arguments(add.Tensor)
+
+
+def test_modules_hold_what_is_put_into_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    child = nn.ReLU()
+    torch_internals.modules_in(model)["1"] = child
+    assert model[1] is child
+    assert [*torch_internals.parameters_in(model[0])] == ["weight", "bias"]
+    assert [*torch_internals.buffers_in(nn.BatchNorm1d(3))] == [
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    ]
+    assert torch_internals.uncompiled(torch.compile(child)) is child and torch_internals.uncompiled(child) is child
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_hooks_are_seen(register: str) -> None:
+    module = nn.ReLU()
+    assert not torch_internals.has_hooks(module)
+    handle = getattr(module, register)(lambda *_: None)
+    assert torch_internals.has_hooks(module)
+    assert torch_internals.has_forward_pre_hooks(module) == (register == "register_forward_pre_hook")
+    assert torch_internals.has_hooks(copy.deepcopy(module))
+    handle.remove()
+    assert not torch_internals.has_hooks(module)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_dtype_of_autocast_is_traced(device: str, autocast: bool) -> None:
+    """Before 2.13 the compiler cannot trace the question whether a device has autocast."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(autocast_dtype(x))
+
+    x = torch.ones(4, device=device)
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = torch.compile(cast, fullgraph=True, backend="eager")(x)
+    assert y.dtype == (torch.bfloat16 if autocast and device == "cpu" else torch.float32)

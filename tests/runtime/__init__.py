@@ -1,0 +1,1 @@
+"""Generated modules at work: kernels, ops, compilers, GPUs."""

@@ -1,0 +1,524 @@
+"""What every kind of activation promises: values, gradients, layouts, dtypes, and what is kept.
+
+Of each shipped activation what is cheap; of one of each kind the rest. Values are PyTorch's, gradients those of
+the definition of the fit, evaluated in tests/support; what is kept is counted in bytes of storages.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fitact
+from fitact.errors import UsageError
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.ops import registry
+from tests.support.generated import (
+    CHANGES,
+    DENSE,
+    DTYPES,
+    EACH_DTYPE,
+    EACH_HALF,
+    LAYOUTS,
+    Generated,
+    run,
+    same,
+    sizes,
+)
+from tests.support.kinds import each, each_kind, every, every_kind
+from tests.support.outputs import LINEAR
+
+
+@each()
+@EACH_DTYPE
+def test_values_and_gradients(one: Generated, dtype: torch.dtype) -> None:
+    """Of every number of half precision; values bit for bit PyTorch's, with a gradient and without."""
+    x = one.numbers(dtype)
+    for dy in (torch.randn(x.shape, dtype=torch.float64).to(dtype), torch.ones_like(x)):
+        y, dx = run(one.function, x, dy)
+        assert same(y, one.stock(x))
+        assert dx.dtype == dtype
+        one.check_gradient(x, y, dy, dx)
+    with torch.no_grad():
+        assert same(one.function(x), y)
+
+
+@each()
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_the_same_result_coded_or_not(one: Generated, autocast: bool) -> None:
+    """Bit for bit and in the same order of memory, in every layout and dtype."""
+    for layout, make in LAYOUTS.items():
+        for dtype in DTYPES:
+            x = make().to(dtype) if layout != "many_chunks" else torch.randn(8192 * 2 + 5).to(dtype)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                y, coded = one.function(x), one.function(x.detach().requires_grad_())
+                with torch.no_grad():
+                    without = one.function(x)
+            assert coded.requires_grad and not y.requires_grad
+            for other in (y, without):
+                assert same(other, coded), layout
+                assert other.stride() == coded.stride(), layout
+                assert other.data_ptr() != x.data_ptr() or not x.numel()
+
+
+@each()
+def test_what_is_kept(one: Generated) -> None:
+    """The output, where backward needs it, and k bits an element of whole tiles; nothing else."""
+    for shape in ((0, 3), (), (5, 7), (8191,), (8192,), (8193,), (100_000,)):
+        x = torch.randn(shape, requires_grad=True)
+        with count_saved() as saved:
+            y = one.function(x)
+        assert sizes(saved) == one.kept(y)
+        if one.keeps_output and y.numel():
+            assert y.untyped_storage()._cdata in saved.storages
+
+
+@each()
+@EACH_HALF
+def test_autocast(one: Generated, dtype: torch.dtype) -> None:
+    """The output that is kept is of the autocast dtype; a gradient of float32 is not rounded on its way."""
+    x = torch.randn(3000) * 2
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=dtype), count_saved() as saved:
+        y = one.function(leaf)
+    assert y.dtype == (dtype if one.keeps_output else torch.float32)
+    assert same(y, one.stock(x).to(y.dtype))
+    assert sizes(saved) == one.kept(y)
+    dy = torch.randn(3000).to(y.dtype)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    assert dx.dtype == torch.float32
+    one.check_gradient(x, y, dy, dx)
+    assert one.plain in LINEAR or not same(dx, dx.to(dtype).float())
+    # of half precision it is the input's, also where PyTorch's operator is on autocast's float32 list
+    x = x.to(dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        y, dx = run(one.function, x)
+    assert y.dtype == dx.dtype == dtype
+    assert same(y, one.stock(x))
+
+
+@each()
+def test_modules(one: Generated) -> None:
+    """They are found by name, are copied and pickled, and have neither parameters nor a state."""
+    method = one.fit["method"]
+    options = {} if method == "exact" else {"bits": one.bits}
+    module = fitact.activation(one.name)
+    if not one.name.endswith("_published"):
+        assert type(module) is type(fitact.activation(one.plain, method=method, **options))
+    assert type(module).__module__ == f"fitact.generated.{one.name}"
+    x = torch.randn(50)
+    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(twin) is type(module)
+        assert same(twin(x), one.stock(x))
+    assert not module.state_dict()
+    assert list(module.parameters()) == []
+    plain = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))
+    plain.load_state_dict(nn.Sequential(nn.Linear(3, 4), module, nn.Linear(4, 2)).state_dict())
+
+
+def test_keys_differ() -> None:
+    assert len({one.key for one in every()}) == len(every()) == len(fitact.shipped())
+    for one in every():
+        found = registry.find(one.key)
+        assert (found.keeps_output, found.bits) == (one.keeps_output, one.bits)
+
+
+# ------------------------------------------------------------------------------------------------------- layouts
+
+
+@every_kind
+@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_DTYPE
+def test_layouts(one: Generated, layout: str, dtype: torch.dtype) -> None:
+    x = (LAYOUTS[layout]() * 2).to(dtype)
+    leaf = x.detach().requires_grad_()
+    assert leaf.stride() == x.stride()
+    with count_saved() as saved:
+        y = one.function(leaf)
+    assert sizes(saved) == one.kept(y)
+    stock = one.stock(x if layout in DENSE else x.contiguous())
+    assert same(y, stock)
+    assert (y.shape, y.stride()) == (x.shape, stock.stride())
+    dy = torch.randn(x.shape).to(dtype)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    one.check_gradient(x, y, dy, dx)
+
+
+@every_kind
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "zero_dim", "sliced"])
+def test_layouts_under_autocast(one: Generated, layout: str) -> None:
+    x = LAYOUTS[layout]().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16), count_saved() as saved:
+        y = one.function(x)
+    assert sizes(saved) == one.kept(y)
+    stock = one.stock(x.detach() if layout in DENSE else x.detach().contiguous())
+    assert same(y, stock.to(y.dtype))
+    dy = torch.ones_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    one.check_gradient(x, y, dy, dx)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "shape_gradient",
+    [
+        lambda y: torch.randn(1, dtype=y.dtype).expand_as(y),
+        lambda y: torch.randn(y.shape[::-1], dtype=y.dtype).permute(*reversed(range(y.dim()))),
+        lambda y: torch.randn(*y.shape, 2, dtype=y.dtype)[..., 0],
+    ],
+    ids=["expanded", "other order", "strided"],
+)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last"])
+def test_gradients_of_any_layout(one: Generated, layout: str, shape_gradient: Callable) -> None:
+    x = LAYOUTS[layout]().requires_grad_()
+    y = one.function(x)
+    dy = shape_gradient(y.detach())
+    (dx,) = torch.autograd.grad(y, x, dy)
+    one.check_gradient(x, y, dy, dx)
+
+
+# ----------------------------------------------------------------------------------------- dtypes, what is coded
+
+
+@every_kind
+def test_dtypes_and_objects_refused(one: Generated) -> None:
+    for wrong in (torch.arange(3), torch.ones(3, dtype=torch.complex64), torch.ones(3, dtype=torch.bool), 1.0):
+        with pytest.raises(TypeError, match=rf"{one.name}: expected a tensor of float16.*, got "):
+            one.function(wrong)
+
+
+@every_kind
+@pytest.mark.parametrize("inner", DTYPES, ids=str)
+@EACH_HALF
+def test_autocast_of_every_dtype(one: Generated, inner: torch.dtype, dtype: torch.dtype) -> None:
+    """float64 stays, as in PyTorch; under no_grad the dtype is the same; without autocast, the input's."""
+    x, f = torch.randn(50).to(inner), one.function
+    expected = dtype if one.keeps_output and inner != torch.float64 else inner
+    with torch.autocast("cpu", dtype=dtype):
+        y, dx = run(f, x)
+        with torch.no_grad():
+            assert f(x).dtype == expected
+        with torch.autocast("cpu", enabled=False):
+            assert f(x).dtype == inner
+    assert (y.dtype, dx.dtype) == (expected, inner)
+    one.check_gradient(x, y, torch.ones_like(y), dx)
+
+
+@every_kind
+def test_nothing_is_kept_without_gradient(one: Generated) -> None:
+    x = torch.randn(100)
+    expected = 2 * one.stock(x)
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with context, count_saved() as saved:
+            y = one.function(x.clone().requires_grad_(type(context) is not torch.enable_grad))
+            assert same(y.mul_(2), expected)
+        assert not y.requires_grad
+        assert saved.bytes == 0
+
+
+@every_kind
+def test_a_result_without_gradient_may_get_one_later(one: Generated) -> None:
+    y = one.function(torch.randn(10)).requires_grad_()
+    z = one.function(y)
+    (dx,) = torch.autograd.grad(z.sum(), y)
+    one.check_gradient(y, z, torch.ones_like(z), dx)
+
+
+# ----------------------------------------------------------------------------------------------- changes in place
+
+
+@every_kind
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"empty"}))
+def test_a_change_of_the_output(one: Generated, change: str, layout: str) -> None:
+    """It is noticed where the output is kept; where codes are all that is, the gradient goes through it."""
+    x = LAYOUTS[layout]().requires_grad_()
+    y = one.function(x)
+    before = y.detach().clone()
+    changed = CHANGES[change](y)
+    assert same(changed, CHANGES[change](before.clone()))
+    if one.keeps_output:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(changed.sum(), x)
+        return
+    leaf = before.clone().requires_grad_()
+    (dy,) = torch.autograd.grad(CHANGES[change](leaf * 1).sum(), leaf)
+    (dx,) = torch.autograd.grad(changed.sum(), x)
+    one.check_gradient(x, before, dy, dx)
+
+
+@every_kind
+@pytest.mark.parametrize("layout", ["expanded", "sliced", "overlapping", "empty", "zero_dim"])
+def test_a_result_of_its_own(one: Generated, layout: str) -> None:
+    """It may be changed in place whatever the layout of the input, which is left alone."""
+    x = LAYOUTS[layout]()
+    expected, before = one.function(x), x.clone()
+    with torch.no_grad():
+        for y in (one.function(x), one.function(x.detach().requires_grad_())):
+            assert same(y.mul_(2), 2 * expected)
+    assert same(x, before)
+
+
+@every_kind
+def test_the_input_may_change(one: Generated) -> None:
+    x = torch.randn(100, requires_grad=True)
+    expected = run(one.function, x)[1]
+    h = x * 1
+    y = one.function(h)
+    h.zero_()
+    assert same(torch.autograd.grad(y.sum(), x)[0], expected)
+    leaf = x.detach().clone().requires_grad_()
+    y = one.function(leaf)
+    with torch.no_grad():
+        leaf.zero_()
+    assert same(torch.autograd.grad(y.sum(), leaf)[0], expected)
+
+
+@every_kind
+def test_a_graph_that_is_kept_gives_the_same_twice(one: Generated) -> None:
+    x = torch.randn(9000, requires_grad=True)
+    y = one.function(x)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert same(torch.autograd.grad(y.sum(), x)[0], first)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(y.sum(), x)
+
+
+# ------------------------------------------------------------------------------------------------------ in models
+
+
+class Between(nn.Module):
+    """An activation with a change of shape after it."""
+
+    def __init__(self, activation: nn.Module, shape: str = "") -> None:
+        super().__init__()
+        self.activation, self.shape = activation, shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.activation(x)
+        if self.shape == "view":
+            y = y.view(-1, y.shape[-1])
+        elif self.shape == "reshape":
+            y = y.reshape(2 * y.shape[0], -1, y.shape[-1])
+        elif self.shape == "transpose":
+            y = y.transpose(0, 1)
+        return y
+
+
+def mlp(activation: nn.Module, width: int = 1024, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, 4 * width, dtype=dtype), activation, nn.Linear(4 * width, width, dtype=dtype)
+    )
+
+
+class Relu2(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x).square()
+
+
+INPUT, INNER = 16_777_216, 67_108_864
+# what an activation adds to the linear layers' inputs, of which the second one is its output
+MLP: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
+    "relu": (nn.ReLU, []),
+    "gelu": (nn.GELU, [INNER]),
+    "relu2": (Relu2, [INNER]),
+    "gelu_fewbit3": (lambda: fitact.activation("gelu", bits=3), [3 << 22]),
+    "gelu_inverted1": (lambda: fitact.activation("gelu", method="inverted"), [1 << 22]),
+    "gelu_inverted2": (lambda: fitact.activation("gelu", method="inverted", bits=2), [2 << 22]),
+    **{
+        f"{name}_exact": (lambda name=name: fitact.activation(name, method="exact"), [])
+        for name in ("relu2", "tanh", "softplus", "selu", "softsign")
+    },
+}
+
+
+@pytest.mark.parametrize("shape", ["", "view", "reshape"])
+@pytest.mark.parametrize("name", MLP)
+def test_kept_by_the_mlp(name: str, shape: str) -> None:
+    """1024 → 4096 → 1024, input (2, 4096, 1024) in bfloat16, eager and compiled."""
+    make, added = MLP[name]
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        with FakeTensorMode():
+            model, x = mlp(Between(make(), shape)), torch.randn(2, 4096, 1024, dtype=torch.bfloat16)
+            call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+            with count_saved(model) as saved:
+                call(x)
+        if not compiled or "_" in name:  # of PyTorch's own the compiler keeps what it likes
+            assert sizes(saved) == sorted([INPUT, INNER, *added])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, None) for name in ("relu", "gelu")),
+        *(
+            (name, backend)
+            for name in ("gelu_fewbit3", "gelu_inverted1", "relu2_exact")
+            for backend in (None, "aot_eager", "inductor")
+        ),
+    ],
+)
+def test_kept_by_the_real_mlp(name: str, backend: str | None) -> None:
+    make, added = MLP[name]
+    torch._dynamo.reset()
+    model = mlp(make())
+    call = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    with count_saved(model) as saved:
+        call(torch.randn(2, 4096, 1024, dtype=torch.bfloat16))
+    assert saved.bytes == INPUT + INNER + sum(added)
+
+
+@each_kind
+@pytest.mark.parametrize("shape", ["", "view", "reshape"])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_kept_by_a_small_mlp(one: Generated, shape: str, backend: str | None) -> None:
+    torch._dynamo.reset()
+    model, x = mlp(Between(Call(one.function), shape), 32), torch.randn(2, 128, 32, dtype=torch.bfloat16)
+    call = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    with count_saved(model) as saved:
+        y = call(x)
+    output = torch.empty(2, 128, 128, dtype=torch.bfloat16)
+    added = one.kept(output) if one.keeps_output else [2 * output.numel(), *one.kept(output)]
+    assert sizes(saved) == sorted([2 * x.numel(), *added])
+    y.sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+class Call(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+@every_kind
+def test_a_transposed_view_makes_the_next_layer_copy(one: Generated) -> None:
+    model, x = mlp(Between(Call(one.function), "transpose"), 32), torch.randn(2, 128, 32, dtype=torch.bfloat16)
+    with count_saved(model) as saved:
+        model(x)
+    assert sizes(saved).count(8 * x.numel()) == 1 + one.keeps_output
+
+
+@pytest.mark.parametrize(("name", "codes"), [("gelu_inverted1", 1 << 22), ("tanh_exact", 0)])
+@pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16], ids=str)
+def test_kept_under_autocast(name: str, codes: int, inner: torch.dtype) -> None:
+    """Copies in bfloat16 of both weights, of the first one where the gradient goes on to the input."""
+    for onward in (False, True):
+        with FakeTensorMode():
+            model = mlp(MLP[name][0](), dtype=torch.float32)
+            x = torch.randn(2, 4096, 1024, dtype=inner, requires_grad=onward)
+            with torch.autocast("cpu", dtype=torch.bfloat16), count_saved(model) as saved:
+                model(x)
+        assert saved.bytes == INPUT + INNER + codes + (1 + onward) * 2 * 4096 * 1024
+
+
+@every_kind
+@pytest.mark.parametrize("shape", ["", "view", "reshape"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+def test_the_next_layer_keeps_the_output_that_is_returned(
+    one: Generated, shape: str, autocast: bool, norm: bool
+) -> None:
+    """After a layer norm too, which autocast leaves in float32; and each parameter gets its gradient."""
+    model = mlp(Between(Call(one.function), shape), 32, torch.float32)
+    if norm:
+        model[0] = nn.LayerNorm(128)
+    outputs, packed = [], []
+    model[1].activation.register_forward_hook(lambda _module, _args, y: outputs.append(y))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), hooks:
+        result = model(torch.randn(2, 128, 128 if norm else 32))
+    (y,) = outputs
+    wide = norm and not one.keeps_output  # where codes are all that is kept, the dtype is the input's
+    assert y.dtype == (torch.bfloat16 if autocast and not wide else torch.float32)
+    kept = [t.data_ptr() for t in packed if t.numel() == y.numel()]
+    if autocast and wide:
+        assert kept.count(y.data_ptr()) == 0, "but the next layer's copy"
+    else:
+        assert kept.count(y.data_ptr()) == 1 + one.keeps_output, "by the activation and by the next layer"
+    assert len(kept) == 1 + one.keeps_output + norm
+    result.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def losses(activation: nn.Module, autocast: bool = False, rate: float = 0.1) -> list[float]:
+    """Those of a regression by gradient descent."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), activation, nn.Linear(64, 1))
+    x = torch.rand(256, 2) * 4 - 2
+    target = (x[:, :1] * x[:, 1:]).sin()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    found = []
+    for _ in range(100):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = F.mse_loss(model(x).float(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "stock", "autocast", "off"),
+    [
+        ("gelu_inverted1", nn.GELU, False, 1e-3),
+        ("gelu_inverted1", nn.GELU, True, 0.05),
+        ("elu_exact", nn.ELU, False, 1e-4),
+    ],
+)
+def test_trains_as_pytorch_s(name: str, stock: Any, autocast: bool, off: float) -> None:
+    """The same losses but for the errors of gradients."""
+    ours, theirs = losses(fitact.activation(name), autocast), losses(stock(), autocast)
+    assert autocast or ours[0] == theirs[0]
+    assert ours[-1] < ours[0] / 1.5
+    np.testing.assert_allclose(ours, theirs, rtol=off)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wanted"),
+    [
+        ("gelu", {"bits": 7}, "gelu_fewbit7"),
+        ("gelu", {"method": "exact"}, "gelu_exact"),
+        ("gelu", {"method": "inverted", "bits": 3}, "gelu_inverted3"),
+        ("tanh", {"method": "exact", "bits": 3}, "tanh_exact3"),
+        ("tanh", {"method": "other"}, "tanh_other3"),
+        ("tanh_exact", {"method": "relumix"}, "tanh_exact_relumix3"),
+    ],
+)
+def test_activations_that_are_not_there(name: str, options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UsageError, match=rf"{wanted}.*there are .*gelu_fewbit3.*gelu_inverted1.*tanh_exact"):
+        fitact.activation(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("tanh", {}, "TanhFewbit3"),
+        ("tanh_exact", {}, "TanhExact"),
+        ("gelu", {"method": "inverted"}, "GeluInverted1"),
+        ("hardswish", {"method": "inverted"}, "HardswishInverted2"),
+    ],
+)
+def test_without_a_method_or_bits(name: str, options: dict[str, Any], expected: str) -> None:
+    assert type(fitact.activation(name, **options)).__name__ == expected

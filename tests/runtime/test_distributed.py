@@ -1,0 +1,145 @@
+"""Training and tensors spread over processes: two of them, over gloo, in which everything is done in turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+START = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fitact
+from fitact.generated.gelu_fewbit3 import gelu_fewbit3
+from fitact.generated.silu_inverted1 import silu_inverted1
+
+rank, file = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+"""
+END = """
+dist.barrier()  # neither leaves while the other still talks to it
+dist.destroy_process_group()
+os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
+"""
+# Values and gradients of a tensor in parts are those of the whole.
+TENSORS = """
+torch.manual_seed(0)
+whole, dy = torch.randn(7, 5000), torch.randn(7, 5000)
+for function in (gelu_fewbit3, silu_inverted1):
+    leaf = whole.clone().requires_grad_()
+    expected = function(leaf)
+    (gradient,) = torch.autograd.grad(expected, leaf, dy)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        y = function(x)
+        assert isinstance(y, DTensor) and y.placements == (placement,) and y.shape == whole.shape
+        assert torch.equal(y.full_tensor(), expected)
+        (dx,) = torch.autograd.grad(y, x, distribute_tensor(dy, mesh, [placement]))
+        assert dx.placements == (placement,)
+        assert torch.equal(dx.full_tensor(), gradient)
+    half = DTensor.from_local(whole / 2, mesh, [Partial()], run_check=False)
+    assert torch.equal(function(half).full_tensor(), expected)
+"""
+# After three steps parameters and gradients are a single process's, which sees the whole batch; and what is kept
+# of the batch is what one process keeps, 3 bits an element.
+TRAIN = """
+x, target = torch.randn(8, 24, generator=torch.Generator().manual_seed(1)), torch.ones(8, 24)
+
+
+def converted(method, norms):
+    torch.manual_seed(0)
+    kinds = (nn.GELU, nn.SiLU, nn.Mish)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 96), kind(), nn.Linear(96, 24)) for kind in kinds)
+    )
+    report = fitact.convert(model, method=method, norms=norms, example_inputs=(x,))
+    assert len(report.replaced) == (6 if norms else 3), report
+    return model
+
+
+def train(model, x, target):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), target).backward()
+        optimizer.step()
+
+
+def kept(model, x):
+    # dtypes and sizes of the storages of activations and codes that autograd keeps
+    storages = {}
+
+    def pack(tensor):
+        if tensor.dtype == torch.uint8 or tensor.shape[:1] == x.shape[:1]:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = (storage, str(tensor.dtype), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = F.mse_loss(model(x), torch.ones_like(x))
+    loss.backward()
+    model.zero_grad()
+    return sorted(one[1:] for one in storages.values())
+
+
+def compare(kind, method, norms):
+    reference = converted(method, norms)
+    half = slice(4 * rank, 4 * rank + 4)
+    expected = kept(reference, x[half])
+    if method == "fewbit":
+        assert [size for dtype, size in expected if dtype == "torch.uint8"] == 3 * [3 * 1024]
+    train(reference, x, target)
+    model = converted(method, norms)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    assert kept(model, x[half]) == expected
+    train(model, x[half], target[half])
+    for own, reached in zip(model.parameters(), reference.parameters(), strict=True):
+        for mine, theirs in ((own, reached), (own.grad, reached.grad)):
+            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            torch.testing.assert_close(whole.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+for kind in ("ddp", "fsdp"):
+    for method, norms in (("fewbit", False), ("auto", True)):
+        print(kind, method, file=sys.stderr)
+        compare(kind, method, norms)
+"""
+
+
+def test_in_two_processes(tmp_path: Path) -> None:
+    """The arguments of each are its rank and a file for the two to meet."""
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-c",
+                START + TENSORS + TRAIN + END,
+                str(rank),
+                str(tmp_path / "store"),
+            ],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(errors)

@@ -1,0 +1,217 @@
+"""Exported programs: outputs and gradients are eager's, saved and loaded again, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fitact
+from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm
+from fitact.runtime.ops import registry, shipped
+
+
+class Turned(nn.Module):
+    """A layer of the transposed input, which is not contiguous."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.t()).t()
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "fewbit": lambda: fitact.activation("gelu"),
+    "inverted": lambda: fitact.activation("gelu", method="inverted", bits=1),
+    "exact": lambda: fitact.activation("tanh", method="exact"),
+    "fewbit, turned": lambda: Turned(fitact.activation("gelu")),
+    "exact, turned": lambda: Turned(fitact.activation("tanh", method="exact")),
+    "layer norm": lambda: MSLayerNorm(16),
+    "rms norm": lambda: MSRMSNorm(16),
+}
+QUICK = ("fewbit", "exact, turned", "rms norm")
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in LAYERS]
+BATCH = ({0: torch.export.Dim("batch")},)
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+
+
+def between_layers(*names: str) -> nn.Sequential:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    layers = [part for name in names for part in (LAYERS[name](), nn.Linear(16, 16))]
+    return nn.Sequential(nn.Linear(8, 16), *layers).eval()
+
+
+def export(model: nn.Module, x: torch.Tensor, *, strict: bool = False, grad: bool = True) -> Any:
+    with torch.set_grad_enabled(grad):
+        return torch.export.export(model, (x,), strict=strict, dynamic_shapes=BATCH)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of input and parameters."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    assert all(gradient is not None for gradient in found)
+    return [y.detach(), *found]
+
+
+def saved_and_loaded(program: Any, folder: Path) -> Any:
+    torch.export.save(program, folder / "program.pt2")
+    return torch.export.load(folder / "program.pt2")
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+@pytest.mark.parametrize("name", SOME)
+def test_gradients_of_exported_programs(name: str, strict: bool, tmp_path: Path) -> None:
+    program = export(between_layers(name), torch.randn(6, 8), strict=strict)
+    again = saved_and_loaded(program, tmp_path)
+    for rows in (6, 2000):
+        x = torch.randn(rows, 8)
+        expected = step(between_layers(name), x)
+        for model in (program.module(), again.module()):
+            model.zero_grad()
+            for got, want in zip(step(model, x), expected, strict=True):
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+@pytest.mark.parametrize("name", SOME)
+def test_exported_without_gradients(name: str, strict: bool, tmp_path: Path) -> None:
+    model = between_layers(name)
+    program = export(model, torch.randn(6, 8), strict=strict, grad=False)
+    for rows in (6, 2000):
+        x = torch.randn(rows, 8)
+        with torch.no_grad():
+            assert torch.equal(program.module()(x), model(x))
+            assert torch.equal(saved_and_loaded(program, tmp_path).module()(x), model(x))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "grad", [pytest.param(True, id="grad"), pytest.param(False, id="no_grad", marks=pytest.mark.full)]
+)
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
+def test_compiled_ahead_of_time(grad: bool, tmp_path: Path) -> None:
+    model = between_layers(*LAYERS)
+    program = export(model, torch.randn(6, 8), grad=grad)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    compiled = torch._inductor.aoti_load_package(path)
+    for rows in (6, 2000):
+        x = torch.randn(rows, 8)
+        with torch.no_grad():
+            expected = model(x)
+            torch.testing.assert_close(compiled(x), expected)
+    torch.save((x, expected), tmp_path / "expected.pt")
+    in_a_process_of_its_own(["import fitact", "import torch", RUN_COMPILED], tmp_path)
+
+
+RUN = """
+import sys
+folder = sys.argv[1]
+x, expected = torch.load(folder + "/expected.pt")
+torch.testing.assert_close(torch.export.load(folder + "/program.pt2").module()(x), expected)
+"""
+RUN_COMPILED = """
+import sys
+folder = sys.argv[1]
+x, expected = torch.load(folder + "/expected.pt")
+with torch.no_grad():
+    torch.testing.assert_close(torch._inductor.aoti_load_package(folder + "/model.pt2")(x), expected)
+"""
+
+
+def in_a_process_of_its_own(script: list[str], folder: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def fails(missing: str, name: str) -> str:
+    """Import a module that fails, for the want of another."""
+    return f"""
+sys.modules[{missing!r}] = None
+try:
+    import {name}
+except ImportError:
+    del sys.modules[{missing!r}]
+else:
+    raise AssertionError
+"""
+
+
+IMPORTS = {
+    "fitact first": ["import fitact", "import torch"],
+    "torch first": ["import torch", "import fitact"],
+    "torch is looked for": ["import fitact, importlib.util", "importlib.util.find_spec('torch')", "import torch"],
+    "in the runtime": ["import fitact.runtime.ops.reference", "import torch"],
+    "torch fails": ["import sys, fitact", fails("torch._utils", "torch"), "import torch"],
+    "the runtime fails": [
+        "import sys, fitact",
+        fails("fitact.runtime.convert.detect", "fitact.runtime.convert.convert"),
+        "import torch",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a program of all layers and what it computes."""
+    folder = tmp_path_factory.mktemp("exported")
+    model, x = between_layers(*LAYERS), torch.randn(6, 8)
+    torch.export.save(export(model, x), folder / "program.pt2")
+    torch.save((x, model(x).detach()), folder / "expected.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(name, marks=[] if name in ("torch first", "the runtime fails") else pytest.mark.full)
+        for name in IMPORTS
+    ],
+)
+def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> None:
+    in_a_process_of_its_own([*IMPORTS[order], RUN], exported)
+
+
+def test_torch_is_left_as_it_was() -> None:
+    script = """
+import sys, fitact
+assert "torch" not in sys.modules
+finders = [*sys.meta_path]
+import torch
+assert [finder for finder in finders if finder not in sys.meta_path] == finders[:1]
+assert torch.__spec__.loader.exec_module.__func__ is type(torch.__spec__.loader).exec_module
+"""
+    in_a_process_of_its_own([script], Path())
+
+
+def test_shipped_activations_are_found_by_their_keys() -> None:
+    from fitact.generated import relu_exact, silu_inverted1
+
+    keys = [module._KEY for module in (relu_exact, silu_inverted1)]
+    script = f"assert [registry.find(key).key for key in {keys}] == {keys}"
+    in_a_process_of_its_own(["from fitact.runtime.ops import registry", script], Path())
+
+
+def test_another_version_of_a_shipped_activation() -> None:
+    with pytest.raises(RuntimeError, match=r"expected the shipped relu_exact to have the key 'relu_exact-0', but"):
+        registry.find("relu_exact-0")
+
+
+@pytest.mark.parametrize("key", ["antigravity-0", "os.path-0", "..relu_exact-0", "__init__-0", "fits-0", "-0", ""])
+def test_keys_import_nothing_but_what_is_shipped(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "import_module", lambda name: pytest.fail(f"imports {name}"))
+    with pytest.raises(RuntimeError, match="import the generated module it comes from"):
+        registry.find(key)

@@ -1,0 +1,351 @@
+"""The compiled kernels on a GPU, against the CPU's path, bit for bit where that is exact.
+
+Run where there is a GPU. In Triton's interpreter (tests/runtime/test_interpreted.py) what needs no GPU is
+rehearsed with a few activations; the interpreter truncates float32 to bfloat16 where a GPU rounds, so bfloat16 is
+left out there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.norms import kernels, modules
+from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
+from fitact.runtime.ops import autograd
+from fitact.runtime.ops.registry import find
+from tests.conftest import INTERPRETED
+from tests.support import values
+from tests.support.generated import patterns, same
+from tests.support.inverses import LOST, inverses
+from tests.support.outputs import outputs
+from tests.support.steps import Shipped, shipped
+
+GPU = torch.cuda.is_available() and not INTERPRETED
+pytestmark = [
+    pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU"),
+    # NaN and infinity on purpose, in the interpreter's NumPy, which warns of them
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+if GPU:  # PyTorch's advice for this GPU or that is no failure
+    pytestmark.append(pytest.mark.filterwarnings("default::UserWarning"))
+
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if GPU else (torch.float16, torch.float32)
+FEW = ("gelu_fewbit3", "gelu_inverted1", "tanh_exact")
+MANY = 2**22 if GPU else 2**14  # numbers of float32
+SIZES = (0, 1, 1024, 8191, 8192, 8193, *([100_001] if GPU else []))  # the interpreter is slow
+UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
+FORMULAS = {formula.name: formula for formula in values.FORMULAS}
+
+EVERY = {one.name: one for one in (*shipped(), *outputs(), *inverses()) if GPU or one.name in FEW}
+every = pytest.mark.parametrize("name", EVERY)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Every number of half precision; of float32 normal ones, any bits at all, and the neighbours of borders."""
+    if dtype != torch.float32:
+        return patterns(dtype)
+    anything = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 2**32, MANY, dtype=np.uint32).view(np.float32)
+    )
+    fit = EVERY[name].fit
+    known = fit.get("borders", [0.0])  # of an inverted fit by dtype
+    borders = torch.tensor(known["float32"] if isinstance(known, dict) else known, dtype=dtype)
+    near = [torch.nextafter(borders, torch.full_like(borders, to)) for to in (-torch.inf, torch.inf)]
+    return torch.cat([anything, 3 * torch.randn(MANY), borders, -borders, *near])
+
+
+def forward(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op on the device: y and codes, on the CPU."""
+    y, codes = torch.ops.fitact.forward(x.to(DEVICE), (), x.dtype, EVERY[name].module._KEY)
+    return y.cpu(), codes.cpu()
+
+
+def check_gradient(name: str, dy: torch.Tensor, y: torch.Tensor, codes: torch.Tensor) -> None:
+    """The op on the device beside the CPU's path: equal for levels, else up to roundings."""
+    key = EVERY[name].module._KEY
+    output = y if find(key).keeps_output else None
+    on_device = [None if part is None else part.to(DEVICE) for part in (dy, output, codes)]
+    dx = torch.ops.fitact.backward(*on_device, dy.dtype, key).cpu()
+    expected = autograd._backward_reference(dy, output, codes, dy.dtype, key)
+    if output is None:
+        assert same(dx, expected)
+        return
+    wide, known = expected.double(), expected.isfinite()
+    allowed = UNIT[dy.dtype] * wide.abs() + LOST[dy.dtype] * dy.double().abs()
+    assert bool(((dx.double() - wide).abs() <= allowed)[known].all())
+    assert torch.equal(dx.isnan(), expected.isnan())
+
+
+@every
+@each_dtype
+def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
+    """The codes are those of the CPU for every number, and so are the gradients for every code."""
+    x = numbers(name, dtype)
+    y, codes = forward(name, x)
+    assert torch.equal(codes, autograd._forward_reference(x, (), dtype, EVERY[name].module._KEY)[1])
+    check_gradient(name, torch.randn(x.shape).to(dtype), y, codes)
+
+
+@every
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32], ids=str)
+def test_values_of_half_precision(name: str, dtype: torch.dtype) -> None:
+    """Everywhere within 3/4 of a unit of the float64 value, or as close as PyTorch's own on the same device."""
+    x = patterns(dtype)
+    y, own = forward(name, x)[0], EVERY[name].stock(x.to(DEVICE)).cpu()
+    exact = EVERY[name].stock(x.double())
+    info = torch.finfo(dtype)
+    # of the last place; float64 has 1 + erf(x) cancel too
+    unit = torch.maximum(exact.abs() * info.eps, info.smallest_normal * info.eps + 2.0**-49 * x.double().abs())
+    limit = torch.maximum((own.double() - exact).abs(), 0.75 * unit)
+    known = exact.to(dtype).isfinite()
+    assert bool(((y.double() - exact).abs() <= limit)[known].all())
+    assert torch.equal(y.isnan()[~x.isinf()], x.isnan()[~x.isinf()])
+
+
+@every
+def test_values_of_float32(name: str) -> None:
+    """Within the roundings of f and of x that test_values.py allows; at infinity the limit; NaN for NaN."""
+    formula = FORMULAS[EVERY[name].fit["activation"]["name"]]
+    x = torch.cat([values.points(torch.float32), 3 * torch.randn(MANY)])
+    lines = values.misses(formula, forward(name, x)[0], x)
+    assert not lines, values.report(formula, lines)
+    infinite = torch.tensor([torch.inf, -torch.inf])
+    limit = torch.from_numpy(values.truth(formula, infinite.double().numpy()))
+    known = limit.isfinite()
+    y = forward(name, infinite)[0].double()
+    torch.testing.assert_close(y[known], limit[known], rtol=1e-6, atol=1e-7)
+    assert forward(name, torch.tensor([torch.nan]))[0].isnan().all()
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name in FEW])
+@each_dtype
+@pytest.mark.parametrize("n", SIZES)
+def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
+    x = torch.randn(n).to(dtype)
+    y, codes = forward(name, x)
+    assert torch.equal(codes, autograd._forward_reference(x, (), dtype, EVERY[name].module._KEY)[1])
+    check_gradient(name, torch.randn(n).to(dtype), y, codes)
+
+
+def step() -> Shipped:
+    one = EVERY["gelu_fewbit3"]
+    assert isinstance(one, Shipped)
+    return one
+
+
+@each_dtype
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_gpu)])
+def test_through_autograd(dtype: torch.dtype, compiled: bool) -> None:
+    """Any layout; 3 bits an element are kept and nothing else; no value is fetched from the device."""
+    torch._dynamo.reset()
+    function = torch.compile(step().function, fullgraph=True) if compiled else step().function
+    for x in (torch.randn(3, 64, 32), torch.randn(50, 300).t(), torch.randn(2, 8, 9, 10).permute(0, 2, 3, 1)):
+        leaf = x.to(DEVICE, dtype).requires_grad_()
+        dy = torch.randn(x.shape).to(DEVICE, dtype)
+        function(leaf)  # compiles
+        with count_saved() as saved, no_synchronising():
+            y = function(leaf)
+        assert y.stride() == leaf.stride()
+        assert saved.bytes == -(-x.numel() // 8192) * 3072
+        (dx,) = torch.autograd.grad(y, leaf, dy)
+        assert same(dx.cpu(), step().gradient(leaf.cpu(), dy.cpu()))
+        torch.testing.assert_close(y, F.gelu(leaf), rtol=UNIT[dtype], atol=1e-6)
+
+
+@contextmanager
+def no_synchronising() -> Iterator[None]:
+    """Raise where the host waits for the GPU."""
+    if not GPU:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)  # that it is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
+@pytest.mark.parametrize("name", [name for name in EVERY if name in FEW])
+@each_dtype
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
+    key = EVERY[name].module._KEY
+    x = torch.randn(33, 5).to(DEVICE, dtype).requires_grad_()
+    torch.library.opcheck(torch.ops.fitact.forward.default, (x, (), dtype, key))
+    y, codes = torch.ops.fitact.forward(x.detach(), (), dtype, key)
+    output = y if find(key).keeps_output else None
+    torch.library.opcheck(torch.ops.fitact.backward.default, (torch.ones_like(y), output, codes, dtype, key))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", FEW)
+def test_autocast(name: str) -> None:
+    """Where the output is kept it is the one that autocast makes, at half the bytes."""
+    x = torch.randn(64, 512, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = EVERY[name].function(x)
+    assert y.dtype == (torch.bfloat16 if find(EVERY[name].module._KEY).keeps_output else torch.float32)
+    (dx,) = torch.autograd.grad(y.float().sum(), x)
+    leaf = x.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(EVERY[name].stock(leaf).sum(), leaf)
+    step_error = step().fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
+    tolerance = {"gelu_fewbit3": step_error, "gelu_inverted1": 0.02, "tanh_exact": 0.01}[name]
+    torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", FEW)
+def test_cuda_graphs(name: str) -> None:
+    """A captured forward and backward, replayed with other numbers, is what eager computes of these."""
+    function = EVERY[name].function
+    x = torch.randn(100_000, device="cuda", requires_grad=True)
+    dy = torch.randn(100_000, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(function(x), x, dy)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = function(x)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    with torch.no_grad():
+        x.copy_(torch.randn(100_000))
+        dy.copy_(torch.randn(100_000))
+    graph.replay()
+    expected_y = function(x)
+    (expected_dx,) = torch.autograd.grad(expected_y, x, dy)
+    assert same(y, expected_y)
+    assert same(dx, expected_dx)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", FEW)
+def test_streams(name: str) -> None:
+    """The kernels run on the current stream: what is written before on it is read."""
+    function = EVERY[name].function
+    side = torch.cuda.Stream()
+    source = torch.randn(2**24, device="cuda")
+    compiles = torch.randn(2**14, device="cuda", requires_grad=True)
+    function(compiles).sum().backward()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        x = torch.zeros_like(source)
+        torch.cuda._sleep(100_000_000)
+        x.copy_(source)
+        leaf = x.requires_grad_()
+        y = function(leaf)
+        (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+    side.synchronize()
+    leaf = source.requires_grad_()
+    expected = function(leaf)
+    assert same(y, expected)
+    assert same(dx, torch.autograd.grad(expected, leaf, torch.ones_like(expected))[0])
+
+
+@needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_several_gpus() -> None:
+    """A tensor of another GPU than the current one is computed where it is."""
+    x = torch.randn(30_000)
+    found = []
+    for device in ("cuda:1", "cuda:0"):
+        leaf = x.to(device).requires_grad_()
+        y = step().function(leaf)
+        (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        assert y.device == dx.device == torch.device(device)
+        found.append((y.cpu(), dx.cpu()))
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_gpu
+def test_more_elements_than_an_int32_counts() -> None:
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB")
+    tail = 3 * 8192 + 5
+    x = torch.zeros(2**31 + tail, dtype=torch.bfloat16, device="cuda")
+    end = torch.randn(tail).bfloat16()
+    x[-tail:] = end.cuda()
+    key = step().module._KEY
+    y, codes = torch.ops.fitact.forward(x, (), x.dtype, key)
+    expected_y, expected_codes = torch.ops.fitact.forward(end.cuda(), (), x.dtype, key)
+    assert same(y[-tail:], expected_y)
+    assert torch.equal(codes[-expected_codes.numel() :], expected_codes)
+    dx = torch.ops.fitact.backward(x, None, codes, x.dtype, key)
+    assert same(dx[-tail:].cpu(), step().gradient(end, end))
+    assert not dx[:-tail].any()
+
+
+@needs_gpu
+def test_memory_that_is_taken() -> None:
+    """Forward takes the output and 3 bits an element, backward the gradient; there is nothing beside."""
+    n = 2**24
+    x = torch.randn(n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    torch.autograd.grad(step().function(x), x, dy)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = step().function(x)
+    assert torch.cuda.memory_allocated() - before <= 2 * n + 3 * n // 8 + 2 * 2**20  # the allocator rounds
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.cuda.max_memory_allocated() - before <= 4 * n + 3 * n // 8 + 3 * 2**20
+    assert dx.dtype == torch.bfloat16
+
+
+COLUMNS = [1, 100, 768, 4096, 5000, kernels.LONGEST + 1]
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@each_dtype
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_norms(centred: bool, dtype: torch.dtype, columns: int) -> None:
+    """Both passes of the memory-sharing norms beside the CPU's path."""
+    rows = 300 if GPU and columns < 10_000 else 9
+    x = (torch.randn(rows, columns) * 2 + 0.3).to(dtype)
+    z, scale = torch.ops.fitact.norm_forward(x.to(DEVICE), 1, centred, 1e-5, dtype)
+    expected_z, expected_scale = modules._forward_reference(x, 1, centred, 1e-5, dtype)
+    unit = max(UNIT[dtype], 4e-6)
+    torch.testing.assert_close(z.cpu(), expected_z, rtol=unit, atol=unit)
+    torch.testing.assert_close(scale.cpu(), expected_scale, rtol=2e-6, atol=0)
+    dz = torch.randn(x.shape).to(dtype)
+    given = (part.to(DEVICE) for part in (dz, expected_z, expected_scale))
+    dx = torch.ops.fitact.norm_backward(*given, 1, centred, dtype)
+    expected_dx = modules._backward_reference(dz, expected_z, expected_scale, 1, centred, dtype)
+    size = float((expected_scale[..., None] * dz.abs()).max())
+    torch.testing.assert_close(dx.cpu(), expected_dx, rtol=unit, atol=4e-6 * size)
+
+
+@needs_gpu
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+def test_norms_in_a_cuda_graph(centred: bool) -> None:
+    norm: Any = ms_layer_norm if centred else ms_rms_norm
+    x = torch.randn(512, 768, device="cuda", requires_grad=True)
+    dz = torch.randn_like(x)
+    torch.autograd.grad(norm(x, 768, 1e-5), x, dz)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z = norm(x, 768, 1e-5)
+        (dx,) = torch.autograd.grad(z, x, dz)
+    with torch.no_grad():
+        x.copy_(torch.randn(512, 768))
+    graph.replay()
+    expected = norm(x, 768, 1e-5)
+    assert same(z, expected)
+    assert same(dx, torch.autograd.grad(expected, x, dz)[0])

@@ -1,0 +1,112 @@
+"""FITACT_CPU=inductor: compiled coding and decoding, in a process of its own, against the PyTorch path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch._inductor.graph import GraphLowering
+
+from fitact.runtime.ops import inductor as compiled
+
+COMPILER = any(map(shutil.which, ("g++", "clang++")))
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
+SCRIPT = """
+import sys
+from importlib import import_module
+import torch
+from fitact.runtime.ops import registry
+
+found = {}
+for name in sys.argv[2].split(","):
+    module = import_module(f"fitact.generated.{name}")
+    for dtype in map(torch.__dict__.__getitem__, sys.argv[3].split(",")):
+        torch.manual_seed(0)
+        for elements in (8192 * 5 + 77, 8192, 100, 0):
+            x = (torch.randn(elements) * 3).to(dtype)
+            x[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")][: len(x)]).to(dtype)
+            dy = torch.randn(elements).to(dtype)
+            y, codes = torch.ops.fitact.forward(x, (), dtype, module._KEY)
+            kept = y if registry.find(module._KEY).keeps_output else None
+            dx = torch.ops.fitact.backward(dy, kept, codes, dtype, module._KEY)
+            found[name, str(dtype), elements] = (y, codes, dx)
+torch.save(found, sys.argv[1])
+"""
+
+
+def run(
+    folder: Path, modules: str, dtypes: str, value: str
+) -> dict[tuple[str, str, int], tuple[torch.Tensor, ...]]:
+    path = folder / f"found_{value}.pt"
+    command = [sys.executable, "-c", SCRIPT, str(path), modules, dtypes]
+    subprocess.run(command, check=True, env=os.environ | {"FITACT_CPU": value, "TRITON_INTERPRET": "0"})
+    found: dict[tuple[str, str, int], tuple[torch.Tensor, ...]] = torch.load(path)
+    return found
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and bool(torch.all((a == b) | (a.isnan() & b.isnan())))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("modules", "dtypes"),
+    [
+        ("gelu_fewbit3", "float32"),
+        pytest.param("gelu_fewbit1,tanh_fewbit3", "bfloat16,float16,float64", marks=pytest.mark.full),
+        pytest.param("gelu_fewbit4,hardswish_inverted2", "float32", marks=pytest.mark.full),
+        pytest.param("gelu_inverted1,softplus_exact", "float32,bfloat16", marks=pytest.mark.full),
+    ],
+)
+def test_the_same_codes_and_gradients(modules: str, dtypes: str, tmp_path: Path) -> None:
+    eager, compiled = (run(tmp_path, modules, dtypes, value) for value in ("", "inductor"))
+    assert eager.keys() == compiled.keys()
+    for key, (y, codes, dx) in eager.items():
+        own_y, own_codes, own_dx = compiled[key]
+        assert same(y, own_y), key
+        assert torch.equal(codes, own_codes), key
+        if "fewbit" in key[0]:
+            assert same(dx, own_dx), key
+        else:  # products and sums may be contracted, and functions come from another library
+            ulp = torch.finfo(dx.dtype).eps
+            torch.testing.assert_close(own_dx, dx, rtol=2 * ulp, atol=max(4e-5, ulp), equal_nan=True)
+
+
+def stopped(value: str, path: str) -> str:
+    code = "import torch, fitact; fitact.activation('gelu')(torch.randn(9, requires_grad=True))"
+    environment = os.environ | {"FITACT_CPU": value, "PATH": path, "CXX": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode
+    return done.stderr
+
+
+def test_a_value_without_meaning() -> None:
+    assert "FITACT_CPU: expected inductor or nothing, got 'fast'" in stopped("fast", os.environ["PATH"])
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    assert "FITACT_CPU=inductor needs a C++ compiler" in stopped("inductor", str(tmp_path))
+
+
+@needs_compiler
+def test_borders_are_constants_of_the_compiled_code() -> None:
+    """Of a second activation of the same width, too; and one compilation serves any number of tiles."""
+    sources: list[str] = []
+    for borders in ((-1.25, 0.5, 1.75), (-2.25, 0.125, 2.5)):
+        encode = compiled.encoder(borders, 2, False, torch.float32)
+        some, more = (
+            (torch.randn(tiles, 8, 1024), torch.empty(tiles, 2, 1024, dtype=torch.uint8)) for tiles in (3, 5)
+        )
+        with mock.patch.object(GraphLowering, "save_output_code", sources.append):
+            encode(*some)
+        source = sources[-1]
+        assert all(f"static_cast<float>({border})" in source for border in borders)
+        assert "const double*" not in source
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            encode(*more)

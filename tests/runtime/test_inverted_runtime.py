@@ -1,0 +1,348 @@
+"""What is peculiar to inverted activations on the PyTorch path: errors of gradients, formulas of one's own.
+
+Derivatives and approximants are those of `inverses`, written out there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import special
+from torch import nn
+
+from fitact.runtime.ops import registry
+from tests.runtime.test_contract import losses
+from tests.support.generated import DTYPES, EACH_DTYPE, EACH_HALF, HALVES, half_ulp, patterns, run, same
+from tests.support.inverses import SOME, Inverse, chain, each_inverse, inverses, made, named, unpacked
+
+SLACK = 5e-6  # stated errors include the roundings of float32, which may fall otherwise here
+NAMED = {one.name: one for one in inverses()}
+GELU = NAMED["gelu_inverted1"]
+
+
+def derivatives(
+    one: Inverse, x: torch.Tensor, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output in a dtype, and what the module takes for f′, not rounded to half precision."""
+    key, dtype = one.key, dtype or x.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    y, codes = torch.ops.fitact.forward(x, (), dtype, key)
+    derivative = torch.ops.fitact.backward(torch.ones(x.shape, dtype=wide), y, codes, wide, key)
+    return y, derivative.double()
+
+
+# --------------------------------------------------------------------------------------------- values, gradients
+
+
+def test_what_is_shipped() -> None:
+    ones = ("gelu", "gelu_tanh", "silu", "mish", "quick_gelu")
+    twos = ("gelu", "silu", "hardswish")
+    published = {"gelu_inverted_published": 1, "silu_inverted_published": 1}
+    expected = {f"{name}_inverted1": 1 for name in ones} | {f"{name}_inverted2": 2 for name in twos} | published
+    assert {one.name: one.bits for one in inverses()} == expected
+    assert len({one.key for one in inverses()}) == len(expected)
+    assert all(registry.find(one.key).keeps_output for one in inverses())
+
+
+@each_inverse()
+@EACH_HALF
+def test_gradient_is_the_true_one_up_to_the_stated_error(one: Inverse, dtype: torch.dtype) -> None:
+    """Of every bit pattern."""
+    x = patterns(dtype)
+    y, dx = run(one.function, x)
+    true = one.true(x)
+    known = x.isfinite() & y.isfinite()
+    assert bool(true[known].isfinite().all())
+    allowed = one.error(dtype) * true.abs().clamp(min=1) + SLACK + half_ulp(dx.double(), dtype)
+    assert bool(((dx.double() - true).abs() <= allowed)[known].all())
+
+
+@each_inverse(SOME)
+@EACH_DTYPE
+def test_codes_are_the_layout_that_is_documented(one: Inverse, dtype: torch.dtype) -> None:
+    """Planes of 1024 bytes, 0 where the tensor has ended."""
+    borders = torch.tensor(one.fit["borders"]["bfloat16"])
+    x = torch.cat([torch.randn(10_000) * 2, borders, borders + 1e-6, borders - 1e-6]).to(dtype)
+    x[5] = float("nan")
+    key = one.key
+    y, codes = torch.ops.fitact.forward(x, (), dtype, key)
+    assert (y.dtype, codes.dtype, codes.shape) == (dtype, torch.uint8, (2 * one.bits * 1024,))
+    expected = torch.zeros(2 * 8192, dtype=torch.long)
+    expected[: len(x)] = one.code(x, dtype)
+    assert expected[5] == 0
+    assert set(expected.tolist()) == set(range(2**one.bits))
+    assert torch.equal(unpacked(codes, one.bits), expected)
+
+
+# -------------------------------------------------------------------------------------------------- their errors
+
+# name → the least error that any function of y and that many bits has, bfloat16 and float16, x and y of the dtype
+FLOORS = {
+    "gelu_inverted1": (0.0106, 0.0048),
+    "silu_inverted1": (0.0114, 0.0038),
+    "gelu_inverted2": (0.0066, 0.0025),
+    "silu_inverted2": (0.0062, 0.0021),
+}
+
+
+@pytest.mark.parametrize("name", FLOORS)
+@EACH_HALF
+def test_half_precision_comes_near_the_floor(name: str, dtype: torch.dtype) -> None:
+    one, floor = NAMED[name], FLOORS[name][HALVES.index(dtype)]
+    x = patterns(dtype)
+    y, derivative = derivatives(one, x)
+    known = x.isfinite() & y.isfinite()
+    error = float((derivative - one.true(x))[known].abs().max())
+    assert 0.99 * floor <= error <= (1.25, 1.15)[one.bits - 1] * floor
+
+
+def between(one: Inverse, x: torch.Tensor) -> torch.Tensor:
+    """Which float64 inputs lie between hardswish's upper corner and the border, the float32 number below it."""
+    return (x < 3) & (x > np.nextafter(np.float32(3), np.float32(0))) & (one.plain == "hardswish")
+
+
+# name → how far off f′ may be within 0.01 of the minimum, of the outputs that PyTorch computes in float32
+NEARBY = {
+    "gelu_inverted1": 2e-4,
+    "gelu_inverted2": 2e-4,
+    "gelu_tanh_inverted1": 3e-4,
+    "hardswish_inverted2": 2e-4,
+    "mish_inverted1": 3e-4,
+    "quick_gelu_inverted1": 2e-4,
+    "silu_inverted1": 2e-4,
+    "silu_inverted2": 2e-4,
+}
+
+
+@pytest.mark.parametrize("name", NEARBY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_float32_and_float64(name: str, dtype: torch.dtype) -> None:
+    one = NAMED[name]
+    x = one.numbers(dtype)
+    x = x[x.isfinite()]
+    y, dx = run(one.function, x)
+    assert y.dtype == dx.dtype == dtype
+    error = (dx.double() - one.true(x)).abs()
+    if dtype == torch.float64:
+        error = error[~between(one, x)]
+        x = x[~between(one, x)]
+    near = (x.double() - one.minimum).abs() <= 0.01
+    assert int(near.sum()) > 2000
+    assert bool(error.isfinite().all())
+    assert float(error[~near].max()) <= 1e-4
+    assert float(error[near].max()) <= NEARBY[name]
+
+
+# float32, bfloat16, float16
+PAPER = {"gelu_inverted_published": (0.0187, 0.0325, 0.0204), "silu_inverted_published": (0.0029, 0.0163, 0.0064)}
+
+
+@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_the_papers_approximants_are_as_good_as_published(name: str, dtype: torch.dtype) -> None:
+    one, published = NAMED[name], PAPER[name][(torch.float32, *HALVES).index(dtype)]
+    x = one.numbers(dtype)
+    y, derivative = derivatives(one, x)
+    known = x.isfinite() & y.isfinite()
+    assert float((derivative - one.true(x))[known].abs().max()) == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_corners_have_pytorch_s_gradient(dtype: torch.dtype) -> None:
+    """At both corners of hardswish, and on their sides up to the error of the approximant and a rounding."""
+    one = NAMED["hardswish_inverted2"]
+    x = torch.tensor([-3.0, 3.0], dtype=dtype)
+    _, dx = run(one.function, x)
+    assert same(dx, one.stock_gradient(x, torch.ones_like(x)))
+    assert dx.tolist() == [0, 1]
+    away = torch.tensor([-np.inf, np.inf], dtype=dtype)
+    for side in (away, -away):
+        beside = torch.nextafter(x, side)
+        if dtype == torch.float64:  # whose borders are those of float32
+            beside = torch.nextafter(x.float(), side.float()).double()
+        _, dx = run(one.function, beside)
+        true = one.true(beside)
+        torch.testing.assert_close(true, one.stock_gradient(beside.double(), torch.ones(2, dtype=torch.float64)))
+        assert bool(((dx.double() - true).abs() <= one.error(dtype) + half_ulp(dx.double(), dtype)).all())
+
+
+@each_inverse()
+@EACH_DTYPE
+def test_infinity_and_nan(one: Inverse, dtype: torch.dtype) -> None:
+    """NaN where the output is, and nowhere else."""
+    large = torch.finfo(dtype).max
+    x = torch.tensor([np.inf, -np.inf, np.nan, large, -large, 0.0, -0.0], dtype=dtype)
+    y, dx = run(one.function, x)
+    stock = one.stock_gradient(x, torch.ones_like(x))
+    assert torch.equal(dx.isnan(), y.isnan())
+    assert dx[2].isnan()
+    # only of hardswish, whose gradient PyTorch takes from the input, is there one where y is NaN
+    assert one.plain == "hardswish" or bool(stock.isnan()[dx.isnan()].all())
+    # beyond the interval that t is clamped to, f′ is what it is at its end
+    expected = torch.tensor([1, 0, np.nan, 1, 0, *[float(one.true(torch.zeros(())))] * 2], dtype=torch.float64)
+    allowed = one.error(dtype) + SLACK + half_ulp(torch.ones(7, dtype=torch.float64), dtype)
+    assert bool(((dx.double() - expected).abs() <= allowed)[~dx.isnan()].all())
+    assert same(dx[5], dx[6])
+
+
+def least(y: torch.Tensor, code: torch.Tensor, true: torch.Tensor) -> float:
+    """The least error of any function of y and code: half the widest spread among x that share them."""
+    at = np.lexsort((y.double().numpy(), code.numpy()))
+    keys = np.stack([code.numpy()[at], y.double().numpy()[at]])
+    first = np.flatnonzero(np.r_[True, np.any(keys[:, 1:] != keys[:, :-1], axis=0)])
+    derivative = true.numpy()[at]
+    spread = np.maximum.reduceat(derivative, first) - np.minimum.reduceat(derivative, first)
+    return float(spread.max() / 2)
+
+
+@named("gelu_inverted1", "silu_inverted1", "gelu_tanh_inverted1", "mish_inverted1", "quick_gelu_inverted1")
+@EACH_HALF
+def test_autocast_comes_near_its_own_floor(one: Inverse, dtype: torch.dtype) -> None:
+    """All float32 inputs of an output share it: the floor is a little above that of inputs in half precision."""
+    wide = torch.linspace(-12, 12, 600_001)
+    x = torch.cat([wide, one.minimum + torch.linspace(-0.2, 0.2, 400_001)]).requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        y = one.function(x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert (y.dtype, dx.dtype) == (dtype, torch.float32)
+    true = one.true(x)
+    floor = least(y.detach(), one.code(x, dtype), true)
+    known = {"gelu_inverted1": 0.0111, "silu_inverted1": 0.0120}.get(one.name)
+    if known and dtype == torch.bfloat16:
+        assert floor == pytest.approx(known, rel=0.01)
+    assert floor <= float((dx.double() - true).abs().max()) <= 1.25 * floor
+
+
+@each_inverse(SOME | {"gelu_inverted2"})
+@EACH_HALF
+def test_small_and_large_tensors_agree(one: Inverse, dtype: torch.dtype) -> None:
+    """What is looked up for half precision is what is computed, in whatever order they come."""
+    x, dy = torch.randn(20_000).to(dtype), torch.randn(20_000)
+    for order in ((50, 20_000, 50), (20_000, 50)):
+        # under a key of its own nothing is known yet
+        twin = dataclasses.replace(registry.find(one.key), key=f"{one.key}-{order}")
+        registry.register(twin)
+        found = []
+        for n in order:
+            y, codes = torch.ops.fitact.forward(x[:n], (), dtype, twin.key)
+            found.append(torch.ops.fitact.backward(dy[:n], y, codes, torch.float32, twin.key))
+            assert torch.equal(unpacked(codes, one.bits)[:n], one.code(x[:n], dtype))
+        for dx in found:
+            torch.testing.assert_close(dx[:50], found[0][:50], rtol=1e-6, atol=1e-6)
+
+
+@EACH_DTYPE
+def test_another_default_device(dtype: torch.dtype) -> None:
+    """The tensors that come decide, not `torch.device` around them; and they decide for later ones too."""
+    twin = dataclasses.replace(registry.find(GELU.key), key=f"{GELU.key}-{dtype}")
+    registry.register(twin)
+    x = torch.randn(20_000).to(dtype)
+    dy = torch.ones_like(x)
+    for context in (torch.device("meta"), torch.device("cpu")):
+        with context:
+            y, codes = torch.ops.fitact.forward(x, (), dtype, twin.key)
+            dx = torch.ops.fitact.backward(dy, y, codes, dtype, twin.key)
+        assert {tensor.device.type for tensor in (y, codes, dx)} == {"cpu"}
+        GELU.check_gradient(x, y, dy, dx)
+
+
+@each_inverse(SOME)
+def test_finite_differences(one: Inverse) -> None:
+    """PyTorch's own check of gradients, in float64, up to the error of the approximant."""
+    x = torch.cat([torch.randn(300) * 2, torch.linspace(-6, 6, 101)]).double()
+    # within the differences of a corner there is no one derivative
+    x = x[(x.abs() - 3).abs() > 1e-3].requires_grad_()
+    error = float((run(one.function, x)[1] - one.true(x)).abs().max())
+    assert error <= (0.02 if one.published else 2e-4)
+    assert torch.autograd.gradcheck(one.function, x, eps=1e-6, atol=1.01 * error + 1e-8, rtol=0.0)
+
+
+# ----------------------------------------------------------------------------------------- formulas of one's own
+
+
+def bumps(x: np.ndarray) -> np.ndarray:
+    return 1 + np.sin(2 * x)
+
+
+# text, domain, pieces, f′, and f in PyTorch
+OWN: list[tuple[str, tuple[float, float] | None, int, Callable, Callable]] = [
+    ("softplus(x)", None, 1, special.expit, lambda x: F.softplus(x, threshold=80)),
+    ("softplus(x) - 0.3*x", None, 2, lambda x: special.expit(x) - 0.3, lambda x: F.softplus(x) - 0.3 * x),
+    ("x + sin(x)**2", (-1, 2), 1, bumps, lambda x: x + x.sin() ** 2),
+    # the ones above in the ordinary run
+    ("x**3", (-1e12, 1e12), 1, lambda x: 3 * x**2, lambda x: x**3),
+    ("x + sin(x)**2", (-3, 3), 4, bumps, lambda x: x + x.sin() ** 2),
+    ("x**3 - x", (-10, 10), 3, lambda x: 3 * x**2 - 1, lambda x: x**3 - x),
+    ("x**4 - 2*x**2", (-2, 2), 4, lambda x: 4 * x**3 - 4 * x, lambda x: x**4 - 2 * x**2),
+    (
+        "x*sigmoid(2*x) + 0.1*x**2",
+        (-20, 20),
+        2,
+        lambda x: special.expit(2 * x) * (1 + 2 * x * special.expit(-2 * x)) + 0.2 * x,
+        lambda x: x * torch.sigmoid(2 * x) + 0.1 * x**2,
+    ),
+    ("x*cos(x)", (-6, 6), 7, lambda x: np.cos(x) - x * np.sin(x), lambda x: x * x.cos()),
+]
+EACH_OWN = pytest.mark.parametrize(
+    ("text", "domain", "pieces", "derivative", "stock"),
+    [
+        pytest.param(*row, id=f"{row[0]} {row[1] or ''}".strip(), marks=pytest.mark.full if i > 2 else [])
+        for i, row in enumerate(OWN)
+    ],
+)
+
+
+@EACH_OWN
+def test_formulas_from_text_to_gradient(
+    text: str,
+    domain: tuple[float, float] | None,
+    pieces: int,
+    derivative: Callable,
+    stock: Callable,
+) -> None:
+    one = made(text, domain)
+    assert one.bits == (pieces - 1).bit_length()
+    low, high = domain or (-1e30, 1e30)
+    for dtype in (torch.float32, *HALVES):
+        x = patterns(dtype)[patterns(dtype).isfinite()] if dtype in HALVES else sample(one, low, high)
+        x = x[(x.double() >= low) & (x.double() <= high)]
+        y, dx = run(one.function, x)
+        eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
+        known = y.isfinite()
+        torch.testing.assert_close(y[known].double(), stock(x[known].double()), rtol=eps, atol=4e-6)
+        assert bool(((1 + 2 * eps) * stock(x.double())).to(dtype)[~known].isinf().all())
+        true = torch.from_numpy(derivative(x.double().numpy()))
+        scale = true.abs().clamp(min=1)
+        # of half precision all inputs were judged, of float32 a sample
+        stated = one.error(dtype) * (1.1 if dtype == torch.float32 else 1)
+        allowed = (stated + 1e-6) * scale + half_ulp(dx.double(), dtype)
+        assert bool(((dx.double() - true).abs() <= allowed)[known].all()), dtype
+        dy = torch.randn(x.shape).to(dtype)
+        one.check_gradient(x, y, dy, run(one.function, x, dy)[1])
+
+
+def sample(one: Inverse, low: float, high: float) -> torch.Tensor:
+    """float32 numbers in a domain, dense at its ends, where f′ is 0 or jumps, and about 0."""
+    tails = np.geomspace(1e-30, 1e30, 2000)
+    parts = [np.linspace(max(low, -30), min(high, 30), 50_001), tails, -tails]
+    for border in (*one.fit["borders"]["float32"], low, high):
+        if abs(border) < 1e30:
+            parts += [chain(border, 100, np.float32), border + np.linspace(-1e-2, 1e-2, 10_001)]
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
+
+
+def test_a_formula_trains() -> None:
+    one = made("softplus(x) - 0.3*x", None)
+
+    class Stock(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.softplus(x) - 0.3 * x
+
+    ours = losses(one.module.OwnInverted(), rate=0.01)
+    assert ours[-1] < ours[0] / 1.5
+    np.testing.assert_allclose(ours, losses(Stock(), rate=0.01), rtol=1e-3)

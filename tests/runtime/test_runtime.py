@@ -1,0 +1,132 @@
+"""What is peculiar to shipped step activations on the PyTorch path, beside what every kind promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fitact
+from fitact.runtime.ops import reference as eager
+from fitact.runtime.ops import registry
+from tests.support.generated import run
+from tests.support.steps import Shipped, each, shipped
+
+GELU3 = next(one for one in shipped() if one.name == "gelu_fewbit3")
+gelu_fewbit3 = GELU3.function
+
+
+@each()
+def test_nan_has_the_first_level(one: Shipped) -> None:
+    y, dx = run(one.function, torch.tensor([float("nan")]))
+    assert y.isnan().all()
+    assert dx.item() == one.fit["levels"][0]
+
+
+class Called(TorchDispatchMode):
+    """Counts the calls of fitact's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fitact":
+            self.ops.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["input", "frozen layer"])
+def test_what_needs_no_gradient_is_not_coded(frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), fitact.activation("gelu"), nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    with Called() as called:
+        y = model(x) if frozen else gelu_fewbit3(x)
+    assert not called.ops
+    assert y.requires_grad == frozen
+    with Called() as called:
+        model(x.requires_grad_()).sum().backward()
+    assert called.ops == ["fitact::forward", "fitact::backward"]
+
+
+def test_unregistered_key() -> None:
+    with pytest.raises(RuntimeError, match="import the generated module"):
+        registry.find("nothing-0")
+
+
+def test_codes_are_the_layout_that_is_documented() -> None:
+    """Row r of column j in bits [k·r, k·r + k) of an 8k-bit word, stored as k planes of 1024 bytes."""
+    x = torch.randn(10_000)
+    x[5] = float("nan")
+    _, codes = torch.ops.fitact.forward(x, (), x.dtype, GELU3.module._KEY)
+    assert codes.dtype == torch.uint8
+    planes = codes.view(2, 3, 1024)
+    expected = torch.zeros(2 * 8192, dtype=torch.long)
+    expected[:10_000] = sum((x > border).long() for border in GELU3.fit["borders"])
+    words = sum(planes[:, plane].long() << (8 * plane) for plane in range(3))
+    for row in range(8):
+        assert torch.equal(words >> (3 * row) & 7, expected.view(2, 8, 1024)[:, row])
+
+
+def test_trains_like_the_exact_one() -> None:
+    """A regression that the exact activation learns is learned as well."""
+
+    def losses(activation: nn.Module) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 64), activation, nn.Linear(64, 1))
+        x = torch.rand(256, 2) * 4 - 2
+        target = (x[:, :1] * x[:, 1:]).sin()
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+        found = []
+        for _ in range(200):
+            loss = F.mse_loss(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    exact, fewbit = losses(nn.GELU()), losses(fitact.activation("gelu", bits=3))
+    assert exact[0] == fewbit[0]  # the same values forward
+    assert exact[-1] < exact[0] / 5
+    assert fewbit[-1] < exact[0] / 5
+
+
+IMPORT = """
+import sys
+import fitact.generated.gelu_fewbit3
+heavy = {"scipy", "sympy", "jinja2", "matplotlib", "fitact.fitter", "fitact.codegen"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from fitact.generated.gelu_fewbit3 import gelu_fewbit3
+from fitact.runtime.kernels.triton_compat import HAS_TRITON
+assert not HAS_TRITON
+x = torch.randn(10, requires_grad=True)
+gelu_fewbit3(x).sum().backward()
+assert x.grad is not None and torch.equal(gelu_fewbit3(x), torch.nn.functional.gelu(x))
+"""
+
+
+@pytest.mark.parametrize("script", [IMPORT, WITHOUT_TRITON], ids=["imports little", "without triton"])
+def test_in_a_process_of_its_own(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_registering_twice_is_harmless() -> None:
+    step = registry.find(GELU3.module._KEY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert registry.register(step) == step.key
+    assert eager.TILE == 8192

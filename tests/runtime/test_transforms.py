@@ -1,0 +1,413 @@
+"""What every kind of activation promises under transforms: compilers, torch.func, checkpoints, opcheck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fitact.runtime.memory.saved import count_saved
+from tests.support.generated import CHANGES, EACH_DTYPE, LAYOUTS, Generated, run, same, sizes
+from tests.support.inverses import SOME as INVERSES
+from tests.support.kinds import QUICK, each, each_kind, every_kind, kinds
+from tests.support.outputs import SOME as OUTPUTS
+from tests.support.steps import SOME as STEPS
+
+BACKENDS = [None, "eager", "aot_eager"]
+
+
+def compiled(function: Callable, backend: str | None, **options: Any) -> Callable:
+    torch._dynamo.reset()
+    return function if backend is None else torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+# ----------------------------------------------------------------------------------------------------- compilers
+
+
+@each(STEPS | INVERSES | OUTPUTS)
+def test_compile_fullgraph(one: Generated) -> None:
+    x = torch.randn(300, 50, requires_grad=True)
+    with count_saved() as saved:
+        y = compiled(one.function, "aot_eager")(x)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert same(y, one.stock(x))
+    assert same(dx, run(one.function, x, dy)[1])
+    assert sizes(saved) == one.kept(y)
+
+
+@each_kind
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_transposed_input(one: Generated, backend: str | None) -> None:
+    x = torch.randn(100, 90).t().requires_grad_()
+    with count_saved() as saved:
+        y = compiled(one.function, backend)(x)
+    assert sizes(saved) == one.kept(y)
+    dy = torch.randn(90, 100)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    one.check_gradient(x, y, dy, dx)
+
+
+@pytest.mark.parametrize(
+    ("one", "budget"),
+    [
+        pytest.param(name, budget, marks=[] if (name, budget) == ("gelu_fewbit3", 1.0) else pytest.mark.full)
+        for name in QUICK
+        for budget in (1.0, 0.5, 0.0)
+    ],
+    indirect=["one"],
+)
+def test_compile_with_the_default_backend(one: Generated, budget: float) -> None:
+    """Between two operations that Inductor would like to fuse and recompute: gradients as without it."""
+
+    function = one.function
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return function(x * 2).sin() + 1
+
+    x = torch.randn(64, 1024, requires_grad=True)
+    with torch._functorch.config.patch(activation_memory_budget=budget), count_saved() as saved:
+        y = compiled(f, "inductor")(x)
+    torch.testing.assert_close(y, f(x))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx, torch.autograd.grad(f(x).sum(), x)[0])
+    if budget == 1.0:  # and the input of sin, which may be the output that is kept
+        assert set(sizes(saved)) == {x.numel() * 4, *one.kept(y)}
+
+
+@every_kind
+def test_compile_dynamic_recompiles_once(one: Generated) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(one.function, fullgraph=True, backend=counter)
+    for n in (100, 8192, 9000, 20_001, 7):
+        x = torch.randn(n, requires_grad=True)
+        y = function(x)
+        y.sum().backward()
+        assert same(y, one.stock(x))
+        assert same(x.grad, run(one.function, x)[1])
+    assert counter.frame_count <= 2
+
+
+@each_kind
+@pytest.mark.parametrize("layout", ["transposed", "channels_last"])
+def test_compile_other_layouts_with_dynamic_sizes(one: Generated, layout: str) -> None:
+    function = compiled(one.function, "aot_eager", dynamic=True)
+    for n in (8, 9, 30):
+        x = torch.randn(2, n, 4, 5)
+        x = x.transpose(1, 2) if layout == "transposed" else x.to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        y = function(x)
+        dy = torch.randn_like(y)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        torch.testing.assert_close(y, one.stock(x))
+        one.check_gradient(x, y, dy, dx)
+
+
+@each_kind
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_compile_and_autocast(one: Generated, inside: bool, layout: str) -> None:
+    f = one.function
+
+    def casting(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return f(x)
+
+    function = compiled(casting if inside else f, "aot_eager")
+    x = LAYOUTS[layout]().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside), count_saved() as saved:
+        y = function(x)
+    assert same(y, one.stock(x.detach()).to(torch.bfloat16 if one.keeps_output else torch.float32))
+    assert sizes(saved) == one.kept(y)
+    dy = torch.ones_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert dx.dtype == torch.float32
+    one.check_gradient(x, y, dy, dx)
+
+
+@each_kind
+def test_compiled_code_asks_for_gradients_too(one: Generated) -> None:
+    for needed in (False, True):
+        torch._dynamo.reset()
+        graphs = EagerAndRecordGraphs()
+        function = torch.compile(one.function, fullgraph=True, backend=graphs)
+        for some in (needed, not needed):
+            x = torch.randn(30, requires_grad=some)
+            assert function(x).requires_grad == some
+            assert ("fitact.forward" in graphs.graphs[-1].code) == some
+            assert "functorch" not in graphs.graphs[-1].code
+
+
+@kinds("gelu_inverted1")
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: str, layout: str) -> None:
+    """PyTorch's error, in backward or already in the compiler; where codes are all that is kept, the gradient."""
+    f = one.function
+    function = compiled(lambda t: CHANGES[change](f(t)), backend)
+    x = LAYOUTS[layout]().requires_grad_()
+    if one.keeps_output:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            function(x).sum().backward()
+        return
+    y = one.stock(x.detach()).requires_grad_()
+    (dy,) = torch.autograd.grad(CHANGES[change](y * 1).sum(), y)
+    (dx,) = torch.autograd.grad(function(x).sum(), x)
+    one.check_gradient(x, y, dy, dx)
+
+
+@each_kind
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_change_after_what_is_compiled(one: Generated, backend: str | None, recorded: bool) -> None:
+    x = torch.randn(30, 10, requires_grad=True)
+    y = compiled(one.function, backend)(x)
+    before = y.detach().clone()
+    with torch.set_grad_enabled(recorded):
+        y.mul_(2)
+    if one.keeps_output:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+        one.check_gradient(x, before, torch.full_like(y, 1.0 + recorded), x.grad)
+
+
+@each_kind
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_gradient_the_output_may_change(one: Generated, backend: str | None) -> None:
+    x = torch.randn(30, 10)
+    f, expected = one.function, 2 * one.stock(x)
+    function = compiled(lambda t: f(t).mul_(2), backend)
+    assert same(function(x), expected)
+    with torch.no_grad():
+        assert same(function(x.clone().requires_grad_()), expected)
+
+
+# ---------------------------------------------------------------------------------------------- export, the ops
+
+
+@each_kind
+def test_export(one: Generated) -> None:
+    function = one.function
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x) + 1
+
+    rows = torch.export.Dim("rows", min=2)
+    for shapes in (None, {"x": {0: rows}}):
+        program = torch.export.export(Model(), (torch.randn(3, 4),), dynamic_shapes=shapes).module()
+        x = torch.randn(3 if shapes is None else 7, 4)
+        assert same(program(x), one.stock(x) + 1)
+
+
+@kinds(*QUICK, "own_inverted")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
+@pytest.mark.parametrize("shape", [(), (0,), (4, 2500), pytest.param((8192,), marks=pytest.mark.full)], ids=str)
+@EACH_DTYPE
+def test_opcheck(one: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, key = torch.randn(shape).to(dtype), one.key
+    forward, backward = torch.ops.fitact.forward, torch.ops.fitact.backward
+    for out in {dtype, torch.bfloat16} if one.keeps_output and dtype != torch.float64 else {dtype}:
+        for order in {(), tuple(reversed(range(x.dim())))}:
+            torch.library.opcheck(forward.default, (x, order, out, key))
+        y, codes = forward(x, (), out, key)
+        assert (y.dtype, y.shape, codes.numel()) == (out, x.shape, -(-x.numel() // 8192) * 1024 * one.bits)
+        kept = y if one.keeps_output else None
+        torch.library.opcheck(backward.default, (torch.ones_like(y), kept, codes, dtype, key))
+
+
+# ----------------------------------------------------------------------------------------------------- torch.func
+
+
+@every_kind
+def test_torch_func(one: Generated) -> None:
+    f, x = one.function, torch.randn(5, 70) * 2
+    derivative = run(f, x)[1]
+    grad, vmap = torch.func.grad(lambda t: f(t).sum()), torch.func.vmap
+    # a formula that PyTorch lacks rounds differently with and without vectors
+    rtol, atol = (0.0, 0.0) if one.own is None else (1e-6, 1e-6)
+    for found, expected in (
+        (grad(x), derivative),
+        (vmap(grad)(x), derivative),
+        (vmap(grad, in_dims=1)(x), derivative.t()),
+        (vmap(vmap(grad))(x), derivative),
+        (vmap(f)(x), torch.stack([f(row) for row in x])),
+        (vmap(f, in_dims=1, out_dims=1)(x), torch.stack([f(column) for column in x.t()], 1)),
+        (torch.func.jacrev(f)(x[0]), torch.diag(derivative[0])),
+        (vmap(torch.func.jacrev(f))(x), torch.diag_embed(derivative)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    y, pullback = torch.func.vjp(f, x)
+    assert same(y, one.stock(x))
+    assert same(pullback(torch.ones_like(y))[0], derivative)
+    for empty in (torch.randn(0, 7), torch.randn(7, 0)):
+        assert vmap(f)(empty).shape == empty.shape
+
+
+@every_kind
+def test_torch_func_where_the_input_does_not_tell(one: Generated) -> None:
+    """A gradient at an outer level, of a tensor that requires none at its own."""
+    f, x = one.function, torch.randn(5, 70)
+    derivatives = run(f, x)[1]
+    outer = torch.func.grad(lambda t: torch.func.vmap(f)(t).sum())
+    assert same(outer(x), derivatives)
+    assert same(torch.func.vmap(outer)(x[:, None])[:, 0], derivatives)
+    leaf = x.clone().requires_grad_()
+    torch.func.vmap(f)(leaf).sum().backward()
+    assert same(leaf.grad, derivatives)
+    inner = torch.func.grad(lambda t: (f(x) * t).sum())
+    assert same(inner(x), f(x))
+
+
+@every_kind
+@pytest.mark.parametrize("n", [0, 1, 8192, 2 * 8192 + 77])
+def test_vmap_of_many_sizes(one: Generated, n: int) -> None:
+    x, f = torch.randn(3, n), one.function
+    grad = torch.func.grad(lambda t: (f(t) ** 2).sum())
+    alone = torch.stack([grad(row) for row in x])
+    # PyTorch's own values round differently with and without vectors
+    torch.testing.assert_close(torch.func.vmap(grad)(x), alone, rtol=1e-4, atol=1e-6)
+    y = one.stock(x)
+    torch.testing.assert_close(alone, run(f, x, 2 * y)[1], rtol=1e-4, atol=1e-6)
+
+
+@every_kind
+def test_vmap_under_autocast(one: Generated) -> None:
+    x, f = torch.randn(4, 9), one.function
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.func.vmap(f)(x)
+        derivative = torch.func.vmap(torch.func.grad(lambda t: f(t).float().sum()))(x)
+    assert same(y, one.stock(x).to(torch.bfloat16 if one.keeps_output else torch.float32))
+    assert derivative.dtype == torch.float32
+    one.check_gradient(x, y, torch.ones_like(y), derivative)
+
+
+@every_kind
+def test_per_sample_gradients(one: Generated) -> None:
+    first, second = nn.Linear(4, 30), nn.Linear(30, 1)
+    parameters = dict(nn.Sequential(first, second).named_parameters())
+    x = torch.randn(6, 4)
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        inner = one.function(F.linear(sample, parameters["0.weight"], parameters["0.bias"]))
+        return F.linear(inner, parameters["1.weight"], parameters["1.bias"]).sum()
+
+    each_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(6):
+        alone = torch.func.grad(loss)(parameters, x[i])
+        for name in parameters:
+            torch.testing.assert_close(each_sample[name][i], alone[name])
+
+
+# -------------------------------------------------------------------------------------------- second derivatives
+
+
+def penalty(x: torch.Tensor, function: Callable) -> None:
+    y = function(x)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.sum() + dx.square().sum()).backward()
+
+
+def power(x: torch.Tensor, function: Callable) -> None:
+    (dx,) = torch.autograd.grad(function(x).pow(2).sum(), x, create_graph=True)
+    torch.autograd.grad(dx.sum(), x)
+
+
+def of_dy(x: torch.Tensor, function: Callable) -> None:
+    dy = torch.randn_like(x, requires_grad=True)
+    (dx,) = torch.autograd.grad(function(x), x, dy, create_graph=True)
+    torch.autograd.grad(dx.sum(), dy)
+
+
+def twice(x: torch.Tensor, function: Callable) -> None:
+    torch.autograd.grad(function(x).sum(), x, create_graph=True)[0].sum().backward()
+
+
+@each_kind
+@pytest.mark.parametrize("derive", [penalty, power, of_dy, twice])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_double_backward_raises(
+    one: Generated, derive: Callable, backend: str | None, request: pytest.FixtureRequest
+) -> None:
+    """The activation's own error, or that of a compiler that has none."""
+    if backend == "eager" and not one.keeps_output and derive in (penalty, twice):
+        reason = "in a graph that is not compiled further nothing ties the gradient of codes to x: 0, silently"
+        request.applymarker(pytest.mark.xfail(reason=reason))
+    own = f"{one.name}: a second derivative was requested"
+    message = "does not currently support double backward" if backend == "aot_eager" else own
+    with pytest.raises(RuntimeError, match=message):
+        derive(torch.randn(3, requires_grad=True), compiled(one.function, backend))
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda f, x: torch.func.grad(torch.func.grad(lambda t: f(t).sum()))(x[0]),
+        lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
+        lambda f, x: torch.autograd.functional.hessian(lambda t: f(t).sum(), x),
+    ],
+    ids=["func.grad", "jacrev", "hessian"],
+)
+def test_second_derivatives_by_transforms_raise(one: Generated, derive: Callable) -> None:
+    with pytest.raises(RuntimeError, match=f"{one.name}: a second derivative was requested"):
+        derive(one.function, torch.randn(3, requires_grad=True))
+
+
+@every_kind
+def test_forward_mode_raises(one: Generated) -> None:
+    x = torch.randn(3)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(one.function, (x,), (x,))
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+@every_kind
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_checkpoint(one: Generated, reentrant: bool, autocast: bool) -> None:
+    x = torch.randn(5000, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = checkpoint(lambda t: one.function(t * 2), x, use_reentrant=reentrant)
+        expected = run(lambda t: one.function(t * 2), x)[1]
+    assert y.dtype == (torch.bfloat16 if autocast and one.keeps_output else torch.float32)
+    y.sum().backward()
+    assert same(x.grad, expected)
+
+
+@every_kind
+def test_selective_checkpoint_can_keep_what_is_kept(one: Generated) -> None:
+    def keep(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        ours = op == torch.ops.fitact.forward.default
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.randn(5000, requires_grad=True)
+    y = checkpoint(
+        lambda t: one.function(t.sin()).cos(),
+        x,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(keep),
+    )
+    y.sum().backward()
+    assert same(x.grad, run(lambda t: one.function(t.sin()).cos(), x)[1])
+
+
+@every_kind
+def test_save_on_cpu(one: Generated) -> None:
+    x = torch.randn(9000, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        y = one.function(x)
+    y.sum().backward()
+    assert same(x.grad, run(one.function, x)[1])

@@ -1,0 +1,163 @@
+"""The value of the module generated from a formula, with PyTorch's operators: as accurate as `check` says.
+
+Any formula is held to it, at every bfloat16 and float16 and at 70 000 further float32: the literature's, the
+catalog's as formulas, and others. One that `check` reports may fail, and then does fail where it says; one of
+which it says nothing does not fail anywhere. What is allowed is in `values`: 24 roundings of f and of x f′ for the
+literature and the catalog, for the others what `check` promises. |x| and |f| beyond 1e38 have a test of their own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fitact.runtime.ops import reference_math
+from tests.support import values
+from tests.support.values import EACH, FORMULAS, Formula
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def value_of(formula: Formula, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = values.module(formula.text)._torch_value(x)
+    return found
+
+
+@EACH
+def test_value(formula: Formula) -> None:
+    if values.may_fail(formula):
+        pytest.skip("reported")
+    compute = values.module(formula.text)._torch_value
+    for dtype in DTYPES:
+        x = values.points(dtype)
+        lines = values.misses(formula, compute(x), x)
+        assert not lines, f"{dtype}: {values.report(formula, lines)}"
+
+
+@EACH
+def test_value_in_float64(formula: Formula) -> None:
+    """Where float32 is good enough, float64 is: compared with many digits."""
+    if values.reported(formula.text):
+        pytest.skip("reported")
+    at = values.few_points()
+    true, allowed = values.exact(formula, at), values.allowed(formula, at, torch.float64)
+    found = value_of(formula, torch.from_numpy(at)).numpy()
+    representable = np.abs(true) < 1e300
+    wrong = representable & ~(np.abs(found - np.where(representable, true, 0.0)) <= allowed)
+    assert not wrong.any(), (formula.text, at[wrong][0], found[wrong][0], true[wrong][0])
+
+
+@EACH
+def test_the_reference(formula: Formula) -> None:
+    """The float64 value is a thousand times closer to that of many digits than what is allowed."""
+    if values.may_fail(formula):
+        pytest.skip("reported")
+    at = values.few_points()
+    true, found = values.exact(formula, at), values.truth(formula, at)
+    strict = Formula(formula.name, formula.text)
+    representable = np.abs(true) < 1e300
+    wrong = representable & ~(
+        np.abs(found - np.where(representable, true, 0.0)) <= values.allowed(strict, at) / 1000
+    )
+    assert not wrong.any(), (formula.text, at[wrong][0], found[wrong][0], true[wrong][0])
+
+
+@EACH
+def test_to_the_end_of_the_range(formula: Formula) -> None:
+    """To 1.3e38: nearer to the end of float32's range, parts of a formula may overflow where it does not."""
+    if values.may_fail(formula):
+        pytest.skip("reported")
+    far = torch.from_numpy(np.geomspace(1e18, 1.3e38, 2_000).astype(np.float32))
+    x = torch.cat([-far, far])
+    lines = values.misses(formula, value_of(formula, x), x, limit=1.3e38)
+    assert not lines, values.report(formula, lines)
+
+
+@EACH
+def test_nan_and_infinity(formula: Formula) -> None:
+    """NaN stays NaN unless the formula itself makes a number of it; finite limits are reached."""
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    true = values.truth(formula, special.double().numpy())
+    for dtype in DTYPES:
+        found = value_of(formula, special.to(dtype)).double().numpy()
+        assert np.isnan(found[0]) == np.isnan(true[0])
+        finite = np.isfinite(true[1:])
+        np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=float(torch.finfo(dtype).eps))
+
+
+@EACH
+def test_what_is_reported_is_so(formula: Formula) -> None:
+    """At the x that it names the value, or the derivative, is off.
+
+    By more than half of what is allowed: the report is about NumPy's functions, and PyTorch's round differently.
+    """
+    if not values.reported(formula.text):
+        pytest.skip("nothing is reported of it, so there is nothing to confirm")
+    if values.value_is_reported(formula.text):
+        _, at, said = values.named(formula.text, values.VALUE)
+        x = values.neighbours(at).double().numpy()
+        found = value_of(formula, torch.from_numpy(x).float()).double().numpy()
+        true = values.exact(formula, x)
+        limits = values.allowed(Formula(formula.name, formula.text, values.PROMISED, values.LOST), x)
+    else:
+        _, at, said = values.named(formula.text, values.DERIVATIVE)
+        x = values.neighbours(at).double().numpy()
+        found = formula.activation.derivative(x)
+        true = np.array(
+            [
+                float(values.evaluate_multiprecision(formula.activation.derivative_formula, point, 20))
+                for point in x.tolist()
+            ]
+        )
+        limits = 1e-7 * np.maximum(1.0, np.abs(true))
+    assert np.min(np.abs(true - said)) <= 2e-3 * np.max(np.abs(true))
+    assert np.any(~(np.abs(found - true) <= limits / 2))
+
+
+@pytest.mark.full
+def test_some_are_reported() -> None:
+    """And most are not: the comparison above is not empty."""
+    assert 5 <= sum(values.reported(formula.text) is not None for formula in FORMULAS) <= len(FORMULAS) / 3
+
+
+# -------------------------------------------------------------------------- the functions that PyTorch lacks
+
+# Units in the last place, the worst that was seen and a little more; absolute errors below 1.2e-38 do not count.
+ULPS = {"hypot1": 1.0, "isru": 2.0, "squareplus": 2.5, "sech2": 5.0, "tsech2": 5.0, "logcosh": 4.0}
+
+
+@pytest.mark.parametrize("name", values.FLOAT64)
+def test_the_reference_of_functions(name: str) -> None:
+    """float64 is within 1e-13 of the definition with 700 digits."""
+    at = values.function_points(name)[::401]
+    if name in ("exp_full", "expm1", "sinh", "cosh"):
+        at = at[np.abs(at) < 700]
+    with np.errstate(all="ignore"):
+        found = values.FLOAT64[name](at)
+    true = values.defined(name, at)
+    assert np.all(np.abs(found - true) <= 1e-13 * np.abs(true) + 1e-100)
+
+
+@pytest.mark.parametrize("name", ULPS)
+def test_composed_in_float32(name: str) -> None:
+    at = values.function_points(name)
+    found = getattr(reference_math, name)(torch.from_numpy(at.astype(np.float32))).double().numpy()
+    with np.errstate(all="ignore"):
+        error, i = values.worst(found, values.FLOAT64[name](at))
+    assert error <= ULPS[name], (at[i], found[i], error)
+
+
+@pytest.mark.parametrize("name", ULPS)
+def test_composed_in_float64(name: str) -> None:
+    wide = np.geomspace(1e-300, 1e300, 61)
+    at = np.concatenate([values.function_points(name, np.float64)[::151], wide, -wide])
+    found = getattr(reference_math, name)(torch.from_numpy(at)).numpy()
+    error, i = values.worst(found, values.defined(name, at), np.float64)
+    assert error <= ULPS[name], (at[i], found[i], error)
+
+
+def test_many_digits_of_a_formula_as_typed() -> None:
+    """1 + exp(x) rounds to 1 with 75 digits too; that is no reason to answer 0."""
+    found = values.evaluate_multiprecision(values.parse("log(1 + exp(x))"), -264.75, 30)
+    assert abs(found / values.MP.exp(-264.75) - 1) < 1e-25

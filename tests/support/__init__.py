@@ -1,0 +1,1 @@
+"""What tests share: references to compare with, and what ships, by kind."""

@@ -1,0 +1,216 @@
+"""What tests of generated activations share: PyTorch's own, numbers and layouts, and what every kind is asked."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fitact.codegen.generate import render
+from fitact.fitter.records.fit import AnyFit
+from fitact.runtime.memory.saved import Saved
+from fitact.runtime.ops import registry
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=str)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# PyTorch's own, written out here: the catalog is under test.
+STOCK: dict[str, Any] = {
+    "celu": F.celu,
+    "elu": F.elu,
+    "exp": torch.exp,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hardshrink": F.hardshrink,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "leaky_relu": F.leaky_relu,
+    "logsigmoid": F.logsigmoid,
+    "mish": F.mish,
+    # PyTorch has none; rounded once
+    "quick_gelu": lambda x: (wide(x) * torch.sigmoid(1.702 * wide(x))).to(x.dtype),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
+    "selu": F.selu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "softshrink": F.softshrink,
+    "softsign": F.softsign,
+    "tanh": torch.tanh,
+    "tanhshrink": F.tanhshrink,
+    "threshold": lambda x: F.threshold(x, 1.0, 0.0),
+}
+
+
+def patterns(dtype: torch.dtype) -> torch.Tensor:
+    """All 65 536 bit patterns of a half-precision dtype, NaNs and infinities among them."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+# Orders and sizes that a tensor may have; of those that are not dense the result is contiguous.
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.randn(3, 50, 70),
+    "transposed": lambda: torch.randn(50, 70).t(),
+    "channels_last": lambda: torch.randn(2, 5, 30, 40).to(memory_format=torch.channels_last),
+    "channels_last_3d": lambda: torch.randn(2, 5, 6, 7, 8).to(memory_format=torch.channels_last_3d),
+    "permuted": lambda: torch.randn(4, 5, 6, 7).permute(2, 0, 3, 1),
+    "size_one_dims": lambda: torch.randn(3, 1, 5, 1).transpose(0, 2),
+    "expanded": lambda: torch.randn(30, 1).expand(30, 50),
+    "sliced": lambda: torch.randn(100, 40)[::3, 1::2],
+    "overlapping": lambda: torch.randn(100).as_strided((20, 20), (2, 1)),
+    "empty": lambda: torch.randn(0, 3),
+    "zero_dim": lambda: torch.randn(()),
+    "below_a_tile": lambda: torch.randn(8191),
+    "one_tile": lambda: torch.randn(8192),
+    "above_a_tile": lambda: torch.randn(8193),
+    "many_chunks": lambda: torch.randn(8192 * 35 + 5),
+}
+DENSE = set(LAYOUTS) - {"expanded", "sliced", "overlapping"}
+
+
+def first_row(y: torch.Tensor) -> torch.Tensor:
+    (y[0] if y.dim() else y).zero_()
+    return y
+
+
+# Changes in place of an activation's output.
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "product": lambda y: y.mul_(2),
+    "relu": lambda y: F.relu(y, inplace=True),
+    "row": first_row,
+}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit, the sign of 0 too, but for the payload of NaNs."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    return a.dtype == b.dtype and bool(torch.all((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())))
+
+
+def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What rounding float64 values to a dtype costs at most; the doubled unit is for values that round up."""
+    info = torch.finfo(dtype)
+    return values.abs() * info.eps / 2 * (1 + info.eps) + info.smallest_normal * info.eps
+
+
+def run(function: Any, x: torch.Tensor, dy: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value and gradient of a fresh leaf with the layout of x."""
+    leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = function(leaf)
+    (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) if dy is None else dy)
+    return y.detach(), dx
+
+
+def sizes(saved: Saved) -> list[int]:
+    """The bytes of each storage that is kept."""
+    return sorted(storage.nbytes() for storage in saved.storages.values() if storage.nbytes())
+
+
+@dataclass(frozen=True)
+class Generated(ABC):
+    """A generated activation, its fit as plain JSON; `own` is its module where it is not a shipped one."""
+
+    name: str
+    fit: Any
+    own: ModuleType | None = None
+
+    keeps_output: ClassVar[bool]
+
+    @property
+    def plain(self) -> str:
+        return self.fit["activation"]["name"]
+
+    @property
+    def module(self) -> ModuleType:
+        return self.own or importlib.import_module(f"fitact.generated.{self.name}")
+
+    @property
+    def function(self) -> Any:
+        return getattr(self.module, self.name)
+
+    @property
+    def key(self) -> str:
+        return self.module._KEY
+
+    @property
+    def bits(self) -> int:
+        return self.fit.get("bits", 0)
+
+    @property
+    def stock(self) -> Any:
+        """PyTorch's own; for a formula that PyTorch lacks what the module composes, which has tests of its own."""
+        return STOCK[self.plain] if self.own is None else registry.find(self.key).value
+
+    def stock_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own, by autograd."""
+        leaf = x.detach().clone().requires_grad_()
+        (dx,) = torch.autograd.grad(self.stock(leaf), leaf, dy)
+        return dx
+
+    def kept(self, y: torch.Tensor) -> list[int]:
+        """The bytes of each storage kept for backward: the output where it is needed, whole tiles of codes."""
+        whole = y.numel() * y.element_size() if self.keeps_output else 0
+        return sorted(filter(None, [whole, -(-y.numel() // 8192) * 1024 * self.bits]))
+
+    @abstractmethod
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """All numbers of half precision; else a sample, with all that is special to this activation."""
+
+    @abstractmethod
+    def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
+        """Compare dx with dy times what stands for f′, by the definition."""
+
+
+@cache
+def fits() -> dict[str, Any]:
+    """The shipped fits as plain JSON."""
+    folder = files("fitact.generated") / "fits"
+    texts = {path.name.removesuffix(".json"): path.read_text() for path in folder.iterdir()}
+    return {name: json.loads(texts[name]) for name in sorted(texts)}
+
+
+def load(fit: AnyFit) -> ModuleType:
+    """Generate the module of a fit, and import it."""
+    path = Path(tempfile.mkdtemp(dir=os.environ["FITACT_TESTS_SHARED"]), f"{fit.name}.py")
+    path.write_text(render(fit), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"of_tests_{path.parent.name}_{fit.name}", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # compilers look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def each_of(ones: Callable[[], Sequence[Generated]], only: set[str] | None = None) -> pytest.MarkDecorator:
+    """Parametrise `one` by activations; those not in `only` run in the full product alone."""
+    params = [
+        pytest.param(one, id=one.name, marks=[] if only is None or one.name in only else pytest.mark.full)
+        for one in ones()
+    ]
+    return pytest.mark.parametrize("one", params)

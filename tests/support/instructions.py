@@ -1,0 +1,401 @@
+"""What a kernel costs, read off its machine code: registers, spills, widths of accesses, instructions an element.
+
+Counted is what a thread runs through in a full tile, whose rows are read and written unmasked. Of all ways through
+the code it is the one whose accesses to memory have no predicate, are in bytes just what a thread has to load and
+to store, and are the fewest, hence the widest. The loop over the rows is found by its backward jump, and how often
+it runs follows from the bytes that it loads.
+
+An instruction with a false predicate counts, and so does a rare branch within the loop; a loop within it counts as
+one trip, a subroutine, for rare operands of a division or a root, as its call. Left out are NVIDIA's NOP and AMD's
+s_nop, s_waitcnt, s_delay_alu and s_clause.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fitact.runtime.ops import registry
+from fitact.runtime.ops.reference import TILE
+from fitact.runtime.ops.registry import Pointwise
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of the table
+FLOATS = DTYPES | {"fp16": torch.float16}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Triton 3.5 keeps some scalars of forward kernels for half precision in vector registers; none goes to memory.
+SCALARS = () if triton.__version__.startswith("3.5.") else ("sgpr_spill_count",)
+SPILLED = ("vgpr_spill_count", *SCALARS, "private_segment_fixed_size")
+
+
+class Instruction(NamedTuple):
+    """An instruction, as far as it is counted and followed.
+
+    Attributes:
+        name: with its modifiers.
+        guarded: whether it, or what it does to the flow, depends on a predicate.
+        goal: the label that it may jump to.
+        ends: whether it ends the thread.
+        load, store: bytes of global memory.
+        counted: whether it does anything but wait.
+
+    """
+
+    name: str
+    guarded: bool = False
+    goal: str | None = None
+    ends: bool = False
+    load: int = 0
+    store: int = 0
+    counted: bool = True
+
+
+class Program(NamedTuple):
+    """The instructions of a kernel in the order of their addresses, and the labels as indices of these."""
+
+    instructions: list[Instruction]
+    labels: dict[str, int]
+
+    def next(self, at: int) -> list[int | None]:
+        """Return the indices that may follow one; None is the end of the thread."""
+        one = self.instructions[at]
+        found: list[int | None] = []
+        if one.goal is not None:
+            found.append(self.labels[one.goal])
+        if one.ends:
+            found.append(None)
+        if not found or one.guarded:
+            found.append(at + 1)
+        return found
+
+
+_LABEL = re.compile(r"([.$\w]+):")
+_NVIDIA = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_NVIDIA_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+_AMD = re.compile(r"\s+([a-z]\w*)([^;]*)")
+_AMD_ACCESS = re.compile(r"(?:global|buffer|flat)_(load|store)_(\w+)")
+_AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+_AMD_WAITS = ("s_nop", "s_waitcnt", "s_delay_alu", "s_clause")
+
+
+def nvidia(text: str) -> Program:
+    """Return the program that nvdisasm prints."""
+    program = Program([], {})
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            program.labels[label[1]] = len(program.instructions)
+        elif found := _NVIDIA.match(line):
+            guard, name, operands = found.groups()
+            kind, *modifiers = name.split(".")
+            goal = re.search(r"`\((\.L\w+)\)", operands)
+            # a far jump is written as a call of a label; subroutines have names
+            jumps = kind in ("BRA", "CALL") and goal is not None
+            width = next((_NVIDIA_BYTES[m] for m in modifiers if m in _NVIDIA_BYTES), 4)
+            program.instructions.append(
+                Instruction(
+                    name,
+                    guarded=guard is not None or (jumps and not operands.lstrip().startswith("`")),
+                    goal=goal[1] if goal is not None and jumps else None,
+                    ends=kind in ("EXIT", "RET"),
+                    load=width if kind == "LDG" else 0,
+                    store=width if kind == "STG" else 0,
+                    counted=kind != "NOP",
+                )
+            )
+    return program
+
+
+def amd(text: str) -> Program:
+    """Return the program of an assembler text."""
+    program = Program([], {})
+    for line in text.partition("\n.Lfunc_end")[0].splitlines():
+        if label := _LABEL.match(line):
+            program.labels[label[1]] = len(program.instructions)
+        elif found := _AMD.match(line):
+            name, operands = found.groups()
+            access = _AMD_ACCESS.match(name)
+            width = 0
+            if access is not None:
+                width = _AMD_BYTES.get(access[2], 1 if "byte" in access[2] else 2)
+            jumps = name.startswith(("s_branch", "s_cbranch"))
+            program.instructions.append(
+                Instruction(
+                    name,
+                    guarded=name.startswith("s_cbranch"),
+                    goal=operands.strip() if jumps else None,
+                    ends=name in ("s_endpgm", "s_setpc_b64"),
+                    load=width if access is not None and access[1] == "load" else 0,
+                    store=width if access is not None and access[1] == "store" else 0,
+                    counted=not name.startswith(_AMD_WAITS),
+                )
+            )
+    return program
+
+
+class Work(NamedTuple):
+    """What a thread has to do in a full tile.
+
+    Attributes:
+        elements: how many are its share.
+        reads, writes: bytes an element of the rows.
+        reads_once, writes_once: bytes of codes.
+
+    """
+
+    elements: int
+    reads: int
+    writes: int
+    reads_once: int = 0
+    writes_once: int = 0
+
+
+class Way(NamedTuple):
+    """A way through a program: the instructions of its loop, none if it has none, and all others."""
+
+    loop: list[Instruction]
+    rest: list[Instruction]
+
+    def trips(self, work: Work) -> int | None:
+        """Return how often the loop runs if the accesses are unmasked and just those of `work`, None if not."""
+        if any(one.guarded and (one.load or one.store) for one in self.loop + self.rest):
+            return None
+        loads = work.elements * work.reads + work.reads_once - sum(one.load for one in self.rest)
+        stores = work.elements * work.writes + work.writes_once - sum(one.store for one in self.rest)
+        if not self.loop:
+            return None if loads or stores else 0
+        loaded, stored = sum(one.load for one in self.loop), sum(one.store for one in self.loop)
+        trips = loads // loaded if loaded else 0
+        return trips if trips > 0 and (trips * loaded, trips * stored) == (loads, stores) else None
+
+
+def ways(program: Program) -> list[Way]:
+    """Return the ways from the start of a program to its end that run one loop or none."""
+    loops = _loops(program)
+    found = []
+
+    def follow(at: int | None, rest: list[int], loop: frozenset[int]) -> None:
+        """Add the ways from `at` on, where `rest` and `loop` have been passed."""
+        while at is not None:
+            inside = next((one for one in loops if at in one), None)
+            if inside is None:
+                rest = [*rest, at]
+                following = program.next(at)
+            elif loop:
+                return
+            else:
+                loop = inside
+                following = list({after for one in loop for after in program.next(one)} - loop)
+            if not following:
+                return  # the trap behind the code, a jump to itself
+            at, *others = following
+            for other in others:
+                follow(other, rest, loop)
+        found.append(Way(*([program.instructions[i] for i in part] for part in (sorted(loop), rest))))
+
+    follow(0, [], frozenset())
+    return found
+
+
+def _loops(program: Program) -> set[frozenset[int]]:
+    """Return the loops: what the target of a backward jump leads to and what leads back to it."""
+    after = {at: [one for one in program.next(at) if one is not None] for at in range(len(program.instructions))}
+    before: dict[int, list[int]] = {}
+    for at, following in after.items():
+        for one in following:
+            before.setdefault(one, []).append(at)
+
+    def reached(start: int, edges: dict[int, list[int]]) -> set[int]:
+        seen, left = {start}, [start]
+        while left:
+            new = set(edges.get(left.pop(), [])) - seen
+            seen |= new
+            left += new
+        return seen
+
+    heads = {(head, at) for at, following in after.items() for head in following if head <= at}
+    return {
+        frozenset(ahead & reached(head, before)) for head, at in heads if at in (ahead := reached(head, after))
+    }
+
+
+def full_tile(program: Program, work: Work) -> tuple[Way, int]:
+    """Return the way that a thread takes in a full tile, and how often it runs the loop.
+
+    Of the ways that do the work, the one with the fewest accesses to memory.
+
+    Raises:
+        ValueError: there is no such way, or more than one.
+
+    """
+    fitting = [(way, trips) for way in ways(program) if (trips := way.trips(work)) is not None]
+
+    def accesses(way: Way, trips: int) -> int:
+        rest, loop = (sum(bool(one.load or one.store) for one in part) for part in (way.rest, way.loop))
+        return rest + trips * loop
+
+    fewest = min((accesses(*one) for one in fitting), default=0)
+    best = [one for one in fitting if accesses(*one) == fewest]
+    if len(best) != 1:
+        raise ValueError(f"{len(best)} ways through the kernel do {work}: expected 1 of {len(ways(program))}")
+    return best[0]
+
+
+def count(way: Way, trips: int, work: Work) -> tuple[float, float]:
+    """Return the instructions an element of a full tile, and how many of these are not the loop's.
+
+    The second is what the first exceeds the loop by, over the elements of one trip: a trip that was peeled off
+    counts as the loop's. If the compiler wrote the rows out, all are outside.
+    """
+    loop, rest = (sum(one.counted for one in part) for part in (way.loop, way.rest))
+    total = (trips * loop + rest) / work.elements
+    if not trips:
+        return total, total
+    return total, total - loop * work.reads / sum(one.load for one in way.loop)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and how it is launched.
+
+    Attributes:
+        module: name of its module.
+        pass_: forward or backward.
+        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n.
+        activation: the one whose bits and threads are the kernel's.
+
+    """
+
+    module: str
+    pass_: str
+    function: Any
+    activation: Pointwise
+
+    @classmethod
+    def of(cls, module: str, pass_: str) -> Kernel:
+        """Return a kernel of a generated module."""
+        activation = registry.find(importlib.import_module(f"fitact.generated.{module}")._KEY)
+        return cls(module, pass_, getattr(activation, pass_), activation)
+
+    def threads(self, *dtypes: str) -> int:
+        """Return the threads of a program."""
+        return self.activation.threads(*(torch.empty(0, dtype=FLOATS[dtype]) for dtype in dtypes))
+
+    def work(self, dtype: str) -> Work:
+        """Return what a thread has to do in a full tile."""
+        elements = TILE // self.threads(dtype)
+        size = DTYPES[dtype].itemsize
+        codes = elements * self.activation.bits // 8
+        if self.pass_ == "forward":
+            return Work(elements, size, size, writes_once=codes)
+        rows = {"dy", "x", "y"} & set(self.function.arg_names)
+        return Work(elements, size * len(rows), size, reads_once=codes)
+
+    def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
+        """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
+        kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
+        signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+        warps = self.threads(dtype, output or dtype) // TARGETS[target].warp_size
+        return triton.compile(
+            ASTSource(fn=self.function, signature=signature, constexprs={}, attrs=aligned),
+            target=TARGETS[target],
+            options={"num_warps": warps, "enable_fp_fusion": True},
+        )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a kernel costs.
+
+    Attributes:
+        registers: a thread's.
+        spills: NVIDIA: bytes of stack and local memory; AMD: registers spilled and bytes of scratch.
+        load_bytes, store_bytes: the widest accesses to global memory on the path of a full tile.
+        instructions: an element of a full tile.
+        outside: how many of these are not of the loop over the rows.
+
+    """
+
+    registers: int
+    spills: int
+    load_bytes: int
+    store_bytes: int
+    instructions: float
+    outside: float
+
+    def row(self) -> dict[str, float]:
+        """Return the row of the table."""
+        return {name: round(value, 2) for name, value in asdict(self).items()}
+
+
+class Code(NamedTuple):
+    """The machine code of a compiled kernel.
+
+    Attributes:
+        text: as the assembler would read it.
+        registers: a thread's.
+        spills: NVIDIA: bytes of stack and local memory; AMD: registers spilled and bytes of scratch.
+        shared: bytes of memory that the threads of a program share.
+
+    """
+
+    text: str
+    registers: int
+    spills: int
+    shared: int
+
+
+def machine_code(asm: Any) -> Code:
+    """Return what the tools of the GPU's maker say of what was compiled."""
+    if "cubin" not in asm:
+        text = asm["amdgcn"]
+        spills = sum(_field(rf"\.{what}:\s+(\d+)", text) for what in SPILLED)
+        shared = _field(r"\.group_segment_fixed_size:\s+(\d+)", text)
+        return Code(text, _field(r"\.vgpr_count:\s+(\d+)", text), spills, shared)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        usage = _tool("cuobjdump", "-res-usage", str(cubin))
+        text = _tool("nvdisasm", "-c", str(cubin))
+    registers, *spills, shared = (
+        _field(rf"\b{what}:(\d+)", usage) for what in ("REG", "STACK", "LOCAL", "SHARED")
+    )
+    return Code(text, registers, sum(spills), shared)
+
+
+def measure(kernel: Kernel, dtype: str, target: str) -> Cost:
+    """Compile a kernel and read off what it costs."""
+    asm = kernel.compile(dtype, target).asm
+    code = machine_code(asm)
+    work = kernel.work(dtype)
+    way, trips = full_tile(nvidia(code.text) if "cubin" in asm else amd(code.text), work)
+    return Cost(
+        code.registers,
+        code.spills,
+        max(one.load for one in way.loop + way.rest),
+        max(one.store for one in way.loop + way.rest),
+        *count(way, trips, work),
+    )
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _field(pattern: str, text: str) -> int:
+    (value,) = re.findall(pattern, text)
+    return int(value)

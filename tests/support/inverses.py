@@ -1,0 +1,272 @@
+"""What tests of inverted activations share: the shipped ones, true derivatives, approximants of the plain JSON.
+
+Derivatives and approximants are written out here with NumPy and SciPy, in float64: nothing of fitact takes part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+
+from fitact.errors import FitWarning
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.methods import inverted
+from fitact.fitter.records.fit import InvertedFit
+from fitact.fitter.records.reading import from_json
+from tests.support.generated import HALVES, Generated, each_of, fits, half_ulp, load, patterns
+from tests.support.shared import shared
+
+# What roundings of float32 make of f′ at most in shipped modules: in half precision half of what that of dx does.
+LOST = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1.5e-5, torch.float64: 1e-12}
+
+NORMAL = math.sqrt(2 * math.pi)
+TANH = math.sqrt(2 / math.pi)
+CUBE = 0.044715
+
+
+def _swish(beta: float) -> tuple[Callable, Callable]:
+    def value(x: np.ndarray) -> np.ndarray:
+        return x * special.expit(beta * x)
+
+    def derivative(x: np.ndarray) -> np.ndarray:
+        s, other = special.expit(beta * x), special.expit(-beta * x)
+        return s + beta * x * s * other
+
+    return value, derivative
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return x * special.expit(2 * TANH * (x + CUBE * x**3))
+
+
+def _gelu_tanh_derivative(x: np.ndarray) -> np.ndarray:
+    u = 2 * TANH * (x + CUBE * x**3)
+    s, other = special.expit(u), special.expit(-u)
+    return s + x * s * other * 2 * TANH * (1 + 3 * CUBE * x * x)
+
+
+def _mish_derivative(x: np.ndarray) -> np.ndarray:
+    t = np.tanh(np.logaddexp(0, x))
+    return t + x * (1 - t * t) * special.expit(x)
+
+
+# name → f, f′ and the x of f's minimum
+TRUE: dict[str, tuple[Callable, Callable, float]] = {
+    "gelu": (
+        lambda x: x * special.ndtr(x),
+        lambda x: special.ndtr(x) + x * np.exp(-x * x / 2) / NORMAL,
+        -0.751791524693564457,
+    ),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative, -0.7524614220710163),
+    "hardswish": (
+        lambda x: x * np.clip(x + 3, 0, 6) / 6,
+        lambda x: np.where(x <= -3, 0.0, np.where(x >= 3, 1.0, x / 3 + 0.5)),
+        -1.5,
+    ),
+    "mish": (lambda x: x * np.tanh(np.logaddexp(0, x)), _mish_derivative, -1.1924312145154952),
+    "quick_gelu": (*_swish(1.702), -1.278464542761073795 / 1.702),
+    "silu": (*_swish(1.0), -1.278464542761073795),
+}
+
+
+def _radical(d: np.ndarray, order: int, side: int) -> np.ndarray:
+    if side == 0:
+        return np.sign(d) * np.abs(d) ** (1 / order)
+    return np.maximum(side * d, 0) ** (1 / order)
+
+
+def _polynomial(coefficients: list[float], t: np.ndarray) -> np.ndarray:
+    return sum(c * t**k for k, c in enumerate(coefficients))
+
+
+def _sizes(coefficients: list[float], t: np.ndarray) -> np.ndarray:
+    return _polynomial([abs(c) for c in coefficients], t)
+
+
+def _quotient(approximant: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return p/q, and how large the terms are that make it up, to which roundings are relative."""
+    radicals = [
+        radical["sign"] * _radical(y - radical["anchor"], radical["order"], radical["side"])
+        for radical in approximant["radicals"]
+    ]
+    t = np.clip(sum(radicals), approximant["low"], approximant["high"])
+    p, q = _polynomial(approximant["numerator"], t), _polynomial(approximant["denominator"], t)
+    reach = np.minimum(
+        sum(np.abs(radical) for radical in radicals), 2 * max(abs(approximant["low"]), abs(approximant["high"]))
+    )
+    at = np.maximum(np.abs(t), reach)  # t may be a small difference of radicals
+    sizes = (
+        _sizes(approximant["numerator"], at) + np.abs(p / q) * _sizes(approximant["denominator"], at)
+    ) / np.abs(q)
+    for radical in approximant["radicals"]:
+        if radical["order"] > 2:  # by way of a logarithm, whose rounding counts as it is large
+            far = np.maximum(np.abs(y - radical["anchor"]), 1e-300)
+            sizes = sizes * (1 + np.abs(np.log2(far)) / radical["order"] / 4)
+    return p / q, sizes
+
+
+def _paper(approximant: Any, y: np.ndarray, anchor: float) -> np.ndarray:
+    c = approximant["coefficients"]
+    y = np.clip(y, anchor, 1000)
+    v = y - anchor
+    if approximant["kind"] == "power":
+        u = np.minimum(v / -approximant["anchor"], 1)
+        q = c[0] + c[1] * u ** c[2] * (1 - u) ** c[3]
+    elif approximant["kind"] == "root":
+        q = c[0] + c[1] * np.sqrt(v) + c[2] * v + c[3] * v**2
+    else:
+        q = 1 + (c[0] + c[1] * np.sqrt(v) + c[2] * v) * np.exp(c[3] * (c[4] - v) ** 3)
+    return q * (1 - y) + y if approximant["approximates"] == "sigmoid" else q
+
+
+def chain(at: float, steps: int, kind: type[np.floating]) -> np.ndarray:
+    """A number and the next ones on each side."""
+    found = [kind(at)]
+    for side in (-np.inf, np.inf):
+        beside = kind(at)
+        for _ in range(steps):
+            beside = np.nextafter(beside, kind(side))
+            found.append(beside)
+    return np.array(found)
+
+
+@dataclass(frozen=True)
+class Inverse(Generated):
+    """An inverted activation."""
+
+    keeps_output = True
+
+    @property
+    def published(self) -> bool:
+        return self.name.endswith("_published")
+
+    @property
+    def minimum(self) -> float:
+        return TRUE[self.plain][2]
+
+    def error(self, dtype: torch.dtype) -> float:
+        """The stated error; float64 has that of float32."""
+        return self.fit["error"][_name(dtype)]
+
+    def true(self, x: torch.Tensor) -> torch.Tensor:
+        """f′(x), float64."""
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(np.asarray(TRUE[self.plain][1](x.detach().double().numpy())))
+
+    def code(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """How many borders lie strictly below, int64; `dtype` is that of y."""
+        at = x.detach().double()
+        none = torch.zeros(at.shape, dtype=torch.long)
+        return sum(((at > border).long() for border in self.fit["borders"][_name(dtype)]), none)
+
+    def approximant(self, y: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+        """What stands for f′ at each output, by the definition, float64."""
+        return self._evaluated(y, code)[0]
+
+    def lost(self, y: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+        """What roundings may make of it: a few units of the largest terms, and no more than fits the dtype."""
+        found, lost = self._evaluated(y, code)
+        most = self.error(y.dtype) if self.own else LOST[y.dtype]
+        return torch.minimum(lost, most * found.abs().clamp(min=1))
+
+    def _evaluated(self, y: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        unit = 2.0**-53 if y.dtype == torch.float64 else 2.0**-24
+        at, found, lost = y.detach().double().numpy(), np.full(y.shape, np.nan), np.zeros(y.shape)
+        for c, approximant in enumerate(self.fit["approximants"][_name(y.dtype)]):
+            own = code.numpy() == c
+            if approximant["kind"] == "quotient":
+                found[own], sizes = _quotient(approximant, at[own])
+                lost[own] = 8 * unit * sizes
+            else:  # the numbers of kernels are float32, and beside its minimum a radical tells
+                anchor = (
+                    approximant["anchor"] if y.dtype == torch.float64 else float(np.float32(approximant["anchor"]))
+                )
+                found[own] = _paper(approximant, at[own], anchor)
+                lost[own] = 64 * unit
+        return torch.from_numpy(found), torch.from_numpy(lost)
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """A sample is dense at the minimum, with subnormals and huge numbers."""
+        if dtype in HALVES:
+            return patterns(dtype)
+        kind = np.float32 if dtype == torch.float32 else np.float64
+        near = [self.minimum + np.linspace(-r, r, 40_001) for r in (2e-2, 1e-3)]
+        tails = np.concatenate([np.geomspace(1e-44, 1e30, 5000), [np.float32(1e30)]])
+        corners = [chain(at, 3, kind) for at in (-3, 0, 3)]
+        special = [np.inf, -np.inf, np.nan, 0.0, -0.0]
+        parts = [*near, np.linspace(-30, 30, 120_001), tails, -tails, *corners, chain(self.minimum, 1000, kind)]
+        return torch.from_numpy(np.concatenate([np.asarray(part, dtype=kind) for part in [*parts, special]]))
+
+    def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
+        """dx is dy times the approximant of that very y, up to roundings, and NaN where y is."""
+        code = self.code(x, y.dtype)
+        expected = dy.double() * self.approximant(y, code)
+        allowed = dy.double().abs() * self.lost(y, code)
+        allowed += half_ulp(expected.abs() + allowed, dx.dtype)
+        wrong = (dx.double() - expected).abs() > allowed
+        wrong &= ~(dx.isinf() & (expected.abs() + allowed).to(dx.dtype).isinf())
+        assert dx.shape == x.shape
+        assert not bool((wrong | dx.isnan())[y.isfinite()].any())
+        assert bool(dx[y.isnan()].isnan().all())
+
+
+def unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes of whole tiles: row r of column j in bits [k·r, k·r + k) of an 8k-bit word, in k planes."""
+    planes = codes.view(-1, bits, 1024)
+    words = sum(planes[:, plane].long() << (8 * plane) for plane in range(bits))
+    return torch.stack([words >> (bits * row) & (2**bits - 1) for row in range(8)], dim=1).flatten()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
+
+
+@cache
+def inverses() -> list[Inverse]:
+    """The shipped inverted activations."""
+    return [Inverse(name, fit) for name, fit in fits().items() if fit["method"] == "inverted"]
+
+
+@shared
+def _fitted(text: str, bits: int | None, domain: tuple[float, float] | None) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FitWarning)
+        return inverted.fit(Activation.of(text), "own_inverted", bits, domain=domain).to_json()
+
+
+def fitted(text: str, bits: int | None = None, domain: tuple[float, float] | None = None) -> InvertedFit:
+    """The fit of a formula."""
+    fit = from_json(_fitted(text, bits, domain))
+    assert isinstance(fit, InvertedFit)
+    return fit
+
+
+@cache
+def made(text: str, domain: tuple[float, float] | None) -> Inverse:
+    """The module of a formula, imported."""
+    fit = fitted(text, None, domain)
+    return Inverse(fit.name, json.loads(fit.to_json()), load(fit))
+
+
+# A quotient of one bit, one of two with constants, the paper's approximants.
+SOME = {"gelu_inverted1", "hardswish_inverted2", "silu_inverted_published"}
+
+
+def named(*names: str) -> pytest.MarkDecorator:
+    """Parametrise `one` by some of the shipped activations."""
+    return pytest.mark.parametrize(
+        "one", [pytest.param(one, id=one.name) for one in inverses() if one.name in names]
+    )
+
+
+each_inverse = partial(each_of, inverses)

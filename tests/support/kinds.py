@@ -1,0 +1,54 @@
+"""All shipped activations, and some of every kind, formulas of one's own among them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache, partial
+
+import pytest
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.methods import exact, fewbit
+from tests.support.generated import Generated, each_of, load
+from tests.support.inverses import inverses, made
+from tests.support.outputs import Output, outputs
+from tests.support.steps import Shipped, shipped
+
+
+@cache
+def every() -> list[Generated]:
+    """The shipped activations."""
+    return [*shipped(), *inverses(), *outputs()]
+
+
+def own_fewbit() -> Generated:
+    fit = fewbit.fit(Activation.of("x*exp(-x**2)"), 2, "own_fewbit")
+    return Shipped(fit.name, json.loads(fit.to_json()), load(fit))
+
+
+def own_exact() -> Generated:
+    fit = exact.fit(Activation.of("asinh(x)"), "own_exact")
+    return Output(fit.name, json.loads(fit.to_json()), load(fit), closed="1/cosh(y)")
+
+
+OWN = {"own_fewbit": own_fewbit, "own_exact": own_exact, "own_inverted": lambda: made("softplus(x)", None)}
+# Nothing kept but codes, or the output alone, or both.
+QUICK = ("gelu_fewbit3", "tanh_exact", "gelu_inverted1")
+KINDS = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_exact")
+
+
+@cache
+def kind(name: str) -> Generated:
+    """One of these kinds."""
+    return OWN[name]() if name in OWN else next(one for one in every() if one.name == name)
+
+
+def kinds(*quick: str) -> pytest.MarkDecorator:
+    """Parametrise the fixture `one` by each kind; all but the quick ones run in the full product alone."""
+    params = [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in KINDS]
+    return pytest.mark.parametrize("one", params, indirect=True)
+
+
+each = partial(each_of, every)
+every_kind = kinds(*KINDS)
+each_kind = kinds(*QUICK)

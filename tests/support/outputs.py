@@ -1,0 +1,154 @@
+"""What tests of exact activations share: the shipped ones, and formulas of their own in mpmath and in PyTorch.
+
+The formulas are texts written here, and are evaluated here: nothing of the language under test takes part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import mpmath
+import numpy as np
+import torch
+
+from tests.support.generated import HALVES, Generated, each_of, fits, half_ulp, patterns, same
+
+MP = mpmath.MPContext()
+MP.dps = 200
+_HUNDREDTH = MP.mpf("0.01")
+
+SELU = "1.0507009873554804934193349852946"
+SELU_ALPHA = "1.6732632423543772848170429916717"
+
+# name → f in x, its derivative in y = f(x), the points where f has a corner
+CLOSED: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "celu": ("where(x > 0, x, expm1(x))", "where(y > 0, 1, 1 + y)", (0.0,)),
+    "elu": ("where(x > 0, x, expm1(x))", "where(y > 0, 1, 1 + y)", (0.0,)),
+    "exp": ("exp(x)", "y", ()),
+    "hardtanh": ("where(x > 1, 1, where(x < -1, -1, x))", "where(abs(y) < 1, 1, 0)", (-1.0, 1.0)),
+    "leaky_relu": ("where(x > 0, x, 0.01*x)", "where(y > 0, 1, 0.01)", (0.0,)),
+    "relu": ("where(x > 0, x, 0)", "where(y > 0, 1, 0)", (0.0,)),
+    "relu2": ("where(x > 0, x, 0)**2", "2*sqrt(y)", (0.0,)),
+    "relu6": ("where(x > 6, 6, where(x < 0, 0, x))", "where(y > 0, where(y < 6, 1, 0), 0)", (0.0, 6.0)),
+    "selu": (
+        f"{SELU}*where(x > 0, x, {SELU_ALPHA}*expm1(x))",
+        f"where(y > 0, {SELU}, y + {SELU}*{SELU_ALPHA})",
+        (0.0,),
+    ),
+    "sigmoid": ("1/(1 + exp(-x))", "y*(1 - y)", ()),
+    "softplus": ("log(1 + exp(x))", "-expm1(-y)", ()),
+    "softsign": ("x/(1 + abs(x))", "(1 - abs(y))**2", ()),
+    "tanh": ("tanh(x)", "1 - y**2", ()),
+}
+# constant between corners, so that PyTorch's own gradient is the reference at every float
+LINEAR = ("hardtanh", "leaky_relu", "relu", "relu6")
+
+REAL: dict[str, Any] = {
+    "where": lambda condition, a, b: a if condition else b,
+    "abs": abs,
+    "asinh": MP.asinh,
+    "atan": MP.atan,
+    "cos": MP.cos,
+    "cosh": MP.cosh,
+    "elu": lambda u, a=1: u if u > 0 else a * MP.expm1(u),
+    "exp": MP.exp,
+    "expm1": MP.expm1,
+    "hardshrink": lambda u: u if abs(u) > MP.mpf("0.5") else MP.mpf(0),
+    "hardsigmoid": lambda u: min(max(u / 6 + MP.mpf("0.5"), 0), 1),
+    "hypot1": lambda u: MP.sqrt(1 + u * u),
+    "isru": lambda u: u / MP.sqrt(1 + u * u),
+    "leaky_relu": lambda u, a=_HUNDREDTH: u if u > 0 else a * u,
+    "log": MP.log,
+    "log1p": MP.log1p,
+    "logsigmoid": lambda u: -MP.log1p(MP.exp(-u)),
+    "relu": lambda u: max(u, MP.mpf(0)),
+    "sigmoid": lambda u: 1 / (1 + MP.exp(-u)),
+    "sign": MP.sign,
+    "sinh": MP.sinh,
+    "softplus": lambda u: MP.log1p(MP.exp(u)),
+    "softshrink": lambda u: MP.sign(u) * max(abs(u) - MP.mpf("0.5"), 0),
+    "softsign": lambda u: u / (1 + abs(u)),
+    "sqrt": MP.sqrt,
+    "squareplus": lambda u: (u + MP.sqrt(u * u + 4)) / 2,
+    "tan": MP.tan,
+    "tanh": MP.tanh,
+    "threshold": lambda u: u if u > 1 else MP.mpf(0),
+}
+_NUMBER = re.compile(r"(?<![\w.])(\d+\.?\d*(?:e[+-]?\d+)?)")
+
+
+def real(text: str, variable: str = "x") -> Callable[[Any], Any]:
+    """Return a formula as a function of mpmath numbers, to 200 digits."""
+    code = compile(_NUMBER.sub(r"number('\1')", text), text, "eval")
+    return lambda at: MP.mpmathify(eval(code, {**REAL, "number": MP.mpf, variable: at}))
+
+
+def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+    return torch.where(condition, *(torch.as_tensor(part, dtype=torch.float64) for part in (a, b)))
+
+
+@dataclass(frozen=True)
+class Output(Generated):
+    """An activation that keeps its output alone; `closed` is f′ as a function of y, for one's own formula."""
+
+    closed: str = ""
+
+    keeps_output = True
+
+    @property
+    def corners(self) -> tuple[float, ...]:
+        return CLOSED[self.plain][2]
+
+    def error(self, dtype: torch.dtype) -> float:
+        """The stated error; float64 has none, and the rounding of float32 is far above its own."""
+        return 0.0 if dtype == torch.float64 else self.fit["error"][str(dtype).removeprefix("torch.")]
+
+    def derivative(self, y: torch.Tensor) -> torch.Tensor:
+        """g(y) in float64, from the closed form written here."""
+        space = {"where": _where, "expm1": torch.expm1, "sqrt": torch.sqrt, "cosh": torch.cosh}
+        found: torch.Tensor = eval(self.closed or CLOSED[self.plain][1], space | {"y": y.detach().double()})
+        return found
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """A sample has corners with their neighbours, and special values."""
+        if dtype in HALVES:
+            return patterns(dtype)
+        return points(dtype, self.corners)
+
+    def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
+        """dy · g(y) in float64, up to roundings of float32 (of float64 for float64) and the last one."""
+        derivative = self.derivative(y)
+        expected = dy.double() * derivative
+        unit = 2.0**-52 if y.dtype == torch.float64 else 2.0**-24
+        # g may cancel, as 1 − y² does: its roundings are relative to 1
+        allowed = 4 * unit * (dy.double().abs() * derivative.abs().clamp(min=1))
+        allowed += half_ulp(expected, dx.dtype)
+        known = expected.to(dx.dtype).isfinite() & expected.isfinite()
+        assert bool(((dx.double() - expected).abs() <= allowed)[known].all())
+        assert same(dx[~known], expected.to(dx.dtype)[~known])
+
+
+def points(dtype: torch.dtype, corners: tuple[float, ...] = ()) -> torch.Tensor:
+    """A sample of a dtype, corners with their neighbours, and special values."""
+    kind = np.float32 if dtype == torch.float32 else np.float64
+    tails = np.geomspace(1e-42, 1e30, 2000)
+    at = np.array([0.0, *corners], dtype=kind)
+    near = [at, np.nextafter(at, kind(np.inf)), np.nextafter(at, kind(-np.inf))]
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, np.finfo(kind).max, np.finfo(kind).min]
+    parts = [np.linspace(-30, 30, 60_001), tails, -tails, *near, special]
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=kind) for part in parts]))
+
+
+@cache
+def outputs() -> list[Output]:
+    """The shipped exact activations."""
+    return [Output(name, fit) for name, fit in fits().items() if fit["method"] == "exact"]
+
+
+# A step, a square root, a branch, a product, a function of its own.
+SOME = {"relu_exact", "relu2_exact", "selu_exact", "tanh_exact", "softplus_exact"}
+each_output = partial(each_of, outputs)

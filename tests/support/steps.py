@@ -1,0 +1,83 @@
+"""What tests of step activations share: the shipped ones, and a plain oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import torch
+
+from tests.support.generated import HALVES, Generated, each_of, fits, patterns, same
+
+# Exact as step functions: PyTorch's own gradient is the reference at every float.
+PIECEWISE_LINEAR = (
+    "hardshrink",
+    "hardsigmoid",
+    "hardtanh",
+    "leaky_relu",
+    "relu",
+    "relu6",
+    "softshrink",
+    "threshold",
+)
+
+
+@dataclass(frozen=True)
+class Shipped(Generated):
+    """A step activation."""
+
+    keeps_output = False
+
+    def derivative(self, x: torch.Tensor) -> torch.Tensor:
+        """The level of each element in float64, by the definition: how many borders lie strictly below."""
+        at = x.detach().double().abs() if self.fit["even"] else x.detach().double()
+        code = sum((at > border).long() for border in self.fit["borders"])
+        return torch.tensor(self.fit["levels"], dtype=torch.float64)[code]
+
+    def gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """dy · level, multiplied in float32 (float64 for float64) and rounded to the dtype of dy."""
+        wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+        return (dy.to(wide) * self.derivative(x).to(wide)).to(dy.dtype)
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        return patterns(dtype) if dtype in HALVES else around(self.fit["borders"], dtype)
+
+    def check_gradient(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:
+        """Bit for bit; where f′ is a step function itself, PyTorch's own gradient too."""
+        assert same(dx, self.gradient(x, dy))
+        if self.plain in PIECEWISE_LINEAR and x.dtype != torch.float64:  # a level such as 0.01 is a float32
+            number = ~x.isnan()
+            assert bool((dx == self.stock_gradient(x, dy))[number].all())
+
+
+@cache
+def shipped() -> list[Shipped]:
+    """The shipped step activations."""
+    return [Shipped(name, fit) for name, fit in fits().items() if "levels" in fit]
+
+
+each = partial(each_of, shipped)
+
+
+def around(borders: list[float], dtype: torch.dtype) -> torch.Tensor:
+    """Each border with the floats next to it, both signs, and the special values."""
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    at = np.array(borders, dtype=kind)
+    below, above = np.nextafter(at, kind(-np.inf)), np.nextafter(at, kind(np.inf))
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], dtype=kind)
+    return torch.from_numpy(np.concatenate([at, below, above, -at, -below, -above, special]))
+
+
+# One of each kind: every width, an even derivative, a jump, exact steps, a formula that PyTorch lacks.
+SOME = {
+    "gelu_fewbit1",
+    "gelu_fewbit2",
+    "gelu_fewbit3",
+    "gelu_fewbit4",
+    "hardtanh_fewbit1",
+    "quick_gelu_fewbit3",
+    "relu6_fewbit2",
+    "selu_fewbit3",
+    "tanh_fewbit3",
+}

@@ -1,0 +1,457 @@
+"""What the tests of values share: formulas, the modules generated from them, and the error that they may have.
+
+The truth is the float64 value, which `test_values` compares with many digits. What a module computes in a dtype
+with the unit roundoff u may be off by `roundings` · u · (|f| + |x f′|), the last for the rounding of x and of what
+is computed from it; where a root of f is within NEAR, the larger sum at x ± NEAR counts, as absolute accuracy is
+all that is promised there; by FLOOR; and then it is rounded once to the dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import special
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.float_check import problem
+from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.parser import parse
+from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.records.fit import StepFit
+from tests.support.generated import load, patterns
+from tests.support.literature import LITERATURE
+from tests.support.shared import shared
+
+Array = NDArray[np.float64]
+
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
+FLOOR = 1e-34  # PyTorch has no sigmoid below 1e-38, and what is lost there may be multiplied by x² = 8000
+NEAR = 0.1
+LIMIT = 1e38  # of |x| and |f|: beyond, twice a number overflows
+ROUNDINGS = 24
+PROMISED = 64  # by `check`, which also passes what is off by LOST
+LOST = 2.0**-9
+
+# What a user may write beside the literature: some of it floating point cannot evaluate, and then `check` says so.
+WRITTEN = (
+    "x**2/(exp(x) + exp(-x))**3",
+    "x*exp(x)/(exp(x)**3 + 2)",
+    "x*exp(2*x)/(1 + exp(x))**4",
+    "exp(x)/(1 + exp(x))**2",
+    "exp(x)/(1 + exp(2*x) + x**2)",
+    "x*exp(-x)/(1 + exp(-3*x))",
+    "exp(-x)*x**3",
+    "exp(x)*exp(-x**2)",
+    "x**3*exp(-x**2)",
+    "x**2*exp(-abs(x))",
+    "(x**2 + x)*exp(-x**2/2)",
+    "x**3/(1 + x**2)",
+    "(x**2 - 1)/(x**2 + 1)",
+    "x**4/(1 + x**4)",
+    "sqrt(x**4 + 1)",
+    "x/(1 + x**2)",
+    "(1 + x**2)**0.25",
+    "x/(1 + x**4)**0.25",
+    "x*exp(-x**4)",
+    "cos(x**2)*exp(-x**2)",
+    "sin(x)/x",
+    "tanh(x)*exp(-x**2)*x**2",
+    "log(1 + x**2)",
+    "log(exp(x) + exp(2*x) + 1)",
+    "sqrt(1 + exp(x))",
+    "sqrt(1 + exp(2*x)) - exp(x)",
+    "sigmoid(x)**0.5",
+    "sigmoid(x)*(1 - sigmoid(x))",
+    "sigmoid(x) - sigmoid(x - 1)",
+    "sigmoid(x) - sigmoid(2*x)",
+    "tanh(x) - tanh(x/2)",
+    "erf(x) - erf(x - 1)",
+    "exp(-x)*(exp(x) - 1)",
+    "1 - exp(-x**2)",
+    "atan(x) - x",
+    "x - sin(x)",
+    "x - log(1 + exp(x))",
+    "asinh(x) - log(abs(x) + 1)",
+    "x*(sqrt(1 + x**2) - x)",
+    "x/(x + sqrt(1 + x**2))",
+    "x/(1 + abs(x))**2",
+    "x*abs(x)/(1 + x**2)",
+    "x**2*sigmoid(x)",
+    "x**2*sigmoid(-x**2)",
+    "where(x > 0, sqrt(x), -sqrt(-x))",
+    "log(1 + abs(x))*sign(x)",
+    "where(x > 0, log(x + 1), -log(1 - x))",
+    "exp(x)*erfc(x)",
+    "exp(x**2)*erfc(x)",
+    "softplus(x)**2",
+    "exp(sigmoid(x)) - 1",
+    "exp(exp(-x**2)) - 1",
+    "cosh(x) - 1",
+    "cosh(x) - sinh(x)",
+    "x*sinh(x)/cosh(x)**2",
+    "1/cosh(x)**3",
+    "x/cosh(x)",
+    "1/(cosh(x) + 1)",
+    "1/(x**2 + 1e-6)",
+    "x*sigmoid(100*x)",
+    "x*sigmoid(x**3)",
+    "x*tanh(1/(1 + x**2))",
+    "exp(-(x - 50)**2)",
+    "sin(50*x)/(1 + x**2)",
+    "relu(x)**3/(1 + relu(x)**2)",
+    "x*relu(x + 3)/(6 + abs(x))",
+    "x*exp(x)*exp(-2*abs(x))",
+    "x**2/(x**2 + exp(-x))",
+    "x*exp(-exp(-x))",
+    "exp(x - exp(x))",
+    "exp(-softplus(x))*x",
+    "log(2 + exp(x)) - log(1 + exp(x))",
+    "x*log(1 + exp(-abs(x)))",
+    "sqrt(x**2 + 1e-12)",
+    "(sigmoid(x) - 0.5)*x",
+    "x*2**(-abs(x))",
+    "(1 + x)**3/(1 + abs(x)**3)",
+    "x*tanh(log(1 + x**2))",
+    "tanh(x)/x",
+    "(exp(x) - 1)/x",
+    "x/(exp(x) - 1)",
+    "e**(2*x)/(e**(2*x) + e**x + 1)",
+    "1/(1 + exp(-x) + exp(x))",
+    "x/(1 + exp(-x)*(1 + x**2))",
+    "1/(1 + exp(-x))**2 - 1/(1 + exp(-2*x))",
+    "x*sigmoid(x)*sigmoid(-x)*exp(x)",
+    "1/(exp(x) + exp(-2*x))",
+    "x/(exp(3*x) + exp(-x) + 1)",
+    "x/(2 + exp(x) + exp(-x))",
+    "(exp(x) - exp(-x))/(exp(x) + exp(-x) + 2)",
+    "x*(exp(2*x) + 2*exp(x))/(exp(2*x) + 2*exp(x) + 2)",
+)
+
+
+@cache
+def activation(text: str) -> Activation:
+    return Activation.of(text)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula; `roundings` are those that it may be off by, `lost` the relative error that is passed anyway."""
+
+    name: str
+    text: str
+    roundings: int = ROUNDINGS
+    lost: float = 0.0
+
+    @property
+    def activation(self) -> Activation:
+        return activation(self.text)
+
+
+CANCELS = {"tanhshrink": (PROMISED, LOST)}  # by design: PyTorch's own cancels as much
+# The catalog's formulas as a user would write them: PyTorch's own function does not stand in for them.
+FORMULAS = (
+    *(Formula(entry.name, entry.text) for entry in LITERATURE),
+    *(
+        Formula(name, entry.filled(entry.expression, {}), *CANCELS.get(name, ()))
+        for name, entry in CATALOG.items()
+    ),
+    *(Formula(line, line, PROMISED, LOST) for line in WRITTEN),
+)
+
+
+def each(formulas: Sequence[Formula]) -> pytest.MarkDecorator:
+    """Parametrise `formula`; of WRITTEN every eighth stands for all outside of the full product."""
+    few = set(FORMULAS[: -len(WRITTEN)]) | set(FORMULAS[-len(WRITTEN) :: 8])
+    marks = [[] if formula in few else [pytest.mark.full] for formula in formulas]
+    pairs = zip(formulas, marks, strict=True)
+    return pytest.mark.parametrize("formula", [pytest.param(f, id=f.name, marks=m) for f, m in pairs])
+
+
+EACH = each(FORMULAS)
+
+
+@shared
+def reported(text: str) -> str | None:
+    """What `check` says of a formula."""
+    return problem(activation(text))
+
+
+def value_is_reported(text: str) -> bool:
+    return "in float32" in (reported(text) or "")
+
+
+def may_fail(formula: Formula) -> bool:
+    """Whether `check` reports the value; or anything at all, as it reports one thing, if that is all we know."""
+    return value_is_reported(formula.text) or (formula.lost > 0 and reported(formula.text) is not None)
+
+
+@cache
+def module(text: str) -> ModuleType:
+    """Return the module generated for a formula; its step function is made up, the value does not depend on it."""
+    fit = StepFit(
+        name="some_fit",
+        method="fewbit",
+        activation=activation(text),
+        bits=1,
+        domain=(-10.0, 10.0),
+        weight=Weight(),
+        even=False,
+        borders=(0.0,),
+        levels=(0.0, 1.0),
+        error={"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 0.05},
+    )
+    return load(fit)
+
+
+# ------------------------------------------------------------------------------------------------- the points
+
+
+@cache
+def points(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of a half-precision dtype; for float32 all of these and 70 000 more, up to LIMIT."""
+    if dtype in (torch.bfloat16, torch.float16):
+        x = patterns(dtype)
+        return x[x.isfinite() & (x.float().abs() <= LIMIT)]
+    far = torch.from_numpy(np.geomspace(1e-30, LIMIT, 20_000).astype(np.float32))
+    tails = torch.from_numpy(np.geomspace(20, 400, 5_000).astype(np.float32))
+    halves = [points(torch.bfloat16).float(), points(torch.float16).float()]
+    return torch.cat([*halves, torch.linspace(-30, 30, 20_000), far, -far, tails, -tails]).unique()
+
+
+def few_points() -> Array:
+    """Float32 numbers for what costs a millisecond each."""
+    far = np.geomspace(1.7e-7, 1e30, 14)
+    some = np.concatenate([np.linspace(-29.3, 30.1, 15), far, -far, [-265.0, -95.0, -60.0, 60.0, 95.0]])
+    return np.unique(some).astype(np.float32).astype(np.float64)
+
+
+# ---------------------------------------------------------------------------------------------- the comparison
+
+
+def truth(formula: Formula, at: Array) -> Array:
+    return formula.activation.value(at)
+
+
+def _sum(activation: Activation, at: Array, value: Array) -> Array:
+    """|f| + |x f′|, without the latter where float64 has none."""
+    with np.errstate(all="ignore"):
+        condition = np.abs(at * activation.derivative(at))
+        return np.abs(value) + np.where(np.isfinite(condition), condition, 0.0)
+
+
+def allowed(formula: Formula, at: Array, dtype: torch.dtype = torch.float32) -> Array:
+    """Return the error that f may have in the dtype's arithmetic."""
+    activation = formula.activation
+    unit = UNIT.get(dtype, UNIT[torch.float32])
+    with np.errstate(all="ignore"):
+        middle, left, right = (activation.value(at + d) for d in (0.0, -NEAR, NEAR))
+        near = np.sign(left) * np.sign(right) < 0
+        near |= np.abs(middle) < 0.1 * np.minimum(np.abs(left), np.abs(right))
+        scale = _sum(activation, at, middle)
+        sides = ((-NEAR, left), (NEAR, right))
+        around = np.maximum(*(_sum(activation, at[near] + d, value[near]) for d, value in sides))
+        scale[near] = np.maximum(scale[near], around)
+        result = np.maximum(formula.roundings * unit * scale, formula.lost * np.abs(middle))
+    return np.where(np.isfinite(result), result, 0.0) + (FLOOR if unit > 1e-10 else 1e-300)
+
+
+@lru_cache(maxsize=1)
+def _at_points(formula: Formula) -> tuple[Array, Array]:
+    """f at the float32 points, in order, those of half precision among them, and the error that it may have."""
+    at = points(torch.float32).double().numpy()
+    return truth(formula, at), allowed(formula, at)
+
+
+def misses(
+    formula: Formula, found: torch.Tensor, x: torch.Tensor, *, truncated: bool = False, limit: float = LIMIT
+) -> list[str]:
+    """Return a line for each point at which a result is not the truth, as far as the dtype has it.
+
+    truncated: whether the rounding to the dtype may be towards 0.
+    """
+    assert found.dtype == x.dtype and found.shape == x.shape
+    at = x.double().numpy()
+    known = points(torch.float32).double().numpy()
+    index = np.searchsorted(known, at).clip(max=len(known) - 1)
+    if np.array_equal(known[index], at):
+        true, error = (values[index] for values in _at_points(formula))
+    else:
+        true, error = truth(formula, at), allowed(formula, at, x.dtype)
+    error = np.where(np.isfinite(true), error, 0.0)
+    low, high = (torch.from_numpy(true + d).to(x.dtype).double().numpy() for d in (-error, error))
+    if truncated:
+        low, high = low - np.abs(low) * 2.0**-7, high + np.abs(high) * 2.0**-7
+    result = found.double().numpy()
+    wrong = ~((result >= low) & (result <= high)) & (np.abs(true) <= limit)
+    return [
+        f"at {at[i]!r}: {result[i]!r}, not {true[i]!r}, give or take {error[i]:.1e}" for i in np.flatnonzero(wrong)
+    ]
+
+
+def report(formula: Formula, lines: list[str]) -> str:
+    return "\n".join([f"{formula.text}: wrong at {len(lines)} points", *lines[:4], "...", *lines[-4:]])
+
+
+def exact(formula: Formula, at: Array) -> Array:
+    """Return f with 260 digits at the points, rounded to float64, from the formula as it was typed."""
+    return np.array([_multiprecision(formula.text, point) for point in at.tolist()])
+
+
+@cache
+def _multiprecision(text: str, point: float) -> float:
+    return float(evaluate_multiprecision(parse(text), point, 260))
+
+
+# -------------------------------------------------------------------------------------- what `check` has named
+
+VALUE = re.compile(r"in float32 it is (\S+) at x = (\S+) in place of (\S+): ")
+DERIVATIVE = re.compile(r"its derivative is computed as (\S+) at x = (\S+) in place of (\S+): ")
+
+
+def named(text: str, pattern: re.Pattern[str]) -> tuple[float, float, float]:
+    """Return what a report says was found, at which x, and what is true."""
+    match = pattern.match(reported(text) or "")
+    assert match is not None
+    found, at, true = map(float, match.groups())
+    return found, at, true
+
+
+def neighbours(at: float) -> torch.Tensor:
+    """The float32 numbers that `at`, which was printed with four digits, may stand for."""
+    return torch.from_numpy(np.linspace(at * (1 - 5e-4), at * (1 + 5e-4), 41).astype(np.float32))
+
+
+# ---------------------------------------------------------------------------------------------- the functions
+
+
+def _mp_exp(u: Any) -> Any:
+    return MP.exp(u) if u > -(10**6) else MP.zero
+
+
+def _mp_hypot1(u: Any) -> Any:
+    return MP.sqrt(1 + u * u)
+
+
+def _mp_erfc(u: Any) -> Any:
+    with MP.workdps(50):
+        return MP.erfc(u) if u < 100 else MP.zero
+
+
+# Written out here, with digits in place of care: the definitions.
+DEFINITIONS: dict[str, Any] = {
+    "expm1": lambda u: _mp_exp(u) - 1,
+    "log1p": lambda u: MP.log(1 + u),
+    "softplus": lambda u: MP.log(1 + _mp_exp(u)) if u < 1000 else u,
+    "tanh": lambda u: MP.sign(u) * (1 - 2 * _mp_exp(-2 * abs(u)) / (1 + _mp_exp(-2 * abs(u)))),
+    "sinh": lambda u: (MP.exp(u) - MP.exp(-u)) / 2,
+    "cosh": lambda u: (MP.exp(u) + MP.exp(-u)) / 2,
+    "sech2": lambda u: 4 * _mp_exp(-2 * abs(u)) / (1 + _mp_exp(-2 * abs(u))) ** 2,
+    "tsech2": lambda u: 4 * u * _mp_exp(-2 * abs(u)) / (1 + _mp_exp(-2 * abs(u))) ** 2,
+    "logcosh": lambda u: abs(u) + MP.log((1 + _mp_exp(-2 * abs(u))) / 2),
+    "asinh": lambda u: MP.sign(u) * MP.log(abs(u) + _mp_hypot1(u)),
+    "atan": MP.atan,
+    "tan": lambda u: MP.sin(u) / MP.cos(u),
+    "erfc": _mp_erfc,
+    "ndtr": lambda u: _mp_erfc(-u / MP.sqrt(2)) / 2,
+    "exponential": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
+    "exp_full": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
+    "sigmoid": lambda u: 1 / (1 + _mp_exp(-u)) if u > -1000 else _mp_exp(u),
+    "tanh_softplus": lambda u: 1 - 2 / ((1 + _mp_exp(u)) ** 2 + 1) if u < 1000 else MP.one,
+    "hypot1": _mp_hypot1,
+    "isru": lambda u: u / _mp_hypot1(u),
+    "squareplus": lambda u: (u + MP.sqrt(u * u + 4)) / 2,
+    "softsign": lambda u: u / (1 + abs(u)),
+}
+
+
+def defined(name: str, at: Array) -> Array:
+    """Return a function's values from its definition with 700 digits, rounded to float64."""
+    with MP.workdps(700):
+        return np.array([float(DEFINITIONS[name](MP.mpf(point))) for point in at.tolist()])
+
+
+def _sech2(u: Array) -> Array:
+    t = np.exp(-2 * np.abs(u))
+    return 4 * t / (1 + t) ** 2
+
+
+def _logcosh(u: Array) -> Array:
+    a = np.abs(u)
+    near = np.log1p(2 * np.sinh(np.minimum(a, 1) / 2) ** 2)
+    return np.where(a < 1, near, a + np.log1p(np.exp(-2 * a)) - np.log(2))
+
+
+def _tanh_softplus(u: Array) -> Array:
+    m = np.exp(-np.abs(u))
+    return np.where(u > 0, (1 + 2 * m) / (1 + 2 * m + 2 * m * m), m * (m + 2) / (m * (m + 2) + 2))
+
+
+# In float64, which is precise enough for float32: fast.
+FLOAT64: dict[str, Any] = {
+    "expm1": np.expm1,
+    "log1p": np.log1p,
+    "softplus": lambda u: np.logaddexp(u, 0),
+    "tanh": np.tanh,
+    "sinh": np.sinh,
+    "cosh": np.cosh,
+    "sech2": _sech2,
+    "tsech2": lambda u: np.clip(u, -300, 300) * _sech2(np.clip(u, -300, 300)),
+    "logcosh": _logcosh,
+    "asinh": np.arcsinh,
+    "atan": np.arctan,
+    "tan": np.tan,
+    "erfc": special.erfc,
+    "ndtr": special.ndtr,
+    "exponential": np.exp,
+    "exp_full": np.exp,
+    "sigmoid": special.expit,
+    "tanh_softplus": _tanh_softplus,
+    "hypot1": lambda u: np.hypot(u, 1),
+    "isru": lambda u: u / np.hypot(u, 1),
+    "squareplus": lambda u: np.where(u > 0, (u + np.hypot(u, 2)) / 2, 2 / (np.hypot(u, 2) - u)),
+    "softsign": lambda u: u / (1 + np.abs(u)),
+}
+# Where a function is compared, if not at every float32.
+for _name in ("ndtr", "sigmoid", "softplus", "tanh_softplus"):
+    DEFINITIONS[f"{_name}_half"], FLOAT64[f"{_name}_half"] = DEFINITIONS[_name], FLOAT64[_name]
+DOMAIN: dict[str, tuple[float, float]] = {
+    "log1p": (-1 + 2**-24, np.inf),
+    "tan": (-1e4, 1e4),
+    "exponential": (-np.inf, 88.3),
+}
+
+
+def function_points(name: str, kind: type = np.float32) -> Array:
+    """Float32 (or float64) numbers over the whole range, dense where functions bend."""
+    far, middle = np.geomspace(1e-38, 3.4e38, 40_000), np.geomspace(1e-3, 200, 40_000)
+    line = np.concatenate([[0.0], far, -far, middle, -middle, np.linspace(-12, 12, 40_001)])
+    line = np.unique(line.astype(kind)).astype(np.float64)
+    low, high = DOMAIN.get(name, (-np.inf, np.inf))
+    return line[(line >= low) & (line <= high)]
+
+
+def worst(found: Array, true: Array, kind: type = np.float32, slack: Array | float = 0.0) -> tuple[float, int]:
+    """Return the largest error in units in the last place, and where it is.
+
+    `slack` ulp are passed at each point, and absolute errors of the smallest normal number. Infinity is as good
+    as a number that the type does not have.
+    """
+    info = np.finfo(kind)
+    with np.errstate(all="ignore"):
+        ulp = np.spacing(np.maximum(np.abs(true), info.tiny).astype(kind)).astype(np.float64)
+        error = np.abs(found - true) - float(info.tiny)
+        error = np.maximum(np.where(np.isnan(error), np.inf, error), 0.0) / ulp - slack
+        same = (found == true) | (np.isinf(found) & (np.abs(true) > float(info.max)) & (found * true > 0))
+        error = np.where(same, 0.0, error)
+    i = int(np.argmax(error))
+    return float(error[i]), i
