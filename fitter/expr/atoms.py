@@ -150,7 +150,7 @@ def _chosen(a: Any, b: Any, side: int) -> Any:
 # every activation of the catalog is one.
 FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     **{"abs" if atom is absolute else atom.__name__: (1, atom) for atom in ATOMS},
-    "sqrt": (1, sympy.sqrt),
+    "sqrt": (1, lambda u: raised(u, sympy.S.Half)),
     "square": (1, lambda u: u**2),
     "min": (2, lambda a, b: _chosen(a, b, 1)),
     "max": (2, lambda a, b: _chosen(a, b, -1)),
@@ -190,9 +190,17 @@ def beyond_singles(expr: Expr) -> Expr | None:
 def raised(base: Expr, exponent: Expr) -> Expr:
     """Return base ** exponent, the exponent a number.
 
-    SymPy takes the root of a number apart by its prime factors, and may raise these to the order of the root.
+    SymPy takes the root of a number apart by its prime factors, and may raise these to the order of the root. Of the
+    root of a power it asks for the power's real and imaginary part, which takes minutes for nested formulas. Both
+    are real, so a power other than an even one has a root only where its base is positive.
     """
     number, rest = base.as_coeff_Mul()
+    inner = rest.exp if rest.is_Pow else sympy.Integer(0)
+    if inner.is_Rational and not inner.is_even and not exponent.is_integer:
+        if abs(number) != 1:
+            return raised(abs(number), exponent) * raised(sympy.sign(number) * rest, exponent)
+        if number == 1 and not (inner.is_integer and (inner * exponent).is_integer):
+            return raised(rest.base, inner * exponent)
     if not exponent.is_Rational or exponent.q <= MAX_ORDER or abs(number) == 1:
         return base**exponent
     return exp(exponent * log(abs(number))) * (sympy.sign(number) * rest) ** exponent

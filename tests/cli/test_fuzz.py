@@ -426,6 +426,19 @@ def identifiers(cases: dict[str, str]) -> Any:
     return pytest.mark.parametrize("text", cases.values(), ids=[name.replace(" ", "-") for name in cases])
 
 
+# The root of a power of the formula before, six times: its parts were once taken apart for minutes.
+ROOTS = ["sqrt(1/({}))", "sqrt(2/({}))", "sqrt(-1/({}))", "(({})**3)**0.5", "(({})**(4/3))**1.5"]
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_nested_roots(root, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 20.0)
+    text = "x*x"
+    for _ in range(6):
+        text = root.format(f"relu({text}) - {text}")
+    reads(parse, text)
+
+
 @pytest.mark.parametrize("text", REWRITTEN)
 def test_rewriting_ends(text):
     check_text(text)

@@ -154,6 +154,16 @@ def test_catalog_is_finite_everywhere(name):
         ("1/x", 0.0, np.inf),
         ("exp(x)", 1000.0, np.inf),
         ("x**0.5", -1.0, np.nan),
+        # the root of a power has the domain that the power leaves it
+        ("sqrt(2/x)", 8.0, 0.5),
+        ("sqrt(2/x)", -8.0, np.nan),
+        ("sqrt(-2/x)", -8.0, 0.5),
+        ("sqrt(-2/x)", 8.0, np.nan),
+        ("sqrt(-3*x**5)", -3.0, 27.0),
+        ("(x**3)**(1/3)", -1.0, np.nan),
+        ("(-8*x**3)**(1/3)", -2.0, 4.0),
+        ("sqrt(x**2)", -2.0, 2.0),
+        ("sqrt(1/x)", 0.0, np.inf),
     ],
 )
 def test_single_value(text, point, value):
