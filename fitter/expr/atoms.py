@@ -190,9 +190,9 @@ def beyond_singles(expr: Expr) -> Expr | None:
 def raised(base: Expr, exponent: Expr) -> Expr:
     """Return base ** exponent, the exponent a number.
 
-    SymPy takes the root of a number apart by its prime factors, and may raise these to the order of the root. Of the
-    root of a power it asks for the power's real and imaginary part, which takes minutes for nested formulas. Both
-    are real, so a power other than an even one has a root only where its base is positive.
+    SymPy takes the root of a number apart by its prime factors, and may raise these to the order of the root.
+    For the root of a power it computes real and imaginary parts, which takes minutes for nested formulas. Here all
+    numbers are real, so a power has a root only where its base is positive, unless its exponent is even.
     """
     number, rest = base.as_coeff_Mul()
     inner = rest.exp if rest.is_Pow else sympy.Integer(0)
