@@ -23,7 +23,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual 
 import torch
 from torch import nn
 
-from fitact.runtime.compare.replace import replaced
+from fitact.runtime.compare.candidates import replaced
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import count_saved, gpu_kernels
 from fitact.runtime.models.prepare import Example, Inputs, Prepared, Source, Training, prepare

@@ -140,7 +140,7 @@ def _row(group: Sequence[SiteRecord], measured: bool) -> tuple[str, ...]:
     alone = len(group) == 1
     name, reason = (text if alone else _starred(text) for text in (site.name, site.reason))
     times = "" if alone else f"×{len(group)}"
-    row: tuple[str, ...] = (name, times, site.before, site.after or "left alone")
+    row: tuple[str, ...] = (name or "the model", times, site.before, site.after or "left alone")
     if measured:
         shared = UNKNOWN if site.shared is None else "yes" if site.shared else "no"
         row += (_size([one.kept_before for one in group]), _size([one.kept_after for one in group]), shared)

@@ -105,7 +105,7 @@ class Work(TorchDispatchMode):
 
     Attributes:
         flops: FLOPs of matrix products, convolutions and attention, as PyTorch counts them.
-        traffic: bytes that operations read and write, without fusion; views are free.
+        traffic: bytes that operations read and write, without fusion; views and questions for a device are free.
 
     """
 
@@ -119,7 +119,7 @@ class Work(TorchDispatchMode):
         result = func(*args, **kwargs)
         if (count := FLOPS.get(func.overloadpacket)) is not None:
             self.flops += count(*args, **kwargs, out_val=result)
-        if not func.is_view and func is not aten.detach.default:
+        if func.namespace != "prim" and not func.is_view and func is not aten.detach.default:
             self.traffic += sum(
                 leaf.numel() * leaf.element_size()
                 for leaf in tree_iter((args, kwargs, result))

@@ -20,7 +20,7 @@ the picture.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,27 +38,16 @@ from fitact.runtime.models.sources import from_callable
 from fitact.runtime.torch_internals import faking
 from fitact.text import one_line
 
-from .baselines import Work, checkpointed, compiled, work_of
+from .baselines import Work, compiled, work_of
+from .candidates import STOCK, Candidate, sites_of
 from .capacity import Curve
 from .records import Report, Row, closed_form
-from .replace import replaced, sites_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # tensors of a parameter's size; SGD with momentum
 BUDGETS = (1.0, 0.7)
 GIB = 2**30
 MOST_GIB = 2**20  # a pebibyte
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    name: str
-    context: Callable[[Saved], AbstractContextManager[Any]]
-    replaced: int | None = None
-    again: bool = False  # whether a part of the forward pass is run again
-
-
-STOCK = _Candidate("stock", lambda saved: nullcontext())
 
 
 def measure(
@@ -164,7 +153,7 @@ class _Measurement:
         """Return a new context for the forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
 
-    def kept(self, candidate: _Candidate, inputs: Inputs | None = None, detail: bool = False) -> Saved:
+    def kept(self, candidate: Candidate, inputs: Inputs | None = None, detail: bool = False) -> Saved:
         """Count what a forward pass keeps."""
         with count_saved(self.model, detail=detail) as saved, candidate.context(saved), self.around():
             self.run(inputs or self.inputs)
@@ -185,8 +174,14 @@ class _Measurement:
             raise UsageError(f"{self.prepared.name}: it has no activation, so there is nothing to replace")
         blocks = blocks_of(self.model)
         if len(blocks) == 1:
-            self.notes.append("no block repeats: checkpointing has the whole model for its one block")
-        candidates = [STOCK, *self.methods(bits), *self.checkpoints([block for _, block in blocks])]
+            self.notes.append("no block repeats, so checkpointing takes the whole model as one block")
+        modules = [block for _, block in blocks]
+        candidates = [
+            STOCK,
+            *methods(self.model, bits, self.notes),
+            *rebuilding(self.model),
+            *checkpoints(modules),
+        ]
         compiling = (8.0, *[4.0] * len(self.budgets)) if self.budgets else ()  # tracing, and each budget
         self.work_in_all = 10 + len(candidates) * (1 + 6 * (self.gib is not None) + 8 * self.peak) + sum(compiling)
         self.advance()
@@ -233,55 +228,31 @@ class _Measurement:
             self.progress(1.0)
         return replace(report, notes=tuple(self.notes))
 
-    # -------------------------------------------------------------------------------------------------- candidates
-
-    def methods(self, bits: Sequence[int]) -> Iterator[_Candidate]:
-        """Yield the methods that can replace at least one of the model's activations."""
-        sites = sites_of(self.model)
-        if not sites:
-            self.notes.append("its activations are calls of functions; what modules hold, as nn.GELU, is replaced")
-            return
-        chosen = [("fewbit", k) for k in bits] + [("relumix", 2), ("inverted", None), ("exact", None)]
-        useless = []
-        for method, k in chosen:
-            name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
-            with replaced(self.model, method, k) as count:
-                pass
-            if count:
-                yield _Candidate(name, partial(_replacing, self.model, method, k), count)
-            else:
-                useless.append(name)
-        if useless:
-            names = sorted({site.activation for site in sites if site.activation})
-            self.notes.append(f"{'; '.join(useless)}: cannot replace {', '.join(names) or 'its activations'}")
-
-    def checkpoints(self, blocks: Sequence[nn.Module]) -> Iterator[_Candidate]:
-        for name, selective in (("checkpointing, full", False), ("checkpointing, selective", True)):
-            yield _Candidate(name, partial(checkpointed, blocks, selective=selective), again=True)
-
     # -------------------------------------------------------------------------------------------------------- rows
 
     def row(
-        self, candidate: _Candidate, saved: Saved | None, forward: Work, backward: Work, state: int
+        self, candidate: Candidate, saved: Saved | None, forward: Work, backward: Work, state: int
     ) -> Row | None:
         """Measure a candidate; `saved` is what it keeps if that has been counted, `state` is the optimizer's."""
         try:
             saved = saved or self.kept(candidate, detail=True)
             row = Row(candidate.name, saved.bytes, saved.by_kind(), candidate.replaced)
             if candidate.again:
-                kinds = {**row.kinds, "checkpoint": saved.bytes - sum(row.kinds.values())}
-                again = self.work(candidate)[1]
-                flops = (again.flops - backward.flops) / max(forward.flops, 1)
-                traffic = (again.traffic - backward.traffic) / max(forward.traffic, 1)
-                row = replace(row, kinds=kinds, flops=flops, traffic=traffic)
+                passes = self.work(candidate)
+                flops = sum(one.flops for one in passes) - forward.flops - backward.flops
+                traffic = sum(one.traffic for one in passes) - forward.traffic - backward.traffic
+                flops, traffic = flops / max(forward.flops, 1), traffic / max(forward.traffic, 1)
+                row = replace(row, flops=flops, traffic=traffic)
+            if candidate.blocks:
+                row = replace(row, kinds={**row.kinds, "checkpoint": saved.bytes - sum(row.kinds.values())})
             return replace(row, peak=self.step_peak(candidate) + state) if self.peak else row
         except UsageError as error:  # PyTorch does not checkpoint what a model does in place
-            if not candidate.again:
+            if not candidate.blocks:
                 raise
             self.notes.append(f"{candidate.name}: PyTorch cannot: {one_line(error.__cause__ or error)}")
             return None
 
-    def work(self, candidate: _Candidate) -> tuple[Work, Work]:
+    def work(self, candidate: Candidate) -> tuple[Work, Work]:
         """Return the work of a forward and of a backward pass."""
         outputs: list[Tensor] = []
         with candidate.context(Saved()), faking(self.prepared.mode):
@@ -298,7 +269,7 @@ class _Measurement:
         finally:
             self.model.zero_grad(set_to_none=True)
 
-    def step_peak(self, candidate: _Candidate) -> int:
+    def step_peak(self, candidate: Candidate) -> int:
         def step() -> None:
             with self.around():
                 outputs = self.run(self.inputs)
@@ -340,11 +311,11 @@ class _Measurement:
 
     # ------------------------------------------------------------------------------------------- the largest sizes
 
-    def fitted(self, rows: Mapping[_Candidate, Row], traced: Sequence[Row], room: int) -> Iterator[Row]:
+    def fitted(self, rows: Mapping[Candidate, Row], traced: Sequence[Row], room: int) -> Iterator[Row]:
         """Yield rows with the largest batch and the longest sequence that fit so many bytes."""
         source = self.prepared.source
         if not source.varies:
-            self.notes.append("its callable takes neither batch nor seq, so none can be sought that fits")
+            self.notes.append("its callable takes neither batch nor seq, so no largest size can be computed")
         limits = {"batch": None, "seq": source.longest(self.model)}
         if limits["seq"] is not None and "seq" in source.varies:
             self.notes.append(f"{self.prepared.name} has positions for {limits['seq']} tokens")
@@ -364,14 +335,14 @@ class _Measurement:
             sizes = {name: curve.solve(scaled) for name, curve in stock.items()}
             yield replace(row, batch=sizes.get("batch"), seq=sizes.get("seq"), scaled=True)
 
-    def curve(self, name: str, row: Row, candidate: _Candidate, limit: int | None) -> Curve:
+    def curve(self, name: str, row: Row, candidate: Candidate, limit: int | None) -> Curve:
         """Measure what a candidate keeps at two batches, or at three lengths."""
         here = self.batch if name == "batch" else self.seq
 
         def needed(size: int) -> int:
             batch, seq = (size, self.seq) if name == "batch" else (self.batch, size)
             kept = row.bytes if size == here else self.kept(candidate, self.prepared.inputs(batch, seq)).bytes
-            return kept + (self.block_bytes(batch, seq) if candidate.again else 0)
+            return kept + (self.block_bytes(batch, seq) if candidate.blocks else 0)
 
         factors = (2,) if name == "batch" else (2, 3)
         if limit is not None and here * factors[-1] > limit:
@@ -387,9 +358,3 @@ class _Measurement:
             blocks = blocks_of(self.model)
             self.of_block[batch, seq] = sum(saved.by_kind(blocks[len(blocks) // 2][0]).values())
         return self.of_block[batch, seq]
-
-
-@contextmanager
-def _replacing(model: nn.Module, method: str, bits: int | None, saved: Saved) -> Iterator[None]:
-    with replaced(model, method, bits):
-        yield

@@ -15,11 +15,11 @@ from torch import nn
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import registered
+from fitact.runtime.rebuild.modules import original_class
 
 from .detect import MODULES, ActivationSite, Found, recipe, shipped_class
-from .held import Held
-from .inplace import InPlace
 from .measure import Plan, Trace, Usage
+from .wrappers import Held, InPlace
 
 METHODS = ("fewbit", "relumix", "inverted", "exact")
 WIDTHS = (1, 2, 3, 4)
@@ -38,8 +38,9 @@ Measure = Callable[[Sequence[Plan]], list[Trace]]
 def check_bits(method: str, bits: object) -> None:
     """Raise a UsageError if a method's fits cannot have this number of bits."""
     known = type(bits) is not bool and isinstance(bits, Integral) and bits in WIDTHS
-    if bits is not None and (method == "exact" or not known):
-        expected = "none for exact, which keeps no bits" if method == "exact" else "1, 2, 3 or 4"
+    none = method in ("exact", "rebuild")
+    if bits is not None and (none or not known):
+        expected = f"none for {method}, which keeps no bits" if none else "1, 2, 3 or 4"
         raise UsageError(f"bits {quote(bits)}: expected {expected}")
 
 
@@ -137,7 +138,7 @@ class Policy:
             return Replacement(reason=f"already {found.before}")
         if found.refusal:
             return Replacement(reason=found.refusal)
-        given = self.substitutes.get(type(site.held))
+        given = self.substitutes.get(original_class(site.held))
         if given is not None:
             return self._in_place(Replacement(given, bool(getattr(site.held, "inplace", False))), found)
         if site.activation and not (self.methods and self._allows(site)):
@@ -153,7 +154,7 @@ class Policy:
         return self._in_place(Replacement(kind, found.in_place, note), found)
 
     def _allows(self, site: ActivationSite) -> bool:
-        own = isinstance(site.held, nn.Module) and type(site.held) not in MODULES
+        own = isinstance(site.held, nn.Module) and original_class(site.held) not in MODULES
         return not (self.linear and site.activation not in PIECEWISE) and not (self.same and own)
 
     def _kinds(self, activation: str) -> list[type[nn.Module]]:
@@ -341,7 +342,7 @@ def paying(
         The replacements, and what the model keeps with them.
 
     """
-    given = [type(site.held) in substitutes for site in sites]
+    given = [original_class(site.held) in substitutes for site in sites]
     while True:
         (after,) = measure([plan(replacements)])
         kept = [

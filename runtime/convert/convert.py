@@ -5,25 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from fnmatch import fnmatchcase
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fitact.errors import UsageError, quote
+from fitact.errors import UsageError
 from fitact.runtime.norms.fold import merge_norms, unmerge_norms
-from fitact.runtime.ops.registry import is_generated
-from fitact.runtime.rebuild.modules import restore
+from fitact.runtime.rebuild import sites as rebuilding
+from fitact.runtime.rebuild.modules import REBUILT, put_back, reading, restore
 from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.torch_internals import uncompiled
-from fitact.text import few
 
+from .arguments import Patterns, check, check_shipped, check_substitutes, choose, none_held, own_classes
 from .choices import (
     ERRORS,
-    METHODS,
     ORIGINAL,
     Measure,
     Policy,
@@ -32,21 +30,18 @@ from .choices import (
     as_likes,
     attempt,
     best,
-    check_bits,
     paying,
-    plan,
     put,
+    putting,
 )
 from .detect import ActivationSite, activation_sites, recognise
 from .gradients import gradient_error
-from .measure import Run, Trace, runner, stock, traces
-
-Patterns = str | Sequence[str] | None
+from .measure import Plan, Trace, Usage, runner, stock, traces
 
 
 def convert(
     model: nn.Module,
-    method: str = "fewbit",
+    method: str | None = None,
     bits: int | None = None,
     *,
     norms: bool = False,
@@ -58,19 +53,21 @@ def convert(
     error: str | None = None,
     gradients: bool = False,
 ) -> Conversion:
-    """Replace a model's activations, in place, by ones that keep less for backward.
+    """Change a model in place so that it keeps less for backward.
 
     This replaces activation modules of PyTorch, transformers and timm, your own modules that compute an activation
     of the catalog and nothing else, and functions that a module holds, such as `self.act = F.gelu`. For
     activations that a `forward` calls, use `converted_functions`; with `example_inputs` the report names the
-    modules that compute some themselves. The state dict stays the same; `revert` puts the originals back.
+    modules that compute some themselves. `"auto"` and `"rebuild"` also rebuild outputs of activations, gates and
+    norms in backward (`fitact.rebuild`). The state dict stays the same; `revert` puts the originals back.
 
     Args:
         model: the model, which is changed in place.
-        method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`, as in `fitact.activation`; or `"auto"`, which
-            chooses for each activation what keeps least, among leaving it alone and the methods that `error`
-            allows. `"auto"` runs the model in the caller's autocast, so it needs `example_inputs`; freeze what is
-            not trained before.
+        method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`, as in `fitact.activation`; `"rebuild"`, which
+            only rebuilds outputs; or `"auto"`, which rebuilds what pays, and then chooses for each activation
+            what keeps least, among leaving it alone and the methods that `error` allows. `"auto"` runs the model
+            in the caller's autocast, so it needs `example_inputs`; freeze what is not trained before. The default
+            is `"auto"` if `error` is given, else `"fewbit"`.
         bits: the most bits kept per element; by default 3 for Few-Bit, and the fewest possible for the others.
         norms: whether to merge norms into the next linear layers, too, as
             `fitact.runtime.norms.fold.merge_norms` describes. This needs `example_inputs` and changes parameters:
@@ -91,19 +88,21 @@ def convert(
             inputs do not reach, such as those of a layer left out by chance or of an expert without tokens, are
             treated like the same activation in other layers.
         error: how much `method="auto"` may change gradients; each value allows all before it. `"exact"`: not at
-            all; gradients are PyTorch's, bit for bit, except for the sign of zeros and where they are not finite.
-            This holds for PyTorch's own piecewise linear activations, such as nn.ReLU and nn.Hardtanh, whose
-            derivative is a step function; in float64, borders and levels are rounded to float32. `"rounding"`, the
-            default: `exact`, `inverted` and the step functions of piecewise linear activations, with errors as
-            large as half precision's rounding. `"few-bit"`: all step functions; their errors add up over the
-            layers of a model, so look at `gradients`.
+            all; outputs are rebuilt, and PyTorch's own piecewise linear activations, such as nn.ReLU and
+            nn.Hardtanh, are replaced, whose derivative is a step function. Gradients are PyTorch's, bit for bit,
+            except for the sign of zeros, where they are not finite, in float64, where borders and levels are
+            rounded to float32, and in the cases that `fitact.rebuild` names. Without `example_inputs`, outputs
+            are rebuilt and nothing is replaced. `"rounding"`, the default: also `exact`, `inverted` and the step
+            functions of piecewise linear activations, with errors as large as half precision's rounding.
+            `"few-bit"`: all step functions; their errors add up over the layers of a model, so look at
+            `gradients`.
         gradients: whether to measure how far the gradient of all parameters is from stock's, and to report it.
             This runs the model and its backward pass twice with `example_inputs` and real tensors, and takes the
             memory and time of a training step. If norms are merged, stock has merged norms, too.
 
     Returns:
-        What was done at each activation and, with `example_inputs`, the bytes it kept and keeps. Its `str` is a
-        table.
+        What was done at each activation, gate and norm and, with `example_inputs`, the bytes kept. Its `str` is
+        a table.
 
     Raises:
         UsageError: the arguments do not fit the model, or the model cannot be run; it is then unchanged.
@@ -111,22 +110,28 @@ def convert(
 
     """
     model = _inner(model)
+    method = method or ("fewbit" if error is None else "auto")
+    runs = example_inputs is not None
+    check(model, method, bits, norms, runs, error, gradients)
     if dry_run and norms:  # the gain of activations depends on what merged norms keep
-        _check(model, method, bits, norms, example_inputs is not None, error, gradients)
         options: dict[str, Any] = {"replace": replace, "include": include, "exclude": exclude}
         options |= {"error": error, "gradients": gradients}
         tried = convert(copy.deepcopy(model), method, bits, norms=True, example_inputs=example_inputs, **options)
         return dataclasses.replace(tried, dry_run=True)
-    run = None if example_inputs is None else runner(example_inputs)
-    _check(model, method, bits, norms, run is not None, error, gradients)
-    own = _own(replace or {})
+    run = runner(example_inputs) if runs else None
+    own = own_classes(replace or {})
     sites = activation_sites(model, own)
-    if not sites and not norms:
-        raise UsageError(_none_held(model, run))
-    sites = _selected(model, sites, include, exclude, norms)
-    _check_substitutes(sites, replace or {})
-    replacements = Policy(() if method == "auto" else (method,), bits, replace or {}).replacements(sites)
-    _check_shipped(sites, replacements)
+    rebuilds = method in ("auto", "rebuild")
+    found = rebuilding.swaps(model) if rebuilds else []
+    if method == "rebuild" and not found:
+        raise UsageError("nothing to rebuild: there is no activation, gate or norm before a trained linear layer")
+    if not sites and not norms and not found:
+        raise UsageError(none_held(model, run))
+    chosen = choose(model, sites, found, include, exclude, norms)
+    sites = chosen.sites(sites, rebuilds)
+    check_substitutes(sites, replace or {})
+    replacements = Policy(() if rebuilds else (method,), bits, replace or {}).replacements(sites)
+    check_shipped(sites, replacements)
     before: Trace | None = None
     after: Trace | None = None
     measure: Measure | None = None
@@ -140,33 +145,76 @@ def convert(
     merged = merge_norms(model, example_inputs, include=include, exclude=exclude) if norms else []
     if measure and merged:
         (before,) = measure([stock])
-    if measure and before and method == "auto":
-        replacements, after = best(sites, bits, error or ERRORS[1], replace or {}, measure, before)
-    elif measure and before:
-        replacements, after = paying(sites, replacements, replace or {}, before, measure)
-    if before:
-        replacements = as_likes(sites, replacements, before)
+    was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
+    found = rebuilding.swaps(model, partial(chosen.rebuilt, own=own)) if rebuilds else []
+    if measure and before and found:
+        with rebuilding.swapped(found), reading() as read:
+            (rebuilt,) = measure([stock])
+        found = rebuilding.paying(found, read) if rebuilt.kept < before.kept else []
+        before = rebuilt if found else before
+    with rebuilding.swapped(found):
+        if found:
+            sites = chosen.sites(activation_sites(model, own), rebuilds)
+            replacements = Policy((), bits, replace or {}).replacements(sites)
+        if measure and before and method == "auto":
+            replacements, after = best(sites, bits, error or ERRORS[1], replace or {}, measure, before)
+        elif measure and before and method == "rebuild":
+            after = before
+        elif measure and before:
+            replacements, after = paying(sites, replacements, replace or {}, before, measure)
+        if before:
+            replacements = as_likes(sites, replacements, before)
     gradient = None
     if gradients and run is not None:
-        gradient = gradient_error(model, run, own, plan(replacements), attempt=number)
+        gradient = gradient_error(model, run, own, _whole(found, sites, replacements), attempt=number)
     if not dry_run:
+        rebuilding.put(found)
         put(sites, replacements)
-    records = (*_records(sites, replacements, before, after), *merged)
+        for site, replacement in zip(sites, replacements, strict=True):
+            if replacement.kind:
+                put_back(site.held)  # the original is as it was
+    records = (*_records(sites, replacements, was, after), *_rebuilt(found), *merged)
     return Conversion(records, dry_run, stock_kept, None if after is None else after.kept, unseen, gradient)
 
 
+def _whole(
+    found: Sequence[rebuilding.Swap], sites: Sequence[ActivationSite], replacements: Sequence[Replacement]
+) -> Plan:
+    """Return all that is done to a model as a plan for a measurement."""
+
+    @contextmanager
+    def done(_: Sequence[ActivationSite]) -> Iterator[None]:
+        with rebuilding.swapped(found), putting(replacements, sites):
+            yield
+
+    return done
+
+
+def _rebuilt(found: Sequence[rebuilding.Swap]) -> Iterator[SiteRecord]:
+    """Yield the records of gates and norms; activations are among the sites."""
+    for one in found:
+        if one.record is not None and one.record.kind != "activation":
+            yield one.record
+
+
 def _records(
-    sites: Sequence[ActivationSite], replacements: Sequence[Replacement], before: Trace | None, after: Trace | None
+    sites: Sequence[ActivationSite],
+    replacements: Sequence[Replacement],
+    before: Mapping[str, Usage],
+    after: Trace | None,
 ) -> Iterator[SiteRecord]:
     """Yield the records; a module at several sites has its bytes at the first of them."""
     first: dict[Any, ActivationSite] = {}
     for i, (site, replacement) in enumerate(zip(sites, replacements, strict=True)):
-        record = SiteRecord(site.path, "activation", site.found.before, replacement.label, replacement.reason)
+        label, reason = replacement.label, replacement.reason
+        if label is None and site.found.rebuilt:
+            label, reason = REBUILT, ""
+        record = SiteRecord(site.path, "activation", site.found.before, label, reason)
         if first.setdefault(site.key, site) is not site:
             same = f"the same module as {first[site.key].path}"
-            record = dataclasses.replace(record, reason="; ".join(filter(None, (replacement.reason, same))))
-        elif before is not None and after is not None and after.usages[i].shared is not None:
-            was, now = before.usages[i], after.usages[i]
+            record = dataclasses.replace(record, reason="; ".join(filter(None, (reason, same))))
+        elif after is not None and after.usages[i].shared is not None:
+            was, now = before[site.path], after.usages[i]
             record = dataclasses.replace(record, kept_before=was.kept, kept_after=now.kept, shared=now.shared)
         yield record
 
@@ -215,114 +263,3 @@ def _inner(model: nn.Module) -> nn.Module:
     if isinstance(inner, torch.jit.ScriptModule):
         raise UsageError("TorchScript's modules cannot be changed: convert the model before scripting it")
     return inner
-
-
-# ----------------------------------------------------------------------------------------------- checked arguments
-
-
-def _check(
-    model: nn.Module,
-    method: str,
-    bits: int | None,
-    norms: bool,
-    runs: bool,
-    error: str | None,
-    gradients: bool,
-) -> None:
-    if method not in (*METHODS, "auto"):
-        raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)} or auto")
-    check_bits(method, bits)
-    if error is not None and error not in ERRORS:
-        raise UsageError(f"error {quote(error)}: expected {', '.join(ERRORS[:-1])} or {ERRORS[-1]}")
-    if error is not None and method != "auto":
-        raise UsageError(f'error {quote(error)}: expected only with method="auto", got method={quote(method)}')
-    if error == "exact" and norms:
-        raise UsageError('error "exact": merged norms round differently from stock: leave out norms=True')
-    if gradients and not runs:
-        raise UsageError("gradients=True runs the model: pass example_inputs, the arguments of the model")
-    if not runs and (method == "auto" or norms):
-        what = (
-            'method="auto" measures what each activation keeps'
-            if method == "auto"
-            else "norms=True looks at the model's graph"
-        )
-        raise UsageError(f"{what}: pass example_inputs, the arguments of the model")
-    found = recognise(model)
-    if found is not None:
-        raise UsageError(f"the model is itself an activation, {found.before}: use fitact.activation instead")
-
-
-def _own(substitutes: Mapping[Any, Any]) -> frozenset[type]:
-    for old, new in substitutes.items():
-        for kind in (old, new):
-            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-                raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
-        if not is_generated(new):
-            raise UsageError(f"replace: {new.__name__} is not an activation that fitact codegen generated")
-    return frozenset(substitutes)
-
-
-def _check_substitutes(sites: Sequence[ActivationSite], substitutes: Substitutes) -> None:
-    for old in substitutes:
-        held = next((site.held for site in sites if type(site.held) is old), None)
-        if held is None:
-            raise UsageError(f"replace: the model holds no {old.__name__}")
-        if any(True for _ in held.children()) or any(True for _ in held.parameters()):
-            raise UsageError(f"replace: {old.__name__} holds modules or parameters, so it is not an activation")
-
-
-def _none_held(model: nn.Module, run: Run | None) -> str:
-    """Return the message for a model without sites."""
-    seen = ""
-    if run is not None:
-        with suppress(UsageError):  # the model cannot be run: there is nothing to replace anyway
-            (trace,) = traces(model, run, frozenset(), [stock], detail=True)
-            seen = "".join(f"; {one}" for one in trace.unseen)
-    calls = "for calls of functions such as F.gelu, use `with fitact.converted_functions():`"
-    return f"no module holds an activation{seen}; {calls}"
-
-
-def _selected(
-    model: nn.Module, sites: Sequence[ActivationSite], include: Patterns, exclude: Patterns, norms: bool
-) -> list[ActivationSite]:
-    """Return all sites; those that the patterns leave out are marked as refused."""
-    there = [site.path for site in sites]
-    if norms:
-        there += [path for path, _ in model.named_modules() if path]
-    wanted = _matching(there, include, "include")
-    unwanted = _matching(there, exclude, "exclude")
-    return [
-        _refused(site, "not included")
-        if include is not None and site.path not in wanted
-        else _refused(site, "excluded")
-        if site.path in unwanted
-        else site
-        for site in sites
-    ]
-
-
-def _matching(paths: Sequence[str], patterns: Patterns, name: str) -> set[str]:
-    found: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
-        some = {path for path in paths if fnmatchcase(path, pattern)}
-        if not some:
-            raise UsageError(f"{name} {quote(pattern)}: no activation has such a path; there are {few(paths)}")
-        found |= some
-    return found
-
-
-def _refused(site: ActivationSite, reason: str) -> ActivationSite:
-    if site.found.refusal or site.found.converted:
-        return site
-    return dataclasses.replace(site, found=dataclasses.replace(site.found, refusal=reason))
-
-
-def _check_shipped(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> None:
-    """Raise if nothing ships by a method for any of the model's activations in the catalog."""
-    wanted = [replacement for site, replacement in zip(sites, replacements, strict=True) if site.activation]
-    if (
-        wanted
-        and all(replacement.missing for replacement in wanted)
-        and not any(replacement.kind for replacement in replacements)
-    ):
-        raise UsageError(f"nothing is replaced: {wanted[0].reason}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
@@ -21,12 +21,11 @@ from torch import nn
 from fitact.api import activation
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import is_generated, registered
-from fitact.runtime.rebuild.modules import Rebuilding
+from fitact.runtime.rebuild.modules import Rebuilding, original_class
 from fitact.runtime.torch_internals import has_hooks, modules_in
 
-from .held import Held
-from .inplace import InPlace
 from .probe import computes
+from .wrappers import Held, InPlace
 
 # PyTorch's modules, and the parameters with which they ship; the functions have the same.
 MODULES: dict[type[nn.Module], tuple[str, dict[str, Any]]] = {
@@ -120,6 +119,7 @@ class Found:
         in_place: whether it overwrites its input.
         refusal: why it must not be replaced; `""` if it may.
         converted: whether it is fitact's.
+        rebuilt: whether its output is rebuilt in backward.
 
     """
 
@@ -130,6 +130,7 @@ class Found:
     in_place: bool = False
     refusal: str = ""
     converted: bool = False
+    rebuilt: bool = False
 
     @property
     def keeps_input(self) -> bool:
@@ -210,6 +211,8 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
     """
     if isinstance(held, nn.Module):
         found = _module(held, own)
+        if found is not None and isinstance(held, Rebuilding):
+            found = replace(found, rebuilt=True)
         if found is not None and not found.refusal and not found.converted:
             return _checked(held, found)
         return found
@@ -225,11 +228,10 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
 
 
 def _module(module: nn.Module, own: frozenset[type]) -> Found | None:
-    kind = type(module)
+    kind = original_class(module)
     name = kind.__name__
-    if isinstance(module, Rebuilding):
-        refusal = "its output is rebuilt: fitact.revert puts it back"
-        return Found(name, refusal=refusal) if module.is_activation else None
+    if isinstance(module, Rebuilding) and not module.is_activation:
+        return None
     if kind in own:
         return Found(name)
     if kind in MODULES:
@@ -284,7 +286,7 @@ def _checked(module: nn.Module, found: Found) -> Found:
         refusal = "its parameters are learned"
     elif has_hooks(module) or "forward" in vars(module):
         refusal = "it has hooks, which would be lost"
-    return Found(found.before, found.activation, refusal=refusal) if refusal else found
+    return Found(found.before, found.activation, refusal=refusal, rebuilt=found.rebuilt) if refusal else found
 
 
 def label(module: nn.Module) -> str:

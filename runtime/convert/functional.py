@@ -16,7 +16,7 @@ from fitact.runtime.ops.registry import registered
 
 from .choices import METHODS, check_bits
 from .detect import FUNCTIONS, SHIPPED, parametrised, shipped_class
-from .inplace import overwrite
+from .wrappers import overwrite
 
 IN_PLACE = frozenset(
     [

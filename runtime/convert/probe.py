@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fitact.runtime.rebuild.modules import original_class
 from fitact.runtime.torch_internals import unset_fake_temporarily, without_torch_function
 
 # By their names in the catalog, with the parameters that are shipped.
@@ -57,7 +58,7 @@ def computes(module: nn.Module) -> str | None:
         module: the module; a copy of it is run, and it is not changed.
 
     """
-    kind = type(module)
+    kind = original_class(module)
     if kind.__module__.partition(".")[0] == "torch" or next(module.children(), None) is not None:
         return None
     if any(True for _ in (*module.parameters(), *module.buffers())):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.ops.autograd import DTYPES
-from fitact.runtime.torch_internals import has_forward_pre_hooks, parameters_in
+from fitact.runtime.torch_internals import has_forward_pre_hooks, parameters_in, unset_fake_temporarily
 
 from .modules import MSLayerNorm, MSRMSNorm
 
@@ -129,14 +129,28 @@ def _tried(module: nn.Module) -> Norm | None:
     return None
 
 
+def trial_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy on the CPU whose parameters are ones in one dtype; the module's own may be fake tensors."""
+    ones = {
+        id(parameter): nn.Parameter(torch.ones(parameter.shape, dtype=dtype), parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    return copy.deepcopy(module, dict(ones))
+
+
 def _computes(norm: Norm) -> bool:
     """Return whether a module computes the formula."""
+    with unset_fake_temporarily():
+        return _agrees(norm)
+
+
+def _agrees(norm: Norm) -> bool:
     random = torch.Generator().manual_seed(0)
     assert norm.eps is not None
     rows = torch.randn(4, 3, norm.columns, generator=random) + 0.5
     rows *= torch.tensor([1.0, norm.eps**0.5, 30.0, 1.0]).view(4, 1, 1)
     try:
-        trial = copy.deepcopy(norm.module).to("cpu", torch.float32)
+        trial = trial_copy(norm.module, torch.float32)
         with torch.no_grad():
             for parameter in trial.parameters():
                 parameter.copy_(torch.rand(parameter.shape, generator=random) + 0.5)

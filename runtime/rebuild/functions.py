@@ -132,6 +132,9 @@ class _Plain:
     def __init__(self, function: Function, device: str) -> None:
         self.function, self.autocast = function, _autocast(device)
 
+    def use(self) -> None:
+        use(self.function)
+
     def __call__(self, *state: Tensor) -> Tensor:
         with torch.no_grad(), self.autocast():
             return self.function(*state)
@@ -252,12 +255,15 @@ def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor | None:
-    """Return x after dropout, to be rebuilt from what x is rebuilt from and a mask; None if x has to be kept."""
-    found = source(x) if torch.is_grad_enabled() and 0 < p < 1 else None
-    if found is None:
+    """Return x after dropout, which keeps a mask; None if nothing is kept, or it is PyTorch's own to do.
+
+    If x is rebuilt from something, the output is rebuilt from that and the mask.
+    """
+    if not (_recorded(x) and 0 < p < 1):
         return None
+    found = source(x)
     y, mask = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
-    return note(y, _Dropped(found, p), mask, *found.state)
+    return y if found is None else note(y, _Dropped(found, p), mask, *found.state)
 
 
 class _Dropped:

@@ -6,7 +6,9 @@ So its parameters, hooks, attributes and the keys of the state stay, and `isinst
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +21,35 @@ from fitact.runtime.torch_internals import has_hooks, parameters_in
 from . import functions
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+_read: ContextVar[set[str] | None] = ContextVar("_read", default=None)
+
+
+@contextmanager
+def reading() -> Iterator[set[str]]:
+    """Gather the paths of the activations and norms whose outputs some layer is going to rebuild."""
+    found: set[str] = set()
+    token = _read.set(found)
+    try:
+        yield found
+    finally:
+        _read.reset(token)
+
+
+class _Noticed:
+    """What a module computes; notices that a layer is going to compute it again."""
+
+    def __init__(self, function: Callable[..., Tensor], module: Any) -> None:
+        self.function, self.module = function, module
+
+    def use(self) -> None:
+        found = _read.get()
+        if found is not None:
+            found.add(vars(self.module)["fitact_path"])
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
 
 
 class Rebuilding:
@@ -36,7 +67,7 @@ class Rebuilding:
     @property
     def is_activation(self) -> bool:
         """Whether it is an activation."""
-        return self.kind in ("Activation", "Composed")
+        return KINDS.get(self.kind) == "activation"
 
     @property
     def activation(self) -> str | None:
@@ -59,7 +90,7 @@ class Activation(Rebuilding):
     """An activation that keeps its input."""
 
     def _forward(self: Any, input: Tensor) -> Tensor:
-        function = partial(self.stock.forward, self)
+        function = _Noticed(partial(self.stock.forward, self), self)
         return functions.noted(function(input), function, input)
 
 
@@ -88,7 +119,8 @@ class Norm(Rebuilding):
 
         if self.composed and hidden_states.dtype in HALF:
             return functions.again(normed, hidden_states, *there.values())
-        return functions.noted(stock.forward(self, hidden_states), normed, hidden_states, *there.values())
+        output = stock.forward(self, hidden_states)
+        return functions.noted(output, _Noticed(normed, self), hidden_states, *there.values())
 
 
 class ComposedNorm(Norm):
@@ -176,7 +208,6 @@ CLASSES: dict[str, type[Any]] = {
 }
 
 
-CONSUMERS = ("Linear", "Conv1D")
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("Activation", "Composed"), "activation"),
     **dict.fromkeys(("Norm", "ComposedNorm"), "norm"),
@@ -196,19 +227,34 @@ def _empty(kind: str, stock: Any) -> Any:
     return made.__new__(made)
 
 
-def swap(module: nn.Module, kind: str, gate: Gate | None = None) -> None:
-    """Give a module the class of a kind, a key of CLASSES; to a gated MLP, what its children are too."""
+def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None) -> None:
+    """Give a module the class of a kind.
+
+    Args:
+        module: the module.
+        kind: a key of CLASSES.
+        path: its path in the model.
+        gate: what its children are, if it is a gated MLP.
+
+    """
     stock: Any = type(module)
     module.__class__ = _class(kind, stock)
+    vars(module)["fitact_path"] = path
     if gate is not None:
         vars(module)["fitact_gate"] = gate
+
+
+def original_class(module: Any) -> type[Any]:
+    """Return a module's class as it was before `swap`."""
+    return module.stock if isinstance(module, Rebuilding) else type(module)
 
 
 def put_back(module: Any) -> None:
     """Give a module its own class again."""
     if isinstance(module, Rebuilding):
         module.__class__ = module.stock
-        vars(module).pop("fitact_gate", None)
+        for name in ("fitact_path", "fitact_gate"):
+            vars(module).pop(name, None)
 
 
 def restore(model: nn.Module) -> Iterator[SiteRecord]:

@@ -18,7 +18,7 @@ from fitact.errors import FitactError, FitWarning, JobError, UsageError
 if TYPE_CHECKING:
     from fitact.runtime.convert.convert import convert, revert
     from fitact.runtime.convert.functional import converted_functions
-    from fitact.runtime.rebuild.rebuild import rebuild
+    from fitact.runtime.convert.rebuild import rebuild
 
 __all__ = [
     "FitWarning",
@@ -36,7 +36,7 @@ __all__ = [
 LAZY = {
     "convert": "fitact.runtime.convert.convert",
     "converted_functions": "fitact.runtime.convert.functional",
-    "rebuild": "fitact.runtime.rebuild.rebuild",
+    "rebuild": "fitact.runtime.convert.rebuild",
     "revert": "fitact.runtime.convert.convert",
 }
 

@@ -31,8 +31,8 @@ import fitact
 from fitact.cli import charts
 from fitact.errors import FitactError, JobError, UsageError
 from fitact.runtime.compare.baselines import checkpointed, compiled, work_of
+from fitact.runtime.compare.candidates import replaced, sites_of
 from fitact.runtime.compare.records import Report, closed_form
-from fitact.runtime.compare.replace import replaced, sites_of
 from fitact.runtime.compare.report import measure
 from fitact.runtime.memory.peak import cuda_memory, peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels, is_activation
@@ -1097,7 +1097,7 @@ def test_missing_package(command: Call, monkeypatch: pytest.MonkeyPatch, line: s
 def test_activations_that_are_calls(command: Call) -> None:
     status, out, _ = command("memory mine:calling --no-compiler --gib 1")
     assert status == 0
-    assert "note: its activations are calls of functions; what modules hold, as nn.GELU, is replaced" in out
+    assert "its activations are calls of functions; fitact replaces only what modules hold, as nn.GELU" in out
     assert "fewbit" not in out
 
 

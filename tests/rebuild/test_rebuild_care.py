@@ -506,7 +506,7 @@ def test_errors() -> None:
     for one in (nn.Sequential(nn.GELU()), frozen, torch.jit.trace(MLP().eval(), X)):
         with pytest.raises(UsageError):
             fitact.rebuild(one)
-    with pytest.raises(UsageError, match="give example_inputs"):
+    with pytest.raises(UsageError, match="pass example_inputs"):
         fitact.rebuild(MLP(), gradients=True)
     model = MLP()
     with pytest.raises(UsageError):

@@ -64,7 +64,7 @@ def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, 
     head += ["peak"] * peaks + ["batch"] * batches + ["seq"] * lengths
     table = [tuple(head)]
     for row in report.rows:
-        again = "checkpoint" in row.kinds or "graph" in row.kinds
+        again = row.traffic != 0
         line = [row.name, size(row.bytes), _percent(row.bytes / report.rows[0].bytes)]
         line += ["" if row.replaced is None else f"{row.replaced} of {report.sites}"]
         line += [_percent(row.flops) if again else ""]

@@ -1,4 +1,4 @@
-"""An activation in place of a function that a module holds, such as `self.act = F.gelu`."""
+"""Activations in the place of a function that a module holds, and of an activation that overwrites its input."""
 
 from __future__ import annotations
 
@@ -27,3 +27,26 @@ class Held(nn.Module):
         alone = len(args) + len(given) == 1 and given.keys() <= {"input"}
         result: Tensor = self.activation(*args, **given) if alone else self.function(*args, **given)
         return result
+
+
+class InPlace(nn.Module):
+    """Writes an activation's output over its input, and keeps what the activation keeps.
+
+    Args:
+        activation: one that keeps codes and not its output, which would otherwise exist twice.
+
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Overwrite input with its activation, and return it."""
+        return overwrite(input, self.activation)
+
+
+def overwrite(input: Tensor, activation: nn.Module) -> Tensor:
+    """Overwrite input with its activation, and return it; autograd keeps no copy of it."""
+    result: Tensor = input.copy_(activation(input))
+    return result

@@ -1,118 +1,110 @@
-"""Rebuilding the outputs of a model: which modules it is done to, and back again."""
+"""Finding the modules of a model whose outputs can be rebuilt, and the layers that then keep less."""
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from fitact.errors import UsageError
 from fitact.runtime.convert.detect import ActivationSite, activation_sites
-from fitact.runtime.convert.gradients import gradient_error
-from fitact.runtime.convert.measure import runner, stock, traces
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
-from fitact.runtime.records import Conversion, SiteRecord
-from fitact.runtime.torch_internals import has_hooks, storage_id, uncompiled
+from fitact.runtime.records import SiteRecord
+from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
 
-from .modules import CONSUMERS, KINDS, REBUILT, Gate, Rebuilding, put_back, swap
+from .modules import KINDS, REBUILT, Gate, Rebuilding, put_back, swap
 
 PROBE = 64  # elements of what an activation is tried with
 
 
-class _Wish(NamedTuple):
+class Swap(NamedTuple):
+    """A module that gets another class, so that it keeps less.
+
+    Attributes:
+        path: its path in the model.
+        module: the module.
+        kind: the new class, a key of CLASSES.
+        gate: what its children are, if it is a gated MLP.
+
+    """
+
     path: str
     module: nn.Module
     kind: str
     gate: Gate | None = None
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the module and of the activation of its gate."""
+        return (self.path,) if self.gate is None else (self.path, f"{self.path}.{self.gate.activation}")
 
-def rebuild(
-    model: nn.Module, *, dry_run: bool = False, example_inputs: Any = None, gradients: bool = False
-) -> Conversion:
-    """Let a model keep no output twice, in place; its gradients stay the same bit for bit.
+    @property
+    def activation(self) -> nn.Module:
+        """The module, or the activation of its gate."""
+        return self.module if self.gate is None else self.module.get_submodule(self.gate.activation)
 
-    Whoever follows an operation keeps its output. What can be computed again from what the operation keeps itself
-    is not kept any more: outputs of activations, from their inputs; of gates f(g)·u, from g and u; of LayerNorm
-    and RMSNorm, from their inputs; of dropout after one of these, from a mask of a byte an element. Trained linear
-    layers that follow, with those of transformers' GPT-2 and peft's adapters, compute it in backward. No matrix
-    product is computed again.
+    @property
+    def record(self) -> SiteRecord | None:
+        """The record of a site whose output is rebuilt; None for layers that keep less and for dropout."""
+        kind = KINDS.get(self.kind)
+        return None if kind is None else SiteRecord(self.path, kind, type(self.module).__name__, REBUILT)
 
-    Where anything else keeps an output, as a product with another tensor does, it is kept as ever. An activation
-    that is composed of several operations is computed again in backward; if something else reads its input too,
-    the gradient of that is summed in another order than stock's, and may differ in its last bit. So may that of a
-    float32 weight that several layers or calls share inside one `torch.autocast`. The compiler traces the stock
-    model: what it keeps is its own choice. A second derivative raises. Freeze layers and add adapters before.
-    `fitact.revert` puts everything back.
+
+def swaps(model: nn.Module, wanted: Callable[[Swap], bool] = lambda _: True) -> list[Swap]:
+    """Return the modules that get another class; the activation of a gate is not among them.
+
+    The result is empty if the model has no output to rebuild, or no trained layer that would keep one.
 
     Args:
-        model: changed in place; the state and its keys stay.
-        dry_run: whether to leave the model as it is and only say what would be done.
-        example_inputs: what the model is run with to measure what it keeps, as for `fitact.convert`.
-        gradients: whether the gradient of all parameters is compared with stock's, by running the model and its
-            backward pass twice with `example_inputs` and real tensors.
-
-    Returns:
-        The activations, gates and norms whose outputs are rebuilt; with `example_inputs`, what is kept too.
-
-    Raises:
-        UsageError: it is no nn.Module, has nothing to rebuild, or cannot be run; it is then as it was.
+        model: the model, which is not changed.
+        wanted: whether the output of an activation, a gate or a norm is to be rebuilt.
 
     """
-    inner: Any = uncompiled(model)
-    if not isinstance(inner, nn.Module) or isinstance(inner, torch.jit.ScriptModule):
-        raise UsageError(f"expected a model, an nn.Module, got {type(inner).__name__}")
-    model = inner
-    if gradients and example_inputs is None:
-        raise UsageError("gradients=True runs the model: give example_inputs, what the model is called with")
-    wishes = _wishes(model)
-    records = tuple(
-        SiteRecord(wish.path, KINDS[wish.kind], type(wish.module).__name__, REBUILT)
-        for wish in wishes
-        if wish.kind in KINDS
-    )
-    if not records or not any(wish.kind in CONSUMERS for wish in wishes):
-        raise UsageError("nothing to rebuild: there is no activation, gate or norm before a trained linear layer")
-    kept: tuple[int | None, int | None] = None, None
-    gradient = None
-    if example_inputs is not None:
-        run = runner(example_inputs)
-        (before,) = traces(model, run, frozenset(), [stock])
-        with _swapped(wishes):
-            (after,) = traces(model, run, frozenset(), [stock])
-        kept = before.kept, after.kept
-        gradient = gradient_error(model, run, frozenset(), lambda _: _swapped(wishes)) if gradients else None
-    if not dry_run:
-        _swap(wishes)
-    return Conversion(records, dry_run, *kept, (), gradient)
+    gates = [one for one in _gates(model) if wanted(one)]
+    inside = {id(one.activation) for one in gates}
+    producers = [one for one in _producers(model) if id(one.module) not in inside]
+    producers = [*gates, *(one for one in producers if one.record is None or wanted(one))]
+    consumers = [*_consumers(model)]
+    return [*producers, *consumers] if consumers and any(one.record for one in producers) else []
 
 
-def _wishes(model: nn.Module) -> list[_Wish]:
-    """Return the modules that get another class; what a gate computes itself is not among them."""
-    gates = [*_gates(model)]
-    inside = {id(wish.module.get_submodule(wish.gate.activation)) for wish in gates if wish.gate is not None}
-    return [*gates, *(wish for wish in _producers(model) if id(wish.module) not in inside), *_consumers(model)]
+def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
+    """Return the modules without activations and norms that keep no less: no layer rebuilds their outputs.
+
+    Args:
+        found: the modules.
+        read: paths of modules whose outputs a layer rebuilt in a run; the run may have missed others like them.
+
+    """
+    likes = {_like(one) for one in found if one.path in read}
+    return [one for one in found if one.kind not in ("Activation", "Norm") or _like(one) in likes]
 
 
-def _swap(wishes: Sequence[_Wish]) -> None:
-    for wish in wishes:
-        swap(wish.module, wish.kind, wish.gate)
+def _like(one: Swap) -> tuple[str, str]:
+    """Return what a module has in common with the same module in other layers."""
+    return type(one.module).__name__, re.sub(r"\b\d+\b", "*", one.path)
+
+
+def put(found: Sequence[Swap]) -> None:
+    """Let modules rebuild outputs, in place."""
+    for one in found:
+        swap(one.module, one.kind, one.path, one.gate)
 
 
 @contextmanager
-def _swapped(wishes: Sequence[_Wish]) -> Iterator[None]:
-    """Rebuild outputs until the context ends."""
-    _swap(wishes)
+def swapped(found: Sequence[Swap]) -> Iterator[None]:
+    """Let modules rebuild outputs until the context ends."""
+    put(found)
     try:
         yield
     finally:
-        for wish in wishes:
-            put_back(wish.module)
+        for one in found:
+            put_back(one.module)
 
 
 def _free(module: nn.Module) -> bool:
@@ -120,42 +112,41 @@ def _free(module: nn.Module) -> bool:
     return "forward" not in vars(module) and not isinstance(module, Rebuilding)
 
 
-def _consumers(model: nn.Module) -> Iterator[_Wish]:
+def _consumers(model: nn.Module) -> Iterator[Swap]:
     for path, module in model.named_modules():
         kind = "Linear" if type(module) is nn.Linear else "Conv1D" if layers.is_conv1d(module) else None
         weight = getattr(module, "weight", None)
         if kind and _free(module) and isinstance(weight, Tensor) and weight.requires_grad:
-            yield _Wish(path, module, kind)
+            yield Swap(path, module, kind)
 
 
 # ------------------------------------------------------------------------------------------------------- producers
 
 
-def _producers(model: nn.Module) -> Iterator[_Wish]:
+def _producers(model: nn.Module) -> Iterator[Swap]:
     for site in activation_sites(model):
         held = site.held
         if isinstance(held, nn.Module) and _free(held) and not site.found.converted and not site.found.refusal:
             kind = _keeps(held)
             if kind is not None:
-                yield _Wish(site.path, held, kind)
+                yield Swap(site.path, held, kind)
     for path, module in model.named_modules():
         if not _free(module) or has_hooks(module):
             continue
         norm = layers.recognise(module)
         if isinstance(norm, layers.Norm):
-            yield _Wish(path, module, "ComposedNorm" if _reads_once(norm) else "Norm")
+            yield Swap(path, module, "ComposedNorm" if _reads_once(norm) else "Norm")
         elif type(module) is nn.Dropout and not module.inplace:
-            yield _Wish(path, module, "Dropout")
+            yield Swap(path, module, "Dropout")
 
 
 def _reads_once(norm: layers.Norm) -> bool:
     """Whether a norm is several operations, and one of them alone reads its input in half precision."""
     if isinstance(norm.module, nn.LayerNorm):
         return False
-    twin = copy.deepcopy(norm.module).to("cpu", torch.bfloat16)
-    x = torch.ones(1, norm.columns, dtype=torch.bfloat16, requires_grad=True)
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        nodes = [twin(x).grad_fn]
+    with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        x = torch.ones(1, norm.columns, dtype=torch.bfloat16, requires_grad=True)
+        nodes = [layers.trial_copy(norm.module, torch.bfloat16)(x).grad_fn]
     seen: set[Any] = set()
     readers = 0
     while nodes:
@@ -170,11 +161,12 @@ def _reads_once(norm: layers.Norm) -> bool:
 
 def _keeps(activation: nn.Module) -> str | None:
     """Return the kind of an activation by what it keeps of a few numbers; None if that is its output alone."""
-    x = torch.linspace(-3, 3, PROBE).requires_grad_()
     training = activation.training
     try:
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False), count_saved(activation) as saved:
-            y = activation(x.view_as(x))
+        with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            x = torch.linspace(-3, 3, PROBE).requires_grad_()
+            with count_saved(activation) as saved:
+                y = activation(x.view_as(x))
     except Exception:  # whatever it needs, it is not a function of a tensor alone
         return None
     finally:
@@ -208,7 +200,7 @@ def _is_dtype(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is getattr and node.args[1] == "dtype"
 
 
-def _gates(model: nn.Module) -> Iterator[_Wish]:
+def _gates(model: nn.Module) -> Iterator[Swap]:
     """Yield the modules that compute down(f(g) · u) and nothing else, whether in training or in evaluation."""
     for path, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -223,7 +215,7 @@ def _gates(model: nn.Module) -> Iterator[_Wish]:
             gates = {_traced(module, acts[0], training) for training in (True, False)}
             gate = gates.pop()
             if gate is not None and not gates and _one_dtype(module, gate):
-                yield _Wish(path, module, "GatedMLP", gate)
+                yield Swap(path, module, "GatedMLP", gate)
 
 
 def _is_gates(site: ActivationSite) -> bool:

@@ -1,0 +1,155 @@
+"""The arguments of `convert`: what is wrong with them, and what their patterns leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fitact.errors import UsageError, quote
+from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.rebuild.modules import original_class
+from fitact.runtime.rebuild.sites import Swap
+from fitact.text import few
+
+from .choices import ERRORS, METHODS, Replacement, Substitutes, check_bits
+from .detect import ActivationSite, recognise
+from .measure import Run, stock, traces
+
+Patterns = str | Sequence[str] | None
+
+
+def check(
+    model: nn.Module,
+    method: str,
+    bits: int | None,
+    norms: bool,
+    runs: bool,
+    error: str | None,
+    gradients: bool,
+) -> None:
+    """Raise a UsageError if the arguments of `convert` do not go together."""
+    if method not in (*METHODS, "rebuild", "auto"):
+        raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)}, rebuild or auto")
+    check_bits(method, bits)
+    if error is not None and error not in ERRORS:
+        raise UsageError(f"error {quote(error)}: expected {', '.join(ERRORS[:-1])} or {ERRORS[-1]}")
+    if error is not None and method != "auto":
+        raise UsageError(f'error {quote(error)}: expected only with method="auto", got method={quote(method)}')
+    if error == "exact" and norms:
+        raise UsageError('error "exact": merged norms round differently from stock: leave out norms=True')
+    if gradients and not runs:
+        raise UsageError("gradients=True runs the model: pass example_inputs, the arguments of the model")
+    if not runs and ((method == "auto" and error != "exact") or norms):
+        what = (
+            'method="auto" measures what each activation keeps'
+            if method == "auto"
+            else "norms=True looks at the model's graph"
+        )
+        raise UsageError(f"{what}: pass example_inputs, the arguments of the model")
+    found = recognise(model)
+    if found is not None:
+        raise UsageError(f"the model is itself an activation, {found.before}: use fitact.activation instead")
+
+
+def own_classes(substitutes: Mapping[Any, Any]) -> frozenset[type]:
+    """Return the classes that the user's own classes replace."""
+    for old, new in substitutes.items():
+        for kind in (old, new):
+            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
+        if not is_generated(new):
+            raise UsageError(f"replace: {new.__name__} is not an activation that fitact codegen generated")
+    return frozenset(substitutes)
+
+
+def check_substitutes(sites: Sequence[ActivationSite], substitutes: Substitutes) -> None:
+    """Raise a UsageError if a class of the user's is not that of an activation in the model."""
+    for old in substitutes:
+        held = next((site.held for site in sites if original_class(site.held) is old), None)
+        if held is None:
+            raise UsageError(f"replace: the model holds no {old.__name__}")
+        if any(True for _ in held.children()) or any(True for _ in held.parameters()):
+            raise UsageError(f"replace: {old.__name__} holds modules or parameters, so it is not an activation")
+
+
+def none_held(model: nn.Module, run: Run | None) -> str:
+    """Return the message for a model without sites."""
+    seen = ""
+    if run is not None:
+        with suppress(UsageError):  # the model cannot be run: there is nothing to replace anyway
+            (trace,) = traces(model, run, frozenset(), [stock], detail=True)
+            seen = "".join(f"; {one}" for one in trace.unseen)
+    calls = "for calls of functions such as F.gelu, use `with fitact.converted_functions():`"
+    return f"no module holds an activation{seen}; {calls}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What the patterns leave: paths that are included, None for all, and those that are excluded."""
+
+    included: frozenset[str] | None
+    excluded: frozenset[str]
+
+    def refusal(self, *paths: str) -> str:
+        """Return why something with these paths is left alone; `""` if it is not."""
+        if self.included is not None and self.included.isdisjoint(paths):
+            return "not included"
+        return "" if self.excluded.isdisjoint(paths) else "excluded"
+
+    def sites(self, sites: Sequence[ActivationSite], rebuilds: bool) -> list[ActivationSite]:
+        """Return all sites; those that are to be left alone are marked as refused."""
+        kept = "" if rebuilds else "its output is rebuilt: fitact.revert puts it back"
+        return [_refused(site, self.refusal(site.path) or (kept if site.found.rebuilt else "")) for site in sites]
+
+    def rebuilt(self, swap: Swap, own: frozenset[type]) -> bool:
+        """Whether an output is to be rebuilt; not where the user gives a replacement."""
+        return not self.refusal(*swap.paths) and type(swap.activation) not in own
+
+
+def choose(
+    model: nn.Module,
+    sites: Sequence[ActivationSite],
+    found: Sequence[Swap],
+    include: Patterns,
+    exclude: Patterns,
+    norms: bool,
+) -> Chosen:
+    """Return what patterns leave of a model; one that matches nothing raises a UsageError."""
+    there = [site.path for site in sites]
+    there += [path for swap in found if swap.record for path in swap.paths if path not in there]
+    if norms:
+        there += [path for path, _ in model.named_modules() if path]
+    included = None if include is None else frozenset(_matching(there, include, "include"))
+    return Chosen(included, frozenset(_matching(there, exclude, "exclude")))
+
+
+def _matching(paths: Sequence[str], patterns: Patterns, name: str) -> set[str]:
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        some = {path for path in paths if fnmatchcase(path, pattern)}
+        if not some:
+            raise UsageError(f"{name} {quote(pattern)}: no activation has such a path; there are {few(paths)}")
+        found |= some
+    return found
+
+
+def _refused(site: ActivationSite, reason: str) -> ActivationSite:
+    if site.found.refusal or site.found.converted or not reason:
+        return site
+    return dataclasses.replace(site, found=dataclasses.replace(site.found, refusal=reason))
+
+
+def check_shipped(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> None:
+    """Raise if nothing ships by a method for any of the model's activations in the catalog."""
+    wanted = [replacement for site, replacement in zip(sites, replacements, strict=True) if site.activation]
+    if (
+        wanted
+        and all(replacement.missing for replacement in wanted)
+        and not any(replacement.kind for replacement in replacements)
+    ):
+        raise UsageError(f"nothing is replaced: {wanted[0].reason}")

@@ -1,0 +1,46 @@
+"""Rebuilding the outputs of a model, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fitact.runtime.records import Conversion
+
+from .convert import convert
+
+
+def rebuild(
+    model: nn.Module, *, dry_run: bool = False, example_inputs: Any = None, gradients: bool = False
+) -> Conversion:
+    """Change a model in place so that it keeps no output twice; its gradients stay the same bit for bit.
+
+    This is `convert(model, "rebuild")`. Every operation keeps its own inputs, so an operation often keeps an
+    output that could be computed again from what is kept anyway. Such outputs are those of activations, computed
+    again from their inputs; of gates f(g)·u, from g and u; of LayerNorm and RMSNorm, from their inputs; and of
+    dropout after one of these, from a mask. Trained linear layers that follow, also those of transformers' GPT-2
+    and peft's adapters, compute them in backward. No matrix product is computed again.
+
+    If anything else keeps an output, such as a product with another tensor, it is kept as before. An activation
+    that is composed of several operations is computed again in backward; if something else reads its input too,
+    the gradient of that input is summed in another order than stock's and may differ in its last bit. So may the
+    gradient of a float32 weight that several layers or calls share inside one `torch.autocast`. The compiler
+    traces the stock model and chooses itself what it keeps. A second derivative raises. Freeze layers and add
+    adapters first. `fitact.revert` puts everything back.
+
+    Args:
+        model: the model, which is changed in place; the state dict stays the same.
+        dry_run: whether to leave the model as it is and only report what would be done.
+        example_inputs: inputs to run and measure the model with, as for `fitact.convert`.
+        gradients: whether to compare the gradient of all parameters with stock's, by running the model and its
+            backward pass twice with `example_inputs` and real tensors.
+
+    Returns:
+        The activations, gates and norms whose outputs are rebuilt; with `example_inputs`, the bytes kept too.
+
+    Raises:
+        UsageError: it is no nn.Module, has nothing to rebuild, or cannot be run; it is then unchanged.
+
+    """
+    return convert(model, "rebuild", dry_run=dry_run, example_inputs=example_inputs, gradients=gradients)
