@@ -1,4 +1,4 @@
-"""What an inverted fit puts in place of f′ on one cell of x: a function of the output y."""
+"""The approximants of an inverted fit: functions of the output y in place of f′ on one cell of x."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .validate import check_keys, check_numbers, integer, mapping, number, numbe
 
 MOST_RADICALS = 3  # at both ends of a cell and inside
 MOST_COEFFICIENTS = 33
-FLAT = 1000.0  # y is clamped to it in the paper's approximants, whose exponentials are 0 there
+FLAT = 1000.0  # the paper's approximants clamp y to it; their exponentials are 0 there
 
 Bits = NDArray[np.intp]
 Single = NDArray[np.float32]
@@ -47,7 +47,7 @@ class Radical:
     sign: int = 1
 
     def __call__(self, y: Floats, anchor: float | None = None) -> Floats:
-        """Return the term, of float32 as kernels compute it; `anchor` may be a more exact one."""
+        """Return the term, for float32 as kernels compute it; `anchor` may be given more exactly."""
         d = y - y.dtype.type(self.anchor if anchor is None else anchor)
         size = np.abs(d) if self.side == 0 else np.maximum(d if self.side > 0 else -d, y.dtype.type(0))
         if self.order == 2:
@@ -68,17 +68,17 @@ def variable(radicals: Sequence[Radical], y: Floats, anchors: Sequence[float | N
 
 @dataclass(frozen=True, kw_only=True)
 class Quotient:
-    """f′ = p(t)/q(t), t the sum of radicals of y.
+    """f′ = p(t)/q(t), where t is a sum of radicals of y.
 
     Attributes:
         radicals: the terms of t.
         low, high: the interval that t is clamped to, float32 numbers; q > 0 on it.
         numerator, denominator: coefficients of p and q, float32 numbers, constant first; (1,) for a polynomial.
-        error: max |p/q − f′| / max(1, |f′|) over the x of this cell, y being rounded to the storage dtype.
+        error: max |p/q − f′| / max(1, |f′|) over the x of this cell, for y rounded to the storage dtype.
         floor: the least such error that any function of that y has.
 
     Raises:
-        UsageError: the numbers make no such function.
+        UsageError: the numbers do not define such a function.
 
     """
 
@@ -107,7 +107,7 @@ class Quotient:
     def __call__(self, y: Single, *, fused: bool = False) -> Single:
         """Return f′ of outputs of this cell, shape of y, in float32 as kernels compute it.
 
-        With `fused`, product and sum are rounded once, as a GPU does, instead of each for itself.
+        With `fused`, product and sum are rounded once, as a GPU does, and not each.
         """
         t = np.minimum(np.maximum(variable(self.radicals, y), np.float32(self.low)), np.float32(self.high))
         p = _horner(self.numerator, t, fused)
@@ -133,14 +133,14 @@ def _horner(coefficients: Sequence[float], t: Single, fused: bool) -> Single:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedApproximant:
-    """An approximant of the paper's; v = y − anchor, the anchor being f at its minimum.
+    """An approximant of the paper, in v = y − anchor, where the anchor is the minimum of f.
 
     `power` is c0 + c1·u^c2·(1 − u)^c3 with u = v/|anchor|, `root` is c0 + c1·√v + c2·v + c3·v², and
     `exponential` is 1 + (c0 + c1·√v + c2·v)·exp(c3·(c4 − v)³).
 
     Attributes:
         kind: one of `SHAPES`.
-        approximates: `derivative`, or `sigmoid` for x ↦ sigmoid(x) =: q, from which f′ = q·(1 − y) + y for SiLU.
+        approximates: `derivative`, or `sigmoid` for q = sigmoid(x), with f′ = q·(1 − y) + y for SiLU.
         anchor: f at its minimum.
         coefficients: c0, c1, …
         error, floor: as those of `Quotient`.
@@ -167,7 +167,7 @@ class PublishedApproximant:
 
     @cached_property
     def shape(self) -> Expr:
-        """What the approximant is in v, as a SymPy expression with `atoms.x` for v."""
+        """The approximant as a SymPy expression in v, with `atoms.x` for v."""
         numbers = {f"c{i}": f"({c!r})" for i, c in enumerate(self.coefficients)}
         return stable(
             parse(SHAPES[self.kind][1].format(m=repr(-self.anchor), **numbers), what="approximant", variable="v")
@@ -182,7 +182,7 @@ class PublishedApproximant:
         return np.asarray(derivative, dtype=np.float32)
 
 
-# Kind of a paper's approximant → how many coefficients it has, and its formula.
+# Kind of the paper's approximants → the number of coefficients, and the formula.
 SHAPES = {
     "power": (4, "{c0} + {c1}*(v/{m})**{c2}*relu(1 - v/{m})**{c3}"),
     "exponential": (5, "1 + ({c0} + {c1}*sqrt(v) + {c2}*v)*exp({c3}*({c4} - v)**3)"),
@@ -200,7 +200,7 @@ def codes(borders: Sequence[float], x: Array) -> Bits:
 
 
 def approximant_record(approximant: Approximant) -> dict[str, Any]:
-    """Return an approximant as JSON has it."""
+    """Return an approximant as its JSON object."""
     record: dict[str, Any] = {"error": approximant.error, "floor": approximant.floor}
     if isinstance(approximant, PublishedApproximant):
         return record | {
@@ -221,7 +221,7 @@ def approximant_record(approximant: Approximant) -> dict[str, Any]:
 
 
 def approximant_of(value: object, what: str) -> Approximant:
-    """Return the approximant that a record's JSON holds; UsageError names the field."""
+    """Return the approximant that a record's JSON holds; a UsageError names the field."""
     record = mapping(value, what, (int, float, str, list))
     kind = text(record.get("kind"), f"{what}.kind")
     shared = ("kind", "approximates", "error", "floor")

@@ -49,7 +49,7 @@ from .validate import (
 )
 
 SCHEMA = "fitact.fit/1"
-# What a method may record of how a fit was made, and what each such option must be.
+# The options that each method may record, and below the check of each option.
 OPTIONS = {
     "fewbit": ("cells", "seed"),
     "relumix": ("objective", "restarts", "seed", "source"),
@@ -77,7 +77,7 @@ def check_name(name: object, what: str = "name") -> str:
 
 
 def check_options(method: str, options: Mapping[str, object]) -> None:
-    """Raise UsageError unless the options are some of a method's, each of its kind."""
+    """Raise UsageError unless the method has every option, and every value is valid."""
     for key, value in options.items():
         what = f"options.{label(key)}"
         if key not in OPTIONS[method]:
@@ -87,7 +87,7 @@ def check_options(method: str, options: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What every fit has; its subclasses are the kinds of fit, one or more methods each.
+    """What every fit has. The subclasses are the kinds of fit, and each serves one or more methods.
 
     Attributes:
         name: the fit's name, and that of the module generated from it.
@@ -96,7 +96,7 @@ class Fit:
         error: errors by name, none negative.
 
     Raises:
-        UsageError: the parts do not make a fit; the message names the offending one.
+        UsageError: a field is not valid; the message names it.
 
     """
 
@@ -119,7 +119,7 @@ class Fit:
             raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
 
     def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
+        """Return the fit as its JSON object."""
         return {
             "schema": SCHEMA,
             "name": self.name,
@@ -194,7 +194,7 @@ class StepFit(Fit):
         return np.asarray(self.levels)[np.searchsorted(self.borders, at)]
 
     def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
+        """Return the fit as its JSON object."""
         return super().record() | {
             "bits": self.bits,
             "domain": list(self.domain),
@@ -221,11 +221,11 @@ class StepFit(Fit):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactFit(Fit):
-    """f′ as a function of the output y: nothing but y is kept.
+    """f′ as a function of the output y, so that only y is kept.
 
     Attributes:
         derivative: f′ as an expression in `y`.
-        error: by storage dtype, what the rounding of y costs, see `exact.errors`.
+        error: by storage dtype, the error from the rounding of y, see `exact.errors`.
 
     """
 
@@ -236,7 +236,7 @@ class ExactFit(Fit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.formula  # which the parser may refuse
+        _ = self.formula  # the parser may refuse it
 
     @cached_property
     def formula(self) -> Expr:
@@ -244,7 +244,7 @@ class ExactFit(Fit):
         return stable(parse(self.derivative, what="derivative", variable="y"))
 
     def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
+        """Return the fit as its JSON object."""
         return super().record() | {"derivative": self.derivative}
 
     @classmethod
@@ -255,17 +255,17 @@ class ExactFit(Fit):
 
 @dataclass(frozen=True, kw_only=True)
 class InvertedFit(Fit):
-    """f′ as a function of the output y and of which cell of x it came from, told by a code.
+    """f′ as a function of the output y and of a code, which tells the cell that x lies in.
 
     Attributes:
         bits: of a code, 0 to 4; 0 where f is monotone and smooth.
         domain: the interval of x that the fit is made for; None for the reals.
-        borders: by storage dtype of y, float32 numbers, increasing; the code of x is how many are less than x.
+        borders: by storage dtype of y, float32 numbers, increasing; the code of x is the number of those below x.
         approximants: by storage dtype, one for each code.
         error: by storage dtype, max |approximant − f′| / max(1, |f′|), for x and y of the dtype and |y| < 1e37: in
-            half precision over all x, in float32 over a dense sample. y of the catalog's activations is rounded
-            once; in float32 PyTorch's own is off by more, which near an extremum gives up to three times the
-            error.
+            half precision over all x, in float32 over a dense sample. It counts y of the catalog's activations as
+            rounded once; PyTorch's own float32 values are off by more, which near an extremum causes up to three
+            times the error.
         floor: by storage dtype, the least such error that any function of that y and code has.
         options: what else is needed to make the fit again.
 
@@ -335,7 +335,7 @@ class InvertedFit(Fit):
         return derivative
 
     def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
+        """Return the fit as its JSON object."""
         return super().record() | {
             "bits": self.bits,
             "domain": None if self.domain is None else list(self.domain),
@@ -368,7 +368,7 @@ class InvertedFit(Fit):
 
 
 def activation_record(activation: Activation) -> dict[str, Any]:
-    """Return an activation as JSON has it."""
+    """Return an activation as its JSON object."""
     record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
     if activation.parameters:
         record["parameters"] = dict(activation.parameters)
@@ -376,7 +376,7 @@ def activation_record(activation: Activation) -> dict[str, Any]:
 
 
 def _sort(approximant: Approximant) -> tuple[Any, ...]:
-    """Return what all approximants of a fit have in common."""
+    """Return what all approximants of a fit must have in common."""
     return (approximant.anchor, approximant.approximates) if isinstance(approximant, PublishedApproximant) else ()
 
 

@@ -12,7 +12,7 @@ from fitact.runtime.convert.detect import REFUSED, ActivationSite, activation_si
 
 
 def sites_of(model: nn.Module) -> list[ActivationSite]:
-    """Return where modules hold activations; calls of functions are not seen."""
+    """Return where modules hold activations; it does not see calls of functions."""
     return [site for site in activation_sites(model) if site.found.before not in REFUSED]
 
 
@@ -23,7 +23,7 @@ def replaced(model: nn.Module, method: str, bits: int | None) -> Iterator[int]:
     Args:
         model: the model, which is changed in place and restored at the end.
         method: as in `fitact.activation`.
-        bits: bits kept per element; if none ships with so many, the next fewer. None for the fewest.
+        bits: bits kept per element, or the next fewer if none ships with so many; None for the fewest.
 
     Yields:
         How many were replaced; those that do not ship stay.
