@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ FLAT = 1000.0  # the paper's approximants clamp y to it; their exponentials are 
 Bits = NDArray[np.intp]
 Single = NDArray[np.float32]
 Floats = NDArray[Any]  # float32 or float64
+Reader = Callable[[Any, str], Any]  # a value of JSON, and what messages call it → the field
 
 
 @dataclass(frozen=True)
@@ -199,68 +200,43 @@ def codes(borders: Sequence[float], x: Array) -> Bits:
     return np.searchsorted(np.asarray(borders, dtype=np.float64), np.where(np.isnan(x), -np.inf, x))
 
 
-def approximant_record(approximant: Approximant) -> dict[str, Any]:
-    """Return an approximant as its JSON object."""
-    record: dict[str, Any] = {"error": approximant.error, "floor": approximant.floor}
-    if isinstance(approximant, PublishedApproximant):
-        return record | {
-            "kind": approximant.kind,
-            "approximates": approximant.approximates,
-            "anchor": approximant.anchor,
-            "coefficients": list(approximant.coefficients),
-        }
-    return record | {
-        "kind": approximant.KIND,
-        "approximates": "derivative",
-        "radicals": [vars(radical) for radical in approximant.radicals],
-        "low": approximant.low,
-        "high": approximant.high,
-        "numerator": list(approximant.numerator),
-        "denominator": list(approximant.denominator),
-    }
-
-
 def approximant_of(value: object, what: str) -> Approximant:
     """Return the approximant that a record's JSON holds; a UsageError names the field."""
     record = mapping(value, what, (int, float, str, list))
     kind = text(record.get("kind"), f"{what}.kind")
-    shared = ("kind", "approximates", "error", "floor")
-    own = (
-        ("radicals", "low", "high", "numerator", "denominator")
-        if kind == Quotient.KIND
-        else ("anchor", "coefficients")
-    )
-    check_keys(what, record, (*shared, *own))
-    errors = {key: number(record[key], f"{what}.{key}") for key in ("error", "floor")}
+    shape, read = (Quotient, QUOTIENT) if kind == Quotient.KIND else (PublishedApproximant, PUBLISHED)
+    check_keys(what, record, ("kind", "approximates", "error", "floor", *read))
+    given: dict[str, Any] = {key: number(record[key], f"{what}.{key}") for key in ("error", "floor")}
     approximates = text(record["approximates"], f"{what}.approximates")
     try:
-        if kind != Quotient.KIND:
-            return PublishedApproximant(
-                kind=kind,
-                approximates=approximates,
-                anchor=number(record["anchor"], "anchor"),
-                coefficients=numbers(record["coefficients"], "coefficients"),
-                **errors,
-            )
-        if approximates != "derivative":
-            raise UsageError(f"approximates: expected derivative, got {quote(approximates)}")
-        return Quotient(
-            radicals=tuple(map(_radical, objects(record["radicals"], "radicals", MOST_RADICALS))),
-            low=number(record["low"], "low"),
-            high=number(record["high"], "high"),
-            numerator=numbers(record["numerator"], "numerator"),
-            denominator=numbers(record["denominator"], "denominator"),
-            **errors,
-        )
+        if shape is PublishedApproximant:
+            given |= {"kind": kind, "approximates": approximates}
+        elif approximates != APPROXIMATES[0]:
+            raise UsageError(f"approximates: expected {APPROXIMATES[0]}, got {quote(approximates)}")
+        return shape(**given, **{key: reader(record[key], key) for key, reader in read.items()})
     except UsageError as error:
         raise UsageError(f"{what}.{error}") from None
 
 
-def _radical(value: dict[str, Any]) -> Radical:
-    check_keys("radicals", value, ("anchor", "order", "side", "sign"))
-    return Radical(
-        number(value["anchor"], "anchor"),
-        integer(value["order"], "order", range(1, 65)),
-        integer(value["side"], "side", (-1, 0, 1)),
-        integer(value["sign"], "sign", (-1, 1)),
-    )
+def _radicals(values: object, what: str) -> tuple[Radical, ...]:
+    found = objects(values, what, MOST_RADICALS)
+    for value in found:
+        check_keys(what, value, RADICAL)
+    return tuple(Radical(**{key: read(value[key], key) for key, read in RADICAL.items()}) for value in found)
+
+
+# How the fields are read that only a kind of approximant has, and those of a radical.
+RADICAL: dict[str, Reader] = {
+    "anchor": number,
+    "order": partial(integer, allowed=range(1, 65)),
+    "side": partial(integer, allowed=(-1, 0, 1)),
+    "sign": partial(integer, allowed=(-1, 1)),
+}
+QUOTIENT: dict[str, Reader] = {
+    "radicals": _radicals,
+    "low": number,
+    "high": number,
+    "numerator": numbers,
+    "denominator": numbers,
+}
+PUBLISHED: dict[str, Reader] = {"anchor": number, "coefficients": numbers}

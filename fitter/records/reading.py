@@ -63,7 +63,7 @@ def from_json(source: str) -> AnyFit:
         method=record["method"],
         activation=_activation(record["activation"]),
         error=mapping(record["error"], "error", (int, float)),
-        **kind.parts(record),
+        **{name: read(record[name], name) for name, read in kind.READ.items()},
     )
 
 
