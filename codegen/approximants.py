@@ -1,4 +1,4 @@
-"""The approximants of an inverted fit as source text: which of them a code chooses."""
+"""The approximants of an inverted fit as source text in which a code chooses one of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .printers import render
 
 
 def choice(approximants: Sequence[Approximant], dialect: Dialect, size: int) -> Code:
-    """Print what an inverted fit makes of `y` and `code`: t of its quotients, or f′ by the paper's approximants.
+    """Print what an inverted fit computes from `y` and `code`: t of its quotients, or f′ by the paper's.
 
     Args:
-        approximants: of the codes, all of one sort.
+        approximants: one for each code, all of one sort.
         dialect: the target.
         size: how many codes there may be; device code has other bits above those of a code.
 
@@ -30,7 +30,7 @@ def choice(approximants: Sequence[Approximant], dialect: Dialect, size: int) -> 
             steps += [(own[name], _renamed(text, own)) for name, text in code.steps]
             steps.append((f"q{i}", _renamed(code.result, own)))
             results.append(f"q{i}")
-        elif len(approximant.numerator) + len(approximant.denominator) == 2:  # the same whatever t is
+        elif len(approximant.numerator) + len(approximant.denominator) == 2:  # a constant, whatever t is
             results.append(results[-1] if results else "")
         else:
             results.append(_variable(approximant.radicals, dialect))
@@ -45,7 +45,7 @@ def choice(approximants: Sequence[Approximant], dialect: Dialect, size: int) -> 
     if isinstance(approximants[0], PublishedApproximant):
         at, sigmoid = approximants[0].anchor, approximants[0].approximates == "sigmoid"
         steps = [("y", dialect.clamp.format("y", number(at)[0], FLAT)), ("v", _away("y", at)), *steps]
-        if sigmoid:  # of which the derivative of SiLU is made
+        if sigmoid:  # SiLU's derivative follows from it
             steps.append(("q", chosen))
             chosen = "q * (1.0 - y) + y"
     return Code(tuple(steps), chosen)

@@ -1,9 +1,9 @@
-"""Folders that need no fitact: a generated module, and verbatim the files of the runtime that it uses.
+"""Folders that need no fitact: a generated module, and verbatim copies of the runtime's files that it uses.
 
 These files import each other relatively, so they work wherever the folder is. Several folders in one process must
 not use each other's ops, so the namespace of the ops is a hash of all texts in the folder. Copies of a folder
-share it, so they load each other's exported programs. The ops of a kernel have the name that the kernel is
-imported under, as the Hub requires; its metadata asks for a name with that hash.
+share it, so they load each other's exported programs. The namespace of a kernel's ops is the name under which the
+kernel is imported, as the Hub requires; its metadata asks for a name with that hash.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def kernel_name(fit: AnyFit) -> str:
     name = fit.name.lower().replace("_", "-")
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(
-            f"name: {quote(fit.name)} would be the kernel {quote(name)}, but such a name has two characters or "
-            "more, ends in a letter or digit and is no keyword; make the fit again under another --name"
+            f"name: {quote(fit.name)} would be the kernel {quote(name)}, but a kernel's name has two characters "
+            "or more, ends in a letter or digit and is no keyword; make the fit again under another --name"
         )
     return name
 
@@ -94,7 +94,7 @@ def _kernel(fit: AnyFit, name: str) -> dict[str, str]:
     files, version = _module(fit, render(fit, HUB, layers=True), {"layers.py": layers})
     metadata = {
         "name": name,
-        "id": f"{_python(name)}_{version}",  # the name to import it under
+        "id": f"{_python(name)}_{version}",  # the name under which it is imported
         "version": 1,
         "license": "MIT",
         "backend": {"type": "cpu"},

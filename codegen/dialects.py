@@ -1,6 +1,7 @@
 """The targets of generated code: how Triton device code and PyTorch write functions and powers.
 
-The texts call `_rt`, the runtime as generated modules see it, `_tl`, `_torch` and `_F`: no fit can be called so.
+The texts call `_rt`, the runtime as generated modules see it, `_tl`, `_torch` and `_F`: no fit can have these
+names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Code:
     """A formula printed.
 
     Attributes:
-        steps: assignments to make first, as (name, text), for what the formula uses more than once.
+        steps: assignments to make first, as (name, text), of parts that the formula uses more than once.
         result: the value's text.
 
     """
@@ -41,8 +42,8 @@ class Dialect:
         where: the conditional, with {0}, {1}, {2} for condition and values.
         constant: a number as a tensor like {variable}, for a constant and for a conditional between two numbers.
         clamp: {0} clamped to {1} and {2}, NaN kept.
-        power: what prints the base so that it binds as strongly as asked, and an integer → the text of the power,
-            and how strongly that binds.
+        power: a function that prints the base so that it binds as strongly as asked, and an integer → the text of
+            the power, and how strongly that binds.
 
     """
 
@@ -53,7 +54,7 @@ class Dialect:
     power: Callable[[Callable[[int], str], int], tuple[str, int]]
 
 
-# What the language of formulas has no name for, and device code computes in one go.
+# Functions that device code computes in one go, and that the language of formulas has no name for.
 ndtr = sympy.Function("ndtr")  # erfc(−u/√2)/2
 tanh_softplus = sympy.Function("tanh_softplus")
 
@@ -122,7 +123,7 @@ def _calling(code: Code, others: Mapping[str, str]) -> Code:
 
 
 def private(call: str) -> str:
-    """Return a call of PyTorch, as the catalog has it, by the names that generated modules have for PyTorch."""
+    """Return a call of PyTorch from the catalog, with generated modules' names for PyTorch."""
     return re.sub(r"\b(F|torch)\.", r"_\1.", call)
 
 

@@ -1,6 +1,6 @@
 """From fits to generated modules: rendering, and the folder they live in.
 
-There a fit becomes a file, or a folder of files that `bundle` plans; a `Layout` says which.
+In the folder a fit becomes a file, or a folder of files that `bundle` plans; a `Layout` says which.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Layout(NamedTuple):
     """What fits become in a folder.
 
     Attributes:
-        command: that writes it.
-        headers: how what it writes begins; what begins otherwise is neither written over nor removed.
-        holds: the paths of the files in the folder that a fit of some name becomes, first of the one that begins
-            so; for a fit that becomes a file, an empty path.
+        command: the command that writes it.
+        headers: how its files begin; a file that begins otherwise is neither written over nor removed.
+        holds: name of a fit → the paths of the files in its folder, first of the one with a header; an empty path
+            if the fit becomes a file.
 
     """
 
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     holds: Callable[[str], Sequence[str]]
 
     def header(self, place: Path) -> Path:
-        """Return the file that tells whose the file or folder of a fit is."""
+        """Return the file whose header shows who made the file or folder of a fit."""
         return place / self.holds(place.name)[0]
 
 
@@ -65,11 +65,11 @@ def class_name(name: str) -> str:
 def render(fit: AnyFit, layout: Layout = MODULES, *, ops: str = "", layers: bool = False) -> str:
     """Return the source text of the module generated from a fit.
 
-    What the module needs has names that begin with an underscore, which no fit's name does.
+    The names that the module needs begin with an underscore, and no fit's name does.
 
     Args:
         fit: of any method.
-        layout: what it becomes; a folder has a runtime of its own.
+        layout: what the fit becomes; a folder has a runtime of its own.
         ops: the namespace of that runtime's ops, by default the folder's name as it is imported.
         layers: whether the folder has layers for the library `kernels`.
 
@@ -108,7 +108,7 @@ def render(fit: AnyFit, layout: Layout = MODULES, *, ops: str = "", layers: bool
 
 
 def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
-    """Return the template for a kind of fit, and what it needs beside what all have."""
+    """Return the template for a kind of fit, and the values that only this template needs."""
     if isinstance(fit, StepFit):
         return "step.py.j2", _step(fit)
     return ("exact.py.j2", _exact(fit)) if isinstance(fit, ExactFit) else ("inverted.py.j2", _inverted(fit))
@@ -206,7 +206,7 @@ def plan(fits: Iterable[AnyFit]) -> dict[str, str]:
 
 
 def by_name(fits: Iterable[AnyFit], named: Callable[[AnyFit], str] | None = None) -> dict[str, AnyFit]:
-    """Return fits by their names, or those that `named` gives them; UsageError if two have one name."""
+    """Return fits by their names, or by those that `named` gives them; UsageError if two have one name."""
     found: dict[str, AnyFit] = {}
     for fit in fits:
         name = named(fit) if named else fit.name
@@ -230,12 +230,12 @@ def is_own(place: Path, layout: Layout = MODULES) -> bool:
 
 
 def generate(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout = MODULES) -> list[Path]:
-    """Write the planned files into a folder, a fit's all or none, and return what changed: files, or folders.
+    """Write the planned files into a folder, all or none of a fit's, and return the files or folders that changed.
 
     Args:
         files: what `plan` returned for the layout.
-        folder: made if it is not there.
-        prune: whether to remove what was generated before and the plan no longer has.
+        folder: the folder, made if it is not there.
+        prune: whether to remove generated files that the plan no longer has.
         layout: what fits become.
 
     Raises:
@@ -267,8 +267,8 @@ def generate(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout
 def drift(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout = MODULES) -> str:
     """Return the differences between the plan and a folder as one unified diff, empty if there are none.
 
-    A package holds nothing else; beside the folders of fits there may be others. Of what is missing in these, or
-    should not be there, only the name is told.
+    A package holds nothing else, but beside the folders of fits there may be others. For files that are missing in
+    a fit's folder, or should not be there, it tells only the name.
     """
     parts: list[str] = []
     for place, texts in _by_fit(files, folder).items():
@@ -292,7 +292,7 @@ def drift(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout = 
 
 
 def _by_fit(files: dict[str, str], folder: Path) -> dict[Path, dict[str, str]]:
-    """Return the planned texts by the place of each fit, and by the path within; a file's own is empty."""
+    """Return the planned texts by the place of each fit, and by the path within, which is empty for a file."""
     fits: dict[Path, dict[str, str]] = {}
     for path, text in files.items():
         name, _, within = path.partition("/")
@@ -301,14 +301,14 @@ def _by_fit(files: dict[str, str], folder: Path) -> dict[Path, dict[str, str]]:
 
 
 def _is_free(place: Path, layout: Layout) -> bool:
-    """Whether nothing is at a place, or something empty."""
+    """Whether a place has nothing, or only something empty."""
     if layout is MODULES:
         return not place.exists() or not place.stat().st_size
     return not place.exists() or (place.is_dir() and not any(place.iterdir()))
 
 
 def _strange(place: Path, layout: Layout) -> list[Path]:
-    """Return the files among those of a fit's folder that are not written there, but what Python puts there."""
+    """Return the files in a fit's folder that the layout does not write there, except Python's caches."""
     known = layout.holds(place.name)
     folders = {place / path.partition("/")[0] for path in known if "/" in path}
     found = {path for folder in folders for path in folder.rglob("*")} - {place / path for path in known}

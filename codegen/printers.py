@@ -1,4 +1,4 @@
-"""Formulas as source text, in any dialect: what is repeated or too long for a line becomes a step."""
+"""Formulas as source text, in any dialect: a part that is repeated or too long for a line becomes a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LENGTH = 100  # of an expression in a line of generated code
 def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
     """Print a formula in `x` as source text of a dialect, with another name for `x` if one is given.
 
-    What is used more than once becomes a step, and of what would make a line too long the longest part.
+    A part that is used more than once becomes a step, and so does the longest part of a line that is too long.
     """
     if dialect is TRITON:
         formula = _for_device(formula)
@@ -36,7 +36,7 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
         result = printer.text(formula)
         texts = " ".join([result, *(text for _, text in printer.steps)])
         names = set(re.findall(r"\bu\d+\b", texts))
-        # a condition is printed as a comparison and a power as a division: what these consist of may have no name
+        # a condition is printed as a comparison and a power as a division: their parts may be steps without a use
         more = {node for node, name in printer.known.items() if name not in names}
         if not more:
             break
@@ -47,7 +47,7 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
 
 
 def _for_device(formula: Expr) -> Expr:
-    """Put what device code computes in one go in the place of erfc(…/√2) and of tanh(softplus(…))."""
+    """Replace erfc(…/√2) and tanh(softplus(…)) by functions that device code computes in one go."""
     done: dict[Expr, Expr] = {}
 
     def rewritten(node: Expr) -> Expr:
@@ -61,7 +61,7 @@ def _for_device(formula: Expr) -> Expr:
 
 
 def _by_ndtr(u: Expr) -> Expr:
-    """Return erfc of u by the normal distribution function, where its argument is that of a rational formula."""
+    """Return erfc(u) by the normal distribution function, if the argument of that has no √2."""
     argument = -sympy.sqrt(2) * u
     return atoms.erfc(u) if argument.has(sympy.sqrt(2)) else 2 * ndtr(argument)
 
@@ -83,7 +83,7 @@ def _costs(node: Expr) -> bool:
 def _repeated(formula: Expr) -> list[Expr]:
     """Return the subformulas that cost something and occur more than once, inner ones first.
 
-    One that only occurs inside another repeated one is left where it is.
+    It leaves out those that only occur inside another repeated one.
     """
     inner_first: dict[Expr, None] = {}
 
@@ -106,9 +106,9 @@ def _repeated(formula: Expr) -> list[Expr]:
 
 
 class _Printer:
-    """One printing: the texts of nodes, and the steps that it takes first.
+    """One printing: the texts of nodes, and the steps that come first.
 
-    A text is made once, and again when a part of it has got a name.
+    A text is made once, and again when a part of it gets a name.
     """
 
     def __init__(self, dialect: Dialect, variable: str) -> None:
@@ -116,10 +116,10 @@ class _Printer:
         self.variable = variable
         self.steps: list[tuple[str, str]] = []
         self.known: dict[Expr, str] = {}  # subformulas that have a name already
-        self.parts: dict[Expr, list[Expr]] = {}  # of a sum or product some of whose parts are a step
+        self.parts: dict[Expr, list[Expr]] = {}  # the parts of a sum or product, after some became a step
         self.printed: dict[Expr, tuple[str, int]] = {}
-        self.above: dict[Expr, set[Expr]] = {}  # whose texts contain that of a node
-        self.below: dict[Expr, list[Expr]] = {}  # whose texts that of a node contains, in its order
+        self.above: dict[Expr, set[Expr]] = {}  # node → nodes whose texts contain its text
+        self.below: dict[Expr, list[Expr]] = {}  # node → nodes whose texts its text contains, in order
         self.open: list[Expr] = []  # the nodes that are being printed
 
     def text(self, node: Expr, binding: int = SUM) -> str:
@@ -149,7 +149,7 @@ class _Printer:
         self.forget(node)
 
     def forget(self, node: Expr) -> None:
-        """Forget the texts that contain that of a node."""
+        """Forget the texts that contain the text of a node."""
         for parent in self.above.pop(node, ()):
             if self.printed.pop(parent, None):
                 self.forget(parent)
@@ -157,8 +157,8 @@ class _Printer:
     def shorten(self, node: Expr) -> None:
         """Make steps of parts of a node until its text fits into a line, or nothing can make it shorter.
 
-        Of the innermost part that is too long that is its longest part which fits. Of a sum or product of names
-        as many as fit become a step. Each step makes the text shorter, so this ends.
+        In the innermost part that is too long, the longest part that fits becomes a step. In a sum or product of
+        names, as many as fit become a step. Each step makes the text shorter, so this ends.
         """
         whole: set[Expr] = set()
         while len(self.text(node)) > MAX_LENGTH:
@@ -175,7 +175,7 @@ class _Printer:
                 whole.add(at)
 
     def inside(self, node: Expr) -> list[Expr]:
-        """Return the nodes without a name whose texts that of a node contains, outer ones first."""
+        """Return the nodes without a name whose texts the text of a node contains, outer ones first."""
         found: dict[Expr, None] = {}
         todo = self.below[node][::-1]
         while todo:

@@ -1,4 +1,4 @@
-"""Keeps generated code safe: checks the texts of a fit before they enter it, and the code that comes out.
+"""Keeps generated code safe: checks the texts of a fit before they enter it, and checks the generated code.
 
 A fit may come from a stranger. Its texts reach a template only through `admitted`, which refuses texts that could
 end a docstring, a comment or a line. `checked` then reads the generated text as Python and compares it with the
@@ -20,7 +20,7 @@ from .dialects import Code
 # Printable ASCII without ", \ and #: such a text cannot end a docstring, string or line, or begin a comment.
 _ADMITTED = re.compile(r"[ !$-\[\]-~]*")
 _ADMITTED_CODE = re.compile(r"[ -\"$-\[\]-~]*")  # the catalog's calls of PyTorch have strings
-# Nothing of these binds a name out of sight, or runs anything but calls.
+# None of these binds a name out of sight, or runs anything but calls.
 _EXPRESSIONS = (
     ast.Attribute,
     ast.BinOp,
@@ -68,7 +68,7 @@ def admitted(value: Any, what: str = "fit", pattern: re.Pattern[str] = _ADMITTED
             for item in value:
                 admitted(item, what, pattern)
         case _:
-            raise TypeError(f"{what}: {type(value).__name__} is nothing that a template is given")
+            raise TypeError(f"{what}: {type(value).__name__} is no type that a template takes")
     return value
 
 
@@ -85,7 +85,7 @@ def emptied(value: Any) -> Any:
 
 
 def checked(text: str, empty: str, name: str) -> str:
-    """Return generated text if it has only statements of its template and uses no foreign name.
+    """Return generated text if it has only its template's statements and uses no foreign name.
 
     Args:
         text: the generated module.
@@ -98,10 +98,10 @@ def checked(text: str, empty: str, name: str) -> str:
     """
     tree = parsed(text, name)
     if [*_statements(tree)] != [*_statements(ast.parse(empty))]:
-        raise UsageError(f"{quote(name)}: its generated module would hold a statement that its template has not")
+        raise UsageError(f"{quote(name)}: its generated module would hold a statement that is not in its template")
     foreign = sorted({*_foreign(tree)})
     if foreign:
-        raise UsageError(f"{quote(name)}: its generated module would use {', '.join(foreign)}, which it lacks")
+        raise UsageError(f"{quote(name)}: its generated module would use undefined names: {', '.join(foreign)}")
     return text
 
 

@@ -186,7 +186,7 @@ def _draw_over_input(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
 
 
 def _inputs(fit: InvertedFit, dtype: str) -> Array:
-    """Return x to draw: evenly spaced, and densely beside the borders; of a wide domain what is nearest to 0."""
+    """Return x to draw: evenly spaced, and densely beside the borders; for a wide domain only the part near 0."""
     low, high = fit.domain or (-REACH, REACH)
     width = 10 * max(REACH, low / 10, -high / 10)  # from 0, or from a domain that is far from it
     low, high = max(low, min(high, 0.0) - width), min(high, max(low, 0.0) + width)
@@ -196,7 +196,7 @@ def _inputs(fit: InvertedFit, dtype: str) -> Array:
 
 
 def _size(error: Array) -> Array:
-    """Return |error|, no smaller than what a logarithmic axis shows."""
+    """Return |error|, and at least the least number that the logarithmic axis shows."""
     return np.maximum(np.abs(error), LEAST)
 
 

@@ -1,1 +1,1 @@
-"""What is known of a formula: enclosures, roots, shape, where floating point fails."""
+"""The analysis of a formula: enclosures, roots, shape, and where floating point fails."""

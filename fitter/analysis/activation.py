@@ -45,12 +45,12 @@ class Activation:
             raise UsageError(f"{self} does not depend on x: write a formula in x")
         if (number := beyond_singles(self._f)) is not None:
             raise UsageError(
-                f"{self}: its constant {constant(number):g} is one that float32, in "
-                f"which it is computed, cannot hold: {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
+                f"{self}: float32, in which it is computed, cannot hold its constant {constant(number):g}: "
+                f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
             )
 
     def __str__(self) -> str:
-        """Return what messages call it."""
+        """Return its name in messages."""
         return f"activation {quote(self.expression)}"
 
     @classmethod
@@ -136,7 +136,7 @@ class Activation:
     def switch_points(self, low: float, high: float) -> Array:
         """Return the points inside (low, high) where f or f′ may have a corner or a jump, increasing.
 
-        Beside the breakpoints these are the points where a `where`, `relu`, `abs` or `sign` switches smoothly.
+        They include the points where a `where`, `relu`, `abs` or `sign` switches smoothly.
         """
         return shape.switch_points(self._f, low, high)
 
@@ -166,7 +166,7 @@ class Activation:
         return shape.derivative_range(self._f, self._df, self._d2f, low, high)
 
     def steps(self, low: float, high: float) -> int | None:
-        """Return into how many intervals of constant f′ the breakpoints cut (low, high); None if f′ varies."""
+        """Return the number of intervals of (low, high) on which f′ is constant, None if f′ varies."""
         edges = np.concatenate([[low], self.switch_points(low, high), [high]])
         inside = edges[:-1, None] + np.diff(edges)[:, None] * np.linspace(0.02, 0.98, 49)
         derivatives = self.derivative(inside)

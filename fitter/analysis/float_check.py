@@ -1,7 +1,7 @@
-"""Where a formula is lost to floating point: the kernels' float32 arithmetic against many digits.
+"""Where floating point fails on a formula: the kernels' float32 arithmetic against many digits.
 
-What `stable` recognises is evaluated well. The rest is tried out here, from -1.3e38 to 1.3e38, so that whoever
-wrote the formula is told at which x it fails, which part of it is to blame, and how to write it.
+`stable` rewrites the idioms that it recognises. This file tries out the result from -1.3e38 to 1.3e38, and tells
+the user at which x a formula fails, which part of it is to blame, and how to write it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fitact.fitter.expr.parser import text_of
 
 from .activation import Activation
 
-# Allowed in the value: so many roundings of float32, of f itself and of what one of x does to it.
+# Roundings of float32 by which the value may be off: of f itself, and of f when x is rounded.
 ROUNDINGS = 64
 UNIT = 2.0**-24
 LOST = 2.0**-9  # relative: as much as the rounding to bfloat16
-NEAR = 0.1  # of a root: there a relative error says nothing
+NEAR = 0.1  # distance from a root within which a relative error says nothing
 HALF = sympy.Rational(1, 2)
 TINY = 1e-37  # below it float32 loses digits whatever the formula
 LARGEST = 1.3e38
@@ -36,7 +36,7 @@ POINTS = np.concatenate([-_SIZES[::-1], _MIDDLE, [0.0], _SIZES]).astype(np.float
 
 
 def _power(base: Any, exponent: Any, symbolic: Expr) -> Any:
-    """As generated code does: by products and roots, and any other power by logarithm and exponential."""
+    """Return a power as generated code computes it: by products and roots, else by logarithm and exponential."""
     if symbolic.is_Integer or abs(symbolic) == HALF:
         return FLOAT64.power(base, exponent, symbolic)
     return np.exp(exponent * np.log(base))
@@ -52,13 +52,13 @@ FLOAT32 = Arithmetic(
 
 
 def problem(activation: Activation) -> str | None:
-    """Return in one line where floating point fails on a formula, None if it does not.
+    """Return where floating point fails on a formula, in one line; None if it does not.
 
-    The value is computed in float32 as the kernels do, at some 230 points from -1.3e38 to 1.3e38: nearer to the
-    end of float32's range any product may overflow on its way to a value that does not. It is lost where it is off
-    by more than 64 roundings (of f, and of x times f′) and by more than bfloat16 would round it, unless a root of
-    f is within 0.1. The derivative is computed in float64, as the fitter does, and may be off by 1e-7 of itself or
-    of 1.
+    The value is computed in float32, as kernels compute it, at some 230 points from -1.3e38 to 1.3e38: beyond, a
+    product may overflow on its way to a value that does not. The value is lost where it is off by more than 64
+    roundings (of f, and of x times f′) and by more than the rounding to bfloat16, unless a root of f is within
+    0.1. The derivative is computed in float64, as in the fitter, and may be off by 1e-7 of the larger of itself
+    and 1.
     """
     with np.errstate(all="ignore"):
         parts: dict[Expr, Any] = {}
@@ -68,7 +68,7 @@ def problem(activation: Activation) -> str | None:
     formula = activation.typed.diff(x)
     for i in np.argsort(np.abs(POINTS), kind="stable"):
         at = float(POINTS[i])
-        # of the formula as it was typed: so a mistake in rewriting it would be found too
+        # of the formula as it was typed, so that a mistake in rewriting it is found too
         true, derivative = (
             evaluate_multiprecision(activation.typed, at, 20),
             evaluate_multiprecision(formula, at, 20),
@@ -90,7 +90,7 @@ def problem(activation: Activation) -> str | None:
 
 
 def warn(activation: Activation) -> None:
-    """Warn of a formula of the user's on which floating point fails; those of the catalog are known not to."""
+    """Warn if floating point fails on a formula; PyTorch's own functions need no check."""
     if activation.torch is None and (found := problem(activation)) is not None:
         warnings.warn(f"{activation}: {found}", FitWarning, stacklevel=3)
 
@@ -101,7 +101,7 @@ def _near_root(activation: Activation, at: float, value: Any) -> bool:
 
 
 def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
-    """Return which part of a formula loses it at a point, and what to write instead."""
+    """Return which part of a formula fails at a point, and what to write instead."""
     wrong = {node for node in parts if node.args and _error(parts, node, i, at) > 1e-3}
     first = next((node for node in parts if node in wrong and not wrong & set(node.args)), None)
     if first is None:
@@ -118,7 +118,7 @@ def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
 
 
 def _error(parts: dict[Expr, Array], node: Expr, i: int, at: float) -> float:
-    """Return the relative error of a part; infinite where it is lost altogether."""
+    """Return the relative error of a part; infinite if that is not finite."""
     found = float(np.broadcast_to(parts[node], POINTS.shape)[i])
     true = evaluate_multiprecision(node, at, 20)
     if not MP.isfinite(true):

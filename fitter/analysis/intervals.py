@@ -1,7 +1,7 @@
 """Interval evaluation of formulas: enclosures of their values.
 
 Boxes are intervals of x, many at once. Every operation rounds outward, so a formula's enclosure on a box contains
-all its values there: what is positive on a box has no root in it, however narrow its features are.
+all its values there. If it is positive, the formula has no root in the box, however narrow its features are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 Pair = tuple[Any, Any]  # low and high, arrays or numbers
 
 ATOM_SLACK = 16 * 2.0**-52  # relative, of NumPy's and SciPy's functions
-ERFC_END = 26.0  # from here on SciPy's erfc is below 1e-290, and soon 0
+ERFC_END = 26.0  # beyond this SciPy's erfc is below 1e-290, and soon 0
 TINY = 1e-290
 POWER_SLACK = 256 * 2.0**-52  # relative, also for an exponent that was rounded
 TSECH2_PEAK = 0.7717023192091042  # where 2u tanh u = 1
@@ -250,9 +250,9 @@ def enclose(expr: Expr, low: Array, high: Array) -> tuple[Array, Array]:
         high: their upper ends, shape (N,).
 
     Returns:
-        Arrays (N,): every finite value on box i lies in [first[i], second[i]]; where the formula is defined
-        nowhere on a box, both are NaN. Rounding is covered by one unit in the last place for sums and products
-        and by 16 for functions, for erfc of u > 0 by u²/2 more.
+        Arrays (N,): every finite value on box i lies in [first[i], second[i]]; both are NaN if the formula is
+        defined nowhere on the box. They allow for rounding by one unit in the last place for sums and products,
+        by 16 for functions, and by u²/2 more for erfc of u > 0.
 
     """
     low, high = np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)

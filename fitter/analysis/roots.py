@@ -31,10 +31,10 @@ class Roots:
         exact: the same points to 25 digits or more.
         below, above: the sign of the formula just below and just above each point, −1 or 1.
         flats: the intervals on which it is identically 0.
-        signs: (low, high, sign) of all intervals on which the sign is −1, 0 or 1 but for isolated roots,
-            increasing; they leave out where the formula is undefined.
-        complete: whether these are all.
-        reach: the |x| up to which they are all; infinite where complete.
+        signs: (low, high, sign) of all intervals on which the sign is −1, 0 or 1 except at isolated roots,
+            increasing; where the formula is undefined there is no interval.
+        complete: whether these are all roots.
+        reach: the |x| up to which these are all roots; infinite if complete.
 
     """
 
@@ -51,7 +51,7 @@ class Roots:
 def roots(expr: Expr, low: float, high: float, limit: int = 64) -> Roots:
     """Find all roots of a formula in (low, high), outward from 0.
 
-    Where it fades below 1e-290 toward an end of the interval, it keeps the sign that it had before.
+    A formula that fades below 1e-290 toward an end of the interval keeps its last sign.
 
     Args:
         expr: the formula.
@@ -96,11 +96,11 @@ def breaks(
 ) -> tuple[dict[float, Number], float]:
     """Return the points inside (low, high) where a formula may not be smooth, and up to which |x| these are all.
 
-    They are the roots of the arguments of `where`, `relu`, `abs` and `sign` and, unless `switches_only`, of
-    denominators, of what is raised to a fractional power, and the ends of domains.
+    They are the roots of the arguments of `where`, `relu`, `abs` and `sign` and, unless `switches_only`, the roots
+    of denominators and of bases of fractional powers, and the ends of domains.
 
     Returns:
-        Point in float64 → the same point to 25 digits or more, increasing; and the reach, infinite if whole.
+        Point in float64 → the same point to 25 digits or more, increasing; and the reach, infinite if complete.
 
     """
     found: dict[float, Number] = {}

@@ -17,12 +17,12 @@ from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_
 from .intervals import enclose
 
 Boxes = tuple[Array, Array, Any]  # low, high, sign
-Part = tuple[float, float, int]  # the same of one interval
-Point = tuple[Number, int, int]  # of a root: the exact point, the sign below, the sign above
+Part = tuple[float, float, int]  # the same for one interval
+Point = tuple[Number, int, int]  # a root: the exact point, the sign below, the sign above
 Found = tuple[list[Part], dict[float, Point], float]  # signs, roots, reach
 
 POSITIVE, NEGATIVE, FLAT, UNKNOWN, TINY, UNDEFINED = 1, -1, 0, 2, 3, 4
-UNDERFLOW = 1e-290  # a value below it has no sign of its own where it fades away
+UNDERFLOW = 1e-290  # a smaller value has no sign of its own: the formula fades away there
 NARROW = 2.0**-40  # relative width of a box that is not cut further; 1e-15 near 0
 MAX_BOXES = 2048  # alive at once
 MAX_WORK = 200_000  # boxes altogether
@@ -159,9 +159,9 @@ class Search:
         return low[inside], high[inside]
 
     def calm(self, low: Array, high: Array) -> int:
-        """Return the one sign that a formula has at samples of boxes, if f′ too has one there: else UNKNOWN.
+        """Return the sign of a formula at samples of boxes if it and f′ keep one sign there, else UNKNOWN.
 
-        After a few failures the answer is UNKNOWN without a look.
+        After a few failures the answer is UNKNOWN at once.
         """
         if self.restless > 3:
             return UNKNOWN
@@ -198,7 +198,7 @@ class Search:
         return [(a, b) for a, b, _ in runs if (a, b) not in tails]
 
     def judge(self, a: float, b: float) -> None:
-        """Decide by exact values what a run of boxes contains that float64 cannot tell."""
+        """Decide by exact values what a run of boxes contains, where float64 cannot."""
         if b - a < 1e-3 * max(abs(a), abs(b)):
             at = a + (b - a) * np.array([0.0, 0.2307, 0.4871, 0.7533, 1.0])
         else:
@@ -242,7 +242,7 @@ class Search:
         self.point(at, sign, -sign)
 
     def touching(self, a: float, b: float, sign: int, size: Number) -> None:
-        """Record what is at the extremum in (a, b), toward 0: two crossings, a root, or nothing."""
+        """Record what the extremum in (a, b), which points toward 0, brings: two crossings, a root, or nothing."""
         at = _root((self.derivative, self.curve, self.curve.diff(x)), a, b, -sign)
         value = evaluate_multiprecision(self.expr, at, 20)
         point = float(at)
@@ -261,7 +261,7 @@ class Search:
             self.points[float(at)] = at, below, above
 
     def whole(self) -> Found:
-        """Put together the signs and the roots, those at breaks included."""
+        """Put together the signs and the roots, including those at breaks."""
         reach = self.reach
         parts = sorted((max(a, -reach), min(b, reach), sign) for a, b, sign in self.signs if a < b)
         parts = _filled([part for part in parts if part[0] < part[1]])
@@ -284,7 +284,7 @@ class Search:
 
 
 def _filled(parts: list[Part]) -> list[Part]:
-    """Give the parts of no sign that of the part beside them, the one nearer to 0 where there are two."""
+    """Give each part without a sign the sign of its neighbour; if it has two, of the one nearer to 0."""
     for step, first in ((1, True), (-1, False), (1, False)):
         for i in range(len(parts))[::step]:
             a, b, sign = parts[i]
@@ -300,8 +300,8 @@ def _filled(parts: list[Part]) -> list[Part]:
 def _root(exprs: tuple[Expr, Expr, Expr], a: float, b: float, sign: int) -> Number:
     """Return the root of the first formula in (a, b), to 25 digits or more.
 
-    `exprs` are the formula and its first two derivatives; `sign` is its sign at a, and not that at b. Each step is
-    Newton's for f/f′, which converges fast to multiple roots too, or halves the bracket.
+    `exprs` are the formula and its first two derivatives; `sign` is its sign at a, which differs from that at b.
+    Each step is Newton's for f/f′, which converges fast to multiple roots too, or halves the bracket.
     """
     with MP.workdps(60):
         low, high = MP.mpf(a), MP.mpf(b)
@@ -325,7 +325,7 @@ def _root(exprs: tuple[Expr, Expr, Expr], a: float, b: float, sign: int) -> Numb
 
 
 def _sign(bottom: Array, top: Array) -> NDArray[np.int8]:
-    """Return what enclosures say of a sign."""
+    """Return the signs that enclosures prove."""
     sign = np.full(np.shape(bottom), UNKNOWN, dtype=np.int8)
     sign[(bottom >= -UNDERFLOW) & (top <= UNDERFLOW)] = TINY
     sign[bottom > 0] = POSITIVE

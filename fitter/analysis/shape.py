@@ -20,9 +20,9 @@ from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_
 
 from .roots import REALS, Roots, breaks, roots
 
-TOLERANCE = 1e-12  # relative: what differs by less is taken as equal
-SCALES = (4, 8, 16, 32, 64)  # of |x|, as powers of ten, where limits are looked for
-OFFSETS = 6  # points beside each other at every scale
+TOLERANCE = 1e-12  # relative: values that differ by less count as equal
+SCALES = (4, 8, 16, 32, 64)  # of |x|, as powers of ten, at which limits are looked for
+OFFSETS = 6  # neighbouring points at every scale
 LIMIT_DIGITS = 150
 
 
@@ -66,7 +66,7 @@ class Root:
     """An isolated root of f′.
 
     `order_below` and `order_above` are a in f′(at ∓ h) ~ hᵃ: fractional at a radical, infinite where f′ is flatter
-    than any power, 0 on a side where f′ tends to something else than 0.
+    than any power, 0 on a side where the limit of f′ is not 0.
     """
 
     at: float
@@ -78,7 +78,7 @@ class Root:
 class Monotone:
     """The pieces on which f is monotone, and the isolated roots of f′, both increasing.
 
-    If not `complete`, there are more roots of f′ than are looked for, and the lists end at |x| = `reach`.
+    If not `complete`, f′ has more roots than the search looks for, and the lists end at |x| = `reach`.
     """
 
     pieces: tuple[Piece, ...]
@@ -89,7 +89,7 @@ class Monotone:
 
 @dataclass(frozen=True)
 class Range:
-    """Infimum and supremum of f′, ±∞ where it is unbounded; of what was seen if not `complete`."""
+    """Infimum and supremum of f′, ±∞ if it is unbounded; if not `complete`, those of the values seen."""
 
     low: float
     high: float
@@ -107,8 +107,8 @@ def switch_points(f: Expr, low: float, high: float) -> Array:
 def breakpoints(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> tuple[Breakpoint, ...]:
     """Return the points inside (low, high) where f or f′ jumps, increasing.
 
-    One-sided values at distances of 1e-12 and 1e-20 (relative to |x| beyond 1) tell: what shrinks between them, or
-    is less than 1e-12 of the value, is no jump.
+    One-sided values at distances of 1e-12 and 1e-20 (relative to |x| beyond 1) decide: a difference that shrinks
+    between them, or is less than 1e-12 of the value, is no jump.
     """
     points = {**breaks(f, low, high, switches_only=True)[0], **breaks(df, low, high, switches_only=True)[0]}
     found = []
@@ -121,9 +121,9 @@ def breakpoints(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> 
 
 
 def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
-    """Return whether f′(−x) is f′(x) or −f′(x) on [0, high], to 1e-12 of its largest value, or neither.
+    """Return whether f′(−x) is f′(x) or −f′(x) on [0, high], to 1e-12 of its largest value; None if neither.
 
-    Where f′ is not finite it has no parity.
+    If f′ is not finite somewhere, it has no parity.
     """
     at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
     extrema = np.abs(roots(df.diff(x), -high, high).at)  # a narrow feature lies between the others
@@ -140,10 +140,11 @@ def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
 def asymptote(f: Expr, side: int) -> Asymptote:
     """Return how f behaves toward +∞ (side 1) or −∞ (side −1).
 
-    f is evaluated to 150 digits at |x| of 1e4, 1e8, 1e16, 1e32 and 1e64, at six points beside each other. A line
-    through the two last is an asymptote if f keeps to it within 1e-10 of max(1, |intercept|) at all points of
-    these two scales and within 1e-5 at 1e16; so 1/√x tends to 0, and 1/log x has no limit that is seen. f tends to
-    infinity if |f| grows from scale to scale, by no less each time. Slopes and intercepts below 1e-15 count as 0.
+    f is evaluated to 150 digits at |x| of 1e4, 1e8, 1e16, 1e32 and 1e64, at six neighbouring points each. The line
+    through the last two scales is an asymptote if f stays within 1e-10 of max(1, |intercept|) of it at all points
+    of these two scales, and within 1e-5 at 1e16. So 1/√x tends to 0, and the limit of 1/log x is not seen. f tends
+    to infinity if |f| grows from scale to scale, each time by at least 3/4 of the time before. Slopes and
+    intercepts below 1e-15 count as 0.
     """
     with MP.workdps(LIMIT_DIGITS):
         scales = [[MP.mpf(10) ** k + j * MP.sqrt(2) for j in range(OFFSETS)] for k in SCALES]
@@ -289,7 +290,7 @@ def _split(found: Roots, points: dict[float, Number], reach: float) -> Iterator[
 
 
 def _inside(low: float, high: float) -> float:
-    """Return a point between two, an odd one."""
+    """Return a point between two that is unlikely to be a special one."""
     return low + (high - low) * 0.4871 if math.isfinite(high - low) else low * 0.5129 + high * 0.4871
 
 

@@ -1,1 +1,1 @@
-"""Formulas: the atoms and their values, the grammar, the named activations, accurate rewriting, many digits."""
+"""Formulas: the atoms and their values, the grammar, the catalog, accurate rewriting, multiprecision values."""

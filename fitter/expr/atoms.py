@@ -18,12 +18,12 @@ import sympy
 Expr = Any  # SymPy ships no types; a formula is a `sympy.Expr`
 
 x = sympy.Symbol("x")
-SMALLEST_SINGLE, LARGEST_SINGLE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of float32, at full precision
-MAX_ORDER = 1000  # of a root of a number that SymPy simplifies
+SMALLEST_SINGLE, LARGEST_SINGLE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's range at full precision
+MAX_ORDER = 1000  # of the roots of numbers that SymPy simplifies
 
 
 class Where(sympy.Function):
-    """`where(u > 0, a, b)`: b also where u is NaN, as in PyTorch."""
+    """`where(u > 0, a, b)`; where u is NaN it takes b, as PyTorch does."""
 
     nargs = 3
     holds = staticmethod(operator.gt)  # how u compares with 0
@@ -50,8 +50,8 @@ class WhereAtLeast(Where):
 class _Atom(sympy.Function):
     """A function of one argument u; `derivative(u)` is its derivative.
 
-    `parity` is +1 where it is even and -1 where it is odd: then u has no leading minus. `origin` is the value
-    at 0, where it has a short name.
+    `parity` is 1 for an even and −1 for an odd function, which never keeps a leading minus in u. `origin` is the
+    value at 0 if that is an integer; an odd function needs none.
     """
 
     nargs = 1
@@ -71,8 +71,8 @@ class _Atom(sympy.Function):
         return self.derivative(self.args[0])
 
     def _eval_evalf(self, prec: int) -> Any:
-        """Return a constant's value, of which SymPy asks the sign; mpmath's function of that name may overflow."""
-        from .multiprecision import MP, evaluate_multiprecision  # which knows this file
+        """Return a constant's value, from which SymPy takes its sign; mpmath's own function may overflow."""
+        from .multiprecision import MP, evaluate_multiprecision  # it imports this file
 
         value = evaluate_multiprecision(self, 0) if not self.free_symbols else MP.nan
         return sympy.Float._new(value._mpf_, prec) if MP.isfinite(value) else None
@@ -146,8 +146,8 @@ def _chosen(a: Any, b: Any, side: int) -> Any:
     return Where(side * (b - a), a, b)
 
 
-# The functions of the language: name → (number of arguments, what builds the SymPy expression). Beside these,
-# every activation of the catalog is one.
+# The functions of the language: name → (number of arguments, builder of the SymPy expression). Every activation
+# of the catalog is a function too.
 FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     **{"abs" if atom is absolute else atom.__name__: (1, atom) for atom in ATOMS},
     "sqrt": (1, lambda u: raised(u, sympy.S.Half)),
@@ -165,11 +165,11 @@ CONSTANTS = {"pi": sympy.pi, "e": exp(sympy.Integer(1))}
 def constant(expr: Expr) -> float:
     """Return the value of an expression without `x`, rounded once to float64.
 
-    It is infinite beyond the range of float64 and at a pole, and NaN for what is not real.
+    The value is infinite beyond the range of float64 and at a pole, and NaN where it is not real.
     """
     if expr.is_Rational:
         return _ratio(expr.p, expr.q)
-    from .multiprecision import evaluate_multiprecision  # which knows this file
+    from .multiprecision import evaluate_multiprecision  # it imports this file
 
     return float(evaluate_multiprecision(expr, 0, 20))
 
@@ -207,12 +207,12 @@ def raised(base: Expr, exponent: Expr) -> Expr:
 
 
 def size(expr: Expr) -> int:
-    """Return how many parts a formula written out has."""
+    """Return how many parts a formula has when written out."""
     return sizes(expr)[0]
 
 
 def sizes(expr: Expr) -> tuple[int, int, int]:
-    """Return how many parts a formula written out has, and about how many its first two derivatives would have."""
+    """Return how many parts a formula has when written out, and about how many its first two derivatives have."""
     done: dict[Expr, tuple[int, int, int]] = {}
 
     def parts(node: Expr) -> tuple[int, int, int]:

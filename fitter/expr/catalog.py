@@ -1,4 +1,4 @@
-"""The activations that fitact knows by name: each as a formula, and as the PyTorch function it equals."""
+"""The activations that fitact knows by name: each as a formula, and as the PyTorch function that equals it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Entry:
         expression: the activation in the language of `parser`, with {names} of parameters.
         torch: a call of PyTorch's own function on `x`, as generated code writes it, with the same names; None
             where PyTorch has no such function.
-        parameters: their values by default, PyTorch's where it has any.
+        parameters: their default values, which are PyTorch's if it has any.
 
     """
 
@@ -26,7 +26,7 @@ class Entry:
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def filled(self, text: str, parameters: Mapping[str, float]) -> str:
-        """Return `expression` or `torch` with the values of the parameters, those not given by default.
+        """Return `expression` or `torch` with the values of the parameters, defaults for those not given.
 
         Raises:
             UsageError: a parameter is unknown or not a finite number.
@@ -42,8 +42,8 @@ class Entry:
         return text.format(**{name: repr(float(value)) for name, value in values.items()})
 
 
-# At a breakpoint the derivative of a formula is that of the branch that `where` takes there: PyTorch's. And NaN,
-# for which no comparison holds, ends in a branch that keeps it.
+# At a breakpoint the derivative of a formula is that of the branch that `where` takes there, which is PyTorch's.
+# NaN fails every comparison, and so reaches a branch that keeps it.
 CATALOG: dict[str, Entry] = {
     "celu": Entry("where(x > 0, x, {alpha}*expm1(x/{alpha}))", "F.celu(x, {alpha})", {"alpha": 1.0}),
     "elu": Entry("where(x > 0, x, {alpha}*expm1(x))", "F.elu(x, {alpha})", {"alpha": 1.0}),

@@ -19,9 +19,9 @@ Array = NDArray[np.float64]
 
 
 def wide(function: Callable[..., Any]) -> Callable[..., Array]:
-    """Return a NumPy function as computed in long double and rounded once to the dtype of its arguments.
+    """Return a NumPy function that computes in long double and rounds once to the dtype of its arguments.
 
-    In float32 and float64 NumPy and the C library have other kernels for other CPUs, with other last bits.
+    In float32 and float64 NumPy and the C library choose their kernels by CPU, and these differ in the last bit.
     """
 
     def rounded(*arguments: Array) -> Array:
@@ -36,7 +36,7 @@ power = wide(np.power)
 
 
 def geometric(low: float, high: float, count: int) -> Array:
-    """Return numbers from low to high, (count,), each the same multiple of the one before."""
+    """Return numbers from low to high in geometric progression, (count,)."""
     return np.geomspace(np.longdouble(low), np.longdouble(high), count).astype(np.float64)
 
 
@@ -117,13 +117,13 @@ NUMPY: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Numbers of some kind, in which a formula can be evaluated.
+    """A kind of number, and how a formula is evaluated in it.
 
     Attributes:
         constant: a subformula without `x` → its value.
-        add, multiply: of two values.
+        add, multiply: two values → their sum, their product.
         power: value of the base, value of the exponent, and the exponent as a SymPy expression → value.
-        functions: atom → its value from those of its arguments.
+        functions: atom → the function that computes its value from the values of its arguments.
 
     """
 
@@ -134,7 +134,7 @@ class Arithmetic:
     functions: Mapping[Any, Callable[..., Any]]
 
     def evaluate(self, expr: Expr, at: Any, done: dict[Expr, Any] | None = None) -> Any:
-        """Return the value of a formula; `done` receives that of every subformula."""
+        """Return the value of a formula; `done` receives the value of every subformula."""
         done = {} if done is None else done
         done[x] = at
 

@@ -1,4 +1,4 @@
-"""Sums of exponentials in formulas: what stands for them without overflow."""
+"""Sums of exponentials in formulas, and forms of them that do not overflow."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sympy
 
 from .atoms import Expr, Where, constant, cosh, exp, expm1, sinh, size, x
 
-LARGE = 200  # parts of a formula, beyond which nothing is looked for that would have to be multiplied out
+LARGE = 200  # parts of a formula; a larger one is not multiplied out
 ONE = sympy.Integer(1)
 
 
 def exponentials(u: Expr) -> dict[Expr, Expr] | None:
-    """Return what expands to numbers times exponentials as {exponent: number}, None if it does not."""
+    """Return a formula that expands to a sum of numbers times exponentials as {exponent: number}, else None."""
     if size(u) > LARGE:
         return None
     plain = u.replace(expm1, lambda v: exp(v) - 1)
@@ -33,9 +33,9 @@ def exponentials(u: Expr) -> dict[Expr, Expr] | None:
 
 
 def positive_pair(u: Expr) -> list[tuple[Expr, Expr]] | None:
-    """Return (exponent, number) of a sum of two exponentials, last the flatter: that is the one to take out.
+    """Return (exponent, number) of the terms of a sum of two exponentials, last the flatter, to be factored out.
 
-    None if there are not two, or a number is not positive.
+    Return None if there are not two, or a number is not positive.
     """
     terms = exponentials(u) if u.is_Add else None
     if terms is None or len(terms) != 2 or not _all_positive(terms):
@@ -48,15 +48,16 @@ def _all_positive(terms: dict[Expr, Expr]) -> bool:
 
 
 def tidy(exponent: Expr) -> Expr:
-    """Return an exponent multiplied out if it is a straight line; any other would lose digits by it."""
+    """Return an exponent, multiplied out if it is linear in x; any other would lose digits."""
     expanded = sympy.expand(exponent)
     return expanded if not expanded.diff(x).free_symbols else exponent
 
 
 def bounded_ratio(node: Expr) -> Expr | None:
-    """Return a ratio of polynomials in one exponential E with E divided out where E is large.
+    """Return a ratio of polynomials in one exponential E, for each sign of x the dominant power divided out.
 
-    Only where no term of the denominator is negative, so that it does not cancel; two terms are a σ, not this.
+    Return None unless all terms of the denominator are positive, so that it does not cancel, and there are three
+    or more: two terms are a σ.
     """
     if not node.has(exp) or node.has(Where) or size(node) > LARGE:
         return None

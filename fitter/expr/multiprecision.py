@@ -15,13 +15,13 @@ from .evaluate import Arithmetic
 Number = Any  # an mpmath `mpf`; mpmath ships no types
 
 MP = mpmath.MPContext()  # its own precision: nobody else's changes
-FIRST_EXTRA = 45  # digits beside those asked for, at the first attempt
+FIRST_EXTRA = 45  # extra digits of the first attempt
 MAX_DIGITS = 2500
-NOTHING = MP.mpf("1e-400")  # what cancels to less than this counts as 0
+NOTHING = MP.mpf("1e-400")  # a value that cancels to less than this counts as 0
 HUGE = MP.mpf(10) ** 120  # exp of more than this is infinite
-LEAST_EXPONENT = -(10**10)  # of 2: what is smaller is 0, long before exp saturates in a part of a formula
-DELICATE = (atoms.sin, atoms.cos, atoms.tan, atoms.log)  # have zeros where their argument is rounded
-LEAST_ORDER = 0.03  # of a root: below it, a limit that is not 0
+LEAST_EXPONENT = -(10**10)  # of 2: a smaller value counts as 0, long before exp saturates in a part of a formula
+DELICATE = (atoms.sin, atoms.cos, atoms.tan, atoms.log)  # they have zeros where their argument is rounded
+LEAST_ORDER = 0.03  # of a root: a smaller order means that the limit is not 0
 MAX_BITS = 10_000  # sin and its like of more than 2**MAX_BITS are NaN
 
 _zero, _one, _inf, _nan = MP.zero, MP.one, MP.inf, MP.nan
@@ -31,17 +31,17 @@ def evaluate_multiprecision(expr: Expr, at: float | Number, digits: int = 50) ->
     """Return the value of a formula at a point, correct to about `digits` significant digits.
 
     Args:
-        expr: a formula in `x`; naive ones such as `1 + erf(x)` at −12 are welcome.
+        expr: a formula in `x`, which may be naive, such as `1 + erf(x)` at −12.
         at: the point, a float or an mpmath number.
         digits: significant digits, below 2000.
 
     Returns:
-        An mpmath number. What is not real is NaN; what has a zero in its denominator is infinite or NaN; what
-        cancels to less than 1e-400 is 0, as is all below 2**-1e10; exp of more than 1e120 is infinite. Never an
-        exception.
+        An mpmath number: NaN where the value is not real, infinite or NaN where a denominator is zero, and 0 where
+        the value cancels to less than 1e-400 or is below 2**-1e10. exp of more than 1e120 is infinite. It raises
+        no exception.
 
     """
-    point = at if isinstance(at, MP.mpf) else MP.mpf(at)  # which would round to the context's precision
+    point = at if isinstance(at, MP.mpf) else MP.mpf(at)  # mpf would round an mpf to the context's precision
     last, precision = _nan, digits + FIRST_EXTRA
     while True:
         with MP.workdps(precision):

@@ -1,9 +1,9 @@
 """Formulas rewritten so that floating point evaluates them well.
 
 Textbook formulas overflow (`log(1 + exp(x))`), cancel (`1 + erf(x)` in the left tail) or divide infinity by
-infinity (`exp(x)/(1 + exp(x))`). `stable` recognises such idioms, however they are spelt, and puts the atoms
-of `atoms` in their place, which are accurate wherever they are representable. Every rule is an identity
-of real numbers for all x at which the formula is defined; the rest of a formula is left as it is.
+infinity (`exp(x)/(1 + exp(x))`). `stable` recognises such idioms, however they are spelt, and replaces them
+by the atoms of `atoms`, which are accurate wherever their values are representable. Every rule is an identity
+of real numbers for all x at which the formula is defined; the rest of a formula stays as it is.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from .atoms import (
 from .exponentials import LARGE, bounded_ratio, exponentials, positive_pair, tidy
 
 HALF = sympy.Rational(1, 2)
-GROWTH = 10  # times the parts it had, and LARGE more: what grows further is left as it was given
-LARGEST = 1000  # parts of a formula that is rewritten at all; the literature's second derivatives have 600
-TERMS = 24  # of a sum, beyond which they are not compared in pairs
+GROWTH = 10  # a formula that grows beyond this multiple of its parts plus LARGE is left as it was given
+LARGEST = 1000  # parts of a formula; a larger one is not rewritten, and the literature's f″ have 600
+TERMS = 24  # of a sum; the terms of a longer one are not compared in pairs
 PASSES = 8  # one rule's result is rarely another's idiom, and never for long
 
 # h(u) + 1 and h(u) − 1 without cancellation.
@@ -120,7 +120,7 @@ def _sum(node: Expr) -> Expr:
 
 
 def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
-    """Return rest·h + other where that can be said better."""
+    """Return rest·h + other in a stable form, None if no rule has one."""
     for sign in (1, -1):
         if other == sign * rest:
             table = PLUS_ONE if sign > 0 else MINUS_ONE
@@ -149,7 +149,7 @@ def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
 
 
 def _fractions(factor: Expr, rest: Expr, other: Expr) -> Expr | None:
-    """Return rest/Dⁿ + b/Dⁿ⁺¹ as one fraction, if that cancels terms: what the quotient rule leaves."""
+    """Return rest/Dⁿ + b/Dⁿ⁺¹, which the quotient rule leaves, as one fraction if that cancels terms."""
     base, power = factor.as_base_exp()
     if not (base.is_Add and power.is_Integer and power < 0) or other.has(Where):
         return None
@@ -168,7 +168,7 @@ def _merged(u: Expr) -> Expr:
 
 
 def _product(node: Expr) -> Expr:
-    """Merge exponentials, and match what stands above the fraction line with what stands below."""
+    """Merge exponentials, and match factors of the numerator with factors of the denominator."""
     factors = list(sympy.Mul.make_args(node))
     exponents = [f.args[0] for f in factors if f.func is exp]
     if len(exponents) > 1:
@@ -193,7 +193,7 @@ def _product(node: Expr) -> Expr:
 
 
 def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
-    """Return base^power · above where that can be said better."""
+    """Return base^power · above in a stable form, None if no rule has one."""
     if base.func is sigmoid and above.func is exp and power.is_Integer:
         u, w = base.args[0], above.args[0]
         for n in range(1, int(min(power, 8)) + 1):  # exp(w) σ(u)^n = exp(w + n u) σ(−u)^n
@@ -229,9 +229,9 @@ def _is_zero(u: Expr) -> bool:
 
 
 def _distributed(factors: list[Expr]) -> Expr | None:
-    """Return exp(u)·(p + q + …) as a sum where all terms are exponentials and none cancels another.
+    """Return exp(u)·(p + q + …) as a sum if all terms are exponentials and none cancels another.
 
-    One may overflow where the other underflows.
+    As a product, one factor may overflow where the other underflows.
     """
     for factor in factors:
         if factor.func is exp:
@@ -244,7 +244,7 @@ def _distributed(factors: list[Expr]) -> Expr | None:
 
 
 def _bounded(factors: list[Expr]) -> Expr | None:
-    """Return t·sech²(k·t) by the atom for it, where t is an exponential and overflows."""
+    """Return t·sech²(k·t) as the atom `tsech2`, if t is an exponential, which may overflow."""
     for factor in factors:
         for other in factors:
             base, power = other.as_base_exp()
@@ -292,7 +292,7 @@ def _power(node: Expr) -> Expr:
 
 
 def _radical(base: Expr, exponent: Expr) -> Expr | None:
-    """Return (c + k·u²)^(n + 1/2) with c, k > 0 by √(1 + u²)."""
+    """Return (c + k·u²)^(n + 1/2) with c, k > 0 as a power of √(1 + u²)."""
     c, rest = base.as_coeff_Add()
     k, square = rest.as_coeff_Mul()
     if not (square.is_Pow and square.exp == 2 and c > 0 and k > 0):
@@ -301,7 +301,7 @@ def _radical(base: Expr, exponent: Expr) -> Expr | None:
 
 
 def _choice(node: Expr) -> Expr:
-    """Take out of each branch what the same condition has decided already."""
+    """Resolve, in both branches, the inner choices that the same condition has decided already."""
     u, *branches = node.args
 
     def decided(branch: Expr, i: int) -> Expr:

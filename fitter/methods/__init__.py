@@ -1,1 +1,1 @@
-"""The methods, one a file; all of them by name in `table`."""
+"""The methods, one per file; `table` has all of them by name."""

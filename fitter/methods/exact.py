@@ -1,10 +1,10 @@
-"""The method `exact`: f′ as a function of the output y = f(x), so that y alone is kept, and no fit is needed.
+"""The method `exact`: f′ as a function of the output y = f(x), so that only y is kept, and no fit is needed.
 
-y is what the next layer keeps anyway, so nothing is kept in addition. The formula is derived, not looked up: a
-formula in which x occurs once is a chain of functions, each of which is a solution of an autonomous
-differential equation h′ = G(h), and the value of each link follows from that of the link around it. Where a
-`where` chooses between two branches, the same choice is made by comparing y. What was derived is verified in
-high precision before it is used. Inverted (Novikov and Oseledets, 2024) lists such formulas.
+The next layer keeps y anyway, so nothing is kept in addition. The formula is derived, not looked up. A formula in
+which x occurs once is a chain of functions. Each function solves an autonomous differential equation h′ = G(h),
+and the value of each link follows from that of the link around it. For the branches of a `where`, a comparison of
+y makes the same choice. The result is verified in high precision before it is used. Inverted (Novikov and
+Oseledets, 2024) lists such formulas.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from fitact.fitter.numerics.dtypes import DTYPES, halves, stored
 from fitact.fitter.records.fit import ExactFit
 
 METHOD = "exact"
-DIGITS = 150  # of the verification; tanh'(x) is 1e-43 of 1 at its ends
-WIDE = 1e6  # up to here the switching points of conditions are looked for
-ROUNDED = 1e-14  # a switching point below it is 0, rounded
-REACH = 50.0  # it samples x from -REACH to REACH
+DIGITS = 150  # of the verification; tanh'(x) is 1e-43 at its ends
+WIDE = 1e6  # the |x| up to which switching points of conditions are looked for
+ROUNDED = 1e-14  # a smaller switching point is a rounded 0
+REACH = 50.0  # the verification samples x from -REACH to REACH
 LARGEST = 3e38  # of a derivative that float32 holds
 SMALLEST = 1e-100  # of a derivative that is compared
 AGREEMENT = 1e-20  # relative, between the formula and f'
@@ -89,7 +89,7 @@ class _NoFormulaError(Exception):
 
 
 def fit(activation: Activation, name: str) -> ExactFit:
-    """Derive f′ as a function of y, verify it, and state what rounding y costs.
+    """Derive f′ as a function of y, verify it, and state the errors from rounding y.
 
     Args:
         activation: f.
@@ -99,7 +99,7 @@ def fit(activation: Activation, name: str) -> ExactFit:
         The fit, with its errors by storage dtype.
 
     Raises:
-        UsageError: no such formula could be derived, or the one that was does not hold; the message says why.
+        UsageError: no such formula could be derived, or the derived one does not hold; the message says why.
 
     Warns:
         FitWarning: floating point fails on the formula, see `float_check.problem`.
@@ -188,11 +188,11 @@ def _power(base: Expr, n: Expr, y: Expr) -> Expr:
 
 
 def _branches(node: Expr, y: Expr) -> Expr:
-    """Return the derivative of where(u > 0, a, b), the branch told by y."""
+    """Return the derivative of where(u > 0, a, b), with y choosing the branch."""
     u, first, second = node.args
     at, rising = _switch(u)
     upper, lower = (first, second) if rising else (second, first)
-    closed = (node.func is WhereAtLeast) == rising  # whether the switching point is the upper's
+    closed = (node.func is WhereAtLeast) == rising  # whether the switching point belongs to the upper branch
     if not upper.free_symbols:
         closed = True  # the upper branch is flat: all of its y equal this one
     elif not lower.free_symbols:
@@ -205,7 +205,7 @@ def _branches(node: Expr, y: Expr) -> Expr:
 
 
 def _switch(u: Expr) -> tuple[Expr, bool]:
-    """Return where a formula changes its sign, a number, and whether from − to +."""
+    """Return the number at which a formula changes its sign, and whether from − to +."""
     derivative = u.diff(x)
     if not derivative.free_symbols and derivative != 0:
         return -u.xreplace({x: sympy.Integer(0)}) / derivative, constant(derivative) > 0
@@ -217,7 +217,7 @@ def _switch(u: Expr) -> tuple[Expr, bool]:
 
 
 def _compared(formula: Expr) -> Expr:
-    """Return a formula whose conditions compare y itself with a number, where a link compares a function of y."""
+    """Return a formula whose conditions compare y itself with a number, instead of a function of y."""
 
     def simpler(node: Expr) -> Expr:
         u, a, b = node.args
@@ -232,7 +232,7 @@ def _compared(formula: Expr) -> Expr:
 
 
 def _verify(activation: Activation, formula: Expr, text: str) -> None:
-    """Compare the formula with f′ in high precision, on both sides of every breakpoint and all over."""
+    """Compare the formula with f′ in high precision, over the whole range and beside every breakpoint."""
     corners = activation.switch_points(-REACH, REACH)
     edges = np.concatenate([[-REACH], corners, [REACH]])
     points = np.concatenate(
@@ -261,11 +261,10 @@ def _verify(activation: Activation, formula: Expr, text: str) -> None:
 
 
 def errors(activation: Activation, formula: Expr) -> dict[str, float]:
-    """Return what rounding y to a storage dtype costs, x being of the same dtype, to four significant digits.
+    """Return the error from rounding y to each storage dtype, for x of the same dtype, to four significant digits.
 
-    It is the maximum of |g(y) − f′(x)| / max(1, |f′(x)|) with g in float32: over all finite values of the two
-    half-precision dtypes, and for float32 over a dense sample. Breakpoints, and y beyond the dtype's range, are
-    left out.
+    It is the maximum of |g(y) − f′(x)| / max(1, |f′(x)|) with g in float32, over all finite x in half precision
+    and over a dense sample in float32. Breakpoints, and y beyond the dtype's range, are left out.
     """
     singles = np.concatenate([SINGLES, -SINGLES]).astype(np.float64)
     return {

@@ -7,9 +7,9 @@ Reduction*, arXiv 2202.00441. Over borders s and levels y, minimise (eq. 3)
 
 For given borders the best level is the weighted mean of f′ over its interval (eq. 4), so an interval costs
 its spread about that mean, and the best borders on a grid follow from a dynamic programme (eq. 7, 8; the
-paper's eq. 6 misses the denominator of the mean). The programme is the plain O(n² K) one: the faster ones
-need f′ to be monotone, which GELU, SiLU and Mish are not. The borders are then moved off the grid to the
-stationary point nearby, where f′(s_i) is midway between the levels on its two sides (eq. 5).
+paper's eq. 6 misses the denominator of the mean). The programme is the plain O(n² K) one: faster ones need
+a monotone f′, and those of GELU, SiLU and Mish are not. The borders then move off the grid to the nearby
+stationary point, where f′(s_i) is midway between the levels on its two sides (eq. 5).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NEWTON_STEPS = 100
 DOMAIN = (-10.0, 10.0)
 MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
 MAX_VALUE = 1e30  # of f, f′ and 1/w: float32 holds up to 3e38, and squares stay in float64
-POINTS = 4001  # of the domain at which they are looked at
-BEYOND = 100.0  # times the domain's width: how far outside it a fit is looked at for a warning
+POINTS = 4001  # of the domain at which these sizes are checked
+BEYOND = 100.0  # times the domain's width: how far outside it a fit is checked for a warning
 MIN_WIDTH = 1e-4  # relative: a hundred float32 spacings between two of the 15 borders
 
 
@@ -53,8 +53,8 @@ def fit(
 ) -> StepFit:
     """Fit the best step function with 2^bits levels to f′.
 
-    Where f′, weight and domain are symmetric about 0 the fit is made on |x|, and one half-line gets all the
-    levels. Borders and levels are rounded to float32, and the errors are those of the rounded numbers.
+    If f′, weight and domain are symmetric about 0, the fit is made on |x|, and one half-line gets all the levels.
+    Borders and levels are rounded to float32, and the errors are those of the rounded numbers.
 
     Args:
         activation: what to fit.
@@ -123,8 +123,8 @@ def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None =
     """Return the inner borders, (levels − 1,), of the best step function whose borders are grid points.
 
     `best[k, i]` is the least error of k + 1 levels on the first i cells: the recursion
-    best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and k at once. With `ends`, the first
-    and the last level are given, and an interval of theirs costs its error about that level.
+    best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and k at once. `ends` gives the first and
+    the last level, and the first and the last interval then cost the error about these.
     """
     n = len(moments.grid) - 1
     if n < levels:
@@ -170,7 +170,7 @@ def refine(moments: Moments, activation: Activation, borders: Array, breakpoints
 
     Solves g_i = 2 f′(s_i) − y_{i−1} − y_i = 0 with each step halved until L does not grow and no border
     passes another border or a breakpoint. A border on a jump of f′ stays there, and so does one where the
-    weight vanishes or the levels on both sides agree: there g says nothing.
+    weight vanishes or the levels on both sides agree, because g says nothing there.
 
     Returns:
         The refined borders, (borders,); never worse than those given.
@@ -233,13 +233,13 @@ def _sides(activation: Activation, at: Array, width: float) -> tuple[Array, Arra
 
 
 def without_noise(numbers: Array, scale: float) -> Array:
-    """Round to 40 bits of the scale: what lies beyond is noise, and what is 0 by symmetry should be 0."""
+    """Round to 40 bits of the scale: the rest is noise, and a number that is 0 by symmetry becomes 0."""
     unit = 2.0 ** (np.floor(np.log2(max(scale, 1e-300))) - 40)
     return np.asarray(np.round(numbers / unit) * unit + 0.0)
 
 
 def _round_borders(borders: Array, breakpoints: Array, activation: Activation, width: float) -> Array:
-    """Round to float32; a border on a jump whose own f′ is the upper side's goes to the float32 below."""
+    """Round to float32; a border on a jump where f′ has the upper side's value goes to the float32 below."""
     on_breakpoint = np.isin(borders, breakpoints)
     smooth = without_noise(borders, max(np.max(np.abs(borders)), width / 16))
     rounded = np.where(on_breakpoint, borders, smooth).astype(np.float32)
@@ -269,7 +269,7 @@ def _check_domain(low: float, high: float) -> None:
 
 
 def check_finite(activation: Activation, low: float, high: float) -> None:
-    """Raise UsageError where f or f′ is not finite on the domain, however slowly it grows beside that point."""
+    """Raise UsageError if f or f′ is not finite somewhere on the domain, however slowly it grows toward there."""
     df = f"the derivative of {quote(activation.expression)}"
     points = breaks(activation.derivative_formula, low, high)[0]
     at = np.array(list(points))
@@ -290,7 +290,7 @@ def check_finite(activation: Activation, low: float, high: float) -> None:
 
 
 def _warn(fit: StepFit) -> None:
-    """Warn of what makes a fit less than it seems."""
+    """Warn if a fit is worse than it seems."""
     float_check.warn(fit.activation)
     what = fit.activation.name or quote(fit.activation.expression)
     low, high = fit.domain
@@ -299,8 +299,8 @@ def _warn(fit: StepFit) -> None:
         bits = (pieces - 1).bit_length()
         advice = f"{bits} bits are exact" if bits <= 4 else "no fit of at most 4 bits is exact"
         warnings.warn(
-            f"the derivative of {what} is a step function with {pieces} levels, of which --bits {fit.bits} "
-            f"holds {len(fit.levels)}: {advice}",
+            f"the derivative of {what} is a step function with {pieces} levels, and --bits {fit.bits} holds "
+            f"{len(fit.levels)}: {advice}",
             FitWarning,
             stacklevel=3,
         )

@@ -1,20 +1,20 @@
-"""The method `inverted`: f′ as a function of the output y = f(x) and of which monotone piece x came from.
+"""The method `inverted`: f′ as a function of the output y = f(x) and of the monotone piece on which x lies.
 
 Novikov and Oseledets, *Inverted Activations*, arXiv 2407.15545. Where f falls and then rises, as GELU and SiLU do,
-y does not tell x; y and one bit do, and backward is dx = dy · F_s(y) with F_s = f′ ∘ f⁻¹ on piece s. y is what the
-next layer keeps anyway, so one bit an element is all that is kept in addition.
+y does not tell x, but y and one bit do. Backward is dx = dy · F_s(y) with F_s = f′ ∘ f⁻¹ on piece s. The next
+layer keeps y anyway, so the method adds only one bit per element.
 
 F_s is fitted directly. At an extremum f(T) it has a radical's singularity: where f′ has a root of order m − 1 at
 T, x − T is a smooth function of t = |y − f(T)|^(1/m), and so is F_s. On a piece with such a point at both ends, or
-inside, the signed radicals are added: near each of these points its own radical is the singular term, and the
-others are smooth. In t, a quotient of two polynomials of low degree does what the paper does with powers and
+inside, t is the sum of the signed radicals: near each of these points its own radical is the singular term, and
+the others are smooth. A quotient of two polynomials of low degree in t replaces the paper's powers and
 exponentials.
 
-Coefficients are minimax: for given degrees, the least bound e with |p/q − f′| ≤ e at all samples, by differential
-correction (Cheney and Loeb 1961), each step of which is a linear programme. Samples are rounded as a kernel sees
-them: where several x share the y that is stored, F_s has to be near the derivatives of all of them. Half their
-spread, at its worst, is the floor that no function of y can pass, and in half precision the fits come close to
-it. There further bits cut off cells beside the extrema, where the floor is highest.
+Coefficients are minimax: for given degrees they minimise the largest |p/q − f′| over all samples, by differential
+correction (Cheney and Loeb 1961). Samples are rounded as a kernel sees them: where several x share a stored y, F_s
+has to be near the derivatives of all of them. The floor is half their largest spread: no function of y has a
+smaller error. In half precision the fits come close to the floor, and further bits cut off cells beside the
+extrema, where it is highest.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from .inverted_samples import Samples, floor_of, grouped, points_of, refined, sa
 METHOD = "inverted"
 MAX_BITS = 4
 TOLERANCE = 8e-5  # of the float32 fit, relative to max(1, |f′|)
-ABOVE_FLOOR = 1.1  # what a fit may add to the floor of its dtype
-DIVISION = 5  # degrees of numerator and denominator cost as much
-INNER = 0.25  # of the allowed error: what is allowed where rounding costs less than that
+ABOVE_FLOOR = 1.1  # times the floor of its dtype: the error that a fit may have
+DIVISION = 5  # a division costs as much as so many degrees of numerator and denominator
+INNER = 0.25  # of the allowed error: the share that is allowed where rounding costs less than that
 SETTLED = 0.05  # of the allowed error: f′ has met its limit where it differs by less
-REFUSED = 0.01  # a float32 fit with a larger error is none
+REFUSED = 0.01  # a float32 fit with a larger error is refused
 MAX_DEGREES = 16  # of numerator and denominator together
-EXACT = 3e-8  # a polynomial as near as this is f′ itself: t is no better where it is a radical of what cancels
-STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # by which the allowed error is raised while no fit meets it
+EXACT = 3e-8  # a polynomial as near as this is f′ itself: t is no better where y − anchor cancels
+STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # times the allowed error, tried in turn until a fit meets it
 FAR = 1e5  # the largest |t| up to which quotients are tried
 
 
@@ -72,7 +72,7 @@ def fit(
 
     Each fit has the smallest degrees whose error, in float32 arithmetic with y rounded to the dtype, is at most
     the larger of `tol` and 1.1 times the floor of that dtype. If no degrees reach this, the limit is raised in
-    steps. The floor counts as at least half of that for x in float32, as few x of the dtype itself may share a y.
+    steps. The floor counts as at least half the floor for x in float32, because few x of the dtype may share a y.
 
     Args:
         activation: f.
@@ -161,17 +161,16 @@ def cells(
     domain: tuple[float, float] | None = None,
     dtype: str = "bfloat16",
 ) -> tuple[Cell, ...]:
-    """Return the cells of x among which a code of that many bits tells.
+    """Return the cells of x that a code of that many bits distinguishes.
 
-    They are the intervals on which f is monotone and f, f′ and f″ are continuous. Cells that are left over when
-    `bits` is given are cut off where rounding y costs most, beside the extrema, at borders that make
-    the floor as low as it can be.
+    They are the intervals on which f is monotone and f, f′ and f″ are continuous. If `bits` allows for more, they
+    are cut beside the extrema, where rounding y costs most, at the borders that make the floor least.
 
     Args:
         activation: f.
         bits: 0 to 4; as few as will do by default.
         domain: the interval of x; the reals by default.
-        dtype: the storage dtype for which the floor is to be low; without effect where `bits` is not given.
+        dtype: the storage dtype for which the floor is made least; it has no effect without `bits`.
 
     Returns:
         The cells, increasing, without gaps, at most 2^bits.
@@ -192,7 +191,7 @@ def cells(
         told = f"--bits {least}" if least <= MAX_BITS else "a smaller domain"
         raise UsageError(
             f"{activation}: {len(parts)} intervals of x on which it is monotone and smooth take {least} bits to "
-            f"tell apart, and at most {MAX_BITS if bits is None else bits} are to be kept: use {told}"
+            f"tell apart, and at most {MAX_BITS if bits is None else bits} may be kept: use {told}"
         )
     return parts if bits is None else refined(activation, parts, 2**bits, dtype)
 
@@ -200,8 +199,8 @@ def cells(
 def _fitted(activation: Activation, samples: Samples, goals: Sequence[float]) -> Approximant:
     """Return the approximant of the smallest degrees whose error is at most the first goal that can be met.
 
-    A polynomial that f′ is is taken in float32 whatever it loses to rounding, which is at most twice the floor; in
-    half precision there is better.
+    If f′ is a polynomial in t, float32 takes that polynomial whatever it loses to rounding, which is at most twice
+    the floor; half precision has better ones.
     """
     cell = samples.cell
     if not cell.direction or not samples.y.size:
@@ -234,7 +233,7 @@ def _candidates(
 ) -> Iterator[Coefficients]:
     """Yield the minimax quotients whose error may be what is allowed, the cheapest first.
 
-    `least` is what is known of the least error by degrees, and is added to.
+    `least` holds the least errors known so far, by degrees, and receives those that are found.
     """
     t = variable(samples.cell.radicals, samples.y)
     low, high, t = grouped(np.clip(t, *sorted(t[list(ends)])).astype(np.float64), samples.derivative)
@@ -252,7 +251,7 @@ def _candidates(
 
 
 def _settled(samples: Samples, allowed: float) -> tuple[int, int]:
-    """Return the first and last sample between which f′ moves: where it has met a limit t is clamped."""
+    """Return the first and last sample between which f′ changes; t is clamped where f′ has met a limit."""
     derivative, last = samples.derivative, len(samples.derivative) - 1
     ends = [0, last]
     if samples.cell.low <= -REALS:
@@ -273,7 +272,7 @@ def _degrees() -> Iterator[tuple[int, int]]:
 
 
 def _stated(approximant: Callable[..., Single], samples: Samples) -> tuple[float, float]:
-    """Return error and floor of what modules compute, to four significant digits."""
+    """Return the error and floor of the derivative that modules compute, to four significant digits."""
     error = max(
         _error(approximant, samples.y, samples.derivative), _error(approximant, samples.kept, samples.derivative)
     )
@@ -282,7 +281,7 @@ def _stated(approximant: Callable[..., Single], samples: Samples) -> tuple[float
 
 
 def _error(approximant: Callable[..., Single], y: Single, derivative: Array) -> float:
-    """Return the largest error of an approximant, product and sum rounded once or each for itself; inf if NaN."""
+    """Return the largest error of an approximant, product and sum rounded once or each; infinite if NaN."""
     size = np.maximum(1.0, np.abs(derivative))
     with np.errstate(all="ignore"):
         off = [np.abs(approximant(y, fused=fused) - derivative) / size for fused in (False, True)]
@@ -291,7 +290,7 @@ def _error(approximant: Callable[..., Single], y: Single, derivative: Array) -> 
 
 
 def _exact(activation: Activation, samples: Samples, ends: tuple[int, int]) -> Coefficients | None:
-    """Return the polynomial that f′ is, if it is one of degree 4 at most, with coefficients in float32."""
+    """Return f′ as a polynomial in t with float32 coefficients, None unless it is one of degree 4 at most."""
     cell, inside = samples.cell, slice(ends[0], ends[1] + 1)
     x, derivative = samples.x[inside], samples.derivative[inside]
     anchors = [None if math.isnan(at) else float(activation.value(np.array(at))) for at in cell.roots]

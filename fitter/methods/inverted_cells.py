@@ -18,8 +18,8 @@ from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_
 from fitact.fitter.records.approximants import Radical
 
 LARGEST = 1e37  # of values and derivatives that are fitted
-BESIDE = 1e-7  # of a corner, relative: where f′ is taken on its sides
-CORNER = 1e-3  # by which they differ at least
+BESIDE = 1e-7  # relative distance from a corner at which f′ is taken on its sides
+CORNER = 1e-3  # least difference of f′ between the sides
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Cell:
         low, high: its ends; ±REALS stand for ±∞.
         direction: 1 where f rises, −1 where it falls, 0 where it is constant.
         radicals: the terms of the variable t in which f′ is a smooth function of y.
-        roots: the root of f′, in x, that each is for; NaN where there is none.
+        roots: for each radical the root of f′, in x, that it comes from; NaN if there is none.
 
     """
 
@@ -82,7 +82,7 @@ def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell,
 
 
 def _beyond(activation: Activation, end: float, far: float) -> Number | None:
-    """Return the root of f′ beyond an end of a bounded domain, if f is smooth up to it: it is felt inside."""
+    """Return the root of f′ beyond an end of a bounded domain if f is smooth up to it: it matters inside too."""
     if abs(far) > REALS:
         return None
     low, high = sorted((end, far))
@@ -125,7 +125,7 @@ def _cell(
                 f"{activation}: it or its derivative is infinite at x = {at:g}; fit it on a smaller domain"
             )
         if LEAST_ORDER < power < math.inf:
-            degree = Fraction(1 + power).limit_denominator(8).numerator  # of f in what f′ is smooth in
+            degree = Fraction(1 + power).limit_denominator(8).numerator  # of f in a variable in which f′ is smooth
             radicals.append(Radical(float(np.float32(value)), degree, side * direction))
             roots_of.append(float(exact))
     if len(radicals) > 1:
@@ -138,7 +138,7 @@ def _cell(
 
 
 def cell_borders(activation: Activation, parts: Sequence[Cell]) -> tuple[float, ...]:
-    """Return the borders between cells, float32 numbers; a border is of the cell whose derivative f′ has there."""
+    """Return the borders between cells, float32 numbers; a border belongs to the cell whose f′ it has."""
     borders = []
     for cell in parts[1:]:
         at = cell.low

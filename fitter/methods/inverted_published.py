@@ -1,4 +1,4 @@
-"""The approximants that the paper fits by hand to GELU and SiLU, with its coefficients or better ones.
+"""The approximants that the paper made by hand for GELU and SiLU, with its coefficients or better ones.
 
 Novikov and Oseledets, *Inverted Activations*, arXiv 2407.15545.
 """
@@ -22,7 +22,7 @@ from fitact.fitter.records.fit import InvertedFit
 from .inverted import cells, judged, record
 from .inverted_cells import cell_borders
 
-# Section 5.1 of the paper. SiLU's two rows stand there in each other's place, and approximate sigmoid(x), not f′.
+# Section 5.1 of the paper. There SiLU's two rows are swapped, and they approximate sigmoid(x), not f′.
 PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "gelu": (
         (0.001217659791976, -0.296412101274584, 0.442363293155713, 0.831270529039268),
@@ -35,7 +35,7 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 NAMES = {f"{name}_inverted_published": name for name in PUBLISHED}
 SOURCE = "arXiv 2407.15545"
-REFITS = (1.0, 0.9, 1.1)  # of the published coefficients: where searches start
+REFITS = (1.0, 0.9, 1.1)  # times the published coefficients: where searches start
 
 
 SHAPES = {"gelu": (("power", "derivative"), ("exponential", "derivative"))}
@@ -126,7 +126,7 @@ def _piece(
 
 
 def _approximant(name: str, s: int, c: Array, y: Array, minimum: float) -> Array:
-    """Return the paper's approximant of a piece; what is infinite on the way is 1e9."""
+    """Return the paper's approximant of a piece; a value that is not finite becomes ±1e9."""
     v = np.maximum(y - minimum, 0.0)
     with np.errstate(all="ignore"):
         if s == 1:

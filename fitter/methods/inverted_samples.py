@@ -1,4 +1,4 @@
-"""What a fit on a cell has to meet: x, y as it is stored, and f′; and where cells are cut to lower the floor."""
+"""The samples that a fit on a cell has to meet: x, stored y, and f′; and cuts of cells that lower the floor."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fitact.fitter.records.approximants import Floats, Single, codes
 
 from .inverted_cells import BESIDE, CORNER, LARGEST, Cell, cell_borders
 
-SMALL = 1e35  # of values at which a larger derivative is refused; beyond it f itself leaves the range
+SMALL = 1e35  # |f| below which a derivative that is too large is refused; beyond, f itself leaves the range
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What a fit on one cell has to meet.
+    """The samples that a fit on one cell has to meet.
 
     Attributes:
         cell: the cell.
-        x, y, derivative: of every sample, by x: y rounded to the dtype, (n,) float32, and f′(x).
-        kept: y as a module computes it; that of a formula is off by some roundings of float32.
+        x, y, derivative: x, increasing, y rounded to the dtype, (n,) float32, and f′(x).
+        kept: y as a module computes it; for a formula it is off by some roundings of float32.
         floor: half the spread of f′ over the x of one y, relative, at its largest.
-        half: whether that dtype is one of half precision.
+        half: whether the dtype is one of half precision.
 
     """
 
@@ -51,7 +51,7 @@ def samples_of(activation: Activation, cell: Cell, dtype: str, borders: Sequence
 
 
 def floor_of(y: Floats, derivative: Array) -> float:
-    """Return half the spread of f′ over the x of one y, relative to max(1, |f′|), at its largest."""
+    """Return half the largest spread of f′ over the x of one y, relative to max(1, |f′|)."""
     low, high, _ = grouped(y, derivative)
     size = np.maximum(1.0, np.maximum(np.abs(low), np.abs(high)))
     return float(((high - low) / size).max(initial=0.0)) / 2
@@ -62,7 +62,7 @@ def points_of(
 ) -> tuple[Array, Single, Array]:
     """Return x of the dtype `inputs`, y rounded to `dtype`, and f′, of a cell.
 
-    They are all x of a half-precision dtype, or a sample of those of float32; `inputs` is `dtype` by default.
+    They are all x of a half-precision dtype, or a sample of float32; `inputs` is `dtype` by default.
     """
     x = _singles(cell) if (inputs or dtype) == "float32" else halves(inputs or dtype)
     x = np.unique(x[(x >= cell.low) & (x <= cell.high)])
@@ -109,10 +109,10 @@ def grouped(key: Floats, derivative: Array) -> tuple[Array, Array, Array]:
 
 
 def refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype: str) -> tuple[Cell, ...]:
-    """Cut up to `count` cells out of the given ones so that the floor of the dtype is least.
+    """Cut the given cells into up to `count`, so that the floor of the dtype is least.
 
-    In a cell all x of one y lie side by side. So for a given floor each run of them whose derivatives spread wider
-    has to be cut, as far on as the floor allows; and the floor is found by bisection.
+    In a cell all x of one y lie side by side. For a given floor, every such run whose derivatives spread wider has
+    to be cut, as far on as the floor allows. Bisection finds the floor.
     """
     borders = cell_borders(activation, parts)
     runs = []
@@ -145,7 +145,7 @@ def refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype: 
 
 
 def _cuts(s: int, x: Array, derivative: Array, floor: float, count: int) -> list[tuple[int, float]]:
-    """Return where a run of x is cut so that no part spreads wider than twice the floor, `count` cuts at most."""
+    """Return the cuts of a run of x, at most `count`, after which no part spreads wider than twice the floor."""
     found: list[tuple[int, float]] = []
     start = 0
     while len(found) < count:

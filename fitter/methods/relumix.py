@@ -6,18 +6,18 @@ weights a of
 
     h̃(x) = b₋ + m₋ x + Σ a_i ReLU(x − c_i),    i = 1 … 2^k − 1,
 
-minimise ∫ (h − h̃)² over all x (eq. 14). For the integral to be finite h̃ must have the asymptotes m± x + b± of h on
-both sides, which for GELU is eq. 13. So h̃ is a broken line that leaves the left asymptote at the first knot and
-joins the right one at the last; in between, its values at the knots are a linear least-squares problem, and the
-search is over knots only. The derivative h̃′ is a step function with the knots as borders.
+minimise ∫ (h − h̃)² over all x (eq. 14). The integral is finite only if h̃ has the asymptotes m± x + b± of h on both
+sides (eq. 13 for GELU). So h̃ is a broken line that leaves the left asymptote at the first knot and joins the right
+one at the last; in between, its values at the knots are a linear least-squares problem, and the search is over
+knots only. The derivative h̃′ is a step function with the knots as borders.
 
 The valleys of that search differ in how many knots lie on each stretch of one curvature, between the roots of h″.
 So it starts from many such distributions, likely ones first, with the knots of a stretch spaced by |h″|^p; then
-from what simulated annealing finds; and each start is followed down to its valley's bottom, by BFGS and at last by
-Newton's method.
+from the results of simulated annealing. BFGS, and at last Newton's method, follow each start down to the bottom of
+its valley.
 
-The other objective, ∫ (h′ − h̃′)² (the paper's appendix I), leaves the outer levels at m₋ and m₊ and is solved by
-Few-Bit's dynamic programme.
+The other objective, ∫ (h′ − h̃′)² (the paper's appendix I), leaves the outer levels at m₋ and m₊; Few-Bit's dynamic
+programme solves it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .relumix_search import Progress, newton, search
 METHOD = "relumix"
 OBJECTIVES = ("primitive", "derivative")
 RESTARTS = 4  # of the annealing, by default
-LEAST_POWER = 0.52  # of a tail whose square has an integral, 1/2 and something for the test
+LEAST_POWER = 0.52  # of x in a tail whose square has an integral: 1/2, and a margin for the test
 CELLS = 4000
 SIDES = np.array([-1.0, 1.0])
 
@@ -168,8 +168,8 @@ def mixture(
     jumps = [point.at for point in activation.breakpoints() if point.kind == "jump"]
     if jumps and count > 1 and objective == "primitive":
         raise UsageError(
-            f"{activation}: it jumps at x = {jumps[0]:g}, where the steeper of two "
-            "mixtures is the better one, so none is best; use --objective derivative or --method fewbit"
+            f"{activation}: it jumps at x = {jumps[0]:g}, where a steeper mixture is always better, so no mixture "
+            "is best; use --objective derivative or --method fewbit"
         )
     linear = None if jumps and objective == "primitive" else _broken_line(activation, count, right)
     if linear is not None:
@@ -202,8 +202,8 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
     """Return the lines that f tends to on both sides.
 
     Raises:
-        UsageError: there is none on one side, or f tends to it so slowly that the square of the distance has no
-            integral, or f is not finite somewhere.
+        UsageError: one side has none, or f tends to it so slowly that the square of the distance has no integral,
+            or f is not finite somewhere.
 
     """
     for side, end in zip((-1, 1), activation.asymptotes, strict=True):
@@ -233,8 +233,9 @@ def _distance(activation: Activation, line: Asymptote, at: float) -> float:
 def evaluated(activation: Activation, found: Mixture, objective: str) -> float:
     """Return the objective of any mixture with the right slopes at both ends.
 
-    `primitive` is ∫ (h − h̃)² from −38.2277 to 38.2277, the paper's half-width (appendix E) beyond which it counts
-    less than 1e-8, with h̃ on the left asymptote before the first knot; `derivative` is ∫ (h′ − h̃′)² over the same.
+    `primitive` is ∫ (h − h̃)² from −38.2277 to 38.2277, the paper's half-width (appendix E), with h̃ on the left
+    asymptote before the first knot; the rest counts less than 1e-8. `derivative` is ∫ (h′ − h̃′)² over the same
+    interval.
     """
     left, _ = asymptotes(activation)
     edge = -2 * math.log(1e-8 / 2)
@@ -251,7 +252,7 @@ def evaluated(activation: Activation, found: Mixture, objective: str) -> float:
 
 
 def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixture | None:
-    """Return f′ itself where it is a step function of at most `count` borders; those left over do nothing."""
+    """Return f itself if f′ is a step function with at most `count` borders, else None; spare knots do nothing."""
     corners = [point.at for point in activation.breakpoints()]
     bends = roots(activation.second_derivative_formula, -REALS, REALS)
     if len(corners) > count or not bends.complete or any(sign for *_, sign in bends.signs):

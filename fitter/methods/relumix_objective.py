@@ -41,9 +41,9 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Frame:
-    """Units in which an activation bends within a few of 0, by about one: x = center + scale·u, h = size·g.
+    """Units in which an activation bends near 0, and by about one: x = center + scale·u, h = size·g.
 
-    Those of the literature do so as they are, and keep their own: then center is 0, and the others are 1.
+    The literature's activations do so as they are, and keep their own units: center 0, scale 1 and size 1.
     """
 
     center: float
@@ -61,7 +61,7 @@ class Frame:
         lines = [line.slope * x + line.intercept for line in (left, right)]
         off = np.min([np.abs(activation.value(x) - line) for line in lines], axis=0)
         off[off < 1e-12 * np.abs(lines[0])] = 0.0  # rounding
-        share = np.cumsum(off[1:] ** 4 * np.diff(x))  # a power that slow tails do not count in
+        share = np.cumsum(off[1:] ** 4 * np.diff(x))  # with this power slow tails do not count
         if not share[-1] > 0:
             return cls(0.0, 1.0, 1.0)
         low, middle, high = np.interp([0.1, 0.5, 0.9], share / share[-1], x[1:])
@@ -90,9 +90,9 @@ class Frame:
 class Primitive:
     """∫ (h − h̃)² over all x as a function of the knots.
 
-    Integrals of h, x h and h² from 0, and of the squared distances from the asymptotes, are tabulated on cells
-    that have every break of h among their ends; a knot adds the integral over part of a cell. Beyond ±1e5 a
-    distance counts as a power of x, the exponent seen there.
+    A table holds the integrals of h, x h and h² from 0, and of the squared distances from the asymptotes, on cells
+    whose ends include every break of h; a knot adds the integral over part of a cell. Beyond ±1e5 a distance
+    counts as a power of x, with the exponent seen there.
 
     Args:
         activation: h.
@@ -117,11 +117,11 @@ class Primitive:
         self.edges = np.union1d(spaced, switches[np.abs(switches) < REACH])
         rows = self._rows(self.edges[:-1], self.edges[1:])
         middle = int(np.searchsorted(self.edges, 0.0))
-        # outward from 0, so that what is small near 0 is not the difference of what is large far away
+        # outward from 0, so that small integrals near 0 are not differences of large ones
         above = running(rows[:3, middle:])
         below = -running(rows[:3, :middle][:, ::-1])[:, ::-1]
         central = np.concatenate([below, above[:, 1:]], axis=1)
-        # and the distances inward from where they vanish; the second is minus what is left to the right
+        # and the distances inward from where they vanish; the second is minus the rest to the right
         self.sums = np.concatenate([central, running(rows[3:4]), -running(rows[4:, ::-1])[:, ::-1]])
         self.tails = tuple(self._tail(end, side) for side, end in ((-1, self.left), (1, self.right)))
 
@@ -148,8 +148,8 @@ class Primitive:
     def __call__(self, knots: Array) -> tuple[float, Array, Array]:
         """Return the objective with the best values at the knots, its gradient, (knots,), slopes, (knots + 1,).
 
-        A knot that moves at a constant value changes h̃ by minus its slope times the hat function of that knot, on
-        either side; the inner values are optimal, so their answer does not count.
+        A knot that moves while its value stays changes h̃ on either side by minus the slope there times the knot's
+        hat function; the inner values are optimal, so their change does not count.
         """
         left, right = self.left, self.right
         moments = self.at(knots)

@@ -17,10 +17,10 @@ from .relumix_objective import HALF_WIDTH, REACH, Frame, Mixture, Primitive
 
 ANNEALING_STEPS = 40
 NEWTON_STEPS = 20
-NEIGHBOURS = 2  # gaps, and knots, that are tried near the best: each with each
+NEIGHBOURS = 2  # gaps, and knots, that are tried near the best, in all pairs
 STARTS = 40  # distributions of the knots that are tried before annealing
-POWERS = (0.4, 0.5)  # of |h″|: knots spaced by its square root are best for many, those of its 0.4th for few
-TIE = 1e-8  # relative difference of objectives that are taken as equal
+POWERS = (0.4, 0.5)  # of |h″|: the square root spaces many knots best, the power 0.4 few
+TIE = 1e-8  # relative difference of objectives that count as equal
 Progress = Callable[[float], None]
 
 
@@ -54,7 +54,7 @@ def search(
 
 
 def _deepest(found: Sequence[tuple[float, Array]]) -> Array:
-    """Return the knots of the least objective; of mirror images, which differ by rounding, always the same one."""
+    """Return the knots of the least objective; mirror images differ by rounding, and always the same one wins."""
     least = min(value for value, _ in found)
     equal = [knots for value, knots in found if value <= least + TIE * abs(least)]
     return min(equal, key=lambda knots: [round(knot, 3) for knot in knots.tolist()])
@@ -91,7 +91,7 @@ def _stretches(activation: Activation, count: int, frame: Frame) -> list[tuple[_
         places = (points - frame.center) / frame.scale
         found.append((_Stretch(places, {p: s / s[-1] for p, s in share.items()}), mass))
     total = sum(mass for _, mass in found) or 1.0
-    # a corner wants a knot, wherever it may be in its neighbourhood
+    # a corner needs a knot somewhere in its neighbourhood
     for corner in activation.breakpoints(low, high):
         points = (corner.at - frame.center) / frame.scale + np.linspace(-0.5, 0.5, 101)
         found.append((_Stretch(points, {power: np.linspace(0, 1, 101) for power in POWERS}), total / count))

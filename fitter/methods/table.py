@@ -9,7 +9,7 @@ from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 
-# What each method takes beside the activation and a name.
+# The options of each method, in addition to the activation and a name.
 OPTIONS = {
     "fewbit": ("bits", "domain", "weight", "seed"),
     "relumix": ("bits", "objective", "restarts", "seed"),
@@ -20,7 +20,7 @@ BITS_REQUIRED = ("fewbit", "relumix")
 
 
 def make(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
-    """Fit by a method of that name; `options` are those of its `fit`, `OPTIONS` those that are recorded."""
+    """Fit by the method of that name; `options` are arguments of its `fit`."""
     if method == "exact":
         return exact.fit(activation, name, **options)
     if method == "inverted":
@@ -34,7 +34,7 @@ def make(method: str, activation: Activation, name: str, **options: Any) -> AnyF
 
 
 def again(fit: AnyFit) -> AnyFit:
-    """Make a fit again from what its record says of how it was made: the same bytes, if nothing has changed."""
+    """Make a fit again from the options in its record: the same bytes, if nothing has changed."""
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
     if fit.name in inverted_published.NAMES:

@@ -1,1 +1,1 @@
-"""Integrals, best quotients, weights, the errors of a step function, the dtypes that outputs are kept in."""
+"""Integrals, best quotients, weights, the errors of a step function, the dtypes in which outputs are kept."""

@@ -1,4 +1,4 @@
-"""The dtypes in which outputs are kept: their numbers, and what is left of a value in them."""
+"""The dtypes in which outputs are kept: their numbers, and rounding to them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def halves(dtype: str) -> Array:
 
 
 def stored(activation: Activation, at: Array, dtype: str) -> Array:
-    """Return f as a module computes and keeps it, float64 numbers of the dtype of that name, shape of `at`.
+    """Return f as a module computes and keeps it: float64 numbers that the named dtype holds, shape of `at`.
 
-    PyTorch's own functions are right to a rounding; a formula is computed in float32, and rounded again.
+    PyTorch's own functions are correct to one rounding; a formula is computed in float32, and rounded again.
     """
     if activation.torch is not None:
         return rounded(activation.value(at), dtype)
@@ -32,7 +32,7 @@ def stored(activation: Activation, at: Array, dtype: str) -> Array:
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Return float64 values rounded to nearest, ties to even, to the dtype of that name."""
+    """Return float64 values rounded to the named dtype: to nearest, ties to even."""
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
         if dtype == "float32":

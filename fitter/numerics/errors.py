@@ -15,7 +15,7 @@ from .moments import Moments, nodes, quadrature, running
 from .weight import Weight
 
 CELLS = 4000
-NOISE = 2.0**-44  # relative: what a value of f may be off by
+NOISE = 2.0**-44  # relative error of a value of f
 MISSED = 1e-6  # of the variation of f
 
 
@@ -82,9 +82,9 @@ def step_errors(
 
 
 def _check_seen(activation: Activation, edges: Array, corners: Array) -> None:
-    """Raise UsageError where the integral of f′ over a cell is not what f grows by: a narrow feature was missed.
+    """Raise UsageError if the integral of f′ over a cell is not the growth of f: a narrow feature was missed.
 
-    As all extrema of f′ are edges, one that lies between two nodes still lifts f from one edge to the next.
+    All extrema of f′ are edges, so a feature between two nodes still lifts f from one edge to the next.
     """
     starts, ends = (
         np.where(np.isin(at, corners), inside, at)  # f may jump there
@@ -103,10 +103,10 @@ def _check_seen(activation: Activation, edges: Array, corners: Array) -> None:
 
 
 def _snapped(borders: Array, corners: Array) -> Array:
-    """Return the borders, those that stand for a corner of f′ moved onto it.
+    """Return the borders, and move those that stand for a corner of f′ onto it.
 
-    A border may be the float32 beside a corner that is no float32 or belongs to the upper side. No float32 lies
-    between the two, so what does is no error.
+    A border may be the float32 beside a corner, if the corner is no float32 or belongs to the upper side. No
+    float32 lies between the two, so the gap causes no error.
     """
     snapped = borders.copy()
     for corner in corners:
@@ -115,16 +115,17 @@ def _snapped(borders: Array, corners: Array) -> Array:
 
 
 def _inside(edges: Array) -> tuple[Array, Array]:
-    """Return points a hair inside both ends of each cell, for the limits there of what jumps between cells."""
+    """Return points a hair inside both ends of each cell, for the limits of functions that jump between cells."""
     starts, ends = edges[:-1], edges[1:]
     inset = np.maximum(np.maximum(np.abs(starts), np.abs(ends)) * 2.0**-48, (ends - starts) * 2.0**-40)
     return starts + inset, ends - inset
 
 
 def _supremum(function: Callable[[Array], Array], edges: Array, *, jumps: bool) -> float:
-    """Return sup |function|, smooth between the edges: looked for at cells' ends and nodes, then closer.
+    """Return sup |function| of a function that is smooth between the edges.
 
-    Where it jumps between cells, a hair inside each end stands for the limit there.
+    The search looks at cells' ends and nodes, then closer around the largest. If the function jumps between cells,
+    a point a hair inside each end stands for the limit there.
     """
     starts, ends = edges[:-1], edges[1:]
     inside = np.stack(_inside(edges) if jumps else (starts, ends), axis=1)

@@ -1,7 +1,7 @@
-"""Quotients of polynomials that are nearest in the largest distance.
+"""Quotients of polynomials with the least maximum error.
 
-By differential correction (Cheney and Loeb, *On rational Chebyshev approximation*, 1961), each step of which is a
-linear programme.
+The method is differential correction (Cheney and Loeb, *On rational Chebyshev approximation*, 1961). Each step is
+a linear programme.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fitact.fitter.expr.evaluate import Array, wide
 
 EXCHANGES = 30
 CORRECTIONS = 12
-CLOSE = 1.01  # of the least distance: how near a fit comes to it
+CLOSE = 1.01  # times the least distance: a fit comes as near as this
 DEPENDENT = 1e-14  # relative: what is left of a column that depends on others
-POSITIVE = 0.04  # q is at least this, where its size is 1: in float32 no digits are lost
+POSITIVE = 0.04  # least value of a q of size 1: float32 then loses no digits
 HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
 Coefficients = tuple[tuple[float, ...], tuple[float, ...]]  # of numerator and denominator, constant first
 
@@ -28,14 +28,15 @@ def _powers(t: Array, degree: int) -> tuple[Array, float]:
 
 
 def _product(rows: Array, vector: Array) -> Array:
-    """Return rows · vector, (n,), summed in one order, where BLAS and LAPACK have one for each CPU."""
+    """Return rows · vector, (n,), summed in a fixed order; BLAS and LAPACK choose theirs by CPU."""
     return np.asarray((rows * vector).sum(axis=1))
 
 
 def _orthonormal(rows: Array) -> tuple[Array, Array]:
     """Return an orthonormal basis of the columns, (n, columns), and the upper triangle R with rows = basis · R.
 
-    By Gram and Schmidt's process, each column twice. One that depends on those before it has zeros in the basis.
+    This is Gram and Schmidt's process, applied twice to each column. A column that depends on earlier ones has
+    zeros in the basis.
     """
     basis, upper = np.zeros_like(rows), np.eye(rows.shape[1])
     for j in range(rows.shape[1]):
@@ -61,7 +62,7 @@ def _solved(upper: Array, right: Array) -> Array:
 
 
 def least_squares(rows: Array, values: Array) -> Array:
-    """Return the solution of least squares, (columns,): 0 for a column that depends on those before it."""
+    """Return the solution of least squares, (columns,): 0 for a column that depends on earlier ones."""
     basis, upper = _orthonormal(rows)
     return _solved(upper, _product(basis.T, values))
 
@@ -78,24 +79,24 @@ def minimax(
     """Find the quotient p/q of given degrees whose largest weighted distance from the data is least.
 
     The distance at t is the larger of |p/q/size − low| and |p/q/size − high|, divided by weight; q > 0 at all t.
-    The programmes run on a few t, to which those with the largest distance are added until none is larger.
+    The programmes run on a few t. Those with the largest distance are added until no other t has a larger one.
 
     Args:
         t: (n,), increasing.
         low: the least value at each t.
         high: the largest value at each t.
-        size: what p/q is divided by there.
-        weight: what a distance is divided by there.
+        size: the divisor of p/q at each t.
+        weight: the divisor of a distance at each t.
         degrees: of p and q.
-        allowed: where the distance cannot be this small the search ends.
+        allowed: the search ends once the distance cannot be this small.
 
     Returns:
-        The distance at the last few t, which is less than that at all; and the coefficients of p and q as float32
-        numbers, constant first, or None if the distance exceeds `allowed`.
+        The distance at the last few t, at most that at all t; and the coefficients of p and q as float32 numbers,
+        constant first, or None if the distance exceeds `allowed`.
 
     """
     a, b = degrees
-    # p and q may have any factor in common: this one keeps powers of one size, whatever the range
+    # p and q may share any factor: this one keeps the powers similar in size, whatever the range
     powers, near = _powers(t, max(a, b))
     basis, change = _orthonormal(powers / np.vander(1 + np.abs(t) / near, max(a, b) + 1)[:, :1])
     basis, change = basis * math.sqrt(len(t)), change / math.sqrt(len(t))

@@ -38,7 +38,7 @@ class Moments:
         weight: w ≥ 0, smooth between breakpoints.
         low, high: the domain.
         breakpoints: points inside it where f′ or w jumps or has a corner: always on the grid.
-        cells: how many cells the grid has, about. It starts even, with points that crowd round 0 and the
+        cells: about how many cells the grid has. The grid starts even, with extra points around 0 and the
             breakpoints in case the domain is wide, and is refined where f′ varies most.
 
     Attributes:
@@ -78,7 +78,7 @@ class Moments:
         error = spread(self._rows)
         varies = error > 1e-15 * self._rows[2].sum()  # the rest is rounding
         error = np.where(varies, error, 0.0) if varies.any() else np.diff(self.grid)
-        # halving a cell on which f′ is straight divides its error by 8: all within that factor may be next
+        # halving a cell on which f′ is straight divides its error by 8: all cells within that factor may be next
         count = min(np.count_nonzero(error >= error.max() / 8), cells + 1 - len(self.grid))
         worst = np.sort(np.argsort(-error, kind="stable")[:count])
         starts, ends = self.grid[worst], self.grid[worst + 1]
@@ -105,7 +105,7 @@ class Moments:
 def running(rows: Array) -> Array:
     """Return the running sums of each row from 0, (rows, n + 1), each rounded once.
 
-    A plain cumulative sum drifts by a rounding a term, which is what the last digits of a border hang on.
+    A plain cumulative sum drifts by a rounding per term, and the last digits of a border depend on it.
     """
     sums = np.zeros((rows.shape[0], rows.shape[1] + 1))
     for row, out in zip(rows.tolist(), sums, strict=True):

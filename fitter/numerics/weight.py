@@ -18,7 +18,7 @@ from fitact.fitter.expr.parser import MAX_LENGTH, parse
 from .moments import quadrature
 
 LARGEST = 1e30  # of a weight, and of the ends of a domain
-CELLS = 2000  # that the mass is summed over, at least
+CELLS = 2000  # least number of cells over which the mass is summed
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _NORMAL = re.compile(rf"normal(?:\( *({_NUMBER}) *, *({_NUMBER}) *\))?", re.ASCII)
 
@@ -68,7 +68,7 @@ class Weight:
         return evaluate(self._expr, at)
 
     def check(self, low: float, high: float) -> None:
-        """Raise UsageError unless w is finite and not negative from `low` to `high`, and not 0 all over."""
+        """Raise UsageError unless w is finite and not negative from `low` to `high`, and not 0 everywhere."""
         if self.text == "uniform":
             return
         at = np.linspace(low, high, 2 * CELLS + 1)
@@ -92,9 +92,9 @@ class Weight:
         return float(quadrature(self, edges).sum())
 
     def breakpoints(self, low: float, high: float) -> Array:
-        """Return the points inside (low, high) that a grid must have for w to be integrated, increasing.
+        """Return the points inside (low, high) that a grid needs to integrate w, increasing.
 
-        Where w may have a corner or a jump; and some that keep a narrow normal density from being missed.
+        They are the points where w may have a corner or a jump, and some that find a narrow normal density.
         """
         found = switch_points(self._expr, low, high)
         if self._normal is not None:

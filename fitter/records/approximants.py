@@ -1,10 +1,10 @@
-"""What an inverted fit puts in place of f′ on one cell of x: a function of the output y."""
+"""The approximants of an inverted fit: functions of the output y in place of f′ on one cell of x."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ from .validate import check_keys, check_numbers, integer, mapping, number, numbe
 
 MOST_RADICALS = 3  # at both ends of a cell and inside
 MOST_COEFFICIENTS = 33
-FLAT = 1000.0  # y is clamped to it in the paper's approximants, whose exponentials are 0 there
+FLAT = 1000.0  # the paper's approximants clamp y to it; their exponentials are 0 there
 
 Bits = NDArray[np.intp]
 Single = NDArray[np.float32]
 Floats = NDArray[Any]  # float32 or float64
+Reader = Callable[[Any, str], Any]  # a value of JSON, and what messages call it → the field
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Radical:
     sign: int = 1
 
     def __call__(self, y: Floats, anchor: float | None = None) -> Floats:
-        """Return the term, of float32 as kernels compute it; `anchor` may be a more exact one."""
+        """Return the term, for float32 as kernels compute it; `anchor` may be given more exactly."""
         d = y - y.dtype.type(self.anchor if anchor is None else anchor)
         size = np.abs(d) if self.side == 0 else np.maximum(d if self.side > 0 else -d, y.dtype.type(0))
         if self.order == 2:
@@ -68,17 +69,17 @@ def variable(radicals: Sequence[Radical], y: Floats, anchors: Sequence[float | N
 
 @dataclass(frozen=True, kw_only=True)
 class Quotient:
-    """f′ = p(t)/q(t), t the sum of radicals of y.
+    """f′ = p(t)/q(t), where t is a sum of radicals of y.
 
     Attributes:
         radicals: the terms of t.
         low, high: the interval that t is clamped to, float32 numbers; q > 0 on it.
         numerator, denominator: coefficients of p and q, float32 numbers, constant first; (1,) for a polynomial.
-        error: max |p/q − f′| / max(1, |f′|) over the x of this cell, y being rounded to the storage dtype.
+        error: max |p/q − f′| / max(1, |f′|) over the x of this cell, for y rounded to the storage dtype.
         floor: the least such error that any function of that y has.
 
     Raises:
-        UsageError: the numbers make no such function.
+        UsageError: the numbers do not define such a function.
 
     """
 
@@ -107,7 +108,7 @@ class Quotient:
     def __call__(self, y: Single, *, fused: bool = False) -> Single:
         """Return f′ of outputs of this cell, shape of y, in float32 as kernels compute it.
 
-        With `fused`, product and sum are rounded once, as a GPU does, instead of each for itself.
+        With `fused`, product and sum are rounded once, as a GPU does, and not each.
         """
         t = np.minimum(np.maximum(variable(self.radicals, y), np.float32(self.low)), np.float32(self.high))
         p = _horner(self.numerator, t, fused)
@@ -133,14 +134,14 @@ def _horner(coefficients: Sequence[float], t: Single, fused: bool) -> Single:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedApproximant:
-    """An approximant of the paper's; v = y − anchor, the anchor being f at its minimum.
+    """An approximant of the paper, in v = y − anchor, where the anchor is the minimum of f.
 
     `power` is c0 + c1·u^c2·(1 − u)^c3 with u = v/|anchor|, `root` is c0 + c1·√v + c2·v + c3·v², and
     `exponential` is 1 + (c0 + c1·√v + c2·v)·exp(c3·(c4 − v)³).
 
     Attributes:
         kind: one of `SHAPES`.
-        approximates: `derivative`, or `sigmoid` for x ↦ sigmoid(x) =: q, from which f′ = q·(1 − y) + y for SiLU.
+        approximates: `derivative`, or `sigmoid` for q = sigmoid(x), with f′ = q·(1 − y) + y for SiLU.
         anchor: f at its minimum.
         coefficients: c0, c1, …
         error, floor: as those of `Quotient`.
@@ -167,7 +168,7 @@ class PublishedApproximant:
 
     @cached_property
     def shape(self) -> Expr:
-        """What the approximant is in v, as a SymPy expression with `atoms.x` for v."""
+        """The approximant as a SymPy expression in v, with `atoms.x` for v."""
         numbers = {f"c{i}": f"({c!r})" for i, c in enumerate(self.coefficients)}
         return stable(
             parse(SHAPES[self.kind][1].format(m=repr(-self.anchor), **numbers), what="approximant", variable="v")
@@ -182,7 +183,7 @@ class PublishedApproximant:
         return np.asarray(derivative, dtype=np.float32)
 
 
-# Kind of a paper's approximant → how many coefficients it has, and its formula.
+# Kind of the paper's approximants → the number of coefficients, and the formula.
 SHAPES = {
     "power": (4, "{c0} + {c1}*(v/{m})**{c2}*relu(1 - v/{m})**{c3}"),
     "exponential": (5, "1 + ({c0} + {c1}*sqrt(v) + {c2}*v)*exp({c3}*({c4} - v)**3)"),
@@ -199,68 +200,43 @@ def codes(borders: Sequence[float], x: Array) -> Bits:
     return np.searchsorted(np.asarray(borders, dtype=np.float64), np.where(np.isnan(x), -np.inf, x))
 
 
-def approximant_record(approximant: Approximant) -> dict[str, Any]:
-    """Return an approximant as JSON has it."""
-    record: dict[str, Any] = {"error": approximant.error, "floor": approximant.floor}
-    if isinstance(approximant, PublishedApproximant):
-        return record | {
-            "kind": approximant.kind,
-            "approximates": approximant.approximates,
-            "anchor": approximant.anchor,
-            "coefficients": list(approximant.coefficients),
-        }
-    return record | {
-        "kind": approximant.KIND,
-        "approximates": "derivative",
-        "radicals": [vars(radical) for radical in approximant.radicals],
-        "low": approximant.low,
-        "high": approximant.high,
-        "numerator": list(approximant.numerator),
-        "denominator": list(approximant.denominator),
-    }
-
-
 def approximant_of(value: object, what: str) -> Approximant:
-    """Return the approximant that a record's JSON holds; UsageError names the field."""
+    """Return the approximant that a record's JSON holds; a UsageError names the field."""
     record = mapping(value, what, (int, float, str, list))
     kind = text(record.get("kind"), f"{what}.kind")
-    shared = ("kind", "approximates", "error", "floor")
-    own = (
-        ("radicals", "low", "high", "numerator", "denominator")
-        if kind == Quotient.KIND
-        else ("anchor", "coefficients")
-    )
-    check_keys(what, record, (*shared, *own))
-    errors = {key: number(record[key], f"{what}.{key}") for key in ("error", "floor")}
+    shape, read = (Quotient, QUOTIENT) if kind == Quotient.KIND else (PublishedApproximant, PUBLISHED)
+    check_keys(what, record, ("kind", "approximates", "error", "floor", *read))
+    given: dict[str, Any] = {key: number(record[key], f"{what}.{key}") for key in ("error", "floor")}
     approximates = text(record["approximates"], f"{what}.approximates")
     try:
-        if kind != Quotient.KIND:
-            return PublishedApproximant(
-                kind=kind,
-                approximates=approximates,
-                anchor=number(record["anchor"], "anchor"),
-                coefficients=numbers(record["coefficients"], "coefficients"),
-                **errors,
-            )
-        if approximates != "derivative":
-            raise UsageError(f"approximates: expected derivative, got {quote(approximates)}")
-        return Quotient(
-            radicals=tuple(map(_radical, objects(record["radicals"], "radicals", MOST_RADICALS))),
-            low=number(record["low"], "low"),
-            high=number(record["high"], "high"),
-            numerator=numbers(record["numerator"], "numerator"),
-            denominator=numbers(record["denominator"], "denominator"),
-            **errors,
-        )
+        if shape is PublishedApproximant:
+            given |= {"kind": kind, "approximates": approximates}
+        elif approximates != APPROXIMATES[0]:
+            raise UsageError(f"approximates: expected {APPROXIMATES[0]}, got {quote(approximates)}")
+        return shape(**given, **{key: reader(record[key], key) for key, reader in read.items()})
     except UsageError as error:
         raise UsageError(f"{what}.{error}") from None
 
 
-def _radical(value: dict[str, Any]) -> Radical:
-    check_keys("radicals", value, ("anchor", "order", "side", "sign"))
-    return Radical(
-        number(value["anchor"], "anchor"),
-        integer(value["order"], "order", range(1, 65)),
-        integer(value["side"], "side", (-1, 0, 1)),
-        integer(value["sign"], "sign", (-1, 1)),
-    )
+def _radicals(values: object, what: str) -> tuple[Radical, ...]:
+    found = objects(values, what, MOST_RADICALS)
+    for value in found:
+        check_keys(what, value, RADICAL)
+    return tuple(Radical(**{key: read(value[key], key) for key, read in RADICAL.items()}) for value in found)
+
+
+# How the fields are read that only a kind of approximant has, and those of a radical.
+RADICAL: dict[str, Reader] = {
+    "anchor": number,
+    "order": partial(integer, allowed=range(1, 65)),
+    "side": partial(integer, allowed=(-1, 0, 1)),
+    "sign": partial(integer, allowed=(-1, 1)),
+}
+QUOTIENT: dict[str, Reader] = {
+    "radicals": _radicals,
+    "low": number,
+    "high": number,
+    "numerator": numbers,
+    "denominator": numbers,
+}
+PUBLISHED: dict[str, Reader] = {"anchor": number, "coefficients": numbers}

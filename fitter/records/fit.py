@@ -6,7 +6,7 @@ import hashlib
 import json
 import keyword
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -23,12 +23,15 @@ from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.numerics.weight import LARGEST, Weight
 
 from .approximants import (
+    APPROXIMATES,
     Approximant,
     Bits,
     PublishedApproximant,
+    Quotient,
+    Radical,
+    Reader,
     Single,
     approximant_of,
-    approximant_record,
     codes,
 )
 from .validate import (
@@ -49,7 +52,7 @@ from .validate import (
 )
 
 SCHEMA = "fitact.fit/1"
-# What a method may record of how a fit was made, and what each such option must be.
+# The options that each method may record, and below the check of each option.
 OPTIONS = {
     "fewbit": ("cells", "seed"),
     "relumix": ("objective", "restarts", "seed", "source"),
@@ -77,7 +80,7 @@ def check_name(name: object, what: str = "name") -> str:
 
 
 def check_options(method: str, options: Mapping[str, object]) -> None:
-    """Raise UsageError unless the options are some of a method's, each of its kind."""
+    """Raise UsageError unless the method has every option, and every value is valid."""
     for key, value in options.items():
         what = f"options.{label(key)}"
         if key not in OPTIONS[method]:
@@ -85,9 +88,26 @@ def check_options(method: str, options: Mapping[str, object]) -> None:
         _OPTION[key](value, what)
 
 
+def _as_it_is(value: Any, what: str) -> Any:
+    """Return a value that the record itself checks."""
+    return value
+
+
+_options = partial(mapping, kinds=(int, float, str))
+
+
+def _by_dtype(read: Reader) -> Reader:
+    """Return what reads an object whose values are lists, each by `read`."""
+
+    def by_dtype(value: object, what: str) -> Mapping[str, Any]:
+        return {key: read(item, f"{what}.{label(key)}") for key, item in mapping(value, what, (list,)).items()}
+
+    return by_dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What every fit has; its subclasses are the kinds of fit, one or more methods each.
+    """What every fit has. The subclasses are the kinds of fit, and each serves one or more methods.
 
     Attributes:
         name: the fit's name, and that of the module generated from it.
@@ -96,12 +116,13 @@ class Fit:
         error: errors by name, none negative.
 
     Raises:
-        UsageError: the parts do not make a fit; the message names the offending one.
+        UsageError: a field is not valid; the message names it.
 
     """
 
     METHODS: ClassVar[tuple[str, ...]]
     ERRORS: ClassVar[tuple[str, ...]]
+    READ: ClassVar[Mapping[str, Reader]]  # how the fields are read that only this kind has
 
     name: str
     method: str
@@ -118,19 +139,10 @@ class Fit:
         if min(self.error.values()) < 0:
             raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
 
-    def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
-        return {
-            "schema": SCHEMA,
-            "name": self.name,
-            "method": self.method,
-            "activation": activation_record(self.activation),
-            "error": dict(self.error),
-        }
-
     def to_json(self) -> str:
         """Return the fit's file: the same fit gives the same bytes."""
-        return json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        record = {"schema": SCHEMA, **{part.name: getattr(self, part.name) for part in fields(self)}}
+        return json.dumps(record, indent=2, sort_keys=True, allow_nan=False, default=_plain) + "\n"
 
     def digest(self) -> str:
         """Return the SHA-256 of the fit's file, in hexadecimal."""
@@ -158,6 +170,15 @@ class StepFit(Fit):
 
     METHODS = ("fewbit", "relumix")
     ERRORS = ("max", "objective", "primitive_max", "primitive_norm", "rms")
+    READ: ClassVar[Mapping[str, Reader]] = {
+        "bits": _as_it_is,
+        "domain": numbers,
+        "weight": lambda value, what: Weight(text(value, what)),
+        "even": _as_it_is,
+        "borders": numbers,
+        "levels": numbers,
+        "options": _options,
+    }
 
     bits: int
     domain: tuple[float, float]
@@ -193,79 +214,46 @@ class StepFit(Fit):
         at = np.where(np.isnan(x), -np.inf, np.abs(x) if self.even else x)
         return np.asarray(self.levels)[np.searchsorted(self.borders, at)]
 
-    def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
-        return super().record() | {
-            "bits": self.bits,
-            "domain": list(self.domain),
-            "weight": self.weight.text,
-            "even": self.even,
-            "borders": list(self.borders),
-            "levels": list(self.levels),
-            "options": dict(self.options),
-        }
-
-    @classmethod
-    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a record that only this kind of fit has."""
-        return {
-            "bits": record["bits"],
-            "domain": numbers(record["domain"], "domain"),
-            "weight": Weight(text(record["weight"], "weight")),
-            "even": record["even"],
-            "borders": numbers(record["borders"], "borders"),
-            "levels": numbers(record["levels"], "levels"),
-            "options": mapping(record["options"], "options", (int, float, str)),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExactFit(Fit):
-    """f′ as a function of the output y: nothing but y is kept.
+    """f′ as a function of the output y, so that only y is kept.
 
     Attributes:
         derivative: f′ as an expression in `y`.
-        error: by storage dtype, what the rounding of y costs, see `exact.errors`.
+        error: by storage dtype, the error from the rounding of y, see `exact.errors`.
 
     """
 
     METHODS = ("exact",)
-    ERRORS = ("bfloat16", "float16", "float32")
+    ERRORS = DTYPES
+    READ: ClassVar[Mapping[str, Reader]] = {"derivative": text}
 
     derivative: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.formula  # which the parser may refuse
+        _ = self.formula  # the parser may refuse it
 
     @cached_property
     def formula(self) -> Expr:
         """The derivative as a SymPy expression, with `atoms.x` for y."""
         return stable(parse(self.derivative, what="derivative", variable="y"))
 
-    def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
-        return super().record() | {"derivative": self.derivative}
-
-    @classmethod
-    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a record that only this kind of fit has."""
-        return {"derivative": text(record["derivative"], "derivative")}
-
 
 @dataclass(frozen=True, kw_only=True)
 class InvertedFit(Fit):
-    """f′ as a function of the output y and of which cell of x it came from, told by a code.
+    """f′ as a function of the output y and of a code, which tells the cell that x lies in.
 
     Attributes:
         bits: of a code, 0 to 4; 0 where f is monotone and smooth.
         domain: the interval of x that the fit is made for; None for the reals.
-        borders: by storage dtype of y, float32 numbers, increasing; the code of x is how many are less than x.
+        borders: by storage dtype of y, float32 numbers, increasing; the code of x is the number of those below x.
         approximants: by storage dtype, one for each code.
         error: by storage dtype, max |approximant − f′| / max(1, |f′|), for x and y of the dtype and |y| < 1e37: in
-            half precision over all x, in float32 over a dense sample. y of the catalog's activations is rounded
-            once; in float32 PyTorch's own is off by more, which near an extremum gives up to three times the
-            error.
+            half precision over all x, in float32 over a dense sample. It counts y of the catalog's activations as
+            rounded once; PyTorch's own float32 values are off by more, which near an extremum causes up to three
+            times the error.
         floor: by storage dtype, the least such error that any function of that y and code has.
         options: what else is needed to make the fit again.
 
@@ -273,6 +261,16 @@ class InvertedFit(Fit):
 
     METHODS = ("inverted",)
     ERRORS = DTYPES
+    READ: ClassVar[Mapping[str, Reader]] = {
+        "bits": _as_it_is,
+        "domain": lambda value, what: None if value is None else numbers(value, what),
+        "borders": _by_dtype(numbers),
+        "approximants": _by_dtype(
+            lambda values, what: tuple(approximant_of(value, f"{what}[{i}]") for i, value in enumerate(values))
+        ),
+        "floor": partial(mapping, kinds=(int, float)),
+        "options": _options,
+    }
 
     bits: int
     domain: tuple[float, float] | None
@@ -334,49 +332,32 @@ class InvertedFit(Fit):
             derivative[code == s] = approximant(y[code == s])
         return derivative
 
-    def record(self) -> dict[str, Any]:
-        """Return the fit as JSON has it."""
-        return super().record() | {
-            "bits": self.bits,
-            "domain": None if self.domain is None else list(self.domain),
-            "borders": {dtype: list(borders) for dtype, borders in self.borders.items()},
-            "approximants": {
-                dtype: [approximant_record(approximant) for approximant in approximants]
-                for dtype, approximants in self.approximants.items()
-            },
-            "floor": dict(self.floor),
-            "options": dict(self.options),
-        }
-
-    @classmethod
-    def parts(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a record that only this kind of fit has."""
-        borders, approximants = (mapping(record[what], what, (list,)) for what in ("borders", "approximants"))
-        return {
-            "bits": record["bits"],
-            "domain": None if record["domain"] is None else numbers(record["domain"], "domain"),
-            "borders": {dtype: numbers(values, f"borders.{label(dtype)}") for dtype, values in borders.items()},
-            "approximants": {
-                dtype: tuple(
-                    approximant_of(value, f"approximants.{label(dtype)}[{i}]") for i, value in enumerate(values)
-                )
-                for dtype, values in approximants.items()
-            },
-            "floor": mapping(record["floor"], "floor", (int, float)),
-            "options": mapping(record["options"], "options", (int, float, str)),
-        }
-
 
 def activation_record(activation: Activation) -> dict[str, Any]:
-    """Return an activation as JSON has it."""
+    """Return an activation as its JSON object."""
     record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
     if activation.parameters:
         record["parameters"] = dict(activation.parameters)
     return record
 
 
+def _plain(value: object) -> object:
+    """Return a part of a fit as JSON has it, if JSON has no such type."""
+    match value:
+        case Activation():
+            return activation_record(value)
+        case Weight():
+            return value.text
+        case Quotient() | PublishedApproximant():
+            own = {part.name: getattr(value, part.name) for part in fields(value)}
+            return {"kind": Quotient.KIND, "approximates": APPROXIMATES[0], **own}
+        case Radical():
+            return vars(value)
+    raise TypeError(f"{type(value).__name__} is no part of a fit")
+
+
 def _sort(approximant: Approximant) -> tuple[Any, ...]:
-    """Return what all approximants of a fit have in common."""
+    """Return what all approximants of a fit must have in common."""
     return (approximant.anchor, approximant.approximates) if isinstance(approximant, PublishedApproximant) else ()
 
 

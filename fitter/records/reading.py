@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 20
 
 
 def read(path: Path) -> AnyFit:
-    """Read a fit from its file, checking every field; UsageError names the file and the field."""
+    """Read a fit from its file and check every field; a UsageError names the file and the field."""
     source = read_text(path, MAX_BYTES)
     try:
         return from_json(source)
@@ -46,7 +46,7 @@ def from_json(source: str) -> AnyFit:
     schema = record.get("schema")
     if schema != SCHEMA:
         newer = isinstance(schema, str) and re.fullmatch(r"fitact\.fit/[1-9]\d{0,5}", schema)
-        advice = "upgrade fitact to read it" if newer else "this is not a fit of fitact's"
+        advice = "upgrade fitact to read it" if newer else "this is not a fitact fit"
         raise UsageError(f"schema: expected {SCHEMA}, got {quote(schema)}: {advice}")
     method = record.get("method")
     kind = next((kind for kind in KINDS if method in kind.METHODS), None)
@@ -63,7 +63,7 @@ def from_json(source: str) -> AnyFit:
         method=record["method"],
         activation=_activation(record["activation"]),
         error=mapping(record["error"], "error", (int, float)),
-        **kind.parts(record),
+        **{name: read(record[name], name) for name, read in kind.READ.items()},
     )
 
 
@@ -77,7 +77,7 @@ def _activation(value: object) -> Activation:
         return Activation(None, expression)
     if not isinstance(name, str) or name not in CATALOG:
         raise UsageError(
-            f"activation.name: {quote(name)} is not in this catalog; a formula of one's own has the name null"
+            f"activation.name: {quote(name)} is not in this catalog; the name of any other formula is null"
         )
     activation = Activation.of(name, parameters)
     if activation_record(activation) != record:
@@ -89,13 +89,13 @@ def _activation(value: object) -> Activation:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise UsageError(f"not JSON: {name} is not a number of JSON's")
+    raise UsageError(f"not JSON: {name} is not a JSON number")
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for key, value in pairs:
         if key in record:
-            raise UsageError(f"{label(key)}: stands twice in the same object")
+            raise UsageError(f"{label(key)}: appears twice in the same object")
         record[key] = value
     return record

@@ -1,4 +1,4 @@
-"""Checked reading of what a record's JSON holds; each function raises UsageError that names the field."""
+"""Checks of the values in a record's JSON; each function raises a UsageError that names the field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fitact.errors import UsageError, quote
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}")
 MAX_INTEGER = 2**63 - 1
-MAX_TEXT = 200  # characters of a text that is nothing but text
+MAX_TEXT = 200  # characters of a free text
 FREE_TEXT = re.compile(rf"[ !$-&(-\[\]-_a-~]{{1,{MAX_TEXT}}}")  # printable ASCII without quotes, # and backslashes
 
 
@@ -36,14 +36,14 @@ def check_increasing(what: str, values: tuple[float, ...]) -> None:
 
 
 def check_bits(bits: object, least: int = 1) -> None:
-    """Raise UsageError unless codes may have so many bits: `least` to 4."""
+    """Raise UsageError unless a code may have that many bits: `least` to 4."""
     *fewer, most = range(least, 5)
     if type(bits) is not int or not least <= bits <= most:
         raise UsageError(f"bits: expected {', '.join(map(str, fewer))} or {most}, got {quote(bits)}")
 
 
 def check_domain(domain: tuple[float, ...], reach: float) -> None:
-    """Raise UsageError unless the numbers are two that increase, of at most `reach` in size."""
+    """Raise UsageError unless these are two increasing numbers of at most `reach` in size."""
     check_numbers("domain", domain, 2)
     check_increasing("domain", domain)
     if max(map(abs, domain)) > reach:
@@ -134,5 +134,5 @@ def mapping(value: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any]
 
 
 def label(key: str) -> str:
-    """Return a key as messages name it: as it is where that is plain, quoted where it could be anything."""
+    """Return a key for a message: as it is if it is a plain name, quoted otherwise."""
     return key if NAME.fullmatch(key) else quote(key)

@@ -39,7 +39,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
-# From 2.14 on, hooks of saved tensors may see what a selective checkpoint keeps; here they see it in no version.
+# From 2.14 on, hooks of saved tensors can see what a selective checkpoint keeps; this keeps them from seeing it.
 UNSEEN = (
     {"respect_saved_tensors_hooks": False}
     if "respect_saved_tensors_hooks" in signature(checkpoint).parameters
@@ -53,7 +53,7 @@ def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool =
 
     Args:
         blocks: each is run again in the backward pass, from its inputs.
-        saved: the count; the inputs of the blocks, and what is kept selectively, are added to it.
+        saved: the count, which receives the inputs of the blocks and what is kept selectively.
         selective: whether to keep the results of matrix products, convolutions and fused attention, and to run
             only the rest again.
 

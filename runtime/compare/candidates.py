@@ -45,7 +45,7 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
     """Yield the methods that can replace at least one of a model's activations, and note the others."""
     sites = sites_of(model)
     if not sites:
-        notes.append("its activations are calls of functions; fitact replaces only what modules hold, as nn.GELU")
+        notes.append("its activations are calls of functions; only modules such as nn.GELU are replaced")
         return
     chosen = [("fewbit", k) for k in bits] + [("relumix", 2), ("inverted", None), ("exact", None)]
     useless = []

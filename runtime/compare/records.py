@@ -59,7 +59,7 @@ class Report:
         closed_form: bytes of one block by the formula 34bsh + 5bs²a, by term; None if it is not a transformer's.
         operations, modules: bytes that the stock model keeps, by operation and by module.
         rows: stock first, then the methods, then the baselines.
-        gib: the memory for which the largest sizes were sought.
+        gib: the memory for which the largest sizes were found.
         notes: further remarks.
 
     """

@@ -1,4 +1,4 @@
-"""Where a model's bytes are, and what each method and baseline saves: `measure`, for notebooks, `fitact memory`.
+"""Where a model's bytes are, and what each method and baseline saves: `measure`, behind `fitact memory`.
 
     from fitact.runtime.compare.report import measure
     from fitact.runtime.models.prepare import Training
@@ -39,7 +39,7 @@ from fitact.runtime.torch_internals import faking
 from fitact.text import one_line
 
 from .baselines import Work, compiled, work_of
-from .candidates import STOCK, Candidate, sites_of
+from .candidates import STOCK, Candidate, checkpoints, methods, rebuilding, sites_of
 from .capacity import Curve
 from .records import Report, Row, closed_form
 
@@ -69,28 +69,30 @@ def measure(
     """Measure where a model's bytes are, and what each method and baseline would save.
 
     Args:
-        source: the model: of `hugging_face`, `timm_model` or `from_callable`; or a function that returns a model
+        source: the model, from `hugging_face`, `timm_model` or `from_callable`; or a function that returns a model
             and its inputs, and may have arguments `batch` and `seq`.
         training: what is trained, by default everything.
         batch: of the inputs.
         seq: of the inputs, in tokens.
         dtype: of parameters and floating-point inputs, a name in DTYPES; by default bfloat16, and float32
             with autocast.
-        autocast: a name in DTYPES; what is cast is what autocast casts on a CPU.
+        autocast: a name in DTYPES; it casts what PyTorch's autocast casts on a CPU.
         bits: widths of Few-Bit activations, a row for each.
-        budgets: memory budgets of the compiler, a row for each; none to leave it out, for it takes longest.
-        gib: memory that the largest batch and the longest sequence shall fit, with parameters, gradients and the
-            optimizer's state; None not to seek them.
+        budgets: memory budgets of the compiler, a row for each; an empty list leaves out the compiler, which takes
+            longest.
+        gib: memory for which to find the largest batch and the longest sequence, with parameters, gradients and
+            the optimizer's state; None to leave these out.
         optimizer: a name in OPTIMIZERS.
-        peak: whether a training step's peak is tracked too, which takes a while for large models.
-        fake: whether to do it without memory; else tensors are real.
+        peak: whether to track a training step's peak too, which takes a while for large models.
+        fake: whether to measure without memory; else tensors are real.
         progress: called with the share that is done.
 
     Returns:
-        The report. Nothing is run on real data or trained, and nothing downloaded.
+        The report. `measure` trains nothing, downloads nothing, and runs nothing on real data.
 
     Raises:
-        UsageError: the model cannot be built or run so, or has no activation; or a number is out of range.
+        UsageError: the model cannot be built or run with these arguments, or has no activation; or a number is out
+            of range.
 
     """
     dtype = dtype or ("bfloat16" if autocast is None else "float32")
@@ -174,7 +176,7 @@ class _Measurement:
             raise UsageError(f"{self.prepared.name}: it has no activation, so there is nothing to replace")
         blocks = blocks_of(self.model)
         if len(blocks) == 1:
-            self.notes.append("no block repeats, so checkpointing takes the whole model as one block")
+            self.notes.append("no block repeats, so checkpointing treats the whole model as one block")
         modules = [block for _, block in blocks]
         candidates = [
             STOCK,
@@ -246,10 +248,10 @@ class _Measurement:
             if candidate.blocks:
                 row = replace(row, kinds={**row.kinds, "checkpoint": saved.bytes - sum(row.kinds.values())})
             return replace(row, peak=self.step_peak(candidate) + state) if self.peak else row
-        except UsageError as error:  # PyTorch does not checkpoint what a model does in place
+        except UsageError as error:  # PyTorch does not checkpoint operations in place
             if not candidate.blocks:
                 raise
-            self.notes.append(f"{candidate.name}: PyTorch cannot: {one_line(error.__cause__ or error)}")
+            self.notes.append(f"{candidate.name}: PyTorch fails: {one_line(error.__cause__ or error)}")
             return None
 
     def work(self, candidate: Candidate) -> tuple[Work, Work]:
@@ -288,7 +290,7 @@ class _Measurement:
                 self.prepared, self.inputs, self.budgets, lambda: self.advance(next(steps)), self.around
             )
         except Exception as error:  # whatever the compiler cannot do must not cost the other rows
-            self.notes.append(f"the compiler cannot trace it: {one_line(error)}")
+            self.notes.append(f"the compiler cannot trace the model: {one_line(error)}")
             return
         for one in found:
             flops = max(one.flops - forward - backward, 0) / max(forward, 1)
@@ -315,7 +317,7 @@ class _Measurement:
         """Yield rows with the largest batch and the longest sequence that fit so many bytes."""
         source = self.prepared.source
         if not source.varies:
-            self.notes.append("its callable takes neither batch nor seq, so no largest size can be computed")
+            self.notes.append("its callable takes neither batch nor seq, so the largest sizes cannot be found")
         limits = {"batch": None, "seq": source.longest(self.model)}
         if limits["seq"] is not None and "seq" in source.varies:
             self.notes.append(f"{self.prepared.name} has positions for {limits['seq']} tokens")
@@ -352,7 +354,7 @@ class _Measurement:
         return Curve(needed, limit, (here, *sizes))
 
     def block_bytes(self, batch: int, seq: int) -> int:
-        """Return what one block of the stock model keeps, which is there while the block is run again."""
+        """Return the bytes that one block of the stock model keeps, which exist while the block runs again."""
         if (batch, seq) not in self.of_block:
             saved = self.kept(STOCK, self.prepared.inputs(batch, seq), detail=True)
             blocks = blocks_of(self.model)

@@ -1,4 +1,4 @@
-"""Numbers that are none: every public function refuses them in one line, before it does anything."""
+"""Invalid numbers: every public function refuses them in one line, before it does anything."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The folders that `fitact codegen --standalone` and `--hub` write: whose they are, drift, and what is removed."""
+"""The folders that `fitact codegen --standalone` and `--hub` write: who made them, drift, and what is removed."""
 
 from __future__ import annotations
 

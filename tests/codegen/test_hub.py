@@ -121,7 +121,7 @@ def test_names_that_no_kernel_has(name: str, command: Command) -> None:
     status, out, err = command("codegen odd.json --hub")
     assert (status, out) == (2, "")
     assert err.startswith(
-        f"fitact: name: '{name}' would be the kernel '{name.lower().replace('_', '-')}', but such"
+        f"fitact: name: '{name}' would be the kernel '{name.lower().replace('_', '-')}', but a kernel's name"
     )
     assert err.count("\n") == 1
     assert command("codegen odd.json --standalone")[0] == 0

@@ -1,4 +1,4 @@
-"""The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; what fits warn of."""
+"""The catalog: every formula is PyTorch's function, with its derivative at every breakpoint; and warnings."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_refused(name, parameters, reason) -> None:
 @pytest.mark.parametrize(
     ("name", "bits", "domain", "reason"),
     [
-        ("relu6", 1, (-10.0, 10.0), "a step function with 3 levels, of which --bits 1 holds 2: 2 bits are exact"),
+        ("relu6", 1, (-10.0, 10.0), "a step function with 3 levels, and --bits 1 holds 2: 2 bits are exact"),
         ("relu2", 3, (-10.0, 10.0), "beyond the domain -10 10 the derivative of relu2 leaves the step function"),
         ("x**2", 4, (-3.0, 3.0), "beyond the domain -3 3 the derivative of 'x**2'"),
         ("gelu", 3, (0.0, 5.0), "beyond the domain 0 5 the derivative of gelu leaves the step function, by 0.6"),

@@ -177,7 +177,7 @@ WRONG = [
     ("schema", "fitact.fit/99999", "upgrade fitact"),
     ("schema", "fitact.fit/0", "schema: expected fitact.fit/1"),
     ("schema", "fitact.fit/1\n", "schema: expected"),
-    ("schema", "other.thing/1", "not a fit of fitact's"),
+    ("schema", "other.thing/1", "not a fitact fit"),
     ("schema", 1, "schema: expected"),
     ("schema", None, "schema: expected"),
     ("schema", [SCHEMA], "schema: expected"),

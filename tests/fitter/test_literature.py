@@ -1,7 +1,7 @@
 """Activations from the literature, as users write them: value and derivative against mpmath's, to nine digits.
 
-Left out is what no float64 formula can promise: results below 1e-37, points within 1e-3 of a root of what is
-compared, and the derivative at a corner.
+The tests leave out what no float64 formula can promise: results below 1e-37, points within 1e-3 of a root of the
+compared function, and the derivative at a corner.
 """
 
 from __future__ import annotations

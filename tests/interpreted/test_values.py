@@ -1,8 +1,8 @@
 """The value of the module generated from a formula, as device code run by Triton's interpreter.
 
-The same comparison as in `tests/runtime/test_values.py`. The interpreter truncates float32 to bfloat16, so that
+The comparison is that of `tests/runtime/test_values.py`. The interpreter truncates float32 to bfloat16, so that
 bfloat16 may differ by one more unit in the last place, and misreads its subnormal numbers, which are left out.
-Then one by one the functions of `runtime/kernels/math.py`, over the whole range of float32.
+Then come the functions of `runtime/kernels/math.py`, one by one, over the whole range of float32.
 """
 
 from __future__ import annotations

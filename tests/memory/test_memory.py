@@ -1097,7 +1097,7 @@ def test_missing_package(command: Call, monkeypatch: pytest.MonkeyPatch, line: s
 def test_activations_that_are_calls(command: Call) -> None:
     status, out, _ = command("memory mine:calling --no-compiler --gib 1")
     assert status == 0
-    assert "its activations are calls of functions; fitact replaces only what modules hold, as nn.GELU" in out
+    assert "note: its activations are calls of functions; only modules such as nn.GELU are replaced" in out
     assert "fewbit" not in out
 
 
@@ -1108,7 +1108,7 @@ def test_a_model_that_cannot_be_checkpointed_selectively() -> None:
     names = ["stock", "fewbit, 3 bits", "relumix, 2 bits", "checkpointing, full"]
     assert [row.name for row in report.rows] == names
     (note,) = (note for note in report.notes if note.startswith("checkpointing, selective: "))
-    assert "PyTorch cannot: RuntimeError: Tensor cached during" in note
+    assert "PyTorch fails: RuntimeError: Tensor cached during" in note
     assert "inverted; exact: cannot replace silu" in report.notes
     assert all(row.batch is not None for row in report.rows)
 
@@ -1146,7 +1146,7 @@ def test_a_model_that_the_compiler_cannot_trace() -> None:
             return self.act(self.linear(x))
 
     report = measure(lambda batch: (Odd(), torch.randn(batch, 4)))
-    assert report.notes[-1] == "the compiler cannot trace it: NotImplementedError: only fake tensors"
+    assert report.notes[-1] == "the compiler cannot trace the model: NotImplementedError: only fake tensors"
     assert report.rows[-1].name == "checkpointing, selective"
 
 

@@ -551,7 +551,7 @@ def test_numbers_that_json_lacks(token: str) -> None:
 
 
 def test_twins() -> None:
-    assert "derivative: stands twice" in unreadable(json.dumps(GOOD)[:-1] + ', "derivative": "y"}')
+    assert "derivative: appears twice" in unreadable(json.dumps(GOOD)[:-1] + ', "derivative": "y"}')
 
 
 def test_same_bytes_in_other_processes() -> None:
@@ -806,7 +806,7 @@ def test_zero_of_either_sign(one: Output, dtype: torch.dtype) -> None:
         assert bool((dx == expected).all())
 
 
-# ----------------------------------------------------------------------------------------- formulas of one's own
+# --------------------------------------------------------------------------------------------- formulas of users
 
 
 GENERATED = {

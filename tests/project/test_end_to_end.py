@@ -1,4 +1,4 @@
-"""As a user does it: in an empty folder, from a formula to a model that trains; and the demo."""
+"""A user's way, in an empty folder, from a formula to a model that trains; and the demo."""
 
 from __future__ import annotations
 

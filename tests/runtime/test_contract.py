@@ -1,7 +1,7 @@
 """What every kind of activation promises: values, gradients, layouts, dtypes, and what is kept.
 
-Of each shipped activation what is cheap; of one of each kind the rest. Values are PyTorch's, gradients those of
-the definition of the fit, evaluated in tests/support; what is kept is counted in bytes of storages.
+Cheap tests run for each shipped activation, the rest for one of each kind. Values are compared with PyTorch's,
+gradients with the definition of the fit, evaluated in tests/support. Kept bytes are counted in storages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training and tensors spread over processes: two of them, over gloo, in which everything is done in turn."""
+"""Training and tensors spread over two processes, over gloo; one pair of processes does everything in turn."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The compiled kernels on a GPU, against the CPU's path, bit for bit where that is exact.
 
-Run where there is a GPU. In Triton's interpreter (tests/runtime/test_interpreted.py) what needs no GPU is
-rehearsed with a few activations; the interpreter truncates float32 to bfloat16 where a GPU rounds, so bfloat16 is
-left out there.
+The whole file runs where there is a GPU. Elsewhere Triton's interpreter (tests/runtime/test_interpreted.py)
+rehearses the tests that need none, with a few activations; it truncates float32 to bfloat16 where a GPU rounds, so
+it leaves out bfloat16.
 """
 
 from __future__ import annotations

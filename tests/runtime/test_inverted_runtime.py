@@ -1,4 +1,4 @@
-"""What is peculiar to inverted activations on the PyTorch path: errors of gradients, formulas of one's own.
+"""What only inverted activations promise, on the PyTorch path: errors of gradients, formulas of users.
 
 Derivatives and approximants are those of `inverses`, written out there.
 """
@@ -262,7 +262,7 @@ def test_finite_differences(one: Inverse) -> None:
     assert torch.autograd.gradcheck(one.function, x, eps=1e-6, atol=1.01 * error + 1e-8, rtol=0.0)
 
 
-# ----------------------------------------------------------------------------------------- formulas of one's own
+# --------------------------------------------------------------------------------------------- formulas of users
 
 
 def bumps(x: np.ndarray) -> np.ndarray:

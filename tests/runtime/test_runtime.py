@@ -1,4 +1,4 @@
-"""What is peculiar to shipped step activations on the PyTorch path, beside what every kind promises."""
+"""What only shipped step activations promise, on the PyTorch path."""
 
 from __future__ import annotations
 

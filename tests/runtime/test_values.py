@@ -1,9 +1,9 @@
 """The value of the module generated from a formula, with PyTorch's operators: as accurate as `check` says.
 
-Any formula is held to it, at every bfloat16 and float16 and at 70 000 further float32: the literature's, the
-catalog's as formulas, and others. One that `check` reports may fail, and then does fail where it says; one of
-which it says nothing does not fail anywhere. What is allowed is in `values`: 24 roundings of f and of x f′ for the
-literature and the catalog, for the others what `check` promises. |x| and |f| beyond 1e38 have a test of their own.
+The tests run the literature's formulas, the catalog's as formulas, and others at every bfloat16 and float16 and at
+70 000 further float32. A formula that `check` reports may fail, and does fail where `check` says; any other fails
+nowhere. `values` has the allowed errors: 24 roundings of f and of x f′ for the literature and the catalog, and
+what `check` promises for the others. |x| and |f| beyond 1e38 have a test of their own.
 """
 
 from __future__ import annotations

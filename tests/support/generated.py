@@ -1,4 +1,4 @@
-"""What tests of generated activations share: PyTorch's own, numbers and layouts, and what every kind is asked."""
+"""For tests of generated activations: PyTorch's own, numbers and layouts, and what every kind has to tell."""
 
 from __future__ import annotations
 

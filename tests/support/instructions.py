@@ -1,13 +1,13 @@
 """What a kernel costs, read off its machine code: registers, spills, widths of accesses, instructions an element.
 
-Counted is what a thread runs through in a full tile, whose rows are read and written unmasked. Of all ways through
-the code it is the one whose accesses to memory have no predicate, are in bytes just what a thread has to load and
-to store, and are the fewest, hence the widest. The loop over the rows is found by its backward jump, and how often
-it runs follows from the bytes that it loads.
+The count is of the instructions that a thread runs in a full tile, whose rows are read and written unmasked. Among
+all ways through the code, this is the one whose accesses to memory have no predicate, load and store exactly the
+bytes that a thread has to, and are the fewest, hence the widest. A backward jump marks the loop over the rows, and
+the bytes that it loads tell how often it runs.
 
-An instruction with a false predicate counts, and so does a rare branch within the loop; a loop within it counts as
-one trip, a subroutine, for rare operands of a division or a root, as its call. Left out are NVIDIA's NOP and AMD's
-s_nop, s_waitcnt, s_delay_alu and s_clause.
+An instruction with a false predicate counts, and so does a rare branch within the loop. A loop within it counts as
+one trip; a subroutine, for rare operands of a division or a root, counts as its call. NVIDIA's NOP and AMD's
+s_nop, s_waitcnt, s_delay_alu and s_clause do not count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All shipped activations, and some of every kind, formulas of one's own among them."""
+"""All shipped activations, and some of every kind, including formulas of users."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Activations from the literature that the catalog does not have: as a user writes them, and as mpmath does.
 
 An oracle follows the paper's definition, branch by branch, and leaves accuracy to the number of digits that
-`settled` works with: where 1 + erf(x/√2) or 1 + exp(x) cancels, there are more of them.
+`settled` works with: it takes more of them where 1 + erf(x/√2) or 1 + exp(x) cancels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs standalone folders where fitact cannot be imported, then what the package has, and compares.
+"""Runs standalone folders where fitact cannot be imported, then the package's own modules, and compares the two.
 
 python observe.py FOLDER "as it is"|"without triton"|interpreted NAMES...
 """

@@ -1,4 +1,4 @@
-"""What is computed once for all processes of a run of the tests: the first to need it keeps it in a file."""
+"""Values computed once for all processes of a test run: the first process that needs one keeps it in a file."""
 
 from __future__ import annotations
 

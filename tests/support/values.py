@@ -1,9 +1,9 @@
 """What the tests of values share: formulas, the modules generated from them, and the error that they may have.
 
-The truth is the float64 value, which `test_values` compares with many digits. What a module computes in a dtype
-with the unit roundoff u may be off by `roundings` · u · (|f| + |x f′|), the last for the rounding of x and of what
-is computed from it; where a root of f is within NEAR, the larger sum at x ± NEAR counts, as absolute accuracy is
-all that is promised there; by FLOOR; and then it is rounded once to the dtype.
+The truth is the float64 value, which `test_values` compares with many digits. A module's value, in a dtype with
+the unit roundoff u, may be off by `roundings` · u · (|f| + |x f′|) plus FLOOR, and is then rounded once to the
+dtype. The second term is for the rounding of x and of intermediate results. Where a root of f is within NEAR, the
+larger sum at x ± NEAR counts, because only absolute accuracy is promised there.
 """
 
 from __future__ import annotations
