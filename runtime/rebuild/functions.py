@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fitact.runtime.torch_internals import in_functorch_transform
 
+from .bits import pack, unpack
 from .recipes import Source, note, source, use
 
 Function = Callable[..., Tensor]
@@ -220,35 +222,48 @@ def again(function: Function, *inputs: Tensor) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """PyTorch's dropout, of which a mask of one byte an element is kept."""
+    """PyTorch's dropout, of which a mask of one bit an element is kept, in the output's order of memory."""
 
     @staticmethod
     def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         if x.is_cuda:
             y, mask = torch.native_dropout(x, p, True)
-            return y, mask
-        mask = torch.empty_like(x).bernoulli_(1 - p)
-        return x * mask.div(1 - p), mask.bool()
+        else:
+            factor = torch.empty_like(x).bernoulli_(1 - p)
+            mask = factor.bool()
+            y = x * factor.div_(1 - p)
+        if mask.stride() != y.stride():
+            mask = torch.empty_like(y, dtype=torch.bool).copy_(mask)
+        return y, pack(mask)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.p = inputs[1]
-        ctx.mark_non_differentiable(output[1])
+        y, bits = output
+        ctx.p, ctx.layout = inputs[1], (y.shape, y.stride())
+        ctx.mark_non_differentiable(bits)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
+        ctx.save_for_backward(bits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         _once()
-        (mask,) = ctx.saved_tensors
-        return None if grads[0] is None else _dropped(grads[0], mask, ctx.p), None
+        (bits,) = ctx.saved_tensors
+        grad = grads[0]
+        if grad is None:
+            return None, None
+        if grad.is_cuda:
+            mask = unpack(bits, *ctx.layout)
+            return torch.ops.aten.native_dropout_backward(grad, mask, 1 / (1 - ctx.p)), None
+        return _dropped(grad, bits, ctx.layout, ctx.p), None
 
 
-def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Return what dropout with this mask makes of x, rounded as PyTorch rounds it."""
-    if x.is_cuda:
-        return (x.float() * mask * (1 / (1 - p))).to(x.dtype)
-    return x * mask.to(x.dtype).div_(1 - p)
+def _dropped(x: Tensor, bits: Tensor, layout: tuple[torch.Size, tuple[int, ...]], p: float) -> Tensor:
+    """Return what PyTorch's dropout makes of x, rounded as it rounds, with the mask that was packed."""
+    if x.is_cuda:  # the kernel computes in float32, from 1 - p in float32
+        wide, keep = (torch.float64, 1 - p) if x.dtype == torch.float64 else (torch.float32, c_float(1 - p).value)
+        return (x.to(wide) * unpack(bits, *layout)).mul_(1 / keep).to(x.dtype)
+    factor = unpack(bits, *layout).to(x.dtype).div_(1 - p)
+    return torch.mul(x, factor, out=factor) if x.stride() == factor.stride() else x * factor
 
 
 def dropout(x: Tensor, p: float) -> Tensor | None:
@@ -256,18 +271,18 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
     found = source(x) if torch.is_grad_enabled() and 0 < p < 1 else None
     if found is None:
         return None
-    y, mask = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
-    return note(y, _Dropped(found, p), mask, *found.state)
+    y, bits = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
+    return note(y, _Dropped(found, p, y), bits, *found.state)
 
 
 class _Dropped:
     """What dropout makes of what is rebuilt."""
 
-    def __init__(self, found: Source, p: float) -> None:
-        self.rebuild, self.p = found.function, p
+    def __init__(self, found: Source, p: float, y: Tensor) -> None:
+        self.rebuild, self.p, self.layout = found.function, p, (y.shape, y.stride())
 
     def use(self) -> None:
         use(self.rebuild)
 
-    def __call__(self, mask: Tensor, *state: Tensor) -> Tensor:
-        return _dropped(self.rebuild(*state), mask, self.p)
+    def __call__(self, bits: Tensor, *state: Tensor) -> Tensor:
+        return _dropped(self.rebuild(*state), bits, self.layout, self.p)

@@ -39,7 +39,7 @@ def rebuild(
 
     Whoever follows an operation keeps its output. What can be computed again from what the operation keeps itself
     is not kept any more: outputs of activations, from their inputs; of gates f(g)·u, from g and u; of LayerNorm
-    and RMSNorm, from their inputs; of dropout after one of these, from a mask of a byte an element. Trained linear
+    and RMSNorm, from their inputs; of dropout after one of these, from a mask of a bit an element. Trained linear
     layers that follow, with those of transformers' GPT-2 and peft's adapters, compute it in backward. No matrix
     product is computed again.
 
