@@ -14,12 +14,10 @@ from torch import Tensor
 from fitact.runtime.torch_internals import in_functorch_transform
 
 from .bits import pack, unpack
-from .recipes import Source, note, source, use
-
-Function = Callable[..., Tensor]
+from .recipes import Function, Source, note, plain, source, use
 
 
-def _once() -> None:
+def once() -> None:
     """Raise where a second derivative is asked for."""
     if torch.is_grad_enabled():
         raise RuntimeError("a rebuilt output has no second derivative: call backward without create_graph")
@@ -31,7 +29,7 @@ def _recorded(*inputs: Tensor) -> bool:
     return wanted and not in_functorch_transform()
 
 
-def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return what enters the autocast that is on now."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
@@ -40,6 +38,14 @@ def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------- consumers
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a layer multiplies; None if PyTorch has to do it, or to say what is wrong."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x.dtype if x.dtype == weight.dtype else None
+    return None if torch.float64 in (weight.dtype, x.dtype) else torch.get_autocast_dtype(device)
 
 
 class _Linear(torch.autograd.Function):
@@ -62,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        once()
         (rows,) = grads
         weight, *state = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -92,20 +98,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
         return None
     if not x.is_contiguous():
         return None  # PyTorch's own products are others then
-    device = x.device.type
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if weight.dtype != x.dtype if cast is None else torch.float64 in (weight.dtype, x.dtype):
-        return None  # as PyTorch does it, or says what is wrong
-    found = source(x)
-    if found is None:
+    dtype, found = product_dtype(x, weight), source(x)
+    if dtype is None or found is None:
         return None
-    rebuild = found.function
-    if cast is not None:
-        x, weight = x.to(cast), weight.to(cast)
-        bias = None if bias is None else bias.to(cast)
-        rebuild = _Cast(rebuild, cast)
+    rebuild = found.function if x.dtype == dtype else _Cast(found.function, dtype)
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     use(rebuild)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         rows: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
         )
@@ -128,20 +127,21 @@ class _Cast:
 # ------------------------------------------------------------------------------------------------------- producers
 
 
-class _Plain:
+class Plain:
     """A function as it runs in some autocast, without autograd."""
 
     def __init__(self, function: Function, device: str) -> None:
-        self.function, self.autocast = function, _autocast(device)
+        self.function, self.autocast = function, autocast(device)
 
     def __call__(self, *state: Tensor) -> Tensor:
+        """Return the function of tensors."""
         with torch.no_grad(), self.autocast():
             return self.function(*state)
 
 
 def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
     """Return an output that is to be rebuilt as a function of what its operation keeps."""
-    return note(output, _Plain(function, output.device.type), *state)
+    return note(output, Plain(function, output.device.type), *state)
 
 
 class _Gate(torch.autograd.Function):
@@ -154,12 +154,12 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         g, u, ctx.function = inputs
-        ctx.autocast = _autocast(g.device.type)
+        ctx.autocast = autocast(g.device.type)
         ctx.save_for_backward(g, u)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        once()
         (grad,) = grads
         g, u = ctx.saved_tensors
         wants_g, wants_u = ctx.needs_input_grad[:2]
@@ -196,12 +196,12 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.function, *tensors = inputs
-        ctx.autocast = _autocast(tensors[0].device.type)
+        ctx.autocast = autocast(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        once()
         wanted = ctx.needs_input_grad[1:]
         with torch.enable_grad(), ctx.autocast():
             inputs = [
@@ -246,7 +246,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        _once()
+        once()
         (bits,) = ctx.saved_tensors
         grad = grads[0]
         if grad is None:
@@ -267,12 +267,15 @@ def _dropped(x: Tensor, bits: Tensor, layout: tuple[torch.Size, tuple[int, ...]]
 
 
 def dropout(x: Tensor, p: float) -> Tensor | None:
-    """Return x after dropout, to be rebuilt from what x is rebuilt from and a mask; None if x has to be kept."""
-    found = source(x) if torch.is_grad_enabled() and 0 < p < 1 else None
-    if found is None:
+    """Return x after dropout, which keeps a bit an element; None if PyTorch has to do it.
+
+    If x can be rebuilt, so can the output, from that and the mask.
+    """
+    if not (_recorded(x) and plain(x) and 0 < p < 1):
         return None
+    found = source(x)
     y, bits = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
-    return note(y, _Dropped(found, p, y), bits, *found.state)
+    return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state)
 
 
 class _Dropped:

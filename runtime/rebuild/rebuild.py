@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fitact.errors import UsageError
-from fitact.runtime.convert.detect import ActivationSite, activation_sites
+from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites
 from fitact.runtime.convert.gradients import gradient_error
 from fitact.runtime.convert.measure import runner, stock, traces
 from fitact.runtime.memory.saved import count_saved
@@ -20,9 +20,11 @@ from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, uncompiled
 
+from .convolution import CONVOLUTIONS
 from .modules import CONSUMERS, KINDS, REBUILT, Gate, Rebuilding, put_back, swap
 
 PROBE = 64  # elements of what an activation is tried with
+CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
 
 
 class _Wish(NamedTuple):
@@ -38,10 +40,11 @@ def rebuild(
     """Let a model keep no output twice, in place; its gradients stay the same bit for bit.
 
     Whoever follows an operation keeps its output. What can be computed again from what the operation keeps itself
-    is not kept any more: outputs of activations, from their inputs; of gates f(g)·u, from g and u; of LayerNorm
-    and RMSNorm, from their inputs; of dropout after one of these, from a mask of a bit an element. Trained linear
-    layers that follow, with those of transformers' GPT-2 and peft's adapters, compute it in backward. No matrix
-    product is computed again.
+    is not kept any more: outputs of activations, from their inputs; of gates f(g)·u, from g and u; of LayerNorm,
+    RMSNorm, GroupNorm and BatchNorm, from their inputs; of dropout after one of these, from its mask. An
+    activation after one of the last two norms is rebuilt with it. Trained linear layers and convolutions that
+    follow, with the layers of transformers' GPT-2 and of peft's adapters, compute it in backward. Masks of dropout
+    are kept as bits. No matrix product and no convolution is computed again; the statistics of a batch are.
 
     Where anything else keeps an output, as a product with another tensor does, it is kept as ever. An activation
     that is composed of several operations is computed again in backward; if something else reads its input too,
@@ -77,7 +80,7 @@ def rebuild(
         if wish.kind in KINDS
     )
     if not records or not any(wish.kind in CONSUMERS for wish in wishes):
-        raise UsageError("nothing to rebuild: there is no activation, gate or norm before a trained linear layer")
+        raise UsageError("nothing to rebuild: there is no activation, gate or norm before a trained layer")
     kept: tuple[int | None, int | None] = None, None
     gradient = None
     if example_inputs is not None:
@@ -122,7 +125,7 @@ def _free(module: nn.Module) -> bool:
 
 def _consumers(model: nn.Module) -> Iterator[_Wish]:
     for path, module in model.named_modules():
-        kind = "Linear" if type(module) is nn.Linear else "Conv1D" if layers.is_conv1d(module) else None
+        kind = "Conv1D" if layers.is_conv1d(module) else CONSUMERS_OF.get(type(module))
         weight = getattr(module, "weight", None)
         if kind and _free(module) and isinstance(weight, Tensor) and weight.requires_grad:
             yield _Wish(path, module, kind)
@@ -132,11 +135,14 @@ def _consumers(model: nn.Module) -> Iterator[_Wish]:
 
 
 def _producers(model: nn.Module) -> Iterator[_Wish]:
+    chains = any(
+        isinstance(one, (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for one in model.modules()
+    )
     for site in activation_sites(model):
         held = site.held
         if isinstance(held, nn.Module) and _free(held) and not site.found.converted and not site.found.refusal:
             kind = _keeps(held)
-            if kind is not None:
+            if kind is not None and (chains or kind != "Chained"):
                 yield _Wish(site.path, held, kind)
     for path, module in model.named_modules():
         if not _free(module) or has_hooks(module):
@@ -144,6 +150,12 @@ def _producers(model: nn.Module) -> Iterator[_Wish]:
         norm = layers.recognise(module)
         if isinstance(norm, layers.Norm):
             yield _Wish(path, module, "ComposedNorm" if _reads_once(norm) else "Norm")
+        elif type(module) is nn.GroupNorm:
+            yield _Wish(path, module, "Norm")
+        elif type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            yield _Wish(path, module, "BatchNorm")
+        elif f"{type(module).__module__}.{type(module).__name__}" == "timm.layers.norm_act.BatchNormAct2d":
+            yield _Wish(path, module, "BatchNormAct")
         elif type(module) is nn.Dropout and not module.inplace:
             yield _Wish(path, module, "Dropout")
 
@@ -170,17 +182,19 @@ def _reads_once(norm: layers.Norm) -> bool:
 
 def _keeps(activation: nn.Module) -> str | None:
     """Return the kind of an activation by what it keeps of a few numbers; None if that is its output alone."""
-    x = torch.linspace(-3, 3, PROBE).requires_grad_()
+    x = torch.linspace(-3, 3, PROBE).requires_grad_().clone()
     training = activation.training
     try:
         with torch.enable_grad(), torch.autocast("cpu", enabled=False), count_saved(activation) as saved:
-            y = activation(x.view_as(x))
+            y = activation(x)
     except Exception:  # whatever it needs, it is not a function of a tensor alone
         return None
     finally:
         activation.train(training)
-    if not isinstance(y, Tensor) or y.shape != x.shape or storage_id(y) == storage_id(x):
+    if not isinstance(y, Tensor) or y.shape != x.shape or not saved.storages:
         return None
+    if storage_id(y) == storage_id(x) or {*saved.storages} == {storage_id(y)}:
+        return "Chained" if type(activation) in MODULES else None
     if {*saved.storages} == {storage_id(x)}:
         return "Activation"
     return "Composed" if len(saved.storages) > 1 else None
