@@ -18,9 +18,11 @@ def rebuild(
 
     This is `convert(model, "rebuild")`. Every operation keeps its own inputs, so an operation often keeps an
     output that could be computed again from what is kept anyway. Such outputs are those of activations, computed
-    again from their inputs; of gates f(g)·u, from g and u; of LayerNorm and RMSNorm, from their inputs; and of
-    dropout after one of these, from a mask. Trained linear layers that follow, also those of transformers' GPT-2
-    and peft's adapters, compute them in backward. No matrix product is computed again.
+    again from their inputs; of gates f(g)·u, from g and u; of LayerNorm, RMSNorm, GroupNorm and BatchNorm, from
+    their inputs; and of dropout after one of these, from its mask. An activation after GroupNorm or BatchNorm is
+    rebuilt with the norm. Trained linear layers and convolutions that follow, also those of transformers' GPT-2
+    and peft's adapters, compute them in backward. Masks of dropout are kept as bits. No matrix product and no
+    convolution is computed again; the statistics of a batch are.
 
     If anything else keeps an output, such as a product with another tensor, it is kept as before. An activation
     that is composed of several operations is computed again in backward; if something else reads its input too,

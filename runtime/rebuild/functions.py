@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ from torch import Tensor
 
 from fitact.runtime.torch_internals import in_functorch_transform
 
-from .recipes import Source, note, source, use
+from .bits import pack, unpack
+from .recipes import Function, Source, note, plain, source, use
 
-Function = Callable[..., Tensor]
 
-
-def _once() -> None:
+def once() -> None:
     """Raise where a second derivative is asked for."""
     if torch.is_grad_enabled():
         raise RuntimeError("a rebuilt output has no second derivative: call backward without create_graph")
@@ -29,7 +29,7 @@ def _recorded(*inputs: Tensor) -> bool:
     return wanted and not in_functorch_transform()
 
 
-def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return what enters the autocast that is on now."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
@@ -38,6 +38,14 @@ def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------- consumers
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a layer multiplies; None if PyTorch has to do it, or to say what is wrong."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x.dtype if x.dtype == weight.dtype else None
+    return None if torch.float64 in (weight.dtype, x.dtype) else torch.get_autocast_dtype(device)
 
 
 class _Linear(torch.autograd.Function):
@@ -60,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        once()
         (rows,) = grads
         weight, *state = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -90,20 +98,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
         return None
     if not x.is_contiguous():
         return None  # PyTorch's own products are others then
-    device = x.device.type
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if weight.dtype != x.dtype if cast is None else torch.float64 in (weight.dtype, x.dtype):
-        return None  # as PyTorch does it, or says what is wrong
-    found = source(x)
-    if found is None:
+    dtype, found = product_dtype(x, weight), source(x)
+    if dtype is None or found is None:
         return None
-    rebuild = found.function
-    if cast is not None:
-        x, weight = x.to(cast), weight.to(cast)
-        bias = None if bias is None else bias.to(cast)
-        rebuild = _Cast(rebuild, cast)
+    rebuild = found.function if x.dtype == dtype else _Cast(found.function, dtype)
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     use(rebuild)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         rows: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
         )
@@ -126,23 +127,25 @@ class _Cast:
 # ------------------------------------------------------------------------------------------------------- producers
 
 
-class _Plain:
+class Plain:
     """A function as it runs in some autocast, without autograd."""
 
     def __init__(self, function: Function, device: str) -> None:
-        self.function, self.autocast = function, _autocast(device)
+        self.function, self.autocast = function, autocast(device)
 
     def use(self) -> None:
+        """Tell the function that a layer will call it."""
         use(self.function)
 
     def __call__(self, *state: Tensor) -> Tensor:
+        """Return the function of tensors."""
         with torch.no_grad(), self.autocast():
             return self.function(*state)
 
 
 def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
     """Return an output that is to be rebuilt as a function of what its operation keeps."""
-    return note(output, _Plain(function, output.device.type), *state)
+    return note(output, Plain(function, output.device.type), *state)
 
 
 class _Gate(torch.autograd.Function):
@@ -155,12 +158,12 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         g, u, ctx.function = inputs
-        ctx.autocast = _autocast(g.device.type)
+        ctx.autocast = autocast(g.device.type)
         ctx.save_for_backward(g, u)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        once()
         (grad,) = grads
         g, u = ctx.saved_tensors
         wants_g, wants_u = ctx.needs_input_grad[:2]
@@ -197,12 +200,12 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.function, *tensors = inputs
-        ctx.autocast = _autocast(tensors[0].device.type)
+        ctx.autocast = autocast(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        once()
         wanted = ctx.needs_input_grad[1:]
         with torch.enable_grad(), ctx.autocast():
             inputs = [
@@ -223,57 +226,70 @@ def again(function: Function, *inputs: Tensor) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """PyTorch's dropout, of which a mask of one byte an element is kept."""
+    """PyTorch's dropout, of which a mask of one bit an element is kept, in the output's order of memory."""
 
     @staticmethod
     def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         if x.is_cuda:
             y, mask = torch.native_dropout(x, p, True)
-            return y, mask
-        mask = torch.empty_like(x).bernoulli_(1 - p)
-        return x * mask.div(1 - p), mask.bool()
+        else:
+            factor = torch.empty_like(x).bernoulli_(1 - p)
+            mask = factor.bool()
+            y = x * factor.div_(1 - p)
+        if mask.stride() != y.stride():
+            mask = torch.empty_like(y, dtype=torch.bool).copy_(mask)
+        return y, pack(mask)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.p = inputs[1]
-        ctx.mark_non_differentiable(output[1])
+        y, bits = output
+        ctx.p, ctx.layout = inputs[1], (y.shape, y.stride())
+        ctx.mark_non_differentiable(bits)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
+        ctx.save_for_backward(bits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        _once()
-        (mask,) = ctx.saved_tensors
-        return None if grads[0] is None else _dropped(grads[0], mask, ctx.p), None
+        once()
+        (bits,) = ctx.saved_tensors
+        grad = grads[0]
+        if grad is None:
+            return None, None
+        if grad.is_cuda:
+            mask = unpack(bits, *ctx.layout)
+            return torch.ops.aten.native_dropout_backward(grad, mask, 1 / (1 - ctx.p)), None
+        return _dropped(grad, bits, ctx.layout, ctx.p), None
 
 
-def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Return what dropout with this mask makes of x, rounded as PyTorch rounds it."""
-    if x.is_cuda:
-        return (x.float() * mask * (1 / (1 - p))).to(x.dtype)
-    return x * mask.to(x.dtype).div_(1 - p)
+def _dropped(x: Tensor, bits: Tensor, layout: tuple[torch.Size, tuple[int, ...]], p: float) -> Tensor:
+    """Return what PyTorch's dropout makes of x, rounded as it rounds, with the mask that was packed."""
+    if x.is_cuda:  # the kernel computes in float32, from 1 - p in float32
+        wide, keep = (torch.float64, 1 - p) if x.dtype == torch.float64 else (torch.float32, c_float(1 - p).value)
+        return (x.to(wide) * unpack(bits, *layout)).mul_(1 / keep).to(x.dtype)
+    factor = unpack(bits, *layout).to(x.dtype).div_(1 - p)
+    return torch.mul(x, factor, out=factor) if x.stride() == factor.stride() else x * factor
 
 
 def dropout(x: Tensor, p: float) -> Tensor | None:
-    """Return x after dropout, which keeps a mask; None if nothing is kept, or it is PyTorch's own to do.
+    """Return x after dropout, which keeps a bit an element; None if PyTorch has to do it.
 
-    If x is rebuilt from something, the output is rebuilt from that and the mask.
+    If x can be rebuilt, so can the output, from that and the mask.
     """
-    if not (_recorded(x) and 0 < p < 1):
+    if not (_recorded(x) and plain(x) and 0 < p < 1):
         return None
     found = source(x)
-    y, mask = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
-    return y if found is None else note(y, _Dropped(found, p), mask, *found.state)
+    y, bits = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
+    return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state)
 
 
 class _Dropped:
     """What dropout makes of what is rebuilt."""
 
-    def __init__(self, found: Source, p: float) -> None:
-        self.rebuild, self.p = found.function, p
+    def __init__(self, found: Source, p: float, y: Tensor) -> None:
+        self.rebuild, self.p, self.layout = found.function, p, (y.shape, y.stride())
 
     def use(self) -> None:
         use(self.rebuild)
 
-    def __call__(self, mask: Tensor, *state: Tensor) -> Tensor:
-        return _dropped(self.rebuild(*state), mask, self.p)
+    def __call__(self, bits: Tensor, *state: Tensor) -> Tensor:
+        return _dropped(self.rebuild(*state), bits, self.layout, self.p)

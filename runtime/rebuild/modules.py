@@ -13,12 +13,15 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitact.runtime.records import Kind, SiteRecord
 from fitact.runtime.torch_internals import has_hooks, parameters_in
 
 from . import functions
+from .chains import chained
+from .convolution import convolution
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -91,7 +94,18 @@ class Activation(Rebuilding):
 
     def _forward(self: Any, input: Tensor) -> Tensor:
         function = _Noticed(partial(self.stock.forward, self), self)
-        return functions.noted(function(input), function, input)
+        output = chained(function, function, input)
+        return functions.noted(function(input), function, input) if output is None else output
+
+
+class Chained(Rebuilding):
+    """An activation that keeps its output, or works in place: if its input is rebuilt, so is its output."""
+
+    def _forward(self: Any, input: Tensor) -> Tensor:
+        run = partial(self.stock.forward, self)
+        function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
+        output = chained(run, function, input)
+        return run(input) if output is None else output
 
 
 class Composed(Rebuilding):
@@ -99,6 +113,11 @@ class Composed(Rebuilding):
 
     def _forward(self: Any, input: Tensor) -> Tensor:
         return functions.again(partial(self.stock.forward, self), input)
+
+
+def _of_copy(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return what a function writes over a copy: its derivative may be another than elsewhere, as ELU's."""
+    return run(x.clone())
 
 
 class Norm(Rebuilding):
@@ -131,6 +150,48 @@ class ComposedNorm(Norm):
     """
 
     composed = True
+
+
+class BatchNorm(Rebuilding):
+    """A norm over a batch; its statistics are computed again, those that run along are left alone."""
+
+    def _forward(self: Any, input: Tensor) -> Tensor:
+        output: Tensor = self.normed(self.stock.forward(self, input), input)
+        return output
+
+    def normed(self: Any, output: Tensor, input: Tensor) -> Tensor:
+        """Return the output, to be rebuilt from the input."""
+        training, eps = self.training or self.running_mean is None, self.eps
+        names = ("weight", "bias") if training else ("weight", "bias", "running_mean", "running_var")
+        there = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        tracked = training and self.track_running_stats and self.running_mean is not None
+        dtype = self.running_mean.dtype if tracked else None
+
+        def again(x: Tensor, *kept: Tensor) -> Tensor:
+            given = dict.fromkeys(("running_mean", "running_var")) | dict(zip(there, kept, strict=True))
+            if dtype is not None:  # then the statistics are computed in this dtype
+                given |= zip(("running_mean", "running_var"), x.new_zeros(2, x.shape[1], dtype=dtype), strict=True)
+            result: Tensor = F.batch_norm(x, **given, training=training, momentum=0.0, eps=eps)
+            return result
+
+        return functions.noted(output, _Noticed(again, self), input, *there.values())
+
+
+class BatchNormAct(BatchNorm):
+    """timm's, with an activation, and with what it drops in between."""
+
+    def _forward(self: Any, x: Tensor) -> Tensor:
+        output = self.normed(nn.BatchNorm2d.forward(self, x), x)
+        result: Tensor = self.act(self.drop(output))
+        return result
+
+
+class Convolution(Rebuilding):
+    """A convolution that keeps what its input is rebuilt from."""
+
+    def _forward(self: Any, input: Tensor) -> Tensor:
+        output = convolution(self, input)
+        return self.stock.forward(self, input) if output is None else output
 
 
 class Linear(Rebuilding):
@@ -204,13 +265,17 @@ class GatedMLP(Rebuilding):
 
 
 CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Activation, Composed, Norm, ComposedNorm, Linear, Conv1D, Dropout, GatedMLP)
+    **{
+        kind.__name__: kind
+        for kind in (Activation, Chained, Composed, Norm, ComposedNorm, BatchNorm, BatchNormAct)
+    },
+    **{kind.__name__: kind for kind in (Linear, Conv1D, Convolution, Dropout, GatedMLP)},
 }
 
 
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("Activation", "Composed"), "activation"),
-    **dict.fromkeys(("Norm", "ComposedNorm"), "norm"),
+    **dict.fromkeys(("Activation", "Chained", "Composed"), "activation"),
+    **dict.fromkeys(("Norm", "ComposedNorm", "BatchNorm", "BatchNormAct"), "norm"),
     "GatedMLP": "gate",
 }
 REBUILT = "rebuilt"

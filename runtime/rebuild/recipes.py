@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fitact.runtime.torch_internals import in_functorch_transform, version_of
 
+Function = Callable[..., Tensor]
 ATTRIBUTE = "_fitact_recipe"
 
 
@@ -132,7 +133,7 @@ def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor) -> Ten
 
 def source(input: Tensor) -> Source | None:
     """Return what a tensor is rebuilt from, None if it has to be kept."""
-    if in_functorch_transform() or input.is_inference() or not _plain(input):
+    if in_functorch_transform() or input.is_inference() or not plain(input):
         return None
     noted: _Note | None = getattr(input.untyped_storage(), ATTRIBUTE, None)
     if noted is None or not noted.whole():
@@ -172,10 +173,10 @@ def use(function: Callable[..., Tensor]) -> None:
         function.use()
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor has a storage of its own to note something on; a DTensor has not."""
+def plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has a storage of its own to note something on; a DTensor has not."""
     return type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter")
 
 
 def _whole(tensor: Tensor) -> bool:
-    return _plain(tensor) and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return plain(tensor) and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()

@@ -11,15 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from fitact.runtime.convert.detect import ActivationSite, activation_sites
+from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
 
+from .convolution import CONVOLUTIONS
 from .modules import KINDS, REBUILT, Gate, Rebuilding, put_back, swap
 
 PROBE = 64  # elements of what an activation is tried with
+NOTED = ("Activation", "Chained", "Norm", "BatchNorm", "BatchNormAct")  # these keep less only if a layer does
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
 
 
 class Swap(NamedTuple):
@@ -82,7 +86,7 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
 
     """
     likes = {_like(one) for one in found if one.path in read}
-    return [one for one in found if one.kind not in ("Activation", "Norm") or _like(one) in likes]
+    return [one for one in found if one.kind not in NOTED or _like(one) in likes]
 
 
 def _like(one: Swap) -> tuple[str, str]:
@@ -114,7 +118,7 @@ def _free(module: nn.Module) -> bool:
 
 def _consumers(model: nn.Module) -> Iterator[Swap]:
     for path, module in model.named_modules():
-        kind = "Linear" if type(module) is nn.Linear else "Conv1D" if layers.is_conv1d(module) else None
+        kind = "Conv1D" if layers.is_conv1d(module) else CONSUMERS_OF.get(type(module))
         weight = getattr(module, "weight", None)
         if kind and _free(module) and isinstance(weight, Tensor) and weight.requires_grad:
             yield Swap(path, module, kind)
@@ -124,11 +128,12 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
 
 
 def _producers(model: nn.Module) -> Iterator[Swap]:
+    chains = any(isinstance(one, (nn.GroupNorm, *BATCH_NORMS)) for one in model.modules())
     for site in activation_sites(model):
         held = site.held
         if isinstance(held, nn.Module) and _free(held) and not site.found.converted and not site.found.refusal:
             kind = _keeps(held)
-            if kind is not None:
+            if kind is not None and (chains or kind != "Chained"):
                 yield Swap(site.path, held, kind)
     for path, module in model.named_modules():
         if not _free(module) or has_hooks(module):
@@ -136,6 +141,12 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
         norm = layers.recognise(module)
         if isinstance(norm, layers.Norm):
             yield Swap(path, module, "ComposedNorm" if _reads_once(norm) else "Norm")
+        elif type(module) is nn.GroupNorm:
+            yield Swap(path, module, "Norm")
+        elif type(module) in BATCH_NORMS:
+            yield Swap(path, module, "BatchNorm")
+        elif f"{type(module).__module__}.{type(module).__name__}" == "timm.layers.norm_act.BatchNormAct2d":
+            yield Swap(path, module, "BatchNormAct")
         elif type(module) is nn.Dropout and not module.inplace:
             yield Swap(path, module, "Dropout")
 
@@ -164,15 +175,17 @@ def _keeps(activation: nn.Module) -> str | None:
     training = activation.training
     try:
         with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            x = torch.linspace(-3, 3, PROBE).requires_grad_()
+            x = torch.linspace(-3, 3, PROBE).requires_grad_().clone()
             with count_saved(activation) as saved:
-                y = activation(x.view_as(x))
+                y = activation(x)
     except Exception:  # whatever it needs, it is not a function of a tensor alone
         return None
     finally:
         activation.train(training)
-    if not isinstance(y, Tensor) or y.shape != x.shape or storage_id(y) == storage_id(x):
+    if not isinstance(y, Tensor) or y.shape != x.shape or not saved.storages:
         return None
+    if storage_id(y) == storage_id(x) or {*saved.storages} == {storage_id(y)}:
+        return "Chained" if type(activation) in MODULES else None
     if {*saved.storages} == {storage_id(x)}:
         return "Activation"
     return "Composed" if len(saved.storages) > 1 else None

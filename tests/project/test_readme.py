@@ -164,6 +164,21 @@ def test_rebuilt(title: str, name: str, dropout: float | None) -> None:
         assert f"{100 * found.kept_after / found.kept_before:.1f}" == stated
 
 
+@pytest.mark.full
+def test_rebuilt_convolutions() -> None:
+    names = ("convnext_atto", "mobilenetv3_small_100", "efficientnet_b0", "resnet50")
+    found = re.search(
+        r"ConvNeXt-Atto keeps (\d+) %, MobileNetV3-Small (\d+) %, "
+        r"EfficientNet-B0 (\d+) %, ResNet-50 (\d+) %",
+        flat(),
+    )
+    assert found is not None
+    for name, stated in zip(names, found.groups(), strict=True):
+        model = imported("timm").create_model(name).train()
+        rebuilt = fitact.rebuild(model, example_inputs=torch.randn(2, 3, 224, 224))
+        assert f"{100 * rebuilt.kept_after / rebuilt.kept_before:.0f}" == stated
+
+
 def test_values_of_composed_activations() -> None:
     """How far the values of a half-precision model move, over all inputs."""
     found = re.search(r"by up to ([\d.]+) in bfloat16 and ([\d.]+) in float16 for inputs from -8 to 8", flat())

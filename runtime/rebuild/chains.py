@@ -1,0 +1,68 @@
+"""Activations whose input is rebuilt: a norm's input is kept, and nothing for the activation that follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functions import Plain, autocast, once
+from .recipes import Function, Source, note, source, use
+
+
+class _Chained(torch.autograd.Function):
+    """f(x), perhaps in place of x, which is rebuilt for the derivative."""
+
+    @staticmethod
+    def forward(x: Tensor, run: Function, function: Function, rebuild: Function, *state: Tensor) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, _, ctx.function, ctx.rebuild, *state = inputs
+        if output is x:
+            ctx.mark_dirty(x)
+        ctx.autocast = autocast(x.device.type)
+        ctx.save_for_backward(*state)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        state = ctx.saved_tensors
+        x = ctx.rebuild(*state).detach().requires_grad_()
+        with torch.enable_grad(), ctx.autocast():
+            y = ctx.function(x)
+        (dx,) = torch.autograd.grad(y, x, grads)
+        return dx, None, None, None, *(None for _ in state)
+
+
+class _Of:
+    """A function of what is rebuilt."""
+
+    def __init__(self, function: Function, found: Source) -> None:
+        self.function, self.rebuild = function, found.function
+
+    def use(self) -> None:
+        use(self.rebuild)
+
+    def __call__(self, *state: Tensor) -> Tensor:
+        return self.function(self.rebuild(*state))
+
+
+def chained(run: Function, function: Function, x: Tensor) -> Tensor | None:
+    """Return f(x), which keeps what x is rebuilt from and is rebuilt from it too; None if x cannot be.
+
+    Args:
+        run: f, which may overwrite its argument and return that.
+        function: the same f, which does not.
+        x: its argument.
+
+    """
+    found = source(x) if torch.is_grad_enabled() else None
+    if found is None:
+        return None
+    use(found.function)
+    use(function)
+    y: Tensor = _Chained.apply(x, run, function, found.function, *found.state)  # type: ignore[no-untyped-call]
+    return note(y, _Of(Plain(function, x.device.type), found), *found.state)

@@ -1,0 +1,120 @@
+"""Convolutions that keep what their input is rebuilt from."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .functions import once, product_dtype
+from .recipes import Function, source, use
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of a batch, with PyTorch's own backward, its input rebuilt for that."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, rebuild: Function, options: tuple[Any, ...], *state: Tensor
+    ) -> Tensor:
+        return torch.convolution(x, weight, bias, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, weight, bias, ctx.rebuild, ctx.options, *state = inputs
+        ctx.bias = None if bias is None else [*bias.shape]
+        ctx.save_for_backward(weight, *state)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        weight, *state = ctx.saved_tensors
+        found = torch.ops.aten.convolution_backward(
+            grads[0], ctx.rebuild(*state), weight, ctx.bias, *ctx.options, ctx.needs_input_grad[:3]
+        )
+        return *found, None, None, *(None for _ in state)
+
+
+class _Padding(NamedTuple):
+    """How an input is padded.
+
+    Attributes:
+        around: what is padded before the convolution, as for `F.pad`; empty for nothing.
+        mode: with what.
+        inside: the zeros that the convolution takes for granted on both sides of each dimension.
+
+    """
+
+    around: tuple[int, ...]
+    mode: str
+    inside: tuple[int, ...]
+
+
+def _padding(module: Convolution) -> _Padding:
+    sizes = [*zip(module.kernel_size, module.dilation, strict=True)]
+    if module.padding == "same":
+        totals = [dilation * (kernel - 1) for kernel, dilation in sizes]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    elif module.padding == "valid":
+        sides = [(0, 0) for _ in sizes]
+    else:
+        sides = [(int(one), int(one)) for one in module.padding]
+    if module.padding_mode != "zeros":
+        around = tuple(one for side in reversed(sides) for one in side)
+        return _Padding(around, module.padding_mode, (0,) * len(sides))
+    around = tuple(one for left, right in reversed(sides) for one in (0, right - left))
+    return _Padding(around if any(around) else (), "constant", tuple(left for left, _ in sides))
+
+
+class _Prepared:
+    """What is rebuilt, as the convolution gets it: padded, in its dtype, and as a batch."""
+
+    def __init__(self, rebuild: Function, padding: _Padding, dtype: torch.dtype, alone: bool) -> None:
+        self.rebuild, self.padding, self.dtype, self.alone = rebuild, padding, dtype, alone
+
+    def use(self) -> None:
+        use(self.rebuild)
+
+    def __call__(self, *state: Tensor) -> Tensor:
+        return self.prepare(self.rebuild(*state))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        if self.padding.around:
+            x = F.pad(x, self.padding.around, self.padding.mode)
+        x = x.to(self.dtype)
+        return x.unsqueeze(0) if self.alone else x
+
+
+def convolution(module: Convolution, x: Tensor) -> Tensor | None:
+    """Return what a convolution makes of x, or None if x has to be kept.
+
+    Args:
+        module: the convolution.
+        x: (batch, channels, ...), or without a batch.
+
+    """
+    weight, bias, spatial = module.weight, module.bias, len(module.kernel_size)
+    if not (torch.is_grad_enabled() and weight.requires_grad and spatial < x.ndim <= spatial + 2):
+        return None
+    dtype, found = product_dtype(x, weight), source(x)
+    if dtype is None or found is None:
+        return None
+    padding = _padding(module)
+    prepared = _Prepared(found.function, padding, dtype, x.ndim == spatial + 1)
+    use(prepared)
+    options = module.stride, padding.inside, module.dilation, False, (0,) * spatial, module.groups
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+            prepared.prepare(x),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            prepared,
+            options,
+            *found.state,
+        )
+    return y.squeeze(0) if prepared.alone else y
