@@ -64,6 +64,16 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost hooks of `torch.autograd.graph.saved_tensors_hooks` that are on, such as a checkpoint's.
+
+    No public function returns them. There are none while they are disabled.
+    """
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
 # ------------------------------------------------------------------------------------------------------- operators
 
 COPY_TO: Any = torch.ops.aten._to_copy.default  # `Tensor.to`, below autograd

@@ -126,11 +126,15 @@ class _Cast:
 # ------------------------------------------------------------------------------------------------------- producers
 
 
-class _Plain:
+class Plain:
     """A function as it runs in some autocast, without autograd."""
 
     def __init__(self, function: Function, device: str) -> None:
         self.function, self.autocast = function, _autocast(device)
+
+    def use(self) -> None:
+        """Tell the function, if it wants to know, that a layer will call it once in each backward pass."""
+        use(self.function)
 
     def __call__(self, *state: Tensor) -> Tensor:
         with torch.no_grad(), self.autocast():
@@ -139,7 +143,7 @@ class _Plain:
 
 def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
     """Return an output that is to be rebuilt as a function of what its operation keeps."""
-    return note(output, _Plain(function, output.device.type), *state)
+    return note(output, Plain(function, output.device.type), *state)
 
 
 class _Gate(torch.autograd.Function):

@@ -7,16 +7,17 @@ So its parameters, hooks, attributes and the keys of the state stay, and `isinst
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fitact.runtime.records import Kind, SiteRecord
-from fitact.runtime.torch_internals import has_hooks, parameters_in
+from fitact.runtime.torch_internals import has_hooks, in_functorch_transform, parameters_in
 
 from . import functions
+from .calls import here, looking
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -47,7 +48,10 @@ class Rebuilding:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what the module does."""
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            return self._forward(*args)
+            if not here.on:
+                return self._forward(*args)
+            with looking(False):
+                return self._forward(*args)
         return self.stock.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -171,8 +175,23 @@ class GatedMLP(Rebuilding):
         return gate.compute(self, x)
 
 
+class Calls(Rebuilding):
+    """A module that calls PyTorch's functions itself, of which less is kept."""
+
+    def __init_subclass__(cls) -> None:
+        cls.forward = wraps(cls.stock.forward)(cls.forward)  # type: ignore[method-assign]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what the module does."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
+            return self.stock.forward(self, *args, **kwargs)
+        with looking():
+            return self.stock.forward(self, *args, **kwargs)
+
+
 CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Activation, Composed, Norm, ComposedNorm, Linear, Conv1D, Dropout, GatedMLP)
+    kind.__name__: kind
+    for kind in (Activation, Composed, Norm, ComposedNorm, Linear, Conv1D, Dropout, GatedMLP, Calls)
 }
 
 
@@ -181,6 +200,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("Activation", "Composed"), "activation"),
     **dict.fromkeys(("Norm", "ComposedNorm"), "norm"),
     "GatedMLP": "gate",
+    "Calls": "calls",
 }
 REBUILT = "rebuilt"
 

@@ -14,12 +14,13 @@ from torch import Tensor, fx, nn
 from fitact.errors import UsageError
 from fitact.runtime.convert.detect import ActivationSite, activation_sites
 from fitact.runtime.convert.gradients import gradient_error
-from fitact.runtime.convert.measure import runner, stock, traces
+from fitact.runtime.convert.measure import Run, runner, stock, traces
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, uncompiled
 
+from .found import check_calls, find_calls
 from .modules import CONSUMERS, KINDS, REBUILT, Gate, Rebuilding, put_back, swap
 
 PROBE = 64  # elements of what an activation is tried with
@@ -71,17 +72,21 @@ def rebuild(
     if gradients and example_inputs is None:
         raise UsageError("gradients=True runs the model: give example_inputs, what the model is called with")
     wishes = _wishes(model)
-    records = tuple(
+    refused: list[SiteRecord] = []
+    run = None if example_inputs is None else runner(example_inputs)
+    if run is not None:
+        calls, refused = _calls(model, run, wishes)
+        wishes += calls
+    records = [
         SiteRecord(wish.path, KINDS[wish.kind], type(wish.module).__name__, REBUILT)
         for wish in wishes
         if wish.kind in KINDS
-    )
-    if not records or not any(wish.kind in CONSUMERS for wish in wishes):
+    ]
+    if not records or not any(wish.kind in (*CONSUMERS, "Calls") for wish in wishes):
         raise UsageError("nothing to rebuild: there is no activation, gate or norm before a trained linear layer")
     kept: tuple[int | None, int | None] = None, None
     gradient = None
-    if example_inputs is not None:
-        run = runner(example_inputs)
+    if run is not None:
         (before,) = traces(model, run, frozenset(), [stock])
         with _swapped(wishes):
             (after,) = traces(model, run, frozenset(), [stock])
@@ -89,7 +94,7 @@ def rebuild(
         gradient = gradient_error(model, run, frozenset(), lambda _: _swapped(wishes)) if gradients else None
     if not dry_run:
         _swap(wishes)
-    return Conversion(records, dry_run, *kept, (), gradient)
+    return Conversion((*records, *refused), dry_run, *kept, (), gradient)
 
 
 def _wishes(model: nn.Module) -> list[_Wish]:
@@ -97,6 +102,26 @@ def _wishes(model: nn.Module) -> list[_Wish]:
     gates = [*_gates(model)]
     inside = {id(wish.module.get_submodule(wish.gate.activation)) for wish in gates if wish.gate is not None}
     return [*gates, *(wish for wish in _producers(model) if id(wish.module) not in inside), *_consumers(model)]
+
+
+def _calls(model: nn.Module, run: Run, wishes: Sequence[_Wish]) -> tuple[list[_Wish], list[SiteRecord]]:
+    """Return the modules that call functions which keep less, and those where that cannot be done, with reasons."""
+    with _swapped(wishes):
+        found = find_calls(model, run)
+    modules = {path: model.get_submodule(path) for path in found}
+    reasons = {path: "its forward is not that of its class" for path, one in modules.items() if not _free(one)}
+
+    def made(paths: Sequence[str]) -> list[_Wish]:
+        return [_Wish(path, modules[path], "Calls") for path in paths]
+
+    paths = [path for path in found if path not in reasons]
+    if paths:
+        checked = check_calls(model, run, paths, lambda of: _swapped([*wishes, *made(of)] if of else []))
+        paths, reasons = checked.sound, reasons | checked.reasons
+    refused = [
+        SiteRecord(path, "calls", type(modules[path]).__name__, None, reason) for path, reason in reasons.items()
+    ]
+    return made(paths), refused
 
 
 def _swap(wishes: Sequence[_Wish]) -> None:

@@ -130,9 +130,15 @@ def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor) -> Ten
     return output
 
 
+def recipe_of(output: Tensor) -> Recipe | None:
+    """Return the recipe that is noted on an output, None if there is none."""
+    noted: _Note | None = getattr(output.untyped_storage(), ATTRIBUTE, None)
+    return None if noted is None else noted.recipe
+
+
 def source(input: Tensor) -> Source | None:
     """Return what a tensor is rebuilt from, None if it has to be kept."""
-    if in_functorch_transform() or input.is_inference() or not _plain(input):
+    if in_functorch_transform() or input.is_inference() or not plain(input):
         return None
     noted: _Note | None = getattr(input.untyped_storage(), ATTRIBUTE, None)
     if noted is None or not noted.whole():
@@ -172,10 +178,10 @@ def use(function: Callable[..., Tensor]) -> None:
         function.use()
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor has a storage of its own to note something on; a DTensor has not."""
+def plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has a storage of its own to note something on; a DTensor has not."""
     return type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter")
 
 
 def _whole(tensor: Tensor) -> bool:
-    return _plain(tensor) and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return plain(tensor) and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
