@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.torch_internals import saved_tensor_hooks, storage_id
+from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
 
 from . import functions
 from .operation import operation
@@ -186,7 +186,6 @@ _RULES: dict[Rule, dict[str, str]] = {
     Rule(_normed, replaced=False): {"F": "layer_norm", "torch": "layer_norm"},
     PRODUCT: {"torch": "matmul mm bmm", "Tensor": "matmul __matmul__ mm bmm"},
     Rule(_summed_factors, noted=False, cast=True): {"torch": "addmm baddbmm", "Tensor": "addmm baddbmm"},
-    Rule(_factors, noted=False): {"F": "grouped_mm"},
     Rule(_everything, noted=False, cast=True): {"F": "scaled_dot_product_attention"},
 }
 
@@ -248,7 +247,7 @@ def _linear(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and plain(weight) and weight.dim() == 2:
         output = functions.linear(x, weight, bias)
     if output is None:
-        return function(*args, **kwargs)
+        return _ruled(PRODUCT, function, args, kwargs)
     here.tell(output, True)
     return output
 
@@ -274,6 +273,8 @@ def _handlers() -> dict[Any, Function]:
                 function = getattr(_HOMES[home], name, None)  # not every version has all
                 if function is not None:
                     found[function] = partial(_ruled, rule)
+    if GROUPED_MM is not None:
+        found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
     return found
 
 
@@ -310,13 +311,13 @@ here = _Here()
 
 class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # a part of a module, which is traced
+            return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func)
-        if (
-            handler is None
-            or not here.on
-            or not torch.is_grad_enabled()
-            or saved_tensor_hooks() != here.hooks
-        ):
+        if handler is None or not here.on or not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        hooks = saved_tensor_hooks()
+        if hooks is False or hooks != here.hooks:
             return func(*args, **(kwargs or {}))
         return handler(func, args, kwargs or {})
 
@@ -332,13 +333,20 @@ class looking:  # noqa: N801
 
     def __enter__(self) -> None:
         self.before = here.on, here.hooks, here.pushed
+        if self.on:
+            here.hooks = saved_tensor_hooks()
+        elif here.pushed and innermost_mode() is MODE:  # so that it costs nothing
+            MODE.__exit__(None, None, None)
+            here.pushed = False
         if self.on and not here.pushed:
             MODE.__enter__()
             here.pushed = True
-        here.on, here.hooks = self.on, saved_tensor_hooks()
+        here.on = self.on
 
     def __exit__(self, *error: Any) -> None:
         pushed = here.pushed
         here.on, here.hooks, here.pushed = self.before
         if pushed and not here.pushed:
             MODE.__exit__(*error)
+        elif here.pushed and not pushed:
+            MODE.__enter__()

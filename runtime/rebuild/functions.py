@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
     """
     if not (torch.is_grad_enabled() and weight.requires_grad) or (transposed and bias is None):
         return None
-    if not x.is_contiguous():
+    if not (x.is_contiguous() and weight.is_contiguous()):
         return None  # PyTorch's own products are others then
     device = x.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -179,14 +179,16 @@ class Calls(Rebuilding):
     """A module that calls PyTorch's functions itself, of which less is kept."""
 
     def __init_subclass__(cls) -> None:
-        cls.forward = wraps(cls.stock.forward)(cls.forward)  # type: ignore[method-assign]
+        stock = cls.stock.forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what the module does."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
-            return self.stock.forward(self, *args, **kwargs)
-        with looking():
-            return self.stock.forward(self, *args, **kwargs)
+        @wraps(stock)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
+                return stock(self, *args, **kwargs)
+            with looking():
+                return stock(self, *args, **kwargs)
+
+        cls.forward = forward  # type: ignore[method-assign]
 
 
 CLASSES: dict[str, type[Any]] = {

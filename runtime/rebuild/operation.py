@@ -87,13 +87,25 @@ class _Shelf:
             return self.values[start] if function is None else function(*self.values[start:stop])
 
 
+class _Recorded:
+    """A context that autograd records, which modes of `torch.overrides` do not see, unlike `torch.enable_grad`."""
+
+    def __enter__(self) -> None:
+        with without_torch_function():
+            torch.set_grad_enabled(True)
+
+    def __exit__(self, *_: Any) -> None:
+        with without_torch_function():
+            torch.set_grad_enabled(False)
+
+
 class _Operation(torch.autograd.Function):
     """A function of tensors whose node keeps the shelf's tensors."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, rebuilt: Source | None, *tensors: Tensor) -> Tensor:
         shelf = ctx.shelf = _Shelf()
-        with torch.enable_grad():
+        with _Recorded():
             with without_torch_function():
                 anchor = torch.empty((), requires_grad=True)
                 inside = [

@@ -83,7 +83,10 @@ def rebuild(
         if wish.kind in KINDS
     ]
     if not records or not any(wish.kind in (*CONSUMERS, "Calls") for wish in wishes):
-        raise UsageError("nothing to rebuild: there is no activation, gate or norm before a trained linear layer")
+        hint = "" if run else "; give example_inputs to look at what modules call themselves"
+        raise UsageError(
+            f"nothing to rebuild: there is no activation, gate or norm before a trained linear layer{hint}"
+        )
     kept: tuple[int | None, int | None] = None, None
     gradient = None
     if run is not None:
