@@ -65,16 +65,16 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def saved_tensor_hooks() -> Any:
-    """Return the innermost hooks of `torch.autograd.graph.saved_tensors_hooks` that are on, such as a checkpoint's.
+    """Return the hooks of `torch.autograd.graph.saved_tensors_hooks` that are on, such as a checkpoint's.
 
-    No public function returns them. The result is None if there are none, and False where none may be set.
+    The result is None if there are none, and False where none may be set; no public function tells.
     """
     hooks = torch._C._autograd
     return hooks._top_saved_tensors_default_hooks(False) if hooks._saved_tensors_hooks_is_enabled() else False
 
 
 def innermost_mode() -> Any:
-    """Return the innermost mode of `torch.overrides` that is on, None if there is none; no public function tells."""
+    """Return the innermost mode of `torch.overrides`, None if none is on; no public function tells."""
     return torch.overrides._get_current_function_mode()
 
 

@@ -124,12 +124,12 @@ def _everything(tensors: Sequence[Tensor]) -> Sequence[bool]:
 
 
 def _input(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """One tensor, which is kept."""
+    """Keep one tensor."""
     return [one.requires_grad for one in tensors] if len(tensors) == 1 else _nothing(tensors)
 
 
 def _factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Each of two factors is kept for the other's gradient; numbers and offsets follow."""
+    """Keep each of two factors for the other's gradient, and what follows them."""
     if len(tensors) < 2:
         return _nothing(tensors)
     a, b, *others = tensors
@@ -148,12 +148,12 @@ def _quotient(tensors: Sequence[Tensor]) -> Sequence[bool]:
 
 
 def _indexed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """The indices are kept, if they are numbers."""
+    """Keep indices, if they are numbers."""
     return [False, *(one.dtype == torch.int64 for one in tensors[1:])]
 
 
 def _normed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """The input is kept, and the weight; a bias that is a parameter is there anyway."""
+    """Keep what is normed, and parameters, which are there anyway."""
     x, *parameters = tensors
     return [x.requires_grad, *(isinstance(one, nn.Parameter) for one in parameters)]
 
@@ -174,8 +174,8 @@ _RULES: dict[Rule, dict[str, str]] = {
     },
     CARRIED: {
         "torch": "neg negative add sub subtract rsub cat concat concatenate stack clone reshape flatten",
-        "Tensor": "neg __neg__ negative add __add__ __radd__ sub __sub__ __rsub__ subtract clone contiguous reshape "
-        "flatten to float double half bfloat16 type_as",
+        "Tensor": "neg __neg__ negative add __add__ __radd__ sub __sub__ __rsub__ subtract clone contiguous "
+        "reshape flatten to float double half bfloat16 type_as",
     },
     INDEX: {"torch": "index_select", "Tensor": "__getitem__ index_select"},
     Rule(_factors): {"torch": "mul multiply", "Tensor": "mul __mul__ __rmul__ multiply"},

@@ -19,6 +19,7 @@ from .recipes import Recipe, recipe_of
 
 PATH = "fitact_path"  # an attribute by which a copy of a module is known
 UNLIKE = "its outputs would not be stock's bit for bit"
+RANDOM = "the model's outputs differ from one run to the next"
 
 
 class _Finder:
@@ -141,6 +142,8 @@ def check_calls(
     expected = outputs([])
     if _equal(expected, outputs(paths)):
         return Checked([*paths], {})
+    if not _equal(expected, outputs([])):
+        return Checked([], dict.fromkeys(paths, RANDOM))
     classes: dict[type, list[str]] = {}
     for path in paths:
         classes.setdefault(type(model.get_submodule(path)), []).append(path)

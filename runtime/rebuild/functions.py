@@ -127,7 +127,7 @@ class _Cast:
 
 
 class Plain:
-    """A function as it runs in some autocast, without autograd."""
+    """A function as it runs in the autocast that is on now, without autograd."""
 
     def __init__(self, function: Function, device: str) -> None:
         self.function, self.autocast = function, _autocast(device)
@@ -137,6 +137,7 @@ class Plain:
         use(self.function)
 
     def __call__(self, *state: Tensor) -> Tensor:
+        """Return the function of the state."""
         with torch.no_grad(), self.autocast():
             return self.function(*state)
 

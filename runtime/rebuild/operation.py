@@ -64,9 +64,7 @@ class _Shelf:
     def replace(self, output: Tensor, found: Source) -> None:
         """Rebuild the output too, if it is kept."""
         key = storage_id(output)
-        self.found = [
-            found if isinstance(one, Tensor) and storage_id(one) == key else one for one in self.found
-        ]
+        self.found = [found if isinstance(one, Tensor) and storage_id(one) == key else one for one in self.found]
 
     def tensors(self) -> list[Tensor]:
         """Return what has to be kept for all that has been packed, and hold none of it."""

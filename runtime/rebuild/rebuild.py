@@ -84,6 +84,7 @@ def rebuild(
     ]
     if not records or not any(wish.kind in (*CONSUMERS, "Calls") for wish in wishes):
         hint = "" if run else "; give example_inputs to look at what modules call themselves"
+        hint = "".join(f"; {site.name or 'the model'}: {site.reason}" for site in refused[:1]) or hint
         raise UsageError(
             f"nothing to rebuild: there is no activation, gate or norm before a trained linear layer{hint}"
         )
@@ -108,7 +109,7 @@ def _wishes(model: nn.Module) -> list[_Wish]:
 
 
 def _calls(model: nn.Module, run: Run, wishes: Sequence[_Wish]) -> tuple[list[_Wish], list[SiteRecord]]:
-    """Return the modules that call functions which keep less, and those where that cannot be done, with reasons."""
+    """Return the modules whose own calls keep less, and those where that cannot be done, with reasons."""
     with _swapped(wishes):
         found = find_calls(model, run)
     modules = {path: model.get_submodule(path) for path in found}

@@ -17,7 +17,7 @@ FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "oper
 RUNTIME = ("torch_internals", "kernels", "ops")
 MODELS = (
     *("records", "restore", "norms", "memory", "models"),
-    *("rebuild", "convert", "rebuild.rebuild", "compare"),
+    *("rebuild", "convert", "rebuild.found", "rebuild.rebuild", "compare"),
 )
 CODEGEN = ("dialects", "printers", "approximants", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
