@@ -9,12 +9,12 @@ from typing import Literal
 
 from fitact.text import columns
 
-Kind = Literal["activation", "gate", "norm"]
+Kind = Literal["activation", "gate", "norm", "calls"]
 
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What was done at one site of a model: a place that holds an activation, a gate or a norm.
+    """What was done at one site of a model: a place that holds an activation, a gate or a norm, or calls some.
 
     Attributes:
         name: path of the module in the model, e.g. `"encoder.layer.0.intermediate.intermediate_act_fn"`.

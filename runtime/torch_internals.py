@@ -64,11 +64,27 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
+def saved_tensor_hooks() -> Any:
+    """Return the hooks of `torch.autograd.graph.saved_tensors_hooks` that are on, such as a checkpoint's.
+
+    The result is None if there are none, and False where none may be set; no public function tells.
+    """
+    hooks = torch._C._autograd
+    return hooks._top_saved_tensors_default_hooks(False) if hooks._saved_tensors_hooks_is_enabled() else False
+
+
+def innermost_mode() -> Any:
+    """Return the innermost mode of `torch.overrides`, None if none is on; no public function tells."""
+    return torch.overrides._get_current_function_mode()
+
+
 # ------------------------------------------------------------------------------------------------------- operators
 
 COPY_TO: Any = torch.ops.aten._to_copy.default  # `Tensor.to`, below autograd
 # Batch norm in training mode, below autograd.
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit
+# What modes of `torch.overrides` see of `torch.nn.functional.grouped_mm`, which 2.9 lacks; None if there is none.
+GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
 # The fused attention of a CPU, and the operator of a GPU whose arguments begin like its own.
 ATTENTION: Mapping[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (

@@ -64,7 +64,7 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
 
 def rebuilding(model: nn.Module) -> Iterator[Candidate]:
     """Yield the rebuilding of outputs, if a model has any to rebuild."""
-    found = swaps(model)
+    found, _ = swaps(model)
     if found:
         yield Candidate("rebuilt, exact", lambda saved: swapped(found), again=True)
 

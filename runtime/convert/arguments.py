@@ -14,6 +14,7 @@ from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.rebuild.modules import original_class
 from fitact.runtime.rebuild.sites import Swap
+from fitact.runtime.records import SiteRecord
 from fitact.text import few
 
 from .choices import ERRORS, METHODS, Replacement, Substitutes, check_bits
@@ -111,19 +112,29 @@ class Chosen:
         return not self.refusal(*swap.paths) and type(swap.activation) not in own
 
 
+def nothing_to_rebuild(refused: Sequence[SiteRecord], run: Run | None) -> str:
+    """Return the message for a model without outputs to rebuild."""
+    hint = "" if run else "; pass example_inputs to look at what modules compute in their forward"
+    hint = "".join(f"; {site.name or 'the model'}: {site.reason}" for site in refused[:1]) or hint
+    return f"nothing to rebuild: there is no activation, gate or norm before a trained layer{hint}"
+
+
 def choose(
-    model: nn.Module,
-    sites: Sequence[ActivationSite],
-    found: Sequence[Swap],
-    include: Patterns,
-    exclude: Patterns,
-    norms: bool,
+    model: nn.Module, sites: Sequence[ActivationSite], include: Patterns, exclude: Patterns, others: bool
 ) -> Chosen:
-    """Return what patterns leave of a model; one that matches nothing raises a UsageError."""
+    """Return what patterns leave of a model; one that matches nothing raises a UsageError.
+
+    Args:
+        model: the model.
+        sites: its activations.
+        include: patterns of what is changed.
+        exclude: patterns of what is left alone.
+        others: whether more than activations may be changed, so that patterns may match any module.
+
+    """
     there = [site.path for site in sites]
-    there += [path for swap in found if swap.record for path in swap.paths if path not in there]
-    if norms:
-        there += [path for path, _ in model.named_modules() if path]
+    if others:
+        there += [path for path, _ in model.named_modules() if path and path not in there]
     included = None if include is None else frozenset(_matching(there, include, "include"))
     return Chosen(included, frozenset(_matching(there, exclude, "exclude")))
 

@@ -19,7 +19,16 @@ from fitact.runtime.rebuild.modules import REBUILT, put_back, reading, restore
 from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.torch_internals import uncompiled
 
-from .arguments import Patterns, check, check_shipped, check_substitutes, choose, none_held, own_classes
+from .arguments import (
+    Patterns,
+    check,
+    check_shipped,
+    check_substitutes,
+    choose,
+    none_held,
+    nothing_to_rebuild,
+    own_classes,
+)
 from .choices import (
     ERRORS,
     ORIGINAL,
@@ -122,12 +131,9 @@ def convert(
     own = own_classes(replace or {})
     sites = activation_sites(model, own)
     rebuilds = method in ("auto", "rebuild")
-    found = rebuilding.swaps(model) if rebuilds else []
-    if method == "rebuild" and not found:
-        raise UsageError("nothing to rebuild: there is no activation, gate or norm before a trained linear layer")
-    if not sites and not norms and not found:
+    if not (sites or norms or rebuilds):
         raise UsageError(none_held(model, run))
-    chosen = choose(model, sites, found, include, exclude, norms)
+    chosen = choose(model, sites, include, exclude, norms or rebuilds)
     sites = chosen.sites(sites, rebuilds)
     check_substitutes(sites, replace or {})
     replacements = Policy(() if rebuilds else (method,), bits, replace or {}).replacements(sites)
@@ -146,7 +152,9 @@ def convert(
     if measure and merged:
         (before,) = measure([stock])
     was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
-    found = rebuilding.swaps(model, partial(chosen.rebuilt, own=own)) if rebuilds else []
+    found, refused = rebuilding.swaps(model, run, partial(chosen.rebuilt, own=own)) if rebuilds else ([], [])
+    if not (sites or norms or found):
+        raise UsageError(nothing_to_rebuild(refused, run) if method == "rebuild" else none_held(model, run))
     if measure and before and found:
         with rebuilding.swapped(found), reading() as read:
             (rebuilt,) = measure([stock])
@@ -173,7 +181,7 @@ def convert(
         for site, replacement in zip(sites, replacements, strict=True):
             if replacement.kind:
                 put_back(site.held)  # the original is as it was
-    records = (*_records(sites, replacements, was, after), *_rebuilt(found), *merged)
+    records = (*_records(sites, replacements, was, after), *_rebuilt(found), *refused, *merged)
     return Conversion(records, dry_run, stock_kept, None if after is None else after.kept, unseen, gradient)
 
 
@@ -191,7 +199,7 @@ def _whole(
 
 
 def _rebuilt(found: Sequence[rebuilding.Swap]) -> Iterator[SiteRecord]:
-    """Yield the records of gates and norms; activations are among the sites."""
+    """Yield the records of gates, norms and calls; activations are among the sites."""
     for one in found:
         if one.record is not None and one.record.kind != "activation":
             yield one.record

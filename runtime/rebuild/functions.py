@@ -96,7 +96,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
     """
     if not (torch.is_grad_enabled() and weight.requires_grad) or (transposed and bias is None):
         return None
-    if not x.is_contiguous():
+    if not (x.is_contiguous() and weight.is_contiguous()):
         return None  # PyTorch's own products are others then
     dtype, found = product_dtype(x, weight), source(x)
     if dtype is None or found is None:
@@ -128,13 +128,13 @@ class _Cast:
 
 
 class Plain:
-    """A function as it runs in some autocast, without autograd."""
+    """A function as it runs in the autocast that is on now, without autograd."""
 
     def __init__(self, function: Function, device: str) -> None:
         self.function, self.autocast = function, autocast(device)
 
     def use(self) -> None:
-        """Tell the function that a layer will call it."""
+        """Tell the function, if it wants to know, that a layer will call it once in each backward pass."""
         use(self.function)
 
     def __call__(self, *state: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitact.runtime.records import Kind, SiteRecord
-from fitact.runtime.torch_internals import has_hooks, parameters_in
+from fitact.runtime.torch_internals import has_hooks, in_functorch_transform, parameters_in
 
 from . import functions
+from .calls import here, looking
 from .chains import chained
 from .convolution import convolution
 
+PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -49,7 +51,7 @@ class _Noticed:
     def use(self) -> None:
         found = _read.get()
         if found is not None:
-            found.add(vars(self.module)["fitact_path"])
+            found.add(vars(self.module)[PATH])
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         return self.function(*inputs)
@@ -81,7 +83,10 @@ class Rebuilding:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what the module does."""
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            return self._forward(*args)
+            if not here.on:
+                return self._forward(*args)
+            with looking(False):
+                return self._forward(*args)
         return self.stock.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -264,12 +269,28 @@ class GatedMLP(Rebuilding):
         return gate.compute(self, x)
 
 
+class Calls(Rebuilding):
+    """A module that calls PyTorch's functions itself, of which less is kept."""
+
+    def __init_subclass__(cls) -> None:
+        stock = cls.stock.forward
+
+        @wraps(stock)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
+                return stock(self, *args, **kwargs)
+            with looking():
+                return stock(self, *args, **kwargs)
+
+        cls.forward = forward  # type: ignore[method-assign]
+
+
 CLASSES: dict[str, type[Any]] = {
     **{
         kind.__name__: kind
         for kind in (Activation, Chained, Composed, Norm, ComposedNorm, BatchNorm, BatchNormAct)
     },
-    **{kind.__name__: kind for kind in (Linear, Conv1D, Convolution, Dropout, GatedMLP)},
+    **{kind.__name__: kind for kind in (Linear, Conv1D, Convolution, Dropout, GatedMLP, Calls)},
 }
 
 
@@ -277,6 +298,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("Activation", "Chained", "Composed"), "activation"),
     **dict.fromkeys(("Norm", "ComposedNorm", "BatchNorm", "BatchNormAct"), "norm"),
     "GatedMLP": "gate",
+    "Calls": "calls",
 }
 REBUILT = "rebuilt"
 
@@ -304,7 +326,7 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None) -> N
     """
     stock: Any = type(module)
     module.__class__ = _class(kind, stock)
-    vars(module)["fitact_path"] = path
+    vars(module)[PATH] = path
     if gate is not None:
         vars(module)["fitact_gate"] = gate
 
@@ -318,7 +340,7 @@ def put_back(module: Any) -> None:
     """Give a module its own class again."""
     if isinstance(module, Rebuilding):
         module.__class__ = module.stock
-        for name in ("fitact_path", "fitact_gate"):
+        for name in (PATH, "fitact_gate"):
             vars(module).pop(name, None)
 
 

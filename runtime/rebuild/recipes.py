@@ -131,6 +131,12 @@ def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor) -> Ten
     return output
 
 
+def recipe_of(output: Tensor) -> Recipe | None:
+    """Return the recipe that is noted on an output, None if there is none."""
+    noted: _Note | None = getattr(output.untyped_storage(), ATTRIBUTE, None)
+    return None if noted is None else noted.recipe
+
+
 def source(input: Tensor) -> Source | None:
     """Return what a tensor is rebuilt from, None if it has to be kept."""
     if in_functorch_transform() or input.is_inference() or not plain(input):

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites
+from fitact.runtime.convert.measure import Run
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
 
 from .convolution import CONVOLUTIONS
+from .found import check_calls, find_calls
 from .modules import KINDS, REBUILT, Gate, Rebuilding, put_back, swap
 
 PROBE = 64  # elements of what an activation is tried with
@@ -59,14 +61,22 @@ class Swap(NamedTuple):
         return None if kind is None else SiteRecord(self.path, kind, type(self.module).__name__, REBUILT)
 
 
-def swaps(model: nn.Module, wanted: Callable[[Swap], bool] = lambda _: True) -> list[Swap]:
-    """Return the modules that get another class; the activation of a gate is not among them.
-
-    The result is empty if the model has no output to rebuild, or no trained layer that would keep one.
+def swaps(
+    model: nn.Module, run: Run | None = None, wanted: Callable[[Swap], bool] = lambda _: True
+) -> tuple[list[Swap], list[SiteRecord]]:
+    """Find the modules that get another class.
 
     Args:
         model: the model, which is not changed.
-        wanted: whether the output of an activation, a gate or a norm is to be rebuilt.
+        run: runs it, to find and check what modules compute in their own `forward`; None to leave this alone.
+        wanted: whether the outputs of an activation, a gate, a norm or a module's own calls are to be rebuilt.
+
+    Returns:
+        The modules; none if the model has no output to rebuild, or no trained layer that would keep one. The
+        activation of a gate is not among them. Then records of the modules whose calls cannot be rebuilt.
+
+    Raises:
+        UsageError: the model cannot be run.
 
     """
     gates = [one for one in _gates(model) if wanted(one)]
@@ -74,7 +84,33 @@ def swaps(model: nn.Module, wanted: Callable[[Swap], bool] = lambda _: True) -> 
     producers = [one for one in _producers(model) if id(one.module) not in inside]
     producers = [*gates, *(one for one in producers if one.record is None or wanted(one))]
     consumers = [*_consumers(model)]
-    return [*producers, *consumers] if consumers and any(one.record for one in producers) else []
+    found = [*producers, *consumers]
+    calls, refused = ([], []) if run is None else _calls(model, run, found, wanted)
+    used = calls or (consumers and any(one.record for one in producers))
+    return [*found, *calls] if used else [], refused
+
+
+def _calls(
+    model: nn.Module, run: Run, others: Sequence[Swap], wanted: Callable[[Swap], bool]
+) -> tuple[list[Swap], list[SiteRecord]]:
+    """Return the modules whose own calls keep less, and records of those where that cannot be done."""
+    with swapped(others):
+        paths = find_calls(model, run)
+    found = [one for one in (Swap(path, model.get_submodule(path), "Calls") for path in paths) if wanted(one)]
+    reasons = {one.path: "its forward is not that of its class" for one in found if not _free(one.module)}
+    free = {one.path: one for one in found if one.path not in reasons}
+    sound: Sequence[str] = ()
+    if free:
+        checked = check_calls(
+            model, run, [*free], lambda of: swapped([*others, *(free[path] for path in of)] if of else [])
+        )
+        sound, reasons = checked.sound, reasons | checked.reasons
+    refused = [
+        SiteRecord(one.path, "calls", type(one.module).__name__, None, reasons[one.path])
+        for one in found
+        if one.path in reasons
+    ]
+    return [free[path] for path in sound], refused
 
 
 def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:

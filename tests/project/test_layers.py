@@ -17,7 +17,16 @@ FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "oper
 RUNTIME = ("torch_internals", "kernels", "ops")
 MODELS = (
     *("records", "restore", "norms", "memory", "models"),
-    *("rebuild", "convert", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild", "compare"),
+    *(
+        "rebuild",
+        "convert",
+        "rebuild.found",
+        "rebuild.sites",
+        "convert.arguments",
+        "convert.convert",
+        "convert.rebuild",
+        "compare",
+    ),
 )
 CODEGEN = ("dialects", "printers", "approximants", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")

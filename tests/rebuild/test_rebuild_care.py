@@ -194,23 +194,26 @@ HELD: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("name", ["mlp", "dropout", "composed", "qkv of LayerNorm", "adapters", "gate", "block"])
-def test_nothing_lives_longer(name: str, held: str) -> None:
-    """What stock has freed is freed, whatever of a step is held; and outputs are, while the graph is there."""
-    found = []
+def lifetimes(models: tuple[Any, Any], held: str) -> Iterator[set[str]]:
+    """Yield what lives while something of a step is held, and afterwards, for each model."""
     gc.freeze()  # collecting is then quick
-    for model in pair(MODELS[name]):
+    for model in models:
         with alive(model) as living:
             x = X.clone().requires_grad_()
             hold = HELD[held](model, x)
             gc.collect()
-            found.append(living())
+            yield living()
             del hold
             gc.collect()
-            found.append(living())  # PyTorch's own hooks on an output that its operation keeps never let go of it
+            yield living()  # PyTorch's own hooks on an output that its operation keeps never let go of it
     gc.unfreeze()
-    stock, stock_later, rebuilt, later = found
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", ["mlp", "dropout", "composed", "qkv of LayerNorm", "adapters", "gate", "block"])
+def test_nothing_lives_longer(name: str, held: str) -> None:
+    """What stock has freed is freed, whatever of a step is held; and outputs are, while the graph is there."""
+    stock, stock_later, rebuilt, later = lifetimes(pair(MODELS[name]), held)
     assert rebuilt <= stock and later <= stock_later
     if held == "the graph":
         assert rebuilt < stock

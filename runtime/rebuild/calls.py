@@ -1,0 +1,352 @@
+"""Calls of PyTorch's functions in a module's own `forward`: what they keep, and what is noted on their outputs.
+
+A mode of `torch.overrides` sees each call. A call that would keep something that can be rebuilt is made through
+`operation`; on what can be rebuilt from what a call keeps, this is noted. All other calls pass. The mode is on in
+the `forward` of modules that are given to it, outside of modules that rebuild themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
+
+from . import functions
+from .operation import operation
+from .recipes import Source, note, plain, source, use
+
+Function = Callable[..., Any]
+
+
+# ----------------------------------------------------------------------------------------------------- arguments
+
+
+class _Place(NamedTuple):
+    """Where a tensor was among the arguments of a call."""
+
+    number: int
+
+
+def _bound(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Function]:
+    """Return the tensors among arguments, also those in lists, and the function of these alone."""
+    tensors: list[Tensor] = []
+
+    def taken(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            tensors.append(one)
+            return _Place(len(tensors) - 1)
+        return type(one)(map(taken, one)) if type(one) in (list, tuple) else one
+
+    rest = [taken(one) for one in args]
+    named = {name: taken(one) for name, one in kwargs.items()}
+
+    def call(*given: Tensor) -> Any:
+        def filled(one: Any) -> Any:
+            if type(one) is _Place:
+                return given[one.number]
+            return type(one)(map(filled, one)) if type(one) in (list, tuple) else one
+
+        return function(*map(filled, rest), **{name: filled(one) for name, one in named.items()})
+
+    return tensors, call
+
+
+class _Expression:
+    """A function of tensors, some of which are rebuilt first."""
+
+    def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
+        self.function = function
+        self.state: list[Tensor] = []
+        self.parts: list[tuple[Function | None, list[int]]] = []
+        numbers: dict[int, int] = {}
+        for tensor, one in zip(tensors, found, strict=True):
+            state = (tensor,) if one is None else one.state
+            for each in state:
+                if id(each) not in numbers:
+                    numbers[id(each)] = len(self.state)
+                    self.state.append(each)
+            self.parts.append((one and one.function, [numbers[id(each)] for each in state]))
+
+    def take_state(self) -> tuple[Tensor, ...]:
+        """Return the tensors that it is a function of, and hold them no longer."""
+        state, self.state = tuple(self.state), []
+        return state
+
+    def use(self) -> None:
+        for function, _ in self.parts:
+            use(function)
+
+    def __call__(self, *state: Tensor) -> Any:
+        given = (
+            state[at[0]] if function is None else function(*(state[i] for i in at)) for function, at in self.parts
+        )
+        return self.function(*given)
+
+
+# --------------------------------------------------------------------------------------------------------- rules
+
+Keeps = Callable[[Sequence[Tensor]], Sequence[bool]]
+
+
+class Rule(NamedTuple):
+    """What a function of PyTorch keeps; each is one operation, which reads its tensors once.
+
+    Attributes:
+        keeps: of the tensors among its arguments, whether it keeps each.
+        keeps_output: whether it keeps what it returns; it has one tensor then.
+        noted: whether it is noted what the output is rebuilt from: not of products, which are not computed again.
+        replaced: whether it may keep something else, as `operation` does it.
+        cast: whether autocast casts its arguments.
+
+    """
+
+    keeps: Keeps
+    keeps_output: bool = False
+    noted: bool = True
+    replaced: bool = True
+    cast: bool = False
+
+
+def _nothing(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    return [False] * len(tensors)
+
+
+def _everything(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    return [True] * len(tensors)
+
+
+def _input(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep one tensor."""
+    return [one.requires_grad for one in tensors] if len(tensors) == 1 else _nothing(tensors)
+
+
+def _factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep each of two factors for the other's gradient, and what follows them."""
+    if len(tensors) < 2:
+        return _nothing(tensors)
+    a, b, *others = tensors
+    return [b.requires_grad, a.requires_grad, *(True for _ in others)]
+
+
+def _summed_factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    return [False, *_factors(tensors[1:])]
+
+
+def _quotient(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    if len(tensors) < 2:
+        return _nothing(tensors)
+    a, b = tensors
+    return [b.requires_grad, a.requires_grad or b.requires_grad]
+
+
+def _indexed(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep indices, if they are numbers."""
+    return [False, *(one.dtype == torch.int64 for one in tensors[1:])]
+
+
+def _normed(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep what is normed, and parameters, which are there anyway."""
+    x, *parameters = tensors
+    return [x.requires_grad, *(isinstance(one, nn.Parameter) for one in parameters)]
+
+
+INPUT, OUTPUT, CARRIED, INDEX = Rule(_input), Rule(_nothing, True), Rule(_nothing), Rule(_indexed)
+PRODUCT = Rule(_factors, noted=False, cast=True)
+_HOMES = {"F": F, "torch": torch, "Tensor": Tensor}
+_RULES: dict[Rule, dict[str, str]] = {
+    INPUT: {
+        "F": "gelu silu mish hardswish hardsigmoid leaky_relu elu selu celu softplus hardtanh relu6 glu",
+        "torch": "clamp clamp_min clamp_max clip pow square celu selu",
+        "Tensor": "clamp clamp_min clamp_max clip pow __pow__ square",
+    },
+    OUTPUT: {
+        "F": "relu",
+        "torch": "sigmoid tanh relu exp",
+        "Tensor": "sigmoid tanh relu exp",
+    },
+    CARRIED: {
+        "torch": "neg negative add sub subtract rsub cat concat concatenate stack clone reshape flatten",
+        "Tensor": "neg __neg__ negative add __add__ __radd__ sub __sub__ __rsub__ subtract clone contiguous "
+        "reshape flatten to float double half bfloat16 type_as",
+    },
+    INDEX: {"torch": "index_select", "Tensor": "__getitem__ index_select"},
+    Rule(_factors): {"torch": "mul multiply", "Tensor": "mul __mul__ __rmul__ multiply"},
+    Rule(_quotient): {
+        "torch": "div divide true_divide",
+        "Tensor": "div __div__ __truediv__ divide true_divide",
+    },
+    Rule(_normed, replaced=False): {"F": "layer_norm", "torch": "layer_norm"},
+    PRODUCT: {"torch": "matmul mm bmm", "Tensor": "matmul __matmul__ mm bmm"},
+    Rule(_summed_factors, noted=False, cast=True): {"torch": "addmm baddbmm", "Tensor": "addmm baddbmm"},
+    Rule(_everything, noted=False, cast=True): {"F": "scaled_dot_product_attention"},
+}
+
+
+def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function returns, which keeps less or is noted, as its rule says."""
+    tensors, call = _bound(function, args, kwargs)
+    options = (*args, *kwargs.values())
+    if (
+        not any(one.requires_grad for one in tensors)
+        or not all(map(plain, tensors))
+        or "out" in kwargs
+        or (rule.noted and any(one is True for one in options))  # it may be in place
+    ):
+        return function(*args, **kwargs)
+    found = [source(one) for one in tensors] if rule.replaced else [None] * len(tensors)
+    if rule.cast and any(found):
+        tensors = [_cast(*both) for both in zip(tensors, found, strict=True)]
+        found = [source(one) for one in tensors]
+    keeps = rule.keeps(tensors)
+    each = [*zip(found, keeps, strict=True)]
+    less = any(one is not None and (kept or rule.keeps_output) for one, kept in each)
+    noted = rule.noted and all(one is not None or kept for one, kept in each)
+    if not (less or noted):
+        return function(*args, **kwargs)
+    rebuild = None
+    if noted:
+        expression = _Expression(call, tensors, found)
+        state = expression.take_state()
+        rebuild = Source(functions.Plain(expression, tensors[0].device.type), state)
+    if less:
+        output = operation(call, tensors, rebuild if rule.keeps_output else None)
+    else:
+        output = function(*args, **kwargs)
+    if rebuild is not None and storage_id(output) in map(storage_id, tensors):
+        return output  # a view, or the tensor itself
+    if rebuild is not None:
+        note(output, rebuild.function, *rebuild.state)
+    here.tell(output, less)
+    return output
+
+
+def _cast(tensor: Tensor, found: Source | None) -> Tensor:
+    """Return a tensor that can be rebuilt as autocast would cast it, so that the cast can be rebuilt too."""
+    device = tensor.device.type
+    if found is None or not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    cast: Tensor = _ruled(CARRIED, Tensor.to, (tensor, torch.get_autocast_dtype(device)), {})
+    return cast
+
+
+# ------------------------------------------------------------------------------- functions that have their own
+
+
+def _linear(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
+    output = None
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and plain(weight) and weight.dim() == 2:
+        output = functions.linear(x, weight, bias)
+    if output is None:
+        return _ruled(PRODUCT, function, args, kwargs)
+    here.tell(output, True)
+    return output
+
+
+def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    given = {"p": 0.5, "training": True, "inplace": False}
+    given |= dict(zip(("input", *given), args, strict=False)) | kwargs
+    x = given.get("input")
+    output = None
+    if isinstance(x, Tensor) and given["training"] and not given["inplace"]:
+        output = functions.dropout(x, given["p"])
+    if output is None:
+        return function(*args, **kwargs)
+    here.tell(output, False)
+    return output
+
+
+def _handlers() -> dict[Any, Function]:
+    found: dict[Any, Function] = {F.linear: _linear, F.dropout: _dropout}
+    for rule, homes in _RULES.items():
+        for home, names in homes.items():
+            for name in names.split():
+                function = getattr(_HOMES[home], name, None)  # not every version has all
+                if function is not None:
+                    found[function] = partial(_ruled, rule)
+    if GROUPED_MM is not None:
+        found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
+    return found
+
+
+HANDLERS = _handlers()
+
+
+# ------------------------------------------------------------------------------------------------------ the mode
+
+
+class _Here(threading.local):
+    """Where a thread's forward pass is.
+
+    Attributes:
+        on: whether calls are looked at now.
+        pushed: whether the mode sees them.
+        hooks: of saved tensors, as they were when the innermost module was entered. In a checkpoint inside of a
+            module nothing is looked at: it would be run again in backward, outside of the module.
+        watch: is told of outputs, and whether their operation keeps something else than PyTorch's.
+
+    """
+
+    on = False
+    pushed = False
+    hooks: Any = None
+    watch: Callable[[Tensor, bool], None] | None = None
+
+    def tell(self, output: Tensor, less: bool) -> None:
+        if self.watch is not None:
+            self.watch(output, less)
+
+
+here = _Here()
+
+
+class _Calls(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # a part of a module, which is traced
+            return func(*args, **(kwargs or {}))
+        handler = HANDLERS.get(func)
+        if handler is None or not here.on or not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        hooks = saved_tensor_hooks()
+        if hooks is False or hooks != here.hooks:
+            return func(*args, **(kwargs or {}))
+        return handler(func, args, kwargs or {})
+
+
+MODE = _Calls()
+
+
+class looking:  # noqa: N801
+    """A context in which calls are looked at, or with `on=False` are not."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+
+    def __enter__(self) -> None:
+        self.before = here.on, here.hooks, here.pushed
+        if self.on:
+            here.hooks = saved_tensor_hooks()
+        elif here.pushed and innermost_mode() is MODE:  # so that it costs nothing
+            MODE.__exit__(None, None, None)
+            here.pushed = False
+        if self.on and not here.pushed:
+            MODE.__enter__()
+            here.pushed = True
+        here.on = self.on
+
+    def __exit__(self, *error: Any) -> None:
+        pushed = here.pushed
+        here.on, here.hooks, here.pushed = self.before
+        if pushed and not here.pushed:
+            MODE.__exit__(*error)
+        elif here.pushed and not pushed:
+            MODE.__enter__()

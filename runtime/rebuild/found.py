@@ -1,0 +1,166 @@
+"""Which modules keep less of what they call themselves: found by running the model, and checked by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from fitact.runtime.convert.measure import Run, real, traces
+from fitact.runtime.restore import untouched
+from fitact.runtime.torch_internals import FakeTensor, saved_tensor_hooks, tree_leaves
+
+from .calls import here, looking
+from .modules import PATH, Rebuilding
+from .recipes import Recipe, recipe_of
+
+UNLIKE = "its outputs would not be stock's bit for bit"
+RANDOM = "the model's outputs differ from one run to the next"
+
+
+class _Finder:
+    """Notes in which modules calls keep less, or are rebuilt from."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.running: list[tuple[str | None, bool, Any]] = []
+        self.paths: set[str] = set()
+        self.recipes: dict[Recipe, str] = {}
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        self.running.append((vars(module).get(PATH), here.on, here.hooks))
+        here.on, here.hooks = True, saved_tensor_hooks()
+
+    def leave(self, *_: Any) -> None:
+        _, here.on, here.hooks = self.running.pop()
+
+    def watch(self, output: Tensor, less: bool) -> None:
+        path = self.running[-1][0]
+        recipe = recipe_of(output)
+        if path is not None and less:
+            self.paths.add(path)
+        if path is not None and recipe is not None:
+            self.recipes[recipe] = path
+
+    @contextmanager
+    def looking(self, _: Any) -> Iterator[None]:
+        """Look at every call of a model: a plan of `traces`."""
+        self.begin()
+        entered = hooks.register_module_forward_pre_hook(self.enter)
+        left = hooks.register_module_forward_hook(self.leave, always_call=True)
+        try:
+            with looking():
+                here.on, here.watch = False, self.watch
+                yield
+        finally:
+            here.watch = None
+            entered.remove()
+            left.remove()
+
+    def found(self) -> set[str]:
+        """Return the paths of the modules in which a call keeps less, or makes another keep less."""
+        return self.paths | {path for recipe, path in self.recipes.items() if recipe.readers}
+
+
+def find_calls(model: nn.Module, run: Run) -> list[str]:
+    """Return the paths of the modules whose own calls would keep less, in the order of the model.
+
+    Args:
+        model: rebuilt otherwise.
+        run: runs it; it is run forward once, as fake tensors where it can be.
+
+    Raises:
+        UsageError: it cannot be run.
+
+    """
+    finder = _Finder()
+    with _tagged(model):
+        traces(model, run, frozenset(), [finder.looking])
+    found = finder.found()
+    return [path for path, _ in model.named_modules() if path in found]
+
+
+@contextmanager
+def _tagged(model: nn.Module) -> Iterator[None]:
+    """Let each module know its path, and so its copies, until the context ends."""
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        vars(module)[PATH] = path
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            if not isinstance(module, Rebuilding):  # which knows it anyway
+                vars(module).pop(PATH, None)
+
+
+class Checked(NamedTuple):
+    """What came of running a model.
+
+    Attributes:
+        sound: the paths of modules whose calls may be replaced.
+        reasons: why those of others may not, by path.
+
+    """
+
+    sound: list[str]
+    reasons: dict[str, str]
+
+
+def check_calls(
+    model: nn.Module,
+    run: Run,
+    paths: Sequence[str],
+    swapped: Callable[[Sequence[str]], AbstractContextManager[None]],
+) -> Checked:
+    """Run a model as it is and rebuilt, from the same random numbers, and compare the outputs bit for bit.
+
+    If they differ, the modules of each class are tried alone.
+
+    Args:
+        model: left as it was, with the generators of random numbers.
+        run: runs it.
+        paths: of modules whose calls are to be replaced.
+        swapped: rebuilds the model, with the calls of the modules at these paths.
+
+    """
+    if any(isinstance(one, FakeTensor) or one.is_meta for one in (*model.parameters(), *model.buffers())):
+        return Checked([], dict.fromkeys(paths, "the model's tensors have no values to check its outputs with"))
+
+    def outputs(of: Sequence[str]) -> list[Tensor]:
+        with torch.inference_mode(False), torch.enable_grad(), untouched(model), swapped(of):
+            if not model.training:
+                model.train()
+            leaves = tree_leaves(real(run)(model))
+            return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+
+    expected = outputs([])
+    if _equal(expected, outputs(paths)):
+        return Checked([*paths], {})
+    if not _equal(expected, outputs([])):
+        return Checked([], dict.fromkeys(paths, RANDOM))
+    classes: dict[type, list[str]] = {}
+    for path in paths:
+        classes.setdefault(type(model.get_submodule(path)), []).append(path)
+    sound = {path for group in classes.values() if _equal(expected, outputs(group)) for path in group}
+    found = [path for path in paths if path in sound]
+    if not _equal(expected, outputs(found)):
+        found = []
+    return Checked(found, {path: UNLIKE for path in paths if path not in found})
+
+
+def _equal(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    return len(expected) == len(found) and all(map(_same, expected, found))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+        return False
+    equal = a == b
+    return bool((equal | (a.isnan() & b.isnan()) if a.is_floating_point() else equal).all())

@@ -1,0 +1,144 @@
+"""An operation of PyTorch that keeps, in place of what it would keep, what that is rebuilt from.
+
+PyTorch's own operation runs inside another node, which keeps for it what it asks to keep. So the backward pass is
+PyTorch's own too, whatever kernel it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from fitact.runtime.torch_internals import storage_id, without_torch_function
+
+from .functions import once
+from .recipes import Source, source, use
+
+Function = Callable[..., Tensor]
+
+
+class _Start(torch.autograd.Function):
+    """A tensor as the start of a graph, which does not hold it as a leaf would."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        raise AssertionError("the gradient is taken before it gets here")
+
+
+class _Slot(NamedTuple):
+    """One tensor that the operation keeps.
+
+    Attributes:
+        function: what it is rebuilt by, from the tensors `start` to `stop`; None if it is the one at `start`.
+
+    """
+
+    function: Function | None
+    start: int
+    stop: int
+
+
+class _Shelf:
+    """What an operation keeps, held by another node."""
+
+    def __init__(self) -> None:
+        self.found: list[Source | Tensor] = []
+        self.slots: list[_Slot] = []
+        self.values: tuple[Tensor, ...] = ()
+
+    def pack(self, tensor: Tensor) -> int:
+        """Take a tensor from the operation's node, and return its number."""
+        with without_torch_function():
+            found = source(tensor)
+            self.found.append(tensor.detach() if found is None else found)
+        return len(self.found) - 1
+
+    def replace(self, output: Tensor, found: Source) -> None:
+        """Rebuild the output too, if it is kept."""
+        key = storage_id(output)
+        self.found = [found if isinstance(one, Tensor) and storage_id(one) == key else one for one in self.found]
+
+    def tensors(self) -> list[Tensor]:
+        """Return what has to be kept for all that has been packed, and hold none of it."""
+        kept: list[Tensor] = []
+        for one in self.found:
+            function, state = (None, (one,)) if isinstance(one, Tensor) else one
+            if function is not None:
+                use(function)
+            self.slots.append(_Slot(function, len(kept), len(kept) + len(state)))
+            kept += state
+        self.found = []
+        return kept
+
+    def unpack(self, number: int) -> Tensor:
+        """Give a tensor back to the operation's node."""
+        function, start, stop = self.slots[number]
+        with without_torch_function():
+            return self.values[start] if function is None else function(*self.values[start:stop])
+
+
+class _Recorded:
+    """A context that autograd records, which modes of `torch.overrides` do not see, unlike `torch.enable_grad`."""
+
+    def __enter__(self) -> None:
+        with without_torch_function():
+            torch.set_grad_enabled(True)
+
+    def __exit__(self, *_: Any) -> None:
+        with without_torch_function():
+            torch.set_grad_enabled(False)
+
+
+class _Operation(torch.autograd.Function):
+    """A function of tensors whose node keeps the shelf's tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, rebuilt: Source | None, *tensors: Tensor) -> Tensor:
+        shelf = ctx.shelf = _Shelf()
+        with _Recorded():
+            with without_torch_function():
+                anchor = torch.empty((), requires_grad=True)
+                inside = [
+                    _Start.apply(anchor, one.detach()) if wanted else one.detach()  # type: ignore[no-untyped-call]
+                    for one, wanted in zip(tensors, ctx.needs_input_grad[2:], strict=True)
+                ]
+                ctx.starts = [get_gradient_edge(one) for one in inside if one.requires_grad]
+            with saved_tensors_hooks(shelf.pack, shelf.unpack):
+                output = function(*inside)
+        with without_torch_function():
+            ctx.end = get_gradient_edge(output)
+            if rebuilt is not None:
+                shelf.replace(output, rebuilt)
+            ctx.save_for_backward(*shelf.tensors())
+            return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        ctx.shelf.values = ctx.saved_tensors
+        try:
+            found = iter(torch.autograd.grad(ctx.end, ctx.starts, grads, retain_graph=True, allow_unused=True))
+        finally:
+            ctx.shelf.values = ()
+        return None, None, *(next(found) if wanted else None for wanted in ctx.needs_input_grad[2:])
+
+
+def operation(function: Function, tensors: list[Tensor], rebuilt: Source | None = None) -> Tensor:
+    """Return a function of tensors that keeps what they are rebuilt from, where it would keep one of them.
+
+    Args:
+        function: one operation of PyTorch, which reads each tensor once and returns a tensor of its own.
+        tensors: one of them has a source, and one of them requires a gradient.
+        rebuilt: what the output is rebuilt from, if the operation keeps that.
+
+    """
+    output: Tensor = _Operation.apply(function, rebuilt, *tensors)  # type: ignore[no-untyped-call]
+    return output
