@@ -139,9 +139,14 @@ def choose(
     return Chosen(included, frozenset(_matching(there, exclude, "exclude")))
 
 
-def _matching(paths: Sequence[str], patterns: Patterns, name: str) -> set[str]:
+def patterns(given: Patterns) -> Sequence[str]:
+    """Return patterns as a sequence."""
+    return [given] if isinstance(given, str) else given or ()
+
+
+def _matching(paths: Sequence[str], given: Patterns, name: str) -> set[str]:
     found: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+    for pattern in patterns(given):
         some = {path for path in paths if fnmatchcase(path, pattern)}
         if not some:
             raise UsageError(f"{name} {quote(pattern)}: no activation has such a path; there are {few(paths)}")

@@ -28,6 +28,7 @@ from .arguments import (
     none_held,
     nothing_to_rebuild,
     own_classes,
+    patterns,
 )
 from .choices import (
     ERRORS,
@@ -148,11 +149,16 @@ def convert(
         measure = partial(measured, attempt=number)
     stock_kept = None if before is None else before.kept
     unseen = () if before is None else before.unseen
-    merged = merge_norms(model, example_inputs, include=include, exclude=exclude) if norms else []
-    if measure and merged:
-        (before,) = measure([stock])
-    was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
     found, refused = rebuilding.swaps(model, run, partial(chosen.rebuilt, own=own)) if rebuilds else ([], [])
+    merged: list[SiteRecord] = []
+    if norms and measure:
+        spared = [] if torch.is_autocast_enabled(_device(model)) else _rebuilt_norms(found, measure)
+        merged = merge_norms(model, example_inputs, include=include, exclude=[*patterns(exclude), *spared])
+        merged = [one for one in merged if one.name not in spared]
+        (before,) = measure([stock])
+        there = {id(module) for module in model.modules()}
+        found = [one for one in found if id(one.module) in there]
+    was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
     if not (sites or norms or found):
         raise UsageError(nothing_to_rebuild(refused, run) if method == "rebuild" else none_held(model, run))
     if measure and before and found:
@@ -183,6 +189,21 @@ def convert(
                 put_back(site.held)  # the original is as it was
     records = (*_records(sites, replacements, was, after), *_rebuilt(found), *refused, *merged)
     return Conversion(records, dry_run, stock_kept, None if after is None else after.kept, unseen, gradient)
+
+
+def _device(model: nn.Module) -> str:
+    """Return the kind of device that a model is on."""
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
+
+
+def _rebuilt_norms(found: Sequence[rebuilding.Swap], measure: Measure) -> list[str]:
+    """Return the norms whose outputs layers rebuild: merged, they would keep as much and round differently.
+
+    Not under autocast, where their input is in float32 and their output, which merged norms keep, is cast to less.
+    """
+    with rebuilding.swapped(found), reading() as read:
+        measure([stock])
+    return [one.path for one in found if one.path in read and one.record and one.record.kind == "norm"]
 
 
 def _whole(

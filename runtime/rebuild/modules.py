@@ -117,7 +117,7 @@ class Composed(Rebuilding):
     """An activation of several operations, which keep more than its input."""
 
     def _forward(self: Any, input: Tensor) -> Tensor:
-        return functions.again(partial(self.stock.forward, self), input)
+        return functions.again(_Noticed(partial(self.stock.forward, self), self), input)
 
 
 def _of_copy(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Norm(Rebuilding):
             return result
 
         if self.composed and hidden_states.dtype in HALF:
-            return functions.again(normed, hidden_states, *there.values())
+            return functions.again(_Noticed(normed, self), hidden_states, *there.values())
         output = stock.forward(self, hidden_states)
         return functions.noted(output, _Noticed(normed, self), hidden_states, *there.values())
 
