@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from .functions import Plain, autocast, once
+from .functions import Plain, autocast, differentiable, once
 from .recipes import Function, Source, note, source, use
 
 
@@ -31,9 +32,9 @@ class _Chained(torch.autograd.Function):
         once()
         state = ctx.saved_tensors
         x = ctx.rebuild(*state).detach().requires_grad_()
-        with torch.enable_grad(), ctx.autocast():
-            y = ctx.function(x)
-        (dx,) = torch.autograd.grad(y, x, grads)
+        with differentiable(ctx.autocast):
+            edge = get_gradient_edge(ctx.function(x))
+        (dx,) = torch.autograd.grad(edge, x, grads)
         return dx, None, None, None, *(None for _ in state)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_float
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.torch_internals import in_functorch_transform
 
@@ -35,6 +37,44 @@ def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
         return nullcontext
     dtype = torch.get_autocast_dtype(device)
     return lambda: torch.autocast(device, dtype)
+
+
+class _Power(torch.autograd.Function):
+    """A power, whose derivative takes one tensor where PyTorch's takes three, of the same numbers."""
+
+    @staticmethod
+    def forward(x: Tensor, exponent: float) -> Tensor:
+        return x.pow(exponent)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.exponent = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return x.pow(ctx.exponent - 1).mul_(ctx.exponent).mul_(grads[0]), None
+
+
+class _Powers(TorchFunctionMode):
+    """A context in which powers are differentiated like this; autocast, which casts them, does that itself."""
+
+    NAMES = (torch.pow, Tensor.pow, Tensor.__pow__)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.NAMES and len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1]:
+            x, exponent = args
+            if x.requires_grad and x.is_floating_point() and not torch.is_autocast_enabled(x.device.type):
+                return _Power.apply(x, exponent)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def differentiable(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter a context in which a function is computed again for its derivative, in the autocast that it ran in."""
+    with torch.enable_grad(), autocast(), _Powers():
+        yield
 
 
 # ------------------------------------------------------------------------------------------------------- consumers
@@ -164,14 +204,16 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
-        (grad,) = grads
         g, u = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()
         wants_g, wants_u = ctx.needs_input_grad[:2]
-        with torch.enable_grad(), ctx.autocast():
+        with differentiable(ctx.autocast):
             g = g.detach().requires_grad_(wants_g)
             value = ctx.function(g)
-        dg = torch.autograd.grad(value, g, grad * u)[0] if wants_g else None
-        du = grad * value.detach() if wants_u else None
+            edge = get_gradient_edge(value * u.detach()) if wants_g else None
+        du = grads[0] * value.detach() if wants_u else None
+        del value, u  # autograd frees what it keeps of them as it goes
+        dg = None if edge is None else torch.autograd.grad(edge, g, grads)[0]
         return dg, du, None
 
 
@@ -207,13 +249,13 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
         wanted = ctx.needs_input_grad[1:]
-        with torch.enable_grad(), ctx.autocast():
+        with differentiable(ctx.autocast):
             inputs = [
                 one.detach().requires_grad_(wants) for one, wants in zip(ctx.saved_tensors, wanted, strict=True)
             ]
-            output = ctx.function(*inputs)
+            edge = get_gradient_edge(ctx.function(*inputs))
         asked = [one for one, wants in zip(inputs, wanted, strict=True) if wants]
-        found = iter(torch.autograd.grad(output, asked, grads))
+        found = iter(torch.autograd.grad(edge, asked, grads))
         return None, *(next(found) if wants else None for wants in wanted)
 
 
@@ -230,15 +272,16 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        if x.is_cuda:
-            y, mask = torch.native_dropout(x, p, True)
-        else:
+        if not x.is_cuda:
             factor = torch.empty_like(x).bernoulli_(1 - p)
+            if x.stride() == factor.stride():
+                bits = pack(factor.bool())
+                return torch.mul(x, factor.div_(1 - p), out=factor), bits
             mask = factor.bool()
             y = x * factor.div_(1 - p)
-        if mask.stride() != y.stride():
-            mask = torch.empty_like(y, dtype=torch.bool).copy_(mask)
-        return y, pack(mask)
+        else:
+            y, mask = torch.native_dropout(x, p, True)
+        return y, pack(mask if mask.stride() == y.stride() else torch.empty_like(y, dtype=torch.bool).copy_(mask))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -456,15 +456,17 @@ def test_exported_and_traced() -> None:
     assert torch.equal(torch.export.export(model, (X,)).module()(X), model(X))
 
 
-@pytest.mark.parametrize("name", ["mlp", "qkv", "gate", "composed", "adapters"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_peak(name: str, dtype: torch.dtype) -> None:
+    """Not even a single block takes more, although it is rebuilt while its gradients are there."""
     wide = torch.randn(64, 32, 16).to(dtype)
-    stock, rebuilt = (
-        peak_memory(lambda one=one: one(wide).sum().backward(), one)["total"]
-        for one in pair(lambda: nn.Sequential(*(MODELS[name]() for _ in range(4))), dtype)
-    )
-    assert rebuilt <= stock
+    for blocks in (1, 2, 4):
+        stock, rebuilt = (
+            peak_memory(lambda one=one: one(wide).sum().backward(), one)["total"]
+            for one in pair(lambda blocks=blocks: nn.Sequential(*(MODELS[name]() for _ in range(blocks))), dtype)
+        )
+        assert rebuilt <= stock if blocks == 1 else rebuilt < stock
 
 
 def test_reverting_and_dry_runs() -> None:

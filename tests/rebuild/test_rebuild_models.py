@@ -152,6 +152,38 @@ def test_peak(name: str) -> None:
         assert peaks[1] < peaks[0]
 
 
+BLOCKS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 172},
+    "gpt2": {"n_layer": 1, "n_embd": 64, "n_head": 4},
+    "bert": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256},
+    "t5": {"num_layers": 1, "d_model": 64, "d_ff": 160, "d_kv": 16, "num_heads": 4}
+    | {"feed_forward_proj": "gated-gelu"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_peak_of_a_block(name: str, dtype: torch.dtype) -> None:
+    """One block alone takes no more than stock's; of T5, one of the encoder and one of the decoder."""
+    transformers = imported("transformers")
+    config = transformers.AutoConfig.for_model(name, vocab_size=61, **BLOCKS[name])
+    config.use_cache = False
+    embeds = torch.randn(4, 128, 64).to(dtype)
+    inputs = {"inputs_embeds": embeds} | ({"decoder_inputs_embeds": embeds} if name == "t5" else {})
+    peaks = []
+    for rebuilt in (False, True):
+        model = transformers.AutoModel.from_config(config).to(dtype).train()
+        if rebuilt:
+            fitact.rebuild(model)
+
+        def run(model: Any = model) -> None:
+            model(**inputs).last_hidden_state.float().square().sum().backward()
+
+        with gpu_kernels():
+            peaks.append(peak_memory(run, model)["total"])
+    assert peaks[1] < peaks[0]
+
+
 @pytest.mark.parametrize(
     "name", ["llama lora, dropout", *(pytest.param(one, marks=pytest.mark.full) for one in ("gpt2", "bert"))]
 )
