@@ -343,10 +343,10 @@ class looking:  # noqa: N801
             here.pushed = True
         here.on = self.on
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *_: Any) -> None:
         pushed = here.pushed
         here.on, here.hooks, here.pushed = self.before
         if pushed and not here.pushed:
-            MODE.__exit__(*error)
+            MODE.__exit__(None, None, None)
         elif here.pushed and not pushed:
             MODE.__enter__()

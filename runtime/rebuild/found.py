@@ -12,7 +12,7 @@ from torch.nn.modules import module as hooks
 
 from fitact.runtime.convert.measure import Run, real, traces
 from fitact.runtime.restore import untouched
-from fitact.runtime.torch_internals import FakeTensor, saved_tensor_hooks, tree_leaves
+from fitact.runtime.torch_internals import FakeTensor, tree_leaves
 
 from .calls import here, looking
 from .modules import PATH, Rebuilding
@@ -29,16 +29,16 @@ class _Finder:
         self.begin()
 
     def begin(self) -> None:
-        self.running: list[tuple[str | None, bool, Any]] = []
+        self.running: list[tuple[str | None, looking]] = []
         self.paths: set[str] = set()
         self.recipes: dict[Recipe, str] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        self.running.append((vars(module).get(PATH), here.on, here.hooks))
-        here.on, here.hooks = True, saved_tensor_hooks()
+        self.running.append((vars(module).get(PATH), looking()))
+        self.running[-1][1].__enter__()
 
     def leave(self, *_: Any) -> None:
-        _, here.on, here.hooks = self.running.pop()
+        self.running.pop()[1].__exit__()
 
     def watch(self, output: Tensor, less: bool) -> None:
         path = self.running[-1][0]
@@ -55,10 +55,11 @@ class _Finder:
         entered = hooks.register_module_forward_pre_hook(self.enter)
         left = hooks.register_module_forward_hook(self.leave, always_call=True)
         try:
-            with looking():
-                here.on, here.watch = False, self.watch
-                yield
+            here.watch = self.watch
+            yield
         finally:
+            while self.running:  # of what has failed
+                self.leave()
             here.watch = None
             entered.remove()
             left.remove()

@@ -33,22 +33,23 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 SHARES = {
     "qwen3": 0.90,
     "gemma3": 0.91,
-    "mixtral": 0.60,
+    "mixtral": 0.59,
     "mixtral, each expert": 0.61,
-    "gpt_oss": 0.44,
-    "gpt_oss, each expert": 0.45,
-    "qwen2_moe": 0.75,
+    "gpt_oss": 0.43,
+    "gpt_oss, each expert": 0.44,
+    "qwen2_moe": 0.69,
     "qwen2_moe, each expert": 0.70,
-    "qwen3_moe": 0.65,
+    "qwen3_moe": 0.60,
     "qwen3_moe, each expert": 0.62,
-    "llama lora in float32": 0.72,
-    "llama lora in float32, dropout": 0.80,
+    "llama lora in float32": 0.59,
+    "llama lora in float32, dropout": 0.64,
 }
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model in training mode; its experts are computed together unless the name says otherwise."""
     if "lora" in name:
+        made(name, dtype)  # the first one draws other numbers
         return made(name, dtype)
     transformers = imported("transformers")
     kind, sizes = SIZES[name.partition(",")[0]]
@@ -80,7 +81,7 @@ QUICK = {
 CASES = [
     pytest.param(name, precision, id=one, marks=() if one in QUICK else pytest.mark.full)
     for name in SHARES
-    for precision in ("float32", "bfloat16", "autocast")
+    for precision in (["bfloat16"] if "lora" in name else ["float32", "bfloat16", "autocast"])
     for one in [f"{name}-{precision}"]
 ]
 
@@ -89,8 +90,6 @@ CASES = [
 def test_gradients_and_bytes(name: str, precision: str) -> None:
     dtype = HALF if precision == "bfloat16" else torch.float32
     autocast = HALF if precision == "autocast" else None
-    if "lora" in name and precision == "float32":
-        return  # its adapters are in the dtype of all else
     stock, modules = model_of(name, dtype), model_of(name, dtype)
     fitact.rebuild(modules)
     with cast(autocast):
