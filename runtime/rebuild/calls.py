@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
 
 from . import functions
-from .operation import operation
+from .operation import operation, rebuilds
 from .recipes import Source, note, plain, source, use
 
 Function = Callable[..., Any]
@@ -224,7 +224,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         return output  # a view, or the tensor itself
     if rebuild is not None:
         note(output, rebuild.function, *rebuild.state)
-    here.tell(output, less)
+    here.tell(output, less and rebuilds(output))
     return output
 
 

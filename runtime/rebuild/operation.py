@@ -142,3 +142,9 @@ def operation(function: Function, tensors: list[Tensor], rebuilt: Source | None 
     """
     output: Tensor = _Operation.apply(function, rebuilt, *tensors)  # type: ignore[no-untyped-call]
     return output
+
+
+def rebuilds(output: Tensor) -> bool:
+    """Return whether anything is rebuilt for the backward of `operation`, whose output this is."""
+    node: Any = output.grad_fn
+    return any(slot.function is not None for slot in node.shelf.slots)
