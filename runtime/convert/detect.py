@@ -21,7 +21,7 @@ from torch import nn
 from fitact.api import activation
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import is_generated, registered
-from fitact.runtime.rebuild.modules import Rebuilding, original_class
+from fitact.runtime.rebuild.modules import Rebuilding, activation_of, is_activation, original_class
 from fitact.runtime.torch_internals import has_hooks, modules_in
 
 from .probe import computes
@@ -191,7 +191,7 @@ def _activation_sites(
         return
     seen.add(id(parent))
     for attribute, held in [*modules_in(parent).items(), *vars(parent).items()]:
-        if isinstance(parent, Rebuilding) and attribute == parent.activation:
+        if attribute == activation_of(parent):
             continue
         full_path = f"{path}.{attribute}" if path else attribute
         found = recognise(held, own)
@@ -230,7 +230,7 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
 def _module(module: nn.Module, own: frozenset[type]) -> Found | None:
     kind = original_class(module)
     name = kind.__name__
-    if isinstance(module, Rebuilding) and not module.is_activation:
+    if isinstance(module, Rebuilding) and not is_activation(module):
         return None
     if kind in own:
         return Found(name)

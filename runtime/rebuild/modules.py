@@ -58,47 +58,36 @@ class _Noticed:
 
 
 class Rebuilding:
-    """What the classes below share.
+    """What the classes below share; their names must not hide those of a user's module.
 
     Attributes:
-        stock: the module's own class, whose `forward` the compiler traces.
-        kind: of CLASSES.
+        fitact_stock: the module's own class, whose `forward` the compiler traces.
+        fitact_kind: a key of CLASSES.
 
     """
 
-    stock: type[Any]
-    kind: str
-
-    @property
-    def is_activation(self) -> bool:
-        """Whether it is an activation."""
-        return KINDS.get(self.kind) == "activation"
-
-    @property
-    def activation(self) -> str | None:
-        """The name of the child that is the activation of a gate, None if it is no gate."""
-        gate: Gate | None = vars(self).get("fitact_gate")
-        return None if gate is None else gate.activation
+    fitact_stock: type[Any]
+    fitact_kind: str
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what the module does."""
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             if not here.on:
-                return self._forward(*args)
+                return self._fitact_forward(*args)
             with looking(False):
-                return self._forward(*args)
-        return self.stock.forward(self, *args, **kwargs)
+                return self._fitact_forward(*args)
+        return self.fitact_stock.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make the module again: its class is nowhere to be imported from."""
-        return _empty, (self.kind, self.stock), self.__dict__.copy()
+        return _empty, (self.fitact_kind, self.fitact_stock), self.__dict__.copy()
 
 
 class Activation(Rebuilding):
     """An activation that keeps its input."""
 
-    def _forward(self: Any, input: Tensor) -> Tensor:
-        function = _Noticed(partial(self.stock.forward, self), self)
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
+        function = _Noticed(partial(self.fitact_stock.forward, self), self)
         output = chained(function, function, input)
         return functions.noted(function(input), function, input) if output is None else output
 
@@ -106,8 +95,8 @@ class Activation(Rebuilding):
 class Chained(Rebuilding):
     """An activation that keeps its output, or works in place: if its input is rebuilt, so is its output."""
 
-    def _forward(self: Any, input: Tensor) -> Tensor:
-        run = partial(self.stock.forward, self)
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
+        run = partial(self.fitact_stock.forward, self)
         function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
         output = chained(run, function, input)
         return run(input) if output is None else output
@@ -116,8 +105,8 @@ class Chained(Rebuilding):
 class Composed(Rebuilding):
     """An activation of several operations, which keep more than its input."""
 
-    def _forward(self: Any, input: Tensor) -> Tensor:
-        return functions.again(_Noticed(partial(self.stock.forward, self), self), input)
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
+        return functions.again(_Noticed(partial(self.fitact_stock.forward, self), self), input)
 
 
 def _of_copy(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -128,10 +117,10 @@ def _of_copy(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Norm(Rebuilding):
     """A norm: its input is kept, and its parameters are kept anyway."""
 
-    composed = False
+    fitact_composed = False
 
-    def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-        stock, rest = self.stock, vars(self)
+    def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
+        stock, rest = self.fitact_stock, vars(self)
         there = {name: parameter for name, parameter in parameters_in(self).items() if parameter is not None}
 
         def normed(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -141,7 +130,7 @@ class Norm(Rebuilding):
             result: Tensor = stock.forward(twin, x)
             return result
 
-        if self.composed and hidden_states.dtype in HALF:
+        if self.fitact_composed and hidden_states.dtype in HALF:
             return functions.again(_Noticed(normed, self), hidden_states, *there.values())
         output = stock.forward(self, hidden_states)
         return functions.noted(output, _Noticed(normed, self), hidden_states, *there.values())
@@ -154,17 +143,17 @@ class ComposedNorm(Norm):
     would be added to those of other readers in another order than stock's.
     """
 
-    composed = True
+    fitact_composed = True
 
 
 class BatchNorm(Rebuilding):
     """A norm over a batch; its statistics are computed again, those that run along are left alone."""
 
-    def _forward(self: Any, input: Tensor) -> Tensor:
-        output: Tensor = self.normed(self.stock.forward(self, input), input)
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
+        output: Tensor = self.fitact_normed(self.fitact_stock.forward(self, input), input)
         return output
 
-    def normed(self: Any, output: Tensor, input: Tensor) -> Tensor:
+    def fitact_normed(self: Any, output: Tensor, input: Tensor) -> Tensor:
         """Return the output, to be rebuilt from the input."""
         training, eps = self.training or self.running_mean is None, self.eps
         names = ("weight", "bias") if training else ("weight", "bias", "running_mean", "running_var")
@@ -185,8 +174,8 @@ class BatchNorm(Rebuilding):
 class BatchNormAct(BatchNorm):
     """timm's, with an activation, and with what it drops in between."""
 
-    def _forward(self: Any, x: Tensor) -> Tensor:
-        output = self.normed(nn.BatchNorm2d.forward(self, x), x)
+    def _fitact_forward(self: Any, x: Tensor) -> Tensor:
+        output = self.fitact_normed(nn.BatchNorm2d.forward(self, x), x)
         result: Tensor = self.act(self.drop(output))
         return result
 
@@ -194,33 +183,33 @@ class BatchNormAct(BatchNorm):
 class Convolution(Rebuilding):
     """A convolution that keeps what its input is rebuilt from."""
 
-    def _forward(self: Any, input: Tensor) -> Tensor:
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         output = convolution(self, input)
-        return self.stock.forward(self, input) if output is None else output
+        return self.fitact_stock.forward(self, input) if output is None else output
 
 
 class Linear(Rebuilding):
     """A linear layer that keeps what its input is rebuilt from."""
 
-    def _forward(self: Any, input: Tensor) -> Tensor:
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         output = functions.linear(input, self.weight, self.bias)
-        return self.stock.forward(self, input) if output is None else output
+        return self.fitact_stock.forward(self, input) if output is None else output
 
 
 class Conv1D(Rebuilding):
     """The linear layer of transformers' GPT-2, with a weight of (inputs, outputs)."""
 
-    def _forward(self: Any, x: Tensor) -> Tensor:
+    def _fitact_forward(self: Any, x: Tensor) -> Tensor:
         output = functions.linear(x, self.weight, self.bias, transposed=True)
-        return self.stock.forward(self, x) if output is None else output
+        return self.fitact_stock.forward(self, x) if output is None else output
 
 
 class Dropout(Rebuilding):
     """Dropout that keeps a mask and hands on what its input is rebuilt from."""
 
-    def _forward(self: Any, input: Tensor) -> Tensor:
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         output = functions.dropout(input, self.p) if self.training and not self.inplace else None
-        return self.stock.forward(self, input) if output is None else output
+        return self.fitact_stock.forward(self, input) if output is None else output
 
 
 class Gate(NamedTuple):
@@ -261,10 +250,10 @@ class Gate(NamedTuple):
 class GatedMLP(Rebuilding):
     """down(f(g) · u), of which g and u are kept; f itself is not called where its hooks would notice."""
 
-    def _forward(self: Any, x: Tensor) -> Tensor:
+    def _fitact_forward(self: Any, x: Tensor) -> Tensor:
         gate: Gate = self.fitact_gate
         if has_hooks(getattr(self, gate.activation)):
-            output: Tensor = self.stock.forward(self, x)
+            output: Tensor = self.fitact_stock.forward(self, x)
             return output
         return gate.compute(self, x)
 
@@ -273,7 +262,7 @@ class Calls(Rebuilding):
     """A module that calls PyTorch's functions itself, of which less is kept."""
 
     def __init_subclass__(cls) -> None:
-        stock = cls.stock.forward
+        stock = cls.fitact_stock.forward
 
         @wraps(stock)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -303,9 +292,25 @@ KINDS: dict[str, Kind] = {
 REBUILT = "rebuilt"
 
 
+def is_activation(module: Rebuilding) -> bool:
+    """Return whether a module is an activation."""
+    return KINDS.get(module.fitact_kind) == "activation"
+
+
+def activation_of(module: object) -> str | None:
+    """Return the name of the child that is the activation of a gate; None if the module is no gate."""
+    gate: Gate | None = vars(module).get("fitact_gate") if isinstance(module, Rebuilding) else None
+    return None if gate is None else gate.activation
+
+
 @cache
 def _class(kind: str, stock: Any) -> Any:
-    names = {"stock": stock, "kind": kind, "__module__": stock.__module__, "__qualname__": stock.__qualname__}
+    names = {
+        "fitact_stock": stock,
+        "fitact_kind": kind,
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+    }
     return type(stock.__name__, (CLASSES[kind], stock), names)
 
 
@@ -333,13 +338,13 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None) -> N
 
 def original_class(module: Any) -> type[Any]:
     """Return a module's class as it was before `swap`."""
-    return module.stock if isinstance(module, Rebuilding) else type(module)
+    return module.fitact_stock if isinstance(module, Rebuilding) else type(module)
 
 
 def put_back(module: Any) -> None:
     """Give a module its own class again."""
     if isinstance(module, Rebuilding):
-        module.__class__ = module.stock
+        module.__class__ = module.fitact_stock
         for name in (PATH, "fitact_gate"):
             vars(module).pop(name, None)
 
@@ -348,7 +353,7 @@ def restore(model: nn.Module) -> Iterator[SiteRecord]:
     """Give every module of a model its own class again, and yield what was rebuilt."""
     for path, module in model.named_modules():
         if isinstance(module, Rebuilding):
-            kind = KINDS.get(module.kind)
+            kind = KINDS.get(module.fitact_kind)
             put_back(module)
             if kind is not None:
                 yield SiteRecord(path, kind, REBUILT, type(module).__name__)

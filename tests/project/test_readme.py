@@ -159,8 +159,10 @@ def test_rebuilt(title: str, name: str, dropout: float | None) -> None:
     batch = {"input_ids": torch.zeros(2, 512, dtype=torch.long)}
     rebuilt = fitact.rebuild(_small(name, dropout), example_inputs=batch)
     auto = fitact.convert(_small(name, dropout), "auto", norms=True, example_inputs=batch)
-    assert rebuilt.kept_before == auto.kept_before == int(row[0].replace(",", ""))
-    for stated, found in zip(row[1:], (rebuilt, auto), strict=True):
+    inverted = fitact.convert(_small(name, dropout), "inverted", norms=True, example_inputs=batch)
+    assert rebuilt.kept_before == inverted.kept_before == int(row[0].replace(",", ""))
+    assert auto.kept_after == rebuilt.kept_after
+    for stated, found in zip(row[1:], (rebuilt, inverted), strict=True):
         assert f"{100 * found.kept_after / found.kept_before:.1f}" == stated
 
 

@@ -462,3 +462,38 @@ AROUND: dict[str, Step] = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_surroundings(name: str, around: str) -> None:
     agree(MODELS[name], AROUND[around])
+
+
+class Named(nn.Module):
+    """A gated MLP whose children and attributes have names that the project uses for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stock, self.kind, self.activation, self.down = (
+            *(nn.Linear(16, 32), nn.Linear(16, 32)),
+            *(NamedActivation(), nn.Linear(32, 16)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.activation(self.stock(x)) * self.kind(x))
+        return y
+
+
+class NamedActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stock, self.kind, self.path, self.gate = 1.702, "quick", "a", 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.stock * x)
+
+
+def test_names_of_a_module_s_own() -> None:
+    x = torch.randn(8, 16)
+    for make in (Named, lambda: nn.Sequential(nn.Linear(16, 32), NamedActivation(), nn.Linear(32, 16))):
+        torch.manual_seed(0)
+        model = make()
+        stock = copy.deepcopy(model)
+        report = fitact.rebuild(model, example_inputs=x, gradients=True)
+        assert report.kept_after < report.kept_before and report.gradient.error == 0
+        assert torch.equal(model(x), stock(x))
