@@ -154,7 +154,6 @@ def convert(
     if norms and measure:
         spared = [] if torch.is_autocast_enabled(_device(model)) else _rebuilt_norms(found, measure)
         merged = merge_norms(model, example_inputs, include=include, exclude=[*patterns(exclude), *spared])
-        merged = [one for one in merged if one.name not in spared]
         (before,) = measure([stock])
         there = {id(module) for module in model.modules()}
         found = [one for one in found if id(one.module) in there]
@@ -187,6 +186,8 @@ def convert(
         for site, replacement in zip(sites, replacements, strict=True):
             if replacement.kind:
                 put_back(site.held)  # the original is as it was
+    paths = {one.path for one in found}
+    merged = [one for one in merged if one.after or one.name not in paths]  # what is rebuilt is not left alone
     records = (*_records(sites, replacements, was, after), *_rebuilt(found), *refused, *merged)
     return Conversion(records, dry_run, stock_kept, None if after is None else after.kept, unseen, gradient)
 

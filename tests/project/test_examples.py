@@ -27,18 +27,18 @@ def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     kept = re.search(r"kept for backward: ([\d.]+) MiB", done.stdout)
-    loss = re.search(r"loss ([\d.]+) over 12 steps", done.stdout)
+    loss = re.search(r"loss (\S+) over 12 steps", done.stdout)
     assert kept is not None and loss is not None
     return done.stdout, float(kept[1]), float(loss[1])
 
 
 @pytest.mark.full
 def test_finetune_lora(tmp_path: Path) -> None:
-    """Converted it keeps less, learns as well, and leaves nothing behind."""
+    """Converted it keeps at least 40 % less, learns the same to the last bit, and leaves nothing behind."""
     plain, kept, loss = finetune(tmp_path, "--plain")
     assert "site" not in plain
     table, less, other = finetune(tmp_path)
-    assert "silu_inverted1" in table and "MSRMSNorm" in table
-    assert less < 0.8 * kept
-    assert other == pytest.approx(loss, abs=0.05)
+    assert re.search(r"\.mlp +×4  LlamaMLP +rebuilt", table)
+    assert less < 0.6 * kept
+    assert other == loss
     assert list(tmp_path.iterdir()) == []
