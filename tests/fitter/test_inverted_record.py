@@ -1,11 +1,7 @@
 """The record of inverted fits, and the commands that make, show and draw them."""
 
 import json
-import os
-import platform
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -26,7 +22,6 @@ from tests.conftest import Command
 from tests.support.refusals import GONE, changed, refused, written
 
 FITS = Path(str(resources.files("fitact.generated") / "fits"))
-SOURCES = Path(__file__).resolve().parents[2] / "generated" / "fits"
 SHIPPED = sorted(path.stem for path in FITS.glob("*inverted*.json"))
 GOOD: dict[str, Any] = json.loads((FITS / "gelu_inverted1.json").read_text())
 PRINTED: dict[str, Any] = json.loads((FITS / "silu_inverted_published.json").read_text())
@@ -48,58 +43,6 @@ def test_what_ships() -> None:
         "silu_inverted2",
         "silu_inverted_published",
     ]
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_reading_and_writing_gives_the_same_bytes(name: str) -> None:
-    fit = read(FITS / f"{name}.json")
-    assert isinstance(fit, InvertedFit)
-    assert fit.to_json() == (FITS / f"{name}.json").read_text()
-    assert fit == from_json(fit.to_json())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", SHIPPED)
-def test_made_again_it_is_the_same_to_the_byte(name: str) -> None:
-    assert again(read(FITS / f"{name}.json")).to_json() == (FITS / f"{name}.json").read_text()
-
-
-def _on_an_older_cpu() -> dict[str, str]:
-    """Return the environment in which NumPy, BLAS and the C library use no kernels of newer CPUs."""
-    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
-    return {
-        **os.environ,
-        "NPY_DISABLE_CPU_FEATURES": " ".join(found),
-        "OPENBLAS_CORETYPE": "Nehalem" if platform.machine() in ("x86_64", "AMD64") else "ARMV8",
-        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-AVX,-FMA,-FMA4",
-    }
-
-
-AGAIN = """
-import sys
-from pathlib import Path
-from fitact.fitter.methods.table import again
-from fitact.fitter.records.reading import read
-for name in sys.argv[1:]:
-    assert again(read(Path(name))).to_json() == Path(name).read_text(), name
-"""
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["silu_inverted1"],
-        pytest.param(["gelu_inverted1", "gelu_tanh_inverted1", "quick_gelu_inverted1"], marks=pytest.mark.full),
-        pytest.param(["gelu_fewbit3", "silu_fewbit4", "mish_relumix2", "silu_relumix2"], marks=pytest.mark.full),
-        pytest.param(["../../notebooks/fits/silu_inverted_refit"], marks=pytest.mark.full),
-    ],
-)
-def test_on_a_cpu_with_other_kernels_it_is_the_same_to_the_byte(names: list[str]) -> None:
-    paths = [str(SOURCES / f"{name}.json") for name in names]
-    done = subprocess.run(
-        [sys.executable, "-c", AGAIN, *paths], env=_on_an_older_cpu(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 APPROXIMANT = "approximants.float32.0"
