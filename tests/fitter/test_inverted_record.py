@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fitact
 from fitact.codegen.generate import render
 from fitact.errors import UsageError
 from fitact.fitter.methods.table import again
@@ -163,33 +162,6 @@ def test_any_json_is_read_or_refused_in_a_line(path: str, value: object) -> None
 # ------------------------------------------------------------------------------------------------ the commands
 
 
-def test_makes_what_ships(command: Command) -> None:
-    status, out, err = command("fit --fn silu --method inverted")
-    assert (status, err) == (0, "")
-    head, row, last = out.splitlines()
-    assert head.split() == [
-        "bits",
-        "bfloat16",
-        "float16",
-        "float32",
-        *["floor", "bfloat16", "floor", "float16"],
-        "floor",
-        "float32",
-    ]
-    assert row.split()[:2] == ["silu_inverted1", "1"]
-    assert last == "wrote generated/fits/silu_inverted1.json"
-    assert Path("generated/fits/silu_inverted1.json").read_bytes() == (FITS / "silu_inverted1.json").read_bytes()
-    assert command("codegen")[0] == 0
-    assert Path("generated/silu_inverted1.py").read_bytes() == (FITS.parent / "silu_inverted1.py").read_bytes()
-    assert command("fit --fn silu --method inverted --bits 1")[0] == 0, "the same fit again"
-    status, out, err = command("plot -o picture.png")
-    assert (status, err) == (0, "")
-    assert Path("picture.png").read_bytes()[:4] == b"\x89PNG"
-    drawn = Path("picture.png").read_bytes()
-    assert command("plot -o picture.png")[0] == 0
-    assert Path("picture.png").read_bytes() == drawn
-
-
 MAKES = [
     ("--fn 'softplus(x)' --name sp", "sp", 0, None),
     ("--fn 'x**2 + x' --domain -2 2 --name square --tol 1e-3", "square", 1, (-2.0, 2.0)),
@@ -266,15 +238,6 @@ def test_show_says_whether_it_applies(what: str, expected: str, command: Command
     assert status == 0
     (row,) = (line for line in out.splitlines() if line.startswith("inverted"))
     assert expected in row
-
-
-def test_shipped_by_name() -> None:
-    assert type(fitact.activation("gelu", method="inverted")).__name__ == "GeluInverted1"
-    assert type(fitact.activation("gelu", method="inverted", bits=2)).__name__ == "GeluInverted2"
-    assert type(fitact.activation("hardswish", method="inverted")).__name__ == "HardswishInverted2"
-    assert type(fitact.activation("silu_inverted_published")).__name__ == "SiluInvertedPublished"
-    with pytest.raises(UsageError, match="no activation 'tanh_inverted3' is shipped"):
-        fitact.activation("tanh", method="inverted")
 
 
 def test_codes_and_values_of_a_fit() -> None:

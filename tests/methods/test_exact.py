@@ -543,22 +543,6 @@ def test_same_bytes_in_other_processes() -> None:
 # --------------------------------------------------------------------------------------------------- the command
 
 
-def test_command(command) -> None:
-    status, out, err = command("fit --fn tanh --method exact")
-    assert (status, err) == (0, "")
-    head, row, last = out.splitlines()
-    assert re.split(r"\s{2,}", head.strip()) == ["bfloat16", "float16", "float32", "f'(x) as a function of y"]
-    assert re.split(r"\s{2,}", row.strip()) == ["tanh_exact", "0.003875", "0.0004868", "8.839e-08", "1 - y**2"]
-    assert last == "wrote generated/fits/tanh_exact.json"
-    assert written() == ["generated/fits/tanh_exact.json"]
-    shipped = (ROOT / "generated" / "fits" / "tanh_exact.json").read_bytes()
-    assert Path("generated/fits/tanh_exact.json").read_bytes() == shipped
-    assert command("codegen") == (0, "wrote generated/__init__.py\nwrote generated/tanh_exact.py\n", "")
-    assert Path("generated/tanh_exact.py").read_bytes() == (ROOT / "generated" / "tanh_exact.py").read_bytes()
-    assert command("codegen --check")[0] == 0
-    assert command("fit --fn tanh --method exact")[0] == 0, "the same fit again"
-
-
 MAKES = [
     ("--fn tanh --fn relu2 --method exact", ["generated/fits/relu2_exact.json", "generated/fits/tanh_exact.json"]),
     ("--fn tanh --method exact --name mine", ["generated/fits/mine.json"]),

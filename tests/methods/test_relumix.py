@@ -7,7 +7,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -815,28 +814,6 @@ def test_shipped_fits_state_their_errors(name):
 
 
 # --- the command line
-
-
-def test_fit_codegen_plot(command):
-    status, out, err = command("fit --fn gelu --bits 2 --method relumix")
-    assert (status, err) == (0, "")
-    assert out.endswith("wrote generated/fits/gelu_relumix2.json\n")
-    path = Path("generated/fits/gelu_relumix2.json")
-    assert path.read_bytes() == (FITS / "gelu_relumix2.json").read_bytes()
-    assert command("codegen") == (0, "wrote generated/__init__.py\nwrote generated/gelu_relumix2.py\n", "")
-    assert (
-        Path("generated/gelu_relumix2.py").read_bytes() == (ROOT / "generated" / "gelu_relumix2.py").read_bytes()
-    )
-    assert command("plot") == (0, "wrote gelu_relumix2.png\n", "")
-    picture = Path("gelu_relumix2.png").read_bytes()
-    pixels = matplotlib.image.imread("gelu_relumix2.png")
-    assert min(pixels.shape[:2]) > 300
-    assert 0.01 < np.mean(pixels[..., :3].min(axis=2) < 0.5) < 0.5, "lines on a light ground"
-    command("plot")
-    assert Path("gelu_relumix2.png").read_bytes() == picture
-    status, out, err = command("show generated/fits/gelu_relumix2.json")
-    assert (status, err) == (0, "")
-    assert "relumix" in out and "0.009506935" in out
 
 
 def test_options_reach_the_fit(command):
