@@ -13,7 +13,7 @@ from .printers import render
 
 
 def choice(approximants: Sequence[Approximant], dialect: Dialect, size: int) -> Code:
-    """Print what an inverted fit computes from `y` and `code`: t of its quotients, or f′ by the paper's.
+    """Print t of an inverted fit's quotients, or f′ by the paper's approximants, from `y` and `code`.
 
     Args:
         approximants: one for each code, all of one sort.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]
 # Some virtual machines announce AMX and then trap on it: a bfloat16 product would end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -34,18 +35,31 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str], tuple[int, str, str]]:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command line in an empty folder; return its status and what it printed."""
     from fitact.cli import main
 
     monkeypatch.chdir(tmp_path)
 
-    def call(line: str) -> tuple[int, str, str]:
-        status = main(shlex.split(line))
+    def call(line: str, *more: str) -> tuple[int, str, str]:
+        status = main([*shlex.split(line), *more])
         printed = capsys.readouterr()
         return status, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def refuses(command: Command) -> Callable[[str], str]:
+    """Run a command line that must be refused with one line of error, which is returned, and leave nothing."""
+
+    def call(line: str) -> str:
+        status, out, err = command(line)
+        assert (status, out) == (2, "")
+        assert err.startswith("fitact: ")
+        assert err.endswith("\n") and err.count("\n") == 1
+        assert not list(Path().iterdir())
+        return err
 
     return call
 

@@ -41,9 +41,9 @@ class Activation:
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if x not in self._f.free_symbols:
+        if x not in self.formula.free_symbols:
             raise UsageError(f"{self} does not depend on x: write a formula in x")
-        if (number := beyond_singles(self._f)) is not None:
+        if (number := beyond_singles(self.formula)) is not None:
             raise UsageError(
                 f"{self}: float32, in which it is computed, cannot hold its constant {constant(number):g}: "
                 f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
@@ -88,16 +88,19 @@ class Activation:
         return parsed
 
     @cached_property
-    def _f(self) -> Expr:
+    def formula(self) -> Expr:
+        """The activation as a SymPy expression in `atoms.x`."""
         return stable(self.typed)
 
     @cached_property
-    def _df(self) -> Expr:
-        return stable(self._f.diff(x))
+    def derivative_formula(self) -> Expr:
+        """Its derivative as a SymPy expression in `atoms.x`."""
+        return stable(self.formula.diff(x))
 
     @cached_property
-    def _d2f(self) -> Expr:
-        return stable(self._df.diff(x))
+    def second_derivative_formula(self) -> Expr:
+        """Its second derivative as a SymPy expression in `atoms.x`."""
+        return stable(self.derivative_formula.diff(x))
 
     @property
     def torch(self) -> str | None:
@@ -106,64 +109,51 @@ class Activation:
             return None
         return entry.filled(entry.torch, self.parameters)
 
-    @property
-    def formula(self) -> Expr:
-        """The activation as a SymPy expression in `atoms.x`."""
-        return self._f
-
-    @property
-    def derivative_formula(self) -> Expr:
-        """Its derivative as a SymPy expression in `atoms.x`."""
-        return self._df
-
-    @property
-    def second_derivative_formula(self) -> Expr:
-        """Its second derivative as a SymPy expression in `atoms.x`."""
-        return self._d2f
-
     def value(self, at: Array) -> Array:
         """Return f at the points, float64 of any shape."""
-        return evaluate(self._f, at)
+        return evaluate(self.formula, at)
 
     def derivative(self, at: Array) -> Array:
         """Return f′ at the points; at a breakpoint, the one-sided value that PyTorch gives."""
-        return evaluate(self._df, at)
+        return evaluate(self.derivative_formula, at)
 
     def second_derivative(self, at: Array) -> Array:
         """Return f″ at the points, away from breakpoints."""
-        return evaluate(self._d2f, at)
+        return evaluate(self.second_derivative_formula, at)
 
     def switch_points(self, low: float, high: float) -> Array:
         """Return the points inside (low, high) where f or f′ may have a corner or a jump, increasing.
 
         They include the points where a `where`, `relu`, `abs` or `sign` switches smoothly.
         """
-        return shape.switch_points(self._f, low, high)
+        return shape.switch_points(self.formula, low, high)
 
     def breakpoints(self, low: float = -REALS, high: float = REALS) -> tuple[Breakpoint, ...]:
         """Return the jumps of f and of f′ inside (low, high), increasing."""
-        return shape.breakpoints(self._f, self._df, low, high)
+        return shape.breakpoints(self.formula, self.derivative_formula, low, high)
 
     def has_even_derivative(self, high: float) -> bool:
         """Whether f′(−x) = f′(x) on [0, high], to 1e-12 of its largest value."""
-        return shape.parity(self._df, high) == "even"
+        return shape.parity(self.derivative_formula, high) == "even"
 
     def has_odd_derivative(self, high: float) -> bool:
         """Whether f′(−x) = −f′(x) on [0, high], to 1e-12 of its largest value."""
-        return shape.parity(self._df, high) == "odd"
+        return shape.parity(self.derivative_formula, high) == "odd"
 
     @cached_property
     def asymptotes(self) -> tuple[Asymptote, Asymptote]:
         """How f behaves toward −∞ and toward +∞."""
-        return shape.asymptote(self._f, -1), shape.asymptote(self._f, 1)
+        return shape.asymptote(self.formula, -1), shape.asymptote(self.formula, 1)
 
     def monotone(self, low: float = -REALS, high: float = REALS) -> Monotone:
         """Return the intervals of (low, high) on which f is monotone, and the roots of f′ with their orders."""
-        return shape.pieces(self._f, self._df, low, high)
+        return shape.pieces(self.formula, self.derivative_formula, low, high)
 
     def derivative_range(self, low: float = -REALS, high: float = REALS) -> Range:
         """Return infimum and supremum of f′ on (low, high)."""
-        return shape.derivative_range(self._f, self._df, self._d2f, low, high)
+        return shape.derivative_range(
+            self.formula, self.derivative_formula, self.second_derivative_formula, low, high
+        )
 
     def steps(self, low: float, high: float) -> int | None:
         """Return the number of intervals of (low, high) on which f′ is constant, None if f′ varies."""

@@ -142,19 +142,6 @@ def record(
     )
 
 
-def judged(
-    activation: Activation,
-    cell: Cell,
-    dtype: str,
-    borders: Sequence[float],
-    s: int,
-    approximant: Callable[..., Single],
-) -> tuple[float, float]:
-    """Return error and floor of an approximant on cell s of the borders."""
-    samples = samples_of(activation, cell, dtype, borders, s)
-    return _stated(approximant, samples)
-
-
 def cells(
     activation: Activation,
     bits: int | None = None,
@@ -219,7 +206,7 @@ def _fitted(activation: Activation, samples: Samples, goals: Sequence[float]) ->
             if (found is exact and not samples.half) or (
                 _error(approximant, samples.y, samples.derivative) <= allowed
             ):
-                error, floor = _stated(approximant, samples)
+                error, floor = stated(approximant, samples)
                 return replace(approximant, error=error, floor=floor)
     raise UsageError(
         f"{activation}: no quotient of polynomials of {MAX_DEGREES} degrees gives "
@@ -271,7 +258,7 @@ def _degrees() -> Iterator[tuple[int, int]]:
     yield from sorted(pairs, key=lambda pair: (sum(pair) + DIVISION * (pair[1] > 0), pair[1]))
 
 
-def _stated(approximant: Callable[..., Single], samples: Samples) -> tuple[float, float]:
+def stated(approximant: Callable[..., Single], samples: Samples) -> tuple[float, float]:
     """Return the error and floor of the derivative that modules compute, to four significant digits."""
     error = max(
         _error(approximant, samples.y, samples.derivative), _error(approximant, samples.kept, samples.derivative)

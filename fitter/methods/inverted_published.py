@@ -19,8 +19,9 @@ from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.records.approximants import Approximant, PublishedApproximant
 from fitact.fitter.records.fit import InvertedFit
 
-from .inverted import cells, judged, record
+from .inverted import cells, record, stated
 from .inverted_cells import cell_borders
+from .inverted_samples import samples_of
 
 # Section 5.1 of the paper. There SiLU's two rows are swapped, and they approximate sigmoid(x), not f′.
 PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -79,7 +80,7 @@ def fit(activation: Activation, name: str, *, refit: bool = True) -> InvertedFit
             coefficients=tuple(c.tolist()),
         )
         for dtype, approximants in found.items():
-            error, floor = judged(activation, parts[s], dtype, borders, s, approximant)
+            error, floor = stated(approximant, samples_of(activation, parts[s], dtype, borders, s))
             approximants.append(replace(approximant, error=error, floor=floor))
     return record(
         activation,

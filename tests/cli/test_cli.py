@@ -2,9 +2,7 @@
 
 import json
 import re
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -19,6 +17,8 @@ from fitact.cli import cli, main
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.records.fit import SCHEMA
 from fitact.fitter.records.reading import read
+from tests.conftest import Command
+from tests.support.refusals import within
 
 FITS = Path("generated/fits")
 
@@ -59,15 +59,8 @@ def tree() -> dict[str, bytes | None]:
 @pytest.fixture(autouse=True)
 def _no_hang() -> Iterator[None]:
     """A command that takes for ever fails its test, and does not hold up the run."""
-
-    def stop(*_: object) -> None:
-        pytest.fail("no answer within four minutes")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(240)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with within(240):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -76,15 +69,9 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(command: Command) -> Command:
     """Run a command line; return its status and what it printed."""
-
-    def call(line: str, *more: str) -> tuple[int, str, str]:
-        status = main([*shlex.split(line), *more])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
+    return command
 
 
 @pytest.fixture
@@ -504,12 +491,12 @@ COMMANDS = [(), *((name,) for name in cli.commands)]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help(command, flag, run):
-    status, out, err = run(" ".join([*command, flag]))
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help(words, flag, run):
+    status, out, err = run(" ".join([*words, flag]))
     assert (status, err) == (0, "")
-    assert out.startswith(f"Usage: {' '.join(['fitact', *command])} ")
-    assert f"\n    fitact {command[0]} " in out if command else "Start with:  fitact fit " in out
+    assert out.startswith(f"Usage: {' '.join(['fitact', *words])} ")
+    assert f"\n    fitact {words[0]} " in out if words else "Start with:  fitact fit " in out
     assert tree() == {}
 
 
@@ -534,16 +521,14 @@ def test_examples_of_memory_run(run, example):
     assert "stock" in out
 
 
-@pytest.mark.parametrize("command", [one for one in cli.commands if one != "memory"])
-def test_examples_of_the_help_run(run, command):
+@pytest.mark.parametrize("name", [one for one in cli.commands if one != "memory"])
+def test_examples_of_the_help_run(run, name):
     put("my_fit.json", record("mine"))
     put("my_models.py", MODEL)
-    examples = [
-        line.strip() for line in run(f"{command} --help")[1].splitlines() if line.startswith("    fitact ")
-    ]
+    examples = [line.strip() for line in run(f"{name} --help")[1].splitlines() if line.startswith("    fitact ")]
     assert examples
-    for example in sorted(examples) if command == "codegen" else examples:
-        if command != "fit":
+    for example in sorted(examples) if name == "codegen" else examples:
+        if name != "fit":
             main(["fit", "--fn", "gelu", "--bits", "2", "--bits", "3"])
         status, _, err = run(example.removeprefix("fitact "))
         assert status == 0, f"{example}: {err}"

@@ -4,8 +4,7 @@ import copy
 import hashlib
 import json
 import math
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from fitact.fitter.methods import fewbit
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import SCHEMA, StepFit, check_name
 from fitact.fitter.records.reading import MAX_BYTES, from_json, read
+from tests.support.refusals import GONE, changed, refused, within
 
 FUZZ = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 GOOD: dict[str, Any] = {
@@ -38,44 +38,13 @@ GOOD: dict[str, Any] = {
     "options": {"cells": 4000, "seed": 0},
 }
 TEXT = json.dumps(GOOD, indent=2, sort_keys=True) + "\n"
-GONE = object()
 
 
 @pytest.fixture(autouse=True)
 def _no_hang() -> Iterator[None]:
     """A text that takes for ever fails its test, and does not hold up the run."""
-
-    def stop(*_: object) -> None:
-        pytest.fail("no answer within two minutes")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def changed(path: str, value: object) -> str:
-    """Return the good record's JSON with one entry, by its dotted path, replaced or removed."""
-    record = copy.deepcopy(GOOD)
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    target: Any = record
-    for part in parents:
-        target = target[part]
-    if value is GONE:
-        del target[last]
-    else:
-        target[last] = value
-    return json.dumps(record)
-
-
-def refused(read_it: Callable[[], object]) -> str:
-    with pytest.raises(UsageError) as error:
-        read_it()
-    message = str(error.value)
-    assert message.isprintable(), "one line"
-    assert len(message) < 500
-    return message
+    with within(120):
+        yield
 
 
 # ------------------------------------------------------------------------------------------------ the file
@@ -106,7 +75,7 @@ def test_layout_and_order_of_the_text_do_not_matter():
 
 
 def test_integers_are_numbers():
-    fit = from_json(changed("domain", [-10, 10]))
+    fit = from_json(changed(GOOD, "domain", [-10, 10]))
     assert fit.to_json() == TEXT
     assert all(isinstance(number, float) for number in fit.domain)
 
@@ -156,13 +125,13 @@ def test_methods(method, options):
 @pytest.mark.parametrize("value", ["sum", "$\\frac$", "", 1, None])
 def test_objective(value):
     record = GOOD | {"method": "relumix", "options": {"objective": value}}
-    assert "options.objective" in refused(lambda: from_json(json.dumps(record)))
+    assert "options.objective" in refused(from_json, json.dumps(record))
 
 
 @pytest.mark.parametrize("value", ["a'b", 'a"b', "a\\b", "a`b", "a\nb", "\x7f", "\u00b5", "", "a" * 201, 1, None])
 def test_source(value):
     record = GOOD | {"method": "relumix", "options": {"source": value}}
-    assert "options.source" in refused(lambda: from_json(json.dumps(record)))
+    assert "options.source" in refused(from_json, json.dumps(record))
 
 
 # ----------------------------------------------------------------------------------------------- its fields
@@ -289,10 +258,10 @@ WRONG = [
 @pytest.mark.parametrize(
     ("path", "value", "field"),
     WRONG,
-    ids=[f"{path}={'gone' if value is GONE else ascii(value)[:20]}" for path, value, _ in WRONG],
+    ids=[f"{path}={value!a:.20}" for path, value, _ in WRONG],
 )
 def test_wrong_field(path, value, field):
-    assert field in refused(lambda: from_json(changed(path, value)))
+    assert field in refused(from_json, changed(GOOD, path, value))
 
 
 @pytest.mark.parametrize("key", ["a\nb", "\x1b[31m", "\u2028", "\ud800", "k" * 100_000, ""])
@@ -300,8 +269,8 @@ def test_hostile_keys(key):
     for place in ("", "activation", "error", "options"):
         record = copy.deepcopy(GOOD)
         (record[place] if place else record)[key] = [None]
-        refused(lambda record=record: from_json(json.dumps(record)))
-    refused(lambda: from_json(f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 2}}"))
+        refused(from_json, json.dumps(record))
+    refused(from_json, f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 2}}")
 
 
 # the text of a file, part of the message
@@ -342,13 +311,13 @@ NO_RECORD = [
 )
 def test_no_record(text, part):
     assert text != TEXT
-    assert part in refused(lambda: from_json(text))
+    assert part in refused(from_json, text)
 
 
 def test_huge_integers_are_kept_or_refused():
     for digits in (300, 4000):
         try:
-            fit = from_json(changed("options.seed", 10**digits))
+            fit = from_json(changed(GOOD, "options.seed", 10**digits))
         except UsageError as error:
             assert "options.seed" in str(error)
         else:
@@ -373,9 +342,9 @@ def test_read(tmp_path):
         (TEXT.encode("utf-16"), "UTF-8"),
         (b" " * (MAX_BYTES + 1), f"larger than the {MAX_BYTES} bytes"),
         (b"9" * (MAX_BYTES + 1), "larger than"),
-        (changed("bits", 7).encode(), "bits: expected"),
-        (changed("borders.1", 0.1).encode(), "borders[1]: expected"),
-        (changed("weight", "gauss").encode(), "weight 'gauss'"),
+        (changed(GOOD, "bits", 7).encode(), "bits: expected"),
+        (changed(GOOD, "borders.1", 0.1).encode(), "borders[1]: expected"),
+        (changed(GOOD, "weight", "gauss").encode(), "weight 'gauss'"),
         (b'{"schema": "fitact.fit/7"}', "schema: expected"),
     ],
 )
@@ -383,7 +352,7 @@ def test_read_names_file_and_field(content, part, tmp_path):
     path = tmp_path / "some.json"
     if content is not None:
         path.write_bytes(content)
-    message = refused(lambda: read(path))
+    message = refused(read, path)
     assert message.startswith(f"{path}: ")
     assert part in message
     assert message.count(str(path)) == 1
@@ -392,8 +361,8 @@ def test_read_names_file_and_field(content, part, tmp_path):
 @pytest.mark.parametrize("name", ["b", "bits", "bits:"])
 def test_read_names_a_file_called_like_a_field(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path(name).write_text(changed("bits", 7), encoding="utf-8")
-    assert refused(lambda: read(Path(name))).startswith(f"{name}: bits: expected")
+    Path(name).write_text(changed(GOOD, "bits", 7), encoding="utf-8")
+    assert refused(read, Path(name)).startswith(f"{name}: bits: expected")
 
 
 def test_a_file_as_large_as_allowed_is_read(tmp_path):
@@ -404,18 +373,18 @@ def test_a_file_as_large_as_allowed_is_read(tmp_path):
 
 
 def test_read_a_folder(tmp_path):
-    assert refused(lambda: read(tmp_path)) == f"{tmp_path}: cannot be read: is a directory"
+    assert refused(read, tmp_path) == f"{tmp_path}: cannot be read: is a directory"
 
 
 def test_read_below_a_file(tmp_path):
     (tmp_path / "file").touch()
-    assert "not a directory" in refused(lambda: read(tmp_path / "file" / "x.json"))
+    assert "not a directory" in refused(read, tmp_path / "file" / "x.json")
 
 
 @pytest.mark.parametrize("name", ["a", "A", "gelu3", "a_b_", "match", "type", "none", "a" * 80])
 def test_good_name(name):
     assert check_name(name) == name
-    assert from_json(changed("name", name)).name == name
+    assert from_json(changed(GOOD, "name", name)).name == name
 
 
 # ------------------------------------------------------------------------------------------------------ fuzz
@@ -465,7 +434,7 @@ def test_fuzz_record_of_anything(value):
 @FUZZ
 @given(st.sampled_from([*places(GOOD)]), JSON | st.just(GONE))
 def test_fuzz_one_change(path, value):
-    survives(changed(path, value))
+    survives(changed(GOOD, path, value))
 
 
 @FUZZ
@@ -477,8 +446,8 @@ def test_fuzz_text(at, drop, insert):
 @FUZZ
 @given(st.text(max_size=20))
 def test_fuzz_expression(text):
-    survives(changed("activation", {"name": None, "expression": text}))
-    survives(changed("weight", text))
+    survives(changed(GOOD, "activation", {"name": None, "expression": text}))
+    survives(changed(GOOD, "weight", text))
 
 
 # ---------------------------------------------------------------------------------------------------- calls

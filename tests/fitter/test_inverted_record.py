@@ -1,12 +1,7 @@
 """The record of inverted fits, and the commands that make, show and draw them."""
 
-import copy
 import json
-import os
-import platform
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -17,33 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fitact
 from fitact.codegen.generate import render
 from fitact.errors import UsageError
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.fit import InvertedFit
 from fitact.fitter.records.reading import from_json, read
+from tests.conftest import Command
+from tests.support.refusals import GONE, changed, refused, written
 
 FITS = Path(str(resources.files("fitact.generated") / "fits"))
-SOURCES = Path(__file__).resolve().parents[2] / "generated" / "fits"
 SHIPPED = sorted(path.stem for path in FITS.glob("*inverted*.json"))
 GOOD: dict[str, Any] = json.loads((FITS / "gelu_inverted1.json").read_text())
 PRINTED: dict[str, Any] = json.loads((FITS / "silu_inverted_published.json").read_text())
-GONE = type("Gone", (), {"__repr__": lambda self: "GONE"})()
-
-
-def changed(record: dict[str, Any], path: str, value: object) -> str:
-    """Return a record's JSON with one entry, by its dotted path, replaced, added or removed."""
-    record = copy.deepcopy(record)
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    target: Any = record
-    for part in parents:
-        target = target[part]
-    if value is GONE:
-        del target[last]
-    else:
-        target[last] = value
-    return json.dumps(record)
 
 
 # ------------------------------------------------------------------------------------------------ the file
@@ -62,58 +42,6 @@ def test_what_ships() -> None:
         "silu_inverted2",
         "silu_inverted_published",
     ]
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_reading_and_writing_gives_the_same_bytes(name: str) -> None:
-    fit = read(FITS / f"{name}.json")
-    assert isinstance(fit, InvertedFit)
-    assert fit.to_json() == (FITS / f"{name}.json").read_text()
-    assert fit == from_json(fit.to_json())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", SHIPPED)
-def test_made_again_it_is_the_same_to_the_byte(name: str) -> None:
-    assert again(read(FITS / f"{name}.json")).to_json() == (FITS / f"{name}.json").read_text()
-
-
-def _on_an_older_cpu() -> dict[str, str]:
-    """Return the environment in which NumPy, BLAS and the C library use no kernels of newer CPUs."""
-    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
-    return {
-        **os.environ,
-        "NPY_DISABLE_CPU_FEATURES": " ".join(found),
-        "OPENBLAS_CORETYPE": "Nehalem" if platform.machine() in ("x86_64", "AMD64") else "ARMV8",
-        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-AVX,-FMA,-FMA4",
-    }
-
-
-AGAIN = """
-import sys
-from pathlib import Path
-from fitact.fitter.methods.table import again
-from fitact.fitter.records.reading import read
-for name in sys.argv[1:]:
-    assert again(read(Path(name))).to_json() == Path(name).read_text(), name
-"""
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["silu_inverted1"],
-        pytest.param(["gelu_inverted1", "gelu_tanh_inverted1", "quick_gelu_inverted1"], marks=pytest.mark.full),
-        pytest.param(["gelu_fewbit3", "silu_fewbit4", "mish_relumix2", "silu_relumix2"], marks=pytest.mark.full),
-        pytest.param(["../../notebooks/fits/silu_inverted_refit"], marks=pytest.mark.full),
-    ],
-)
-def test_on_a_cpu_with_other_kernels_it_is_the_same_to_the_byte(names: list[str]) -> None:
-    paths = [str(SOURCES / f"{name}.json") for name in names]
-    done = subprocess.run(
-        [sys.executable, "-c", AGAIN, *paths], env=_on_an_older_cpu(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 APPROXIMANT = "approximants.float32.0"
@@ -174,10 +102,7 @@ WRONG = [
     ("path", "value", "message"), WRONG, ids=[f"{path}={value!r:.30}" for path, value, _ in WRONG]
 )
 def test_what_is_wrong_is_named(path: str, value: object, message: str) -> None:
-    with pytest.raises(UsageError) as error:
-        from_json(changed(GOOD, path, value))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert message in refused(from_json, changed(GOOD, path, value))
 
 
 PRINTED_WRONG = [
@@ -199,10 +124,7 @@ PRINTED_WRONG = [
 
 @pytest.mark.parametrize(("path", "value", "message"), PRINTED_WRONG)
 def test_what_is_wrong_with_the_papers_approximants_is_named(path: str, value: object, message: str) -> None:
-    with pytest.raises(UsageError) as error:
-        from_json(changed(PRINTED, path, value))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    assert message in refused(from_json, changed(PRINTED, path, value))
 
 
 JSON = st.recursive(
@@ -238,40 +160,6 @@ def test_any_json_is_read_or_refused_in_a_line(path: str, value: object) -> None
 
 
 # ------------------------------------------------------------------------------------------------ the commands
-
-
-Command = Callable[[str], tuple[int, str, str]]
-
-
-def written() -> list[str]:
-    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
-
-
-def test_makes_what_ships(command: Command) -> None:
-    status, out, err = command("fit --fn silu --method inverted")
-    assert (status, err) == (0, "")
-    head, row, last = out.splitlines()
-    assert head.split() == [
-        "bits",
-        "bfloat16",
-        "float16",
-        "float32",
-        *["floor", "bfloat16", "floor", "float16"],
-        "floor",
-        "float32",
-    ]
-    assert row.split()[:2] == ["silu_inverted1", "1"]
-    assert last == "wrote generated/fits/silu_inverted1.json"
-    assert Path("generated/fits/silu_inverted1.json").read_bytes() == (FITS / "silu_inverted1.json").read_bytes()
-    assert command("codegen")[0] == 0
-    assert Path("generated/silu_inverted1.py").read_bytes() == (FITS.parent / "silu_inverted1.py").read_bytes()
-    assert command("fit --fn silu --method inverted --bits 1")[0] == 0, "the same fit again"
-    status, out, err = command("plot -o picture.png")
-    assert (status, err) == (0, "")
-    assert Path("picture.png").read_bytes()[:4] == b"\x89PNG"
-    drawn = Path("picture.png").read_bytes()
-    assert command("plot -o picture.png")[0] == 0
-    assert Path("picture.png").read_bytes() == drawn
 
 
 MAKES = [
@@ -315,12 +203,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refuses(line: str, message: str, command: Command) -> None:
-    status, out, err = command(line)
-    assert (status, out) == (2, "")
-    assert message in err
-    assert err.startswith("fitact: ") and err.count("\n") == 1
-    assert written() == []
+def test_refuses(line: str, message: str, refuses: Callable[[str], str]) -> None:
+    assert message in refuses(line)
 
 
 def test_shows_three_kinds_of_tables(command: Command) -> None:
@@ -354,15 +238,6 @@ def test_show_says_whether_it_applies(what: str, expected: str, command: Command
     assert status == 0
     (row,) = (line for line in out.splitlines() if line.startswith("inverted"))
     assert expected in row
-
-
-def test_shipped_by_name() -> None:
-    assert type(fitact.activation("gelu", method="inverted")).__name__ == "GeluInverted1"
-    assert type(fitact.activation("gelu", method="inverted", bits=2)).__name__ == "GeluInverted2"
-    assert type(fitact.activation("hardswish", method="inverted")).__name__ == "HardswishInverted2"
-    assert type(fitact.activation("silu_inverted_published")).__name__ == "SiluInvertedPublished"
-    with pytest.raises(UsageError, match="no activation 'tanh_inverted3' is shipped"):
-        fitact.activation("tanh", method="inverted")
 
 
 def test_codes_and_values_of_a_fit() -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import signal
 import string
 import warnings
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import MAX_DEPTH, MAX_LENGTH, parse
 from fitact.fitter.numerics.weight import Weight
+from tests.support.refusals import within
 
 FUZZ = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])
@@ -30,15 +30,8 @@ POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3
 @pytest.fixture(autouse=True)
 def _no_hang() -> Iterator[None]:
     """A text that takes for ever fails its test, and does not hold up the run."""
-
-    def stop(*_: object) -> None:
-        pytest.fail("no answer within two minutes")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with within(120):
+        yield
 
 
 def one_line(error: pytest.ExceptionInfo[UsageError]) -> str:

@@ -1,8 +1,6 @@
 """Few-Bit fits against published figures, brute force, quadrature by SciPy and random restarts."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -10,14 +8,14 @@ from pathlib import Path
 import mpmath
 import numpy as np
 import pytest
-from scipy import integrate, optimize, special
+from scipy import optimize, special
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.methods.fewbit import dp_borders, fit, refine
 from fitact.fitter.numerics.moments import Moments
 from fitact.fitter.numerics.weight import Weight
+from tests.support.curves import CURVES, Curve, step_errors
 
 # Fits on odd domains, and of few levels, warn: tests/fitter/test_catalog.py has what they say.
 pytestmark = pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
@@ -31,72 +29,13 @@ DOMAIN = (-10.0, 10.0)
 
 # --- the oracle: f and f′ in NumPy and SciPy
 
-
-@dataclass(frozen=True)
-class Oracle:
-    """The fitter's formula; f (continuous) and f′; where f′ jumps, and where it has a corner."""
-
-    text: str
-    value: Callable
-    derivative: Callable
-    jumps: tuple = ()
-    corners: tuple = ()
-
-
-def _mish_derivative(x):
-    t = np.tanh(np.logaddexp(0, x))
-    return t + x * (1 - t * t) * special.expit(x)
-
-
-_LAMBDA, _ALPHA = 1.0507009873554805, 1.6732632423543772
-_elu = Oracle(
-    "where(x > 0, x, expm1(x))",
-    lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
-    lambda x: np.exp(np.minimum(x, 0)),
-    corners=(0.0,),
-)
+# beyond the catalog: f′ with two minima, and f′ that jumps between two curved pieces
+OWN = {"bump": "x*exp(-x*x)", "bend": "where(x > 1, x + sigmoid(x) - sigmoid(1), x*x)"}
 ORACLES = {
-    "celu": _elu,
-    "elu": _elu,
-    "gelu": Oracle(
-        "x*(1 + erf(x/sqrt(2)))/2",
-        lambda x: x * special.ndtr(x),
-        lambda x: special.ndtr(x) + x * np.exp(-x * x / 2) / np.sqrt(2 * np.pi),
-    ),
-    "hardswish": Oracle(
-        "x*min(max(x + 3, 0), 6)/6",
-        lambda x: x * np.clip(x + 3, 0, 6) / 6,
-        lambda x: np.where(x <= -3, 0.0, np.where(x < 3, (2 * x + 3) / 6, 1.0)),
-        jumps=(-3.0, 3.0),
-    ),
-    "logsigmoid": Oracle("-softplus(-x)", lambda x: -np.logaddexp(0, -x), lambda x: special.expit(-x)),
-    "mish": Oracle("x*tanh(softplus(x))", lambda x: x * np.tanh(np.logaddexp(0, x)), _mish_derivative),
-    "relu": Oracle("relu(x)", lambda x: np.maximum(x, 0), lambda x: np.where(x > 0, 1.0, 0.0), jumps=(0.0,)),
-    "selu": Oracle(
-        "1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))",
-        lambda x: _LAMBDA * np.where(x > 0, x, _ALPHA * np.expm1(np.minimum(x, 0))),
-        lambda x: _LAMBDA * np.where(x > 0, 1.0, _ALPHA * np.exp(np.minimum(x, 0))),
-        jumps=(0.0,),
-    ),
-    "sigmoid": Oracle("sigmoid(x)", special.expit, lambda x: special.expit(x) * special.expit(-x)),
-    "silu": Oracle(
-        "x*sigmoid(x)",
-        lambda x: x * special.expit(x),
-        lambda x: special.expit(x) * (1 + x * special.expit(-x)),
-    ),
-    "softplus": Oracle("softplus(x)", lambda x: np.logaddexp(0, x), special.expit),
-    "softsign": Oracle(
-        "x/(1 + abs(x))",
-        lambda x: x / (1 + np.abs(x)),
-        lambda x: (1 + np.abs(x)) ** -2.0,
-        corners=(0.0,),
-    ),
-    "tanh": Oracle("tanh(x)", np.tanh, lambda x: 4 * special.expit(2 * x) * special.expit(-2 * x)),
-    "tanhshrink": Oracle("x - tanh(x)", lambda x: x - np.tanh(x), lambda x: np.tanh(x) ** 2),
-    # not in any paper: f′ with two minima, and f′ that jumps between two curved pieces
-    "bump": Oracle("x*exp(-x*x)", lambda x: x * np.exp(-x * x), lambda x: (1 - 2 * x * x) * np.exp(-x * x)),
-    "bend": Oracle(
-        "where(x > 1, x + sigmoid(x) - sigmoid(1), x*x)",
+    name: CURVES[name] for name in CURVES if name not in ("atan", "gelu_tanh", "quick_gelu", "squareplus")
+} | {
+    "bump": Curve(lambda x: x * np.exp(-x * x), lambda x: (1 - 2 * x * x) * np.exp(-x * x)),
+    "bend": Curve(
         lambda x: np.where(x > 1, x + special.expit(x) - special.expit(1), x * x),
         lambda x: np.where(x > 1, 1 + special.expit(x) * special.expit(-x), 2 * x),
         jumps=(1.0,),
@@ -138,7 +77,7 @@ def cases(rows):
 
 
 def text(name):
-    return name if name in CATALOG else ORACLES[name].text
+    return OWN.get(name, name)
 
 
 @cache
@@ -182,51 +121,13 @@ def edges_of(a_fit):
     return np.array([a_fit.domain[0], *borders, a_fit.domain[1]]), levels
 
 
-def supremum(function, left, right):
-    """sup |function| over the open interval (left, right), on which it is smooth."""
-    at = np.linspace(np.nextafter(left, right), np.nextafter(right, left), 1001)
-    values = np.abs(function(at))
-    i = int(values.argmax())
-    found = optimize.minimize_scalar(
-        lambda x: -abs(float(function(np.float64(x)))),
-        bounds=(at[max(i - 1, 0)], at[min(i + 1, 1000)]),
-        method="bounded",
-        options={"xatol": 1e-13 * (1 + abs(at[i]))},
-    )
-    return max(values[i], -found.fun)
-
-
 def stated_errors(name, a_fit):
     """The four errors from the fit's borders and levels and the closed forms of f and f′ alone."""
     oracle, (weight, _) = ORACLES[name], WEIGHTS[a_fit.weight.text]
     edges, levels = edges_of(a_fit)
     for jump in oracle.jumps:  # the float32 beside a jump stands for the jump: no float32 lies between them
         edges[np.abs(edges - jump) < 1.5 * np.spacing(np.float32(abs(jump)))] = jump
-    heights = np.concatenate([[0.0], np.cumsum(levels * np.diff(edges))])
-    start = oracle.value(edges[0])
-    objective = mass = largest = apart = squared = 0.0
-    for left, right in pairwise(np.union1d(edges, cuts(name, a_fit.weight.text, *a_fit.domain))):
-        i = np.searchsorted(edges, (left + right) / 2) - 1
-
-        def error(x, i=i):
-            return oracle.derivative(x) - levels[i]
-
-        def gap(x, i=i):
-            return oracle.value(x) - start - heights[i] - levels[i] * (x - edges[i])
-
-        exact = {"epsabs": 1e-15, "epsrel": 1e-10, "limit": 200}
-        objective += integrate.quad(lambda x, e=error: e(x) ** 2 * weight(x), left, right, **exact)[0]
-        mass += integrate.quad(weight, left, right, **exact)[0]
-        largest = max(largest, supremum(error, left, right))
-        apart = max(apart, supremum(gap, left, right), abs(gap(right)))
-        squared += integrate.quad(lambda x, g=gap: g(x) ** 2, left, right, **exact)[0]
-    return {
-        "objective": objective,
-        "rms": np.sqrt(objective / mass),
-        "max": largest,
-        "primitive_max": apart,
-        "primitive_norm": np.sqrt(squared),
-    }
+    return step_errors(oracle, edges, levels, cuts(name, a_fit.weight.text, *a_fit.domain), weight)
 
 
 def polish(name, borders, pinned=(), domain=DOMAIN, weight="uniform", *, rough=False):

@@ -461,15 +461,21 @@ def test_the_next_layer_keeps_the_output_that_is_returned(
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def losses(activation: nn.Module, autocast: bool = False, rate: float = 0.1) -> list[float]:
+def losses(
+    activation: nn.Module,
+    autocast: bool = False,
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    rate: float = 0.1,
+    steps: int = 100,
+) -> list[float]:
     """Those of a regression by gradient descent."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), activation, nn.Linear(64, 1))
     x = torch.rand(256, 2) * 4 - 2
     target = (x[:, :1] * x[:, 1:]).sin()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer = kind(model.parameters(), lr=rate)
     found = []
-    for _ in range(100):
+    for _ in range(steps):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = F.mse_loss(model(x).float(), target)
         optimizer.zero_grad()
@@ -495,12 +501,22 @@ def test_trains_as_pytorch_s(name: str, stock: Any, autocast: bool, off: float) 
     np.testing.assert_allclose(ours, theirs, rtol=off)
 
 
+def test_trains_like_the_exact_one() -> None:
+    """A regression that the exact activation learns is learned by three bits as well."""
+    ones = (nn.GELU(), fitact.activation("gelu", bits=3))
+    exact, fewbit = (losses(one, kind=torch.optim.Adam, rate=2e-2, steps=200) for one in ones)
+    assert exact[0] == fewbit[0]  # the same values forward
+    assert exact[-1] < exact[0] / 5
+    assert fewbit[-1] < exact[0] / 5
+
+
 @pytest.mark.parametrize(
     ("name", "options", "wanted"),
     [
         ("gelu", {"bits": 7}, "gelu_fewbit7"),
         ("gelu", {"method": "exact"}, "gelu_exact"),
         ("gelu", {"method": "inverted", "bits": 3}, "gelu_inverted3"),
+        ("tanh", {"method": "inverted", "bits": 3}, "tanh_inverted3"),
         ("tanh", {"method": "exact", "bits": 3}, "tanh_exact3"),
         ("tanh", {"method": "other"}, "tanh_other3"),
         ("tanh_exact", {"method": "relumix"}, "tanh_exact_relumix3"),
@@ -517,6 +533,8 @@ def test_activations_that_are_not_there(name: str, options: dict[str, Any], want
         ("tanh", {}, "TanhFewbit3"),
         ("tanh_exact", {}, "TanhExact"),
         ("gelu", {"method": "inverted"}, "GeluInverted1"),
+        ("gelu", {"method": "inverted", "bits": 2}, "GeluInverted2"),
+        ("silu_inverted_published", {}, "SiluInvertedPublished"),
         ("hardswish", {"method": "inverted"}, "HardswishInverted2"),
     ],
 )

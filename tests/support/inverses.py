@@ -6,9 +6,7 @@ Derivatives and approximants are written out here with NumPy and SciPy, in float
 from __future__ import annotations
 
 import json
-import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,67 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import special
 
 from fitact.errors import FitWarning
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import inverted
 from fitact.fitter.records.fit import InvertedFit
 from fitact.fitter.records.reading import from_json
+from tests.support.curves import CURVES
 from tests.support.generated import HALVES, Generated, each_of, fits, half_ulp, load, patterns
 from tests.support.shared import shared
 
 # What roundings of float32 make of f′ at most in shipped modules: in half precision half of what that of dx does.
 LOST = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1.5e-5, torch.float64: 1e-12}
-
-NORMAL = math.sqrt(2 * math.pi)
-TANH = math.sqrt(2 / math.pi)
-CUBE = 0.044715
-
-
-def _swish(beta: float) -> tuple[Callable, Callable]:
-    def value(x: np.ndarray) -> np.ndarray:
-        return x * special.expit(beta * x)
-
-    def derivative(x: np.ndarray) -> np.ndarray:
-        s, other = special.expit(beta * x), special.expit(-beta * x)
-        return s + beta * x * s * other
-
-    return value, derivative
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return x * special.expit(2 * TANH * (x + CUBE * x**3))
-
-
-def _gelu_tanh_derivative(x: np.ndarray) -> np.ndarray:
-    u = 2 * TANH * (x + CUBE * x**3)
-    s, other = special.expit(u), special.expit(-u)
-    return s + x * s * other * 2 * TANH * (1 + 3 * CUBE * x * x)
-
-
-def _mish_derivative(x: np.ndarray) -> np.ndarray:
-    t = np.tanh(np.logaddexp(0, x))
-    return t + x * (1 - t * t) * special.expit(x)
-
-
-# name → f, f′ and the x of f's minimum
-TRUE: dict[str, tuple[Callable, Callable, float]] = {
-    "gelu": (
-        lambda x: x * special.ndtr(x),
-        lambda x: special.ndtr(x) + x * np.exp(-x * x / 2) / NORMAL,
-        -0.751791524693564457,
-    ),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative, -0.7524614220710163),
-    "hardswish": (
-        lambda x: x * np.clip(x + 3, 0, 6) / 6,
-        lambda x: np.where(x <= -3, 0.0, np.where(x >= 3, 1.0, x / 3 + 0.5)),
-        -1.5,
-    ),
-    "mish": (lambda x: x * np.tanh(np.logaddexp(0, x)), _mish_derivative, -1.1924312145154952),
-    "quick_gelu": (*_swish(1.702), -1.278464542761073795 / 1.702),
-    "silu": (*_swish(1.0), -1.278464542761073795),
-}
 
 
 def _radical(d: np.ndarray, order: int, side: int) -> np.ndarray:
@@ -152,7 +101,7 @@ class Inverse(Generated):
 
     @property
     def minimum(self) -> float:
-        return TRUE[self.plain][2]
+        return CURVES[self.plain].minimum
 
     def error(self, dtype: torch.dtype) -> float:
         """The stated error; float64 has that of float32."""
@@ -161,7 +110,7 @@ class Inverse(Generated):
     def true(self, x: torch.Tensor) -> torch.Tensor:
         """f′(x), float64."""
         with np.errstate(all="ignore"):
-            return torch.from_numpy(np.asarray(TRUE[self.plain][1](x.detach().double().numpy())))
+            return torch.from_numpy(np.asarray(CURVES[self.plain].derivative(x.detach().double().numpy())))
 
     def code(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """How many borders lie strictly below, int64; `dtype` is that of y."""

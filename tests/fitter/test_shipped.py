@@ -1,0 +1,79 @@
+"""The shipped fits: read, written and made again they are the same to the byte, on other CPUs too."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fitact.codegen.generate import render
+from fitact.fitter.methods.table import again
+from fitact.fitter.records.reading import from_json, read
+from tests.conftest import ROOT
+
+FITS = ROOT / "generated" / "fits"
+NAMES = sorted(path.stem for path in FITS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_read_and_written(name: str) -> None:
+    path = FITS / f"{name}.json"
+    fit = read(path)
+    assert fit.to_json() == path.read_text()
+    assert from_json(fit.to_json()) == fit
+
+
+def quick(name: str) -> bool:
+    return name.endswith(("_published", "_exact")) or name == "gelu_relumix2"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if quick(name) else pytest.mark.full) for name in NAMES]
+)
+@pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+def test_made_again(name: str) -> None:
+    made = again(read(FITS / f"{name}.json"))
+    assert made.to_json() == (FITS / f"{name}.json").read_text()
+    assert render(made) == (ROOT / "generated" / f"{name}.py").read_text()
+
+
+def _on_an_older_cpu() -> dict[str, str]:
+    """Return the environment in which NumPy, BLAS and the C library use no kernels of newer CPUs."""
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+    return {
+        **os.environ,
+        "NPY_DISABLE_CPU_FEATURES": " ".join(found),
+        "OPENBLAS_CORETYPE": "Nehalem" if platform.machine() in ("x86_64", "AMD64") else "ARMV8",
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-AVX,-FMA,-FMA4",
+    }
+
+
+AGAIN = """
+import sys
+from pathlib import Path
+from fitact.fitter.methods.table import again
+from fitact.fitter.records.reading import read
+for name in sys.argv[1:]:
+    assert again(read(Path(name))).to_json() == Path(name).read_text(), name
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["silu_inverted1"],
+        pytest.param(["gelu_inverted1", "gelu_tanh_inverted1", "quick_gelu_inverted1"], marks=pytest.mark.full),
+        pytest.param(["gelu_fewbit3", "silu_fewbit4", "mish_relumix2", "silu_relumix2"], marks=pytest.mark.full),
+        pytest.param(["../../notebooks/fits/silu_inverted_refit"], marks=pytest.mark.full),
+    ],
+)
+def test_made_again_on_a_cpu_with_other_kernels(names: list[str]) -> None:
+    paths = [str(FITS / f"{name}.json") for name in names]
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN, *paths], env=_on_an_older_cpu(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
