@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shlex
 import shutil
@@ -24,6 +25,21 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # The kernels' decorators read TRITON_INTERPRET when they are imported, so a process has one kind of kernel.
 collect_ignore = [] if INTERPRETED else ["interpreted"]
+
+
+def _settle() -> None:
+    """Take what lives now out of the garbage collector's way: a pass over it takes a second, of many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _settle()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _settle()
 
 
 @pytest.fixture(autouse=True)
