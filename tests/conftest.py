@@ -28,9 +28,14 @@ collect_ignore = [] if INTERPRETED else ["interpreted"]
 
 
 def _settle() -> None:
-    """Take what lives now out of the garbage collector's way: a pass over it takes a second, of many."""
+    """Keep the garbage collector off all that lives now: a pass over it takes a second, and tests make many."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker is left with it while the others have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

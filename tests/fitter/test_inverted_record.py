@@ -72,12 +72,6 @@ def test_reading_and_writing_gives_the_same_bytes(name: str) -> None:
     assert fit == from_json(fit.to_json())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", SHIPPED)
-def test_made_again_it_is_the_same_to_the_byte(name: str) -> None:
-    assert again(read(FITS / f"{name}.json")).to_json() == (FITS / f"{name}.json").read_text()
-
-
 def _on_an_older_cpu() -> dict[str, str]:
     """Return the environment in which NumPy, BLAS and the C library use no kernels of newer CPUs."""
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
