@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shlex
 import shutil
@@ -25,6 +26,26 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # The kernels' decorators read TRITON_INTERPRET when they are imported, so a process has one kind of kernel.
 collect_ignore = [] if INTERPRETED else ["interpreted"]
+
+
+def _settle() -> None:
+    """Keep the garbage collector off all that lives now: a pass over it takes a second, and tests make many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker is left with it while the others have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    _settle()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _settle()
 
 
 @pytest.fixture(autouse=True)

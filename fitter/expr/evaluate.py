@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -137,22 +137,36 @@ class Arithmetic:
         """Return the value of a formula; `done` receives the value of every subformula."""
         done = {} if done is None else done
         done[x] = at
+        for node, kind, arguments in _steps(expr):
+            values = [done[one] for one in arguments]
+            if kind is None:
+                done[node] = self.constant(node)
+            elif kind is sympy.Add:
+                done[node] = reduce(self.add, values)
+            elif kind is sympy.Mul:
+                done[node] = reduce(self.multiply, values)
+            elif kind is sympy.Pow:
+                done[node] = self.power(*values, arguments[1])
+            else:
+                done[node] = self.functions[kind](*values)
+        return done[expr]
 
-        def value(node: Expr) -> Any:
-            if node not in done:
-                if not node.free_symbols:
-                    done[node] = self.constant(node)
-                elif node.is_Add:
-                    done[node] = reduce(self.add, map(value, node.args))
-                elif node.is_Mul:
-                    done[node] = reduce(self.multiply, map(value, node.args))
-                elif node.is_Pow:
-                    done[node] = self.power(value(node.base), value(node.exp), node.exp)
-                else:
-                    done[node] = self.functions[node.func](*map(value, node.args))
-            return done[node]
 
-        return value(expr)
+@lru_cache(maxsize=1024)
+def _steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[Expr, ...]], ...]:
+    """Return the subformulas in the order of evaluation: each, its function and arguments; None for a constant."""
+    found: dict[Expr, tuple[Expr, Any, tuple[Expr, ...]]] = {}
+
+    def visit(node: Expr) -> None:
+        if node == x or node in found:
+            return
+        varies = bool(node.free_symbols)
+        for one in node.args if varies else ():
+            visit(one)
+        found[node] = (node, node.func, node.args) if varies else (node, None, ())
+
+    visit(expr)
+    return tuple(found.values())
 
 
 def evaluate(expr: Expr, at: Array) -> Array:

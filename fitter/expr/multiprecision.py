@@ -95,8 +95,8 @@ def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
     def add(a: Number, b: Number) -> Number:
         nonlocal lost
         total = a + b
-        if a and b and MP.isfinite(total):
-            lost += max(MP.mag(a), MP.mag(b)) - MP.mag(total) if total else MAX_BITS
+        if a and b and (after := _size(total)) is not None:
+            lost += max(MP.mag(a), MP.mag(b)) - after if total else MAX_BITS
         return total
 
     done: dict[Expr, Number] = {}
@@ -106,12 +106,16 @@ def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
 
 def _loses(node: Expr, result: Number) -> bool:
     """Whether a subformula's value may lose digits: too large for the functions above it, or near their zeros."""
-    if not result:
-        return node.func in DELICATE
-    if not MP.isfinite(result):
+    size = _size(result)
+    if size is None or size > 50:
         return True
-    size = MP.mag(result)
-    return bool(size > 50 or (size < -20 and node.func in DELICATE))
+    return (size < -20 or not result) and node.func in DELICATE
+
+
+def _size(value: Number) -> int | None:
+    """Return the exponent of 2 above a number, as MP.mag does and faster; 0 of 0, None of what is not finite."""
+    _, mantissa, exponent, bits = value._mpf_
+    return exponent + bits if mantissa or not exponent else None
 
 
 def _constant(node: Expr) -> Number:

@@ -115,22 +115,21 @@ def refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype: 
     to be cut, as far on as the floor allows. Bisection finds the floor.
     """
     borders = cell_borders(activation, parts)
-    runs = []
-    for s, cell in enumerate(parts):
-        x, y, derivative = points_of(activation, cell, dtype, borders, s)
-        runs += [
-            (s, x[a:b], derivative[a:b] / max(1.0, float(np.max(np.abs(derivative[a:b])))))
-            for a, b in itertools.pairwise([0, *(np.flatnonzero(np.diff(y)) + 1).tolist(), len(x)])
-            if b > a
-        ]
-    spread = np.array([np.ptp(derivative) / 2 for _, _, derivative in runs])
+    points = [points_of(activation, cell, dtype, borders, s) for s, cell in enumerate(parts)]
+    x, y, derivative = (np.concatenate(one) for one in zip(*points, strict=True))
+    of = np.repeat(np.arange(len(parts)), [len(one[0]) for one in points])
+    first = np.flatnonzero((np.diff(y, prepend=np.nan) != 0) | (np.diff(of, prepend=-1) != 0))
+    runs = [slice(a, b) for a, b in itertools.pairwise([*first.tolist(), len(x)])]
+    size = np.maximum(1.0, np.maximum.reduceat(np.abs(derivative), first))
+    derivative = derivative / np.repeat(size, np.diff(first, append=len(x)))
+    spread = (np.maximum.reduceat(derivative, first) - np.minimum.reduceat(derivative, first)) / 2
     low, high = 0.0, float(spread.max(initial=0.0))
     cuts: list[tuple[int, float]] = []
     while high - low > 1e-4 * high:
         floor = (low + high) / 2
         trial: list[tuple[int, float]] = []
         for i in np.flatnonzero(spread > floor):
-            trial += _cuts(*runs[i], floor, count)
+            trial += _cuts(int(of[first[i]]), x[runs[i]], derivative[runs[i]], floor, count)
             if len(trial) + len(parts) > count:
                 break
         if len(trial) + len(parts) > count:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,9 +12,7 @@ from fitact.errors import FitWarning, UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.methods import fewbit
-from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json
-from tests.conftest import ROOT
 from tests.support.generated import STOCK
 from tests.support.steps import PIECEWISE_LINEAR
 
@@ -132,17 +128,3 @@ def test_every_activation_ships() -> None:
     for name in ("gelu", "silu"):
         for bits in (1, 2, 3, 4):
             assert type(fitact.activation(name, bits=bits)).__name__ == f"{name.capitalize()}Fewbit{bits}"
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
-@pytest.mark.parametrize("path", sorted((ROOT / "generated" / "fits").iterdir()), ids=lambda path: path.stem)
-def test_shipped_fits_are_what_the_fitter_makes(path: Path) -> None:
-    assert again(from_json(path.read_text())).to_json() == path.read_text()
-
-
-@pytest.mark.parametrize("name", sorted(CATALOG))
-def test_nan_stays_nan(name: str) -> None:
-    """In the formula too, from which the Triton kernel is written."""
-    assert np.isnan(Activation.of(name).value(np.array([np.nan]))).all()
-    assert STOCK[name](torch.tensor([float("nan")])).isnan().all()

@@ -98,6 +98,7 @@ def test_a_changed_digit_is_found() -> None:
     assert len(differences(book, other)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_executed_again_prints_the_same(name: str, tmp_path: Path) -> None:

@@ -196,7 +196,6 @@ HELD: dict[str, Callable[[Any, Tensor], Any]] = {
 
 def lifetimes(models: tuple[Any, Any], held: str) -> Iterator[set[str]]:
     """Yield what lives while something of a step is held, and afterwards, for each model."""
-    gc.freeze()  # collecting is then quick
     for model in models:
         with alive(model) as living:
             x = X.clone().requires_grad_()
@@ -206,7 +205,6 @@ def lifetimes(models: tuple[Any, Any], held: str) -> Iterator[set[str]]:
             del hold
             gc.collect()
             yield living()  # PyTorch's own hooks on an output that its operation keeps never let go of it
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("held", HELD)

@@ -13,7 +13,7 @@ from tests.conftest import INTERPRETED, ROOT
 
 TESTS = [*sorted((ROOT / "tests" / "interpreted").glob("test_*.py")), ROOT / "tests" / "runtime" / "test_gpu.py"]
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="this is the process of its own")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(INTERPRETED, reason="this is the process of its own")]
 
 
 @pytest.mark.parametrize("part", ["not full", pytest.param("full", marks=pytest.mark.full)])

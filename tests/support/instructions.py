@@ -370,7 +370,7 @@ def machine_code(asm: Any) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(asm["cubin"])
         usage = _tool("cuobjdump", "-res-usage", str(cubin))
-        text = _tool("nvdisasm", "-c", str(cubin))
+        text = _tool("nvdisasm", "-c", "-ndf", str(cubin))  # no data flow: it is not asked for, and it takes time
     registers, *spills, shared = (
         _field(rf"\b{what}:(\d+)", usage) for what in ("REG", "STACK", "LOCAL", "SHARED")
     )
