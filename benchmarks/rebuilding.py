@@ -33,7 +33,7 @@ from fitact.runtime.compare.baselines import checkpointed
 from fitact.runtime.memory.saved import Saved, count_saved
 from fitact.runtime.models.prepare import imported
 
-ROUNDS = 12, 60  # at least and at most
+ROUNDS = 24, 80  # at least and at most
 AGREE = 0.02  # how near the ratios of odd and even rounds have to be
 CALLS = 200  # of a tiny layer in a round
 TINY = 16
