@@ -71,6 +71,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/activations.py
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
+	$(BIN)/python -m benchmarks.rebuilding
 	$(BIN)/python benchmarks/conversion.py
 	$(BIN)/python -m benchmarks.convergence
 

@@ -16,16 +16,15 @@ class _Chained(torch.autograd.Function):
     """f(x), perhaps in place of x, which is rebuilt for the derivative."""
 
     @staticmethod
-    def forward(x: Tensor, run: Function, function: Function, rebuild: Function, *state: Tensor) -> Tensor:
-        return run(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, _, ctx.function, ctx.rebuild, *state = inputs
-        if output is x:
-            ctx.mark_dirty(x)
-        ctx.autocast = autocast(x.device.type)
+    def forward(
+        ctx: Any, x: Tensor, run: Function, function: Function, rebuild: Function, *state: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.rebuild, ctx.autocast = function, rebuild, autocast(x.device.type)
         ctx.save_for_backward(*state)
+        y = run(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions import once, product_dtype
+from .functions import once, product_dtype, without_autocast
 from .recipes import Function, source, use
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -20,15 +20,17 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, rebuild: Function, options: tuple[Any, ...], *state: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rebuild: Function,
+        options: tuple[Any, ...],
+        *state: Tensor,
     ) -> Tensor:
-        return torch.convolution(x, weight, bias, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, weight, bias, ctx.rebuild, ctx.options, *state = inputs
-        ctx.bias = None if bias is None else [*bias.shape]
+        ctx.rebuild, ctx.options, ctx.bias = rebuild, options, None if bias is None else [*bias.shape]
         ctx.save_for_backward(weight, *state)
+        return torch.convolution(x, weight, bias, *options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,7 +110,7 @@ def convolution(module: Convolution, x: Tensor) -> Tensor | None:
     prepared = _Prepared(found.function, padding, dtype, x.ndim == spatial + 1)
     use(prepared)
     options = module.stride, padding.inside, module.dilation, False, (0,) * spatial, module.groups
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         y: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
             prepared.prepare(x),
             weight.to(dtype),

@@ -43,13 +43,10 @@ class _Power(torch.autograd.Function):
     """A power, whose derivative takes one tensor where PyTorch's takes three, of the same numbers."""
 
     @staticmethod
-    def forward(x: Tensor, exponent: float) -> Tensor:
-        return x.pow(exponent)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.exponent = inputs
+    def forward(ctx: Any, x: Tensor, exponent: float) -> Tensor:
+        ctx.exponent = exponent
         ctx.save_for_backward(x)
+        return x.pow(exponent)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -80,6 +77,11 @@ def differentiable(autocast: Callable[[], AbstractContextManager[Any]]) -> Itera
 # ------------------------------------------------------------------------------------------------------- consumers
 
 
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast; to enter one takes longer than to ask."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype in which a layer multiplies; None if PyTorch has to do it, or to say what is wrong."""
     device = x.device.type
@@ -93,18 +95,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, rebuild: Function, transposed: bool, *state: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rebuild: Function,
+        transposed: bool,
+        *state: Tensor,
     ) -> Tensor:
+        ctx.rebuild, ctx.transposed = rebuild, transposed
+        ctx.columns = x.stride(0) == 1 and x.stride(1) == x.shape[0]
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
         if not transposed:
             return F.linear(x, weight, bias)
         assert bias is not None
         return torch.addmm(bias, x, weight)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.rebuild, ctx.transposed, *state = inputs
-        ctx.columns = x.stride(0) == 1 and x.stride(1) == x.shape[0]
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,7 +149,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
     rebuild = found.function if x.dtype == dtype else _Cast(found.function, dtype)
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     use(rebuild)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         rows: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
         )
@@ -192,14 +197,10 @@ class _Gate(torch.autograd.Function):
     """f(g)·u, of which g and u are kept."""
 
     @staticmethod
-    def forward(g: Tensor, u: Tensor, function: Function) -> Tensor:
-        return function(g) * u
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        g, u, ctx.function = inputs
-        ctx.autocast = autocast(g.device.type)
+    def forward(ctx: Any, g: Tensor, u: Tensor, function: Function) -> Tensor:
+        ctx.function, ctx.autocast = function, autocast(g.device.type)
         ctx.save_for_backward(g, u)
+        return function(g) * u
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -236,14 +237,10 @@ class _Again(torch.autograd.Function):
     """A function whose backward computes it again, from the inputs that it keeps."""
 
     @staticmethod
-    def forward(function: Function, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Function, *inputs: Tensor) -> Tensor:
+        ctx.function, ctx.autocast = function, autocast(inputs[0].device.type)
+        ctx.save_for_backward(*inputs)
         return function(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.function, *tensors = inputs
-        ctx.autocast = autocast(tensors[0].device.type)
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -271,25 +268,13 @@ class _Dropout(torch.autograd.Function):
     """PyTorch's dropout, of which a mask of one bit an element is kept, in the output's order of memory."""
 
     @staticmethod
-    def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        if not x.is_cuda:
-            factor = torch.empty_like(x).bernoulli_(1 - p)
-            if x.stride() == factor.stride():
-                bits = pack(factor.bool())
-                return torch.mul(x, factor.div_(1 - p), out=factor), bits
-            mask = factor.bool()
-            y = x * factor.div_(1 - p)
-        else:
-            y, mask = torch.native_dropout(x, p, True)
-        return y, pack(mask if mask.stride() == y.stride() else torch.empty_like(y, dtype=torch.bool).copy_(mask))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        y, bits = output
-        ctx.p, ctx.layout = inputs[1], (y.shape, y.stride())
+    def forward(ctx: Any, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        y, bits = _dropout(x, p)
+        ctx.p, ctx.layout = p, (y.shape, y.stride())
         ctx.mark_non_differentiable(bits)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(bits)
+        return y, bits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -302,6 +287,20 @@ class _Dropout(torch.autograd.Function):
             mask = unpack(bits, *ctx.layout)
             return torch.ops.aten.native_dropout_backward(grad, mask, 1 / (1 - ctx.p)), None
         return _dropped(grad, bits, ctx.layout, ctx.p), None
+
+
+def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Return PyTorch's dropout of x, and the bits of its mask."""
+    if not x.is_cuda:
+        factor = torch.empty_like(x).bernoulli_(1 - p)
+        if x.stride() == factor.stride():
+            bits = pack(factor.bool())
+            return torch.mul(x, factor.div_(1 - p), out=factor), bits
+        mask = factor.bool()
+        y = x * factor.div_(1 - p)
+    else:
+        y, mask = torch.native_dropout(x, p, True)
+    return y, pack(mask if mask.stride() == y.stride() else torch.empty_like(y, dtype=torch.bool).copy_(mask))
 
 
 def _dropped(x: Tensor, bits: Tensor, layout: tuple[torch.Size, tuple[int, ...]], p: float) -> Tensor:

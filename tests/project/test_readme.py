@@ -322,3 +322,25 @@ def test_times_on_a_cpu() -> None:
     overhead = json.loads((ROOT / "benchmarks" / "results" / "overhead_cpu.json").read_text())["ratio"]
     ours = [ratio for name, ratio in overhead.items() if name not in ("nothing", "F.gelu")]
     assert f"a call costs {min(ours):.1f} to {max(ours):.1f} times one whose kernels do nothing" in flat()
+
+
+def test_times_of_rebuilding() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "rebuilding_cpu.json").read_text())
+    rows = re.findall(r"^\| (.+), (float32|bfloat16) \| (.+) \| (.+) % \| (.+) \| (.+) % \|$", TEXT, re.MULTILINE)
+    names = {"LLaMA": "llama", "GPT-2 without dropout": "gpt2"}
+    assert [(names[name], dtype) for name, dtype, *_ in rows] == [
+        (one["model"], one["dtype"]) for one in results["layers"]
+    ]
+    for (_, _, *stated), one in zip(rows, results["layers"], strict=True):
+        assert (one["width"], one["tokens"], results["threads"]) == (512, 1024, 1)
+        found = [
+            text
+            for label in ("rebuilt", "selective checkpointing")
+            for text in (f"{one['time'][label]:.2f}", f"{100 * one['kept'][label]:.0f}")
+        ]
+        assert found == stated
+    pair, alone = (results["microseconds"][label]["ratio"] for label in ("GELU, linear", "linear"))
+    assert (
+        f"a GELU and its linear layer take {pair:.1f} times as long as stock's; a linear layer that finds nothing "
+        f"to rebuild takes {alone:.1f} times as long"
+    ) in flat()

@@ -1,0 +1,197 @@
+"""What rebuilding outputs costs in time, beside stock and selective checkpointing.
+
+    python -m benchmarks.rebuilding [-o RESULTS.json]
+
+Forward and backward, in eager mode, of one layer of a LLaMA and of a GPT-2 of transformers: as they are, rebuilt,
+and under PyTorch's selective checkpointing, which keeps the results of matrix products and of attention and runs
+the rest again. They take turns. A time is the least of all rounds, and rounds are added until the ratios of the
+odd and of the even ones agree. On a CPU there is one thread, and its own time counts, not the clock's: so other
+programs on the machine matter less. Then the same of layers on 16 numbers, where all time is overhead: a linear
+layer after GELU, and one whose input is kept, which only has to find that out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fitact
+from benchmarks.activations import keep_freed_memory
+from fitact.runtime.compare.baselines import checkpointed
+from fitact.runtime.memory.saved import Saved, count_saved
+from fitact.runtime.models.prepare import imported
+
+ROUNDS = 24, 80  # at least and at most
+AGREE = 0.02  # how near the ratios of odd and even rounds have to be
+CALLS = 200  # of a tiny layer in a round
+TINY = 16
+MODELS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "llama": lambda width: {
+        "hidden_size": width,
+        "intermediate_size": 8 * width // 3 // 16 * 16,
+        "num_attention_heads": width // 64,
+        "num_hidden_layers": 1,
+    },
+    "gpt2": lambda width: {
+        "n_embd": width,
+        "n_head": width // 64,
+        "n_layer": 1,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # a CPU's fused attention has none
+    },
+}
+Step = Callable[[], None]
+Around = Callable[[Saved], AbstractContextManager[Any]]  # of the forward pass
+
+
+def layer(name: str, width: int, dtype: torch.dtype, device: str) -> nn.Module:
+    """Return a model of one layer."""
+    transformers = imported("transformers")
+    config = transformers.AutoConfig.for_model(name, vocab_size=64, **MODELS[name](width))
+    config.use_cache = False
+    model: nn.Module = transformers.AutoModel.from_config(config)
+    return model.to(device, dtype).train()
+
+
+def step(model: nn.Module, x: Tensor, around: Around = nullcontext) -> None:
+    """Run forward and backward."""
+    model.zero_grad()
+    with around(Saved()):
+        y = model(inputs_embeds=x).last_hidden_state
+    y.sum().backward()
+
+
+def kept(model: nn.Module, x: Tensor, around: Around = nullcontext) -> int:
+    """Return the bytes that are kept for backward."""
+    with count_saved(model) as saved, around(saved):
+        y = model(inputs_embeds=x)
+    del y
+    return saved.bytes
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model."""
+    return [*(model.get_submodule("layers" if hasattr(model, "layers") else "h").children())]
+
+
+def seconds(call: Step, device: str) -> float:
+    """Return the time of a call."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def measured(calls: dict[str, Step], device: str) -> dict[str, float]:
+    """Return the least times of calls, which take turns, in seconds; the others are compared with the first."""
+    first = next(iter(calls))
+    times: dict[str, list[float]] = {label: [] for label in calls}
+    for call in calls.values():
+        call()
+    for number in range(ROUNDS[1]):
+        for label, call in calls.items():
+            times[label].append(seconds(call, device))
+        if number + 1 >= ROUNDS[0] and number % 2:
+            halves = [{label: min(every[half::2]) for label, every in times.items()} for half in (0, 1)]
+            ratios = [{label: one / half[first] for label, one in half.items()} for half in halves]
+            if all(abs(ratios[0][label] / ratios[1][label] - 1) < AGREE for label in calls):
+                break
+    return {label: min(every) for label, every in times.items()}
+
+
+def layers(width: int, tokens: int, device: str) -> list[dict[str, Any]]:
+    """Measure a layer of each model in each dtype."""
+    found = []
+    for name in MODELS:
+        for dtype in (torch.float32, torch.bfloat16):
+            stock = layer(name, width, dtype, device)
+            rebuilt = deepcopy(stock)
+            fitact.rebuild(rebuilt)
+            x = torch.randn(2, tokens // 2, width, device=device).to(dtype)
+            selective = partial(checkpointed, blocks(stock), selective=True)
+            times = measured(
+                {
+                    "stock": partial(step, stock, x),
+                    "rebuilt": partial(step, rebuilt, x),
+                    "selective checkpointing": partial(step, stock, x, selective),
+                },
+                device,
+            )
+            bytes_ = {
+                "stock": kept(stock, x),
+                "rebuilt": kept(rebuilt, x),
+                "selective checkpointing": kept(stock, x, selective),
+            }
+            found.append(
+                {"model": name, "dtype": str(dtype)[6:], "width": width, "tokens": tokens}
+                | {"ms": {label: round(1e3 * one, 2) for label, one in times.items()}}
+                | {"time": {label: round(one / times["stock"], 3) for label, one in times.items()}}
+                | {"kept": {label: round(one / bytes_["stock"], 3) for label, one in bytes_.items()}}
+            )
+            print(found[-1], flush=True)
+    return found
+
+
+def tiny(device: str) -> dict[str, Any]:
+    """Measure layers on few numbers."""
+    stock = nn.Sequential(nn.GELU(), nn.Linear(TINY, TINY)).to(device)
+    rebuilt = deepcopy(stock)
+    fitact.rebuild(rebuilt)
+    x = torch.randn(1, TINY, device=device, requires_grad=True)
+    dy = torch.ones_like(x)
+
+    def calls(model: nn.Module) -> None:
+        for _ in range(CALLS):
+            model(x).backward(dy)
+
+    models = {"GELU, linear": (stock, rebuilt), "linear": (stock[1], rebuilt[1])}
+    found: dict[str, Any] = {}
+    for name, (one, other) in models.items():
+        times = measured({"stock": partial(calls, one), "rebuilt": partial(calls, other)}, device)
+        found[name] = {label: round(1e6 * every / CALLS, 1) for label, every in times.items()}
+        found[name]["ratio"] = round(times["rebuilt"] / times["stock"], 2)
+        print(name, found[name], flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    record = {
+        "machine": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{platform.machine()}, {platform.system()}",
+        "threads": 1,
+        "torch": torch.__version__,
+        "transformers": imported("transformers").__version__,
+        "date": date.today().isoformat(),
+        "layers": layers(*((2048, 4096) if device == "cuda" else (512, 1024)), device),
+        "microseconds": tiny(device),
+    }
+    path = arguments.output or Path(__file__).parent / "results" / f"rebuilding_{device}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
