@@ -160,11 +160,11 @@ def convert(
     was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
     if not (sites or norms or found):
         raise UsageError(nothing_to_rebuild(refused, run) if method == "rebuild" else none_held(model, run))
-    if measure and before and found:
+    if run is not None and before and found:
         with rebuilding.swapped(found), reading() as read:
-            (rebuilt,) = measure([stock])
+            (rebuilt,) = traces(model, run, own, [stock], attempt=number, detail=True)
         found = rebuilding.paying(found, read) if rebuilt.kept < before.kept else []
-        before = rebuilt if found else before
+        before, unseen = (rebuilt, rebuilt.unseen) if found else (before, unseen)
     with rebuilding.swapped(found):
         if found:
             sites = chosen.sites(activation_sites(model, own), rebuilds)

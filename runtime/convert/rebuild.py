@@ -24,6 +24,11 @@ def rebuild(
     and peft's adapters, compute them in backward. Masks of dropout are kept as bits. No matrix product and no
     convolution is computed again; the statistics of a batch are.
 
+    With `example_inputs` the model is also run to find the modules that call PyTorch's functions in their own
+    `forward`, and keep less if what these return is rebuilt: activations, products, experts that hold their
+    weights in one tensor, rotary embeddings, casts, and attention. The model is then run with and without these
+    changes, with real tensors. Unless its outputs are the same bit for bit, these modules are left alone.
+
     If anything else keeps an output, such as a product with another tensor, it is kept as before. An activation
     that is composed of several operations is computed again in backward; if something else reads its input too,
     the gradient of that input is summed in another order than stock's and may differ in its last bit. So may the
@@ -39,7 +44,8 @@ def rebuild(
             backward pass twice with `example_inputs` and real tensors.
 
     Returns:
-        The activations, gates and norms whose outputs are rebuilt; with `example_inputs`, the bytes kept too.
+        The activations, gates and norms whose outputs are rebuilt, and the modules that call functions; with
+        `example_inputs`, the bytes kept too.
 
     Raises:
         UsageError: it is no nn.Module, has nothing to rebuild, or cannot be run; it is then unchanged.

@@ -174,6 +174,35 @@ def test_rebuilt(title: str, name: str, dropout: float | None) -> None:
         assert f"{100 * found.kept_after / found.kept_before:.1f}" == stated
 
 
+MIXED = {"num_local_experts": 8, "num_experts_per_tok": 2}
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 344}
+CALLS: dict[str, tuple[str, dict[str, int]]] = {
+    "Qwen3": ("qwen3", {}),
+    "Gemma 3": ("gemma3_text", {}),
+    "Mixtral": ("mixtral", MIXED),
+    "gpt-oss": ("gpt_oss", MIXED),
+    "Qwen3-MoE": ("qwen3_moe", SPARSE),
+}
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(one, marks=() if one == "gpt-oss" else pytest.mark.full) for one in CALLS]
+)
+def test_rebuilt_calls(title: str) -> None:
+    name, sizes = CALLS[title]
+    transformers = imported("transformers")
+    sizes = sizes | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 688, "vocab_size": 1000}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    config.use_cache = False
+    model = transformers.AutoModel.from_config(config).to(torch.bfloat16).train()
+    batch = {"input_ids": torch.arange(1024).view(2, 512) % 1000}
+    found = fitact.rebuild(model, example_inputs=batch, gradients=True)
+    assert found.gradient is not None and found.gradient.error == 0
+    (stated,) = re.findall(rf"(?:keeps|,) {title} (?:keeps )?(\d+) %", flat())
+    assert f"{100 * found.kept_after / found.kept_before:.0f}" == stated
+
+
 @pytest.mark.full
 def test_rebuilt_convolutions() -> None:
     names = ("convnext_atto", "mobilenetv3_small_100", "efficientnet_b0", "resnet50")
