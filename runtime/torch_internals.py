@@ -69,7 +69,7 @@ def saved_tensor_hooks() -> Any:
 
     The result is None if there are none, and False where none may be set; no public function tells.
     """
-    hooks = torch._C._autograd
+    hooks: Any = torch._C._autograd
     return hooks._top_saved_tensors_default_hooks(False) if hooks._saved_tensors_hooks_is_enabled() else False
 
 

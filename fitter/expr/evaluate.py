@@ -146,7 +146,8 @@ class Arithmetic:
             elif kind is sympy.Mul:
                 done[node] = reduce(self.multiply, values)
             elif kind is sympy.Pow:
-                done[node] = self.power(*values, arguments[1])
+                base, exponent = values
+                done[node] = self.power(base, exponent, arguments[1])
             else:
                 done[node] = self.functions[kind](*values)
         return done[expr]

@@ -243,8 +243,7 @@ class _Measurement:
                 passes = self.work(candidate)
                 flops = sum(one.flops for one in passes) - forward.flops - backward.flops
                 traffic = sum(one.traffic for one in passes) - forward.traffic - backward.traffic
-                flops, traffic = flops / max(forward.flops, 1), traffic / max(forward.traffic, 1)
-                row = replace(row, flops=flops, traffic=traffic)
+                row = replace(row, flops=flops / max(forward.flops, 1), traffic=traffic / max(forward.traffic, 1))
             if candidate.blocks:
                 row = replace(row, kinds={**row.kinds, "checkpoint": saved.bytes - sum(row.kinds.values())})
             return replace(row, peak=self.step_peak(candidate) + state) if self.peak else row

@@ -82,7 +82,8 @@ class _Expression:
 
     def use(self) -> None:
         for function, _ in self.parts:
-            use(function)
+            if function is not None:
+                use(function)
 
     def __call__(self, *state: Tensor) -> Any:
         given = (
@@ -241,7 +242,7 @@ def _cast(tensor: Tensor, found: Source | None) -> Tensor:
 
 
 def _linear(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     x, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
     output = None
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and plain(weight) and weight.dim() == 2:
@@ -253,8 +254,8 @@ def _linear(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    given = {"p": 0.5, "training": True, "inplace": False}
-    given |= dict(zip(("input", *given), args, strict=False)) | kwargs
+    given: dict[str, Any] = {"p": 0.5, "training": True, "inplace": False}
+    given |= {**dict(zip(("input", *given), args, strict=False)), **kwargs}
     x = given.get("input")
     output = None
     if isinstance(x, Tensor) and given["training"] and not given["inplace"]:
@@ -322,7 +323,7 @@ class _Calls(TorchFunctionMode):
         return handler(func, args, kwargs or {})
 
 
-MODE = _Calls()
+MODE: Any = _Calls()
 
 
 class looking:  # noqa: N801

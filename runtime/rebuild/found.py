@@ -90,7 +90,7 @@ def find_calls(model: nn.Module, run: Run) -> list[str]:
 @contextmanager
 def _tagged(model: nn.Module) -> Iterator[None]:
     """Let each module know its path, and so its copies, until the context ends."""
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     for path, module in modules.items():
         vars(module)[PATH] = path
     try:

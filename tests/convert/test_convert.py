@@ -62,15 +62,30 @@ class Holds(nn.Module):
         return y
 
 
+class Product(torch.autograd.Function):
+    """A product of someone's own, which keeps its factors, whatever they could be rebuilt from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy * weight, (dy * x).sum_to_size(weight.shape)
+
+
 class Scaled(nn.Module):
-    """Multiplies by a weight, and so keeps its input, whatever that is rebuilt from."""
+    """Multiplies by a weight, and keeps its input."""
 
     def __init__(self, columns: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(columns))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        y: Tensor = Product.apply(x, self.weight)
+        return y
 
 
 # ----------------------------------------------------------------------------------------------- what is replaced
@@ -869,7 +884,7 @@ class Consumer(nn.Module):
         return z
 
 
-class Product(nn.Module):
+class Itself(nn.Module):
     """Multiplies by what it applies an activation to, which the product keeps."""
 
     def __init__(self) -> None:
@@ -950,7 +965,7 @@ def test_consumers(kind: str, shared: bool, best: str) -> None:
 MORE: dict[str, tuple[list[nn.Module], str, str | None, str]] = {
     "its output is kept": ([nn.ReLU(), nn.Linear(64, 8)], "fewbit", None, "neighbouring operations keep"),
     "its input is kept": ([nn.Linear(64, 8), nn.GELU()], "fewbit", "gelu_fewbit3", ""),
-    "its input is kept by a product": ([Product(), nn.Linear(64, 8)], "fewbit", None, "keep its tensor anyway"),
+    "its input is kept by a product": ([Itself(), nn.Linear(64, 8)], "fewbit", None, "keep its tensor anyway"),
     "its output is not kept": (
         [nn.GELU(), nn.Dropout(), nn.Linear(64, 8)],
         "inverted",
