@@ -158,7 +158,7 @@ def convert(
         there = {id(module) for module in model.modules()}
         found = [one for one in found if id(one.module) in there]
     was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
-    if not (sites or norms or found):
+    if not found and (method == "rebuild" or not (sites or norms)):
         raise UsageError(nothing_to_rebuild(refused, run) if method == "rebuild" else none_held(model, run))
     if run is not None and before and found:
         with rebuilding.swapped(found), reading() as read:

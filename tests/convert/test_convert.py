@@ -1011,7 +1011,7 @@ def test_autocast_keeps_one_storage() -> None:
     x = torch.randn(8, ROWS, 64)
     with torch.autocast("cpu", dtype=HALF):
         stock = fitact.convert(model, "fewbit", dry_run=True, example_inputs=x)
-        conversion = auto(model, example_inputs=x)
+        conversion = fitact.convert(model, "inverted", example_inputs=x)
         assert (stock.sites[0].shared, conversion.sites[0].shared) == (False, True)
         assert conversion.sites[0].after == "gelu_inverted1"
         with count_saved(model) as saved:
@@ -1027,7 +1027,7 @@ AUTO = [
     ("GELU and linear", [nn.GELU(), nn.Linear(64, 8)], ["rebuilt"]),
     ("GELU, dropout and linear", [nn.GELU(), nn.Dropout(), nn.Linear(64, 8)], ["rebuilt"]),
     ("GELU and frozen linear", [nn.GELU(), nn.Linear(64, 8).requires_grad_(False)], ["gelu_fewbit3"]),
-    ("norm, GELU and product", [nn.LayerNorm(64), nn.GELU(), Scaled(64)], ["gelu_inverted1"]),
+    ("norm, GELU and product", [nn.LayerNorm(64), nn.GELU(), Scaled(64)], ["rebuilt", "rebuilt"]),
     (
         "norm, GELU and two",
         [nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), Scaled(64)],
@@ -1071,7 +1071,7 @@ class Overwriting(nn.Module):
 
     def __init__(self, cast: torch.dtype | None = None) -> None:
         super().__init__()
-        self.norm, self.act, self.down = nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 64)
+        self.norm, self.act, self.down = nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)
         self.cast = cast
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1202,7 +1202,7 @@ def test_a_model_that_keeps_more_each_time() -> None:
             return super().forward(x)
 
     runs = itertools.count(1)
-    (site,) = fitact.convert(
+    site, *_ = fitact.convert(
         Growing(nn.GELU()), "auto", error="few-bit", example_inputs=torch.zeros(4096, 16, requires_grad=True)
     )
     assert site.after is None and site.reason.startswith("nothing to gain")
@@ -1415,11 +1415,13 @@ def test_a_dry_run_with_norms_foretells_what_is_done() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.LayerNorm(64), nn.Linear(64, 8))
     x = torch.randn(512, 32)
     before = copy.deepcopy(model.state_dict())
-    plan = auto(model, norms=True, dry_run=True, example_inputs=x)
+    with torch.autocast("cpu", dtype=HALF):  # else no norm is merged, because its output can be rebuilt
+        plan = auto(model, norms=True, dry_run=True, example_inputs=x)
     assert plan.dry_run and type(model[2]) is nn.LayerNorm and type(model[1]) is nn.SiLU
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
-    done = auto(model, norms=True, example_inputs=x)
+    with torch.autocast("cpu", dtype=HALF):
+        done = auto(model, norms=True, example_inputs=x)
     assert plan.sites == done.sites and plan.kept_after == done.kept_after
     assert done.sites[0].after == "silu_fewbit3"
 
