@@ -28,10 +28,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if INTERPRETED else ["interpreted"]
 
 
+def _collections() -> int:
+    return int(gc.get_stats()[2]["collections"])
+
+
 def _settle() -> None:
     """Keep the garbage collector off all that lives now: a pass over it takes a second, and tests make many."""
+    global _settled
     gc.collect()
     gc.freeze()
+    _settled = _collections()
+
+
+_settled = 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,8 +52,10 @@ def pytest_collection_finish() -> None:
     _settle()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is not None and nextitem.path != item.path:
+    """Settle after the last test of a file, and after one that made a pass over all: the next one may, too."""
+    if nextitem is not None and (nextitem.path != item.path or _collections() != _settled):
         _settle()
 
 
