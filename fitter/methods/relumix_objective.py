@@ -10,7 +10,7 @@ import numpy as np
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS, roots
 from fitact.fitter.analysis.shape import Asymptote
-from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.expr.evaluate import Array, geometric
 from fitact.fitter.numerics.moments import nodes, running
 
 REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law
@@ -56,7 +56,7 @@ class Frame:
         bends = roots(activation.second_derivative_formula, -REALS, REALS).at
         marks = np.concatenate([[0.0], bends, activation.switch_points(-REALS, REALS)])
         marks = marks[np.abs(marks) < REACH]
-        steps = np.geomspace(1e-9, REACH, 2000)
+        steps = geometric(1e-9, REACH, 2000)
         x = np.unique(np.concatenate([marks, *(mark + side * steps for mark in marks for side in (-1, 1))]))
         lines = [line.slope * x + line.intercept for line in (left, right)]
         off = np.min([np.abs(activation.value(x) - line) for line in lines], axis=0)
@@ -111,7 +111,7 @@ class Primitive:
         self.frame = frame
         self.left, self.right = frame.line(left), frame.line(right)
         cells = 240
-        outer = np.geomspace(INNER, REACH, cells)
+        outer = geometric(INNER, REACH, cells)
         spaced = np.concatenate([-outer, np.linspace(-INNER, INNER, 2 * cells + 1), outer])
         switches = (activation.switch_points(-REALS, REALS) - frame.center) / frame.scale
         self.edges = np.union1d(spaced, switches[np.abs(switches) < REACH])
@@ -164,9 +164,7 @@ class Primitive:
             target = rising[:-1] + falling[1:]
             target[0] -= gap[0] / 6 * values[0]
             target[-1] -= gap[-1] / 6 * values[-1]
-            gram = np.diag((gap[:-1] + gap[1:]) / 3)
-            gram += np.diag(gap[1:-1] / 6, 1) + np.diag(gap[1:-1] / 6, -1)
-            values[1:-1] = np.linalg.solve(gram, target)
+            values[1:-1] = _tridiagonal((gap[:-1] + gap[1:]) / 3, gap[1:-1] / 6, target)
         first, last = values[:-1], values[1:]
         inside = h2 - 2 * (first * falling + last * rising) + gap / 3 * (first**2 + first * last + last**2)
         before = moments[3, 0] + self.tails[0]
@@ -179,6 +177,20 @@ class Primitive:
         gradient[0] = 2 * (slopes[1] - left.slope) * off_falling[0]
         gradient[-1] = 2 * (slopes[-2] - right.slope) * off_rising[-1]
         return float(inside.sum() + before + after), gradient, slopes
+
+
+def _tridiagonal(diagonal: Array, beside: Array, target: Array) -> list[float]:
+    """Solve a symmetric, positive definite system of three diagonals; LAPACK rounds differently from CPU to CPU."""
+    pivots, rest = diagonal.tolist(), target.tolist()
+    off = beside.tolist()
+    for i, entry in enumerate(off):
+        factor = entry / pivots[i]
+        pivots[i + 1] -= factor * entry
+        rest[i + 1] -= factor * rest[i]
+    rest[-1] /= pivots[-1]
+    for i in reversed(range(len(off))):
+        rest[i] = (rest[i] - off[i] * rest[i + 1]) / pivots[i]
+    return rest
 
 
 def single(problem: Primitive) -> Mixture:

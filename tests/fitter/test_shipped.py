@@ -68,7 +68,10 @@ for name in sys.argv[1:]:
         ["silu_inverted1"],
         pytest.param(["gelu_inverted1", "gelu_tanh_inverted1", "quick_gelu_inverted1"], marks=pytest.mark.full),
         pytest.param(["gelu_fewbit3", "silu_fewbit4", "mish_relumix2", "silu_relumix2"], marks=pytest.mark.full),
-        pytest.param(["../../notebooks/fits/silu_inverted_refit"], marks=pytest.mark.full),
+        pytest.param(
+            [f"../../notebooks/fits/{name}" for name in ("silu_inverted_refit", "gelu_relumix4", "silu_relumix4")],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_made_again_on_a_cpu_with_other_kernels(names: list[str]) -> None:
