@@ -21,9 +21,10 @@ from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_ten
 
 from . import functions
 from .operation import operation, rebuilds
-from .recipes import Source, note, plain, source, use
+from .recipes import Read, Source, note, plain, source, use
 
 Function = Callable[..., Any]
+DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
@@ -38,25 +39,30 @@ class _Place(NamedTuple):
 def _bound(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Function]:
     """Return the tensors among arguments, also those in lists, and the function of these alone."""
     tensors: list[Tensor] = []
-
-    def taken(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            tensors.append(one)
-            return _Place(len(tensors) - 1)
-        return type(one)(map(taken, one)) if type(one) in (list, tuple) else one
-
-    rest = [taken(one) for one in args]
-    named = {name: taken(one) for name, one in kwargs.items()}
+    rest = [_taken(one, tensors) for one in args]
+    named = {name: _taken(one, tensors) for name, one in kwargs.items()}
 
     def call(*given: Tensor) -> Any:
-        def filled(one: Any) -> Any:
-            if type(one) is _Place:
-                return given[one.number]
-            return type(one)(map(filled, one)) if type(one) in (list, tuple) else one
-
-        return function(*map(filled, rest), **{name: filled(one) for name, one in named.items()})
+        return function(
+            *(_filled(one, given) for one in rest), **{name: _filled(one, given) for name, one in named.items()}
+        )
 
     return tensors, call
+
+
+def _taken(one: Any, tensors: list[Tensor]) -> Any:
+    """Return an argument with places in place of tensors, which are added to a list."""
+    if isinstance(one, Tensor):
+        tensors.append(one)
+        return _Place(len(tensors) - 1)
+    return type(one)(_taken(each, tensors) for each in one) if type(one) in (list, tuple) else one
+
+
+def _filled(one: Any, given: Sequence[Tensor]) -> Any:
+    """Return an argument with tensors in their places."""
+    if type(one) is _Place:
+        return given[one.number]
+    return type(one)(_filled(each, given) for each in one) if type(one) in (list, tuple) else one
 
 
 class _Expression:
@@ -64,6 +70,7 @@ class _Expression:
 
     def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
         self.function = function
+        self.depth = 1 + max((_depth(one.function) for one in found if one is not None), default=0)
         self.state: list[Tensor] = []
         self.parts: list[tuple[Function | None, list[int]]] = []
         numbers: dict[int, int] = {}
@@ -90,6 +97,18 @@ class _Expression:
             state[at[0]] if function is None else function(*(state[i] for i in at)) for function, at in self.parts
         )
         return self.function(*given)
+
+
+def _depth(function: Any) -> int:
+    """Return how many functions deep something is rebuilt."""
+    if isinstance(function, Read):
+        function = function.recipe.function
+    if isinstance(function, functions.Plain):
+        function = function.function
+    if isinstance(function, _Expression):
+        return function.depth
+    rebuild = getattr(function, "rebuild", None)
+    return 1 if rebuild is None else 1 + _depth(rebuild)
 
 
 # --------------------------------------------------------------------------------------------------------- rules
@@ -215,8 +234,9 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
     rebuild = None
     if noted:
         expression = _Expression(call, tensors, found)
-        state = expression.take_state()
-        rebuild = Source(functions.Plain(expression, tensors[0].device.type), state)
+        if expression.depth <= DEEPEST:
+            state = expression.take_state()
+            rebuild = Source(functions.Plain(expression, tensors[0].device.type), state)
     if less:
         output = operation(call, tensors, rebuild if rule.keeps_output else None)
     else:

@@ -147,12 +147,12 @@ def source(input: Tensor) -> Source | None:
     recipe = noted.recipe
     if (version_of(input), input.dtype) != (recipe.version, recipe.dtype):
         return None
-    read = _Read(recipe, input.shape, tuple(input.stride()), int(input.storage_offset()))
+    read = Read(recipe, input.shape, tuple(input.stride()), int(input.storage_offset()))
     return Source(read, noted.state)
 
 
 @dataclass(frozen=True)
-class _Read:
+class Read:
     """The rebuilt output, as a view of it."""
 
     recipe: Recipe
@@ -167,6 +167,7 @@ class _Read:
         self.recipe.readers += 1
 
     def __call__(self, *state: Tensor) -> Tensor:
+        """Return what is read of the rebuilt output."""
         output = self.recipe.output(state)
         if (output.shape, tuple(output.stride()), 0) == (self.shape, self.stride, self.offset):
             return output

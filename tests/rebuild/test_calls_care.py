@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import threading
@@ -20,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact.errors import UsageError
-from fitact.runtime.rebuild.calls import here
+from fitact.runtime.memory.peak import peak_memory
+from fitact.runtime.rebuild.calls import DEEPEST, here
 from fitact.runtime.torch_internals import innermost_mode
 
 from .test_calls import MODELS, WIDE, Experts, Feed, agree, pair
-from .test_rebuild import RMSNorm, X, differences, kept, loss_of, observed, train
+from .test_rebuild import HALF, RMSNorm, X, differences, kept, loss_of, observed, train
 from .test_rebuild_care import HELD, lifetimes
 
 
@@ -55,6 +57,67 @@ def test_checkpoints_inside(reentrant: bool) -> None:
 def test_nothing_lives_longer(name: str, held: str) -> None:
     stock, stock_later, rebuilt, later = lifetimes(pair(MODELS[name]), held)
     assert rebuilt <= stock and later <= stock_later
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_peak(name: str, dtype: torch.dtype) -> None:
+    wide = torch.randn(16, 32, 16).to(dtype)
+    stock, rebuilt = (
+        peak_memory(lambda one=one: one(wide).sum().backward(), one)["total"]
+        for one in pair(lambda: nn.Sequential(*(MODELS[name]() for _ in range(4))), dtype)
+    )
+    assert rebuilt <= stock
+
+
+def tensors() -> int:
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_garbage(name: str) -> None:
+    """Nothing waits for the collector of garbage, forward or backward."""
+    found = []
+    for model in pair(MODELS[name]):
+        train(model, X)
+        gc.collect()
+        gc.disable()
+        before = tensors()
+        y = model(X)
+        del y
+        forward = tensors()
+        train(model, X)
+        found.append((forward - before, tensors() - before))
+        gc.enable()
+    assert found == [(0, 0), (0, 0)]
+
+
+class Scaled(nn.Module):
+    """A residual block, whose output is rebuilt from its input and so from all blocks before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.full((16,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("blocks", [3, 60, 250])
+def test_chains(blocks: int) -> None:
+    """A chain is rebuilt as a whole, unless it is too long for Python's stack."""
+
+    def make() -> nn.Module:
+        chain = (Scaled() for _ in range(blocks))
+        return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), *chain, nn.Linear(16, 16))
+
+    agree(make)
+    stock, rebuilt = pair(make)
+    wide = torch.randn(32, 16, 16)
+    peaks = [peak_memory(lambda one=one: one(wide).sum().backward(), one)["total"] for one in (stock, rebuilt)]
+    assert peaks[1] <= peaks[0]
+    share = kept(rebuilt, wide) / kept(stock, wide)
+    assert share < (0.6 if blocks < DEEPEST else 0.9)
 
 
 class Changed(nn.Module):
