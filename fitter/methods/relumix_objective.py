@@ -180,7 +180,7 @@ class Primitive:
 
 
 def _tridiagonal(diagonal: Array, beside: Array, target: Array) -> list[float]:
-    """Solve a symmetric, positive definite system of three diagonals; LAPACK rounds differently from CPU to CPU."""
+    """Solve a symmetric, positive definite system of three diagonals; LAPACK's rounding depends on the CPU."""
     pivots, rest = diagonal.tolist(), target.tolist()
     off = beside.tolist()
     for i, entry in enumerate(off):
