@@ -181,8 +181,9 @@ class Primitive:
 
 def _tridiagonal(diagonal: Array, beside: Array, target: Array) -> list[float]:
     """Solve a symmetric, positive definite system of three diagonals; LAPACK's rounding depends on the CPU."""
-    pivots, rest = diagonal.tolist(), target.tolist()
-    off = beside.tolist()
+    pivots: list[float] = diagonal.tolist()
+    rest: list[float] = target.tolist()
+    off: list[float] = beside.tolist()
     for i, entry in enumerate(off):
         factor = entry / pivots[i]
         pivots[i + 1] -= factor * entry
