@@ -248,9 +248,9 @@ class _Measurement:
                 row = replace(row, kinds={**row.kinds, "checkpoint": saved.bytes - sum(row.kinds.values())})
             return replace(row, peak=self.step_peak(candidate) + state) if self.peak else row
         except UsageError as error:  # PyTorch does not checkpoint operations in place
-            if not candidate.blocks:
+            if not candidate.again:
                 raise
-            self.notes.append(f"{candidate.name}: PyTorch fails: {one_line(error.__cause__ or error)}")
+            self.notes.append(f"{candidate.name}: it fails: {one_line(error.__cause__ or error)}")
             return None
 
     def work(self, candidate: Candidate) -> tuple[Work, Work]:

@@ -17,7 +17,7 @@ from fitact.runtime.norms.fold import merge_norms, unmerge_norms
 from fitact.runtime.rebuild import sites as rebuilding
 from fitact.runtime.rebuild.modules import REBUILT, put_back, reading, restore
 from fitact.runtime.records import Conversion, SiteRecord
-from fitact.runtime.torch_internals import uncompiled
+from fitact.runtime.torch_internals import is_compiled, uncompiled
 
 from .arguments import (
     Patterns,
@@ -76,8 +76,9 @@ def convert(
         method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`, as in `fitact.activation`; `"rebuild"`, which
             only rebuilds outputs; or `"auto"`, which rebuilds what pays, and then chooses for each activation
             what keeps least, among leaving it alone and the methods that `error` allows. `"auto"` runs the model
-            in the caller's autocast, so it needs `example_inputs`; freeze what is not trained before. The default
-            is `"auto"` if `error` is given, else `"fewbit"`.
+            in the caller's autocast, so it needs `example_inputs`; freeze what is not trained before. In a model
+            that is compiled, as a whole or in parts, it rebuilds nothing: that is the compiler's choice. The
+            default is `"auto"` if `error` is given, else `"fewbit"`.
         bits: the most bits kept per element; by default 3 for Few-Bit, and the fewest possible for the others.
         norms: whether to merge norms into the next linear layers, too, as
             `fitact.runtime.norms.fold.merge_norms` describes. This needs `example_inputs` and changes parameters:
@@ -119,25 +120,25 @@ def convert(
         JobError: the outputs of the model with merged norms differed; it is then unchanged.
 
     """
-    model = _inner(model)
+    given, model = model, _inner(model)
     method = method or ("fewbit" if error is None else "auto")
     runs = example_inputs is not None
     check(model, method, bits, norms, runs, error, gradients)
+    # of a compiled model the stock one is traced, so only replacements can gain something
+    compiled = given is not model or any(map(is_compiled, model.modules()))
     if dry_run and norms:  # the gain of activations depends on what merged norms keep
-        options: dict[str, Any] = {"replace": replace, "include": include, "exclude": exclude}
-        options |= {"error": error, "gradients": gradients}
-        tried = convert(copy.deepcopy(model), method, bits, norms=True, example_inputs=example_inputs, **options)
-        return dataclasses.replace(tried, dry_run=True)
+        model = copy.deepcopy(model)
     run = runner(example_inputs) if runs else None
     own = own_classes(replace or {})
     sites = activation_sites(model, own)
-    rebuilds = method in ("auto", "rebuild")
+    rebuilds = method == "rebuild" or (method == "auto" and not compiled)
     if not (sites or norms or rebuilds):
         raise UsageError(none_held(model, run))
     chosen = choose(model, sites, include, exclude, norms or rebuilds)
     sites = chosen.sites(sites, rebuilds)
     check_substitutes(sites, replace or {})
-    replacements = Policy(() if rebuilds else (method,), bits, replace or {}).replacements(sites)
+    methods = () if method in ("auto", "rebuild") else (method,)
+    replacements = Policy(methods, bits, replace or {}).replacements(sites)
     check_shipped(sites, replacements)
     before: Trace | None = None
     after: Trace | None = None

@@ -1374,6 +1374,22 @@ def test_converted_after_compiling() -> None:
     assert type(model[1]) is nn.GELU
 
 
+@pytest.mark.parametrize("how", ["wrapped", "in place", "a part"])
+def test_auto_leaves_rebuilding_to_the_compiler(how: str) -> None:
+    """The compiler traces the stock model, so only replaced activations keep less in it."""
+    x = torch.randn(512, 16)
+    model = nn.Sequential(Holds(nn.GELU()), nn.Linear(16, 4))
+    assert sites(auto(copy.deepcopy(model), example_inputs=x)) == {"0.act": "rebuilt"}
+    if how == "wrapped":
+        given = torch.compile(model, backend="aot_eager")
+    else:
+        given = model
+        (model if how == "in place" else model[0]).compile(backend="aot_eager")
+    assert sites(fitact.convert(given, "auto", dry_run=True, example_inputs=x)) == {"0.act": "gelu_inverted1"}
+    report = fitact.rebuild(given, dry_run=True)
+    assert sites(report) == {"0.act": "rebuilt"}
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["torch.compile", "compile"])
 def test_models_with_compiled_modules(whole: bool) -> None:
     """They are measured without a warning; of what is computed in them nothing is told."""
