@@ -42,6 +42,8 @@ def environment(wanted: str) -> Path:
     torch = "torch" if wanted == NEWEST else f"torch=={wanted}"
     options = ["-q", "--disable-pip-version-check", "--no-cache-dir"]
     subprocess.run([python, "-m", "pip", "install", *options, torch, "torchvision"], check=True)
+    # The other environment's builds packages; the one that comes with Python is too old for that.
+    subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
     # Added when PyTorch is there, or pip would take that of the other environment for it; last on the path.
     (library,) = folder.glob("lib/python*/site-packages")
     (library / "zz_rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
