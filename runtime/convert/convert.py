@@ -151,6 +151,8 @@ def convert(
     stock_kept = None if before is None else before.kept
     unseen = () if before is None else before.unseen
     found, refused = rebuilding.swaps(model, run, partial(chosen.rebuilt, own=own)) if rebuilds else ([], [])
+    if not found and (method == "rebuild" or not (sites or norms)):
+        raise UsageError(nothing_to_rebuild(refused, run) if method == "rebuild" else none_held(model, run))
     merged: list[SiteRecord] = []
     if norms and measure:
         spared = [] if torch.is_autocast_enabled(_device(model)) else _rebuilt_norms(found, measure)
@@ -159,8 +161,6 @@ def convert(
         there = {id(module) for module in model.modules()}
         found = [one for one in found if id(one.module) in there]
     was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
-    if not found and (method == "rebuild" or not (sites or norms)):
-        raise UsageError(nothing_to_rebuild(refused, run) if method == "rebuild" else none_held(model, run))
     if run is not None and before and found:
         with rebuilding.swapped(found), reading() as read:
             (rebuilt,) = traces(model, run, own, [stock], attempt=number, detail=True)
