@@ -369,6 +369,8 @@ def test_times_of_rebuilding() -> None:
             for text in (f"{one['time'][label]:.2f}", f"{100 * one['kept'][label]:.0f}")
         ]
         assert found == stated
+    longer = [100 * one["time"]["rebuilt"] - 100 for one in results["layers"]]
+    assert f"a block takes {min(longer):.0f} to {max(longer):.0f} % longer" in flat()
     pair, alone = (results["microseconds"][label]["ratio"] for label in ("GELU, linear", "linear"))
     assert (
         f"a GELU and its linear layer take {pair:.1f} times as long as stock's; a linear layer that finds nothing "
