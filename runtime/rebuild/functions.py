@@ -104,17 +104,18 @@ class _Linear(torch.autograd.Function):
         *state: Tensor,
     ) -> Tensor:
         ctx.rebuild, ctx.transposed = rebuild, transposed
-        ctx.columns = x.stride(0) == 1 and x.stride(1) == x.shape[0]
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.shape, ctx.columns = x.shape, rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
         if not transposed:
-            return F.linear(x, weight, bias)
+            return F.linear(x, weight, bias)  # of any shape, because the rows would be a view outside
         assert bias is not None
         return torch.addmm(bias, x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
-        (rows,) = grads
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
         weight, *state = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = None
@@ -126,6 +127,7 @@ class _Linear(torch.autograd.Function):
         if wants_x:
             weight = weight.t() if ctx.transposed else weight
             dx = (weight.t() @ rows.t()).t() if ctx.columns else rows @ weight
+            dx = dx.reshape(ctx.shape)
         return dx, dw, rows.sum(0) if wants_bias else None, None, None, *(None for _ in state)
 
 
@@ -149,11 +151,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
     rebuild = found.function if x.dtype == dtype else _Cast(found.function, dtype)
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     use(rebuild)
+    # PyTorch's own output is a view of rows too, unless these are all, or there is no bias
+    whole = not transposed and (x.dim() == 2 or (x.dim() > 2 and bias is None))
     with without_autocast(x.device.type):
-        rows: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
+        y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            x if whole else x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
         )
-    return rows.view(*x.shape[:-1], rows.shape[-1])
+    return y if whole else y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _Cast:
