@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import nn
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import registered
 from fitact.runtime.rebuild.modules import original_class
+from fitact.text import starred
 
 from .detect import MODULES, ActivationSite, Found, recipe, shipped_class
 from .measure import Plan, Trace, Usage
@@ -237,7 +237,7 @@ def as_likes(
 
 def _like(site: ActivationSite) -> tuple[str, str]:
     """Return a key that the same activation has in every layer."""
-    return site.found.before, re.sub(r"\b\d+\b", "*", site.path)
+    return site.found.before, starred(site.path)
 
 
 # ------------------------------------------------------------------------------------------------------------ auto

@@ -7,7 +7,6 @@ or fake tensors that fail, because the model looks at values) the model itself i
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -37,7 +36,7 @@ from fitact.runtime.torch_internals import (
     version_of,
     without_torch_function,
 )
-from fitact.text import one_line
+from fitact.text import one_line, starred
 
 from .detect import ActivationSite, activation_sites
 
@@ -359,7 +358,7 @@ def _unseen(storages: Sequence[Sequence[Kept]], total: int) -> Iterator[Unseen]:
     for keepers in storages:
         if all(kept.operation in POINTWISE and kept.kind not in OTHER_KINDS for kept in keepers):
             first = next((kept for kept in keepers if kept.operation in CURVED), keepers[0])
-            name = re.sub(r"\b\d+\b", "*", first.module)
+            name = starred(first.module)
             found.setdefault(name, Counter())[first.operation] += first.bytes
             paths.setdefault(name, set()).add(first.module)
     for name, sizes in sorted(found.items(), key=lambda item: -item[1].total()):

@@ -346,7 +346,7 @@ class _Calls(TorchFunctionMode):
 MODE: Any = _Calls()
 
 
-class looking:  # noqa: N801
+class Looking:
     """A context in which calls are looked at, or with `on=False` are not."""
 
     def __init__(self, on: bool = True) -> None:

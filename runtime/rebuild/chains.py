@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .functions import Plain, autocast, differentiable, once
-from .recipes import Function, Source, note, source, use
+from .recipes import Function, Source, applied, note, source, use
 
 
 class _Chained(torch.autograd.Function):
@@ -64,5 +64,5 @@ def chained(run: Function, function: Function, x: Tensor) -> Tensor | None:
         return None
     use(found.function)
     use(function)
-    y: Tensor = _Chained.apply(x, run, function, found.function, *found.state)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(_Chained, x, run, function, found.function, *found.state)
     return note(y, _Of(Plain(function, x.device.type), found), *found.state)

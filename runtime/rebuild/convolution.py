@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functions import once, product_dtype, without_autocast
-from .recipes import Function, source, use
+from .recipes import Function, applied, source, use
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -111,7 +111,8 @@ def convolution(module: Convolution, x: Tensor) -> Tensor | None:
     use(prepared)
     options = module.stride, padding.inside, module.dilation, False, (0,) * spatial, module.groups
     with without_autocast(x.device.type):
-        y: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+        y: Tensor = applied(
+            _Convolution,
             prepared.prepare(x),
             weight.to(dtype),
             None if bias is None else bias.to(dtype),

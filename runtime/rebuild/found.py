@@ -14,7 +14,7 @@ from fitact.runtime.convert.measure import Run, real, traces
 from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import FakeTensor, tree_leaves
 
-from .calls import here, looking
+from .calls import Looking, here
 from .modules import PATH, Rebuilding
 from .recipes import Recipe, recipe_of
 
@@ -29,12 +29,12 @@ class _Finder:
         self.begin()
 
     def begin(self) -> None:
-        self.running: list[tuple[str | None, looking]] = []
+        self.running: list[tuple[str | None, Looking]] = []
         self.paths: set[str] = set()
         self.recipes: dict[Recipe, str] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        self.running.append((vars(module).get(PATH), looking()))
+        self.running.append((vars(module).get(PATH), Looking()))
         self.running[-1][1].__enter__()
 
     def leave(self, *_: Any) -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fitact.runtime.torch_internals import in_functorch_transform
 
 from .bits import pack, unpack
-from .recipes import Function, Source, note, plain, source, use
+from .recipes import Function, Source, applied, note, plain, source, use
 
 
 def once() -> None:
@@ -63,7 +63,7 @@ class _Powers(TorchFunctionMode):
         if func in self.NAMES and len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1]:
             x, exponent = args
             if x.requires_grad and x.is_floating_point() and not torch.is_autocast_enabled(x.device.type):
-                return _Power.apply(x, exponent)  # type: ignore[no-untyped-call]
+                return applied(_Power, x, exponent)
         return func(*args, **(kwargs or {}))
 
 
@@ -154,8 +154,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
     # PyTorch's own output is a view of rows too, unless these are all, or there is no bias
     whole = not transposed and (x.dim() == 2 or (x.dim() > 2 and bias is None))
     with without_autocast(x.device.type):
-        y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            x if whole else x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
+        y: Tensor = applied(
+            _Linear, x if whole else x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
         )
     return y if whole else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -233,7 +233,7 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
     """
     if not _recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
         return function(g) * u
-    h: Tensor = _Gate.apply(g, u, function)  # type: ignore[no-untyped-call]
+    h: Tensor = applied(_Gate, g, u, function)
     return noted(h, lambda g, u: function(g) * u, g, u)
 
 
@@ -264,7 +264,7 @@ def again(function: Function, *inputs: Tensor) -> Tensor:
     """Return a function of inputs that keeps these alone, its output to be rebuilt from them."""
     if not _recorded(*inputs):
         return function(*inputs)
-    y: Tensor = _Again.apply(function, *inputs)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(_Again, function, *inputs)
     return noted(y, function, *inputs)
 
 
@@ -324,7 +324,7 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
     if not (_recorded(x) and plain(x) and 0 < p < 1):
         return None
     found = source(x)
-    y, bits = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
+    y, bits = applied(_Dropout, x, p)
     return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state)
 
 

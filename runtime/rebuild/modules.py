@@ -20,7 +20,7 @@ from fitact.runtime.records import Kind, SiteRecord
 from fitact.runtime.torch_internals import has_hooks, in_functorch_transform, parameters_in
 
 from . import functions
-from .calls import here, looking
+from .calls import Looking, here
 from .chains import chained
 from .convolution import convolution
 
@@ -74,7 +74,7 @@ class Rebuilding:
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             if not here.on:
                 return self._fitact_forward(*args)
-            with looking(False):
+            with Looking(False):
                 return self._fitact_forward(*args)
         return self.fitact_stock.forward(self, *args, **kwargs)
 
@@ -268,7 +268,7 @@ class Calls(Rebuilding):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
                 return stock(self, *args, **kwargs)
-            with looking():
+            with Looking():
                 return stock(self, *args, **kwargs)
 
         cls.forward = forward  # type: ignore[method-assign]

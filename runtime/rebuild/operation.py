@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from fitact.runtime.torch_internals import storage_id, without_torch_function
 
 from .functions import once
-from .recipes import Source, source, use
+from .recipes import Source, applied, source, use
 
 Function = Callable[..., Tensor]
 
@@ -107,7 +107,7 @@ class _Operation(torch.autograd.Function):
             with without_torch_function():
                 anchor = torch.empty((), requires_grad=True)
                 inside = [
-                    _Start.apply(anchor, one.detach()) if wanted else one.detach()  # type: ignore[no-untyped-call]
+                    applied(_Start, anchor, one.detach()) if wanted else one.detach()
                     for one, wanted in zip(tensors, ctx.needs_input_grad[2:], strict=True)
                 ]
                 ctx.starts = [get_gradient_edge(one) for one in inside if one.requires_grad]
@@ -140,7 +140,7 @@ def operation(function: Function, tensors: list[Tensor], rebuilt: Source | None 
         rebuilt: what the output is rebuilt from, if the operation keeps that.
 
     """
-    output: Tensor = _Operation.apply(function, rebuilt, *tensors)  # type: ignore[no-untyped-call]
+    output: Tensor = applied(_Operation, function, rebuilt, *tensors)
     return output
 
 

@@ -113,6 +113,11 @@ class Source(NamedTuple):
     state: tuple[Tensor, ...]
 
 
+def applied(function: Any, *args: Any) -> Any:
+    """Return what an autograd function returns; PyTorch does not state the types of its `apply`."""
+    return function.apply(*args)
+
+
 def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor) -> Tensor:
     """Note on an output how to compute it again, and return it.
 

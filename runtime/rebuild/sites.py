@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
+from fitact.text import starred
 
 from .convolution import CONVOLUTIONS
 from .found import check_calls, find_calls
@@ -127,7 +127,7 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
 
 def _like(one: Swap) -> tuple[str, str]:
     """Return what a module has in common with the same module in other layers."""
-    return type(one.module).__name__, re.sub(r"\b\d+\b", "*", one.path)
+    return type(one.module).__name__, starred(one.path)
 
 
 def put(found: Sequence[Swap]) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 LISTED = 8  # the most names that an error lists
+
+
+def starred(path: str) -> str:
+    """Return a path with a star for each number, the same for all layers that are alike."""
+    return re.sub(r"\b\d+\b", "*", path)
 
 
 def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
