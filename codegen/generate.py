@@ -20,7 +20,8 @@ from fitact.errors import UsageError, quote
 from fitact.files import reason, replace, write
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.records.approximants import Quotient
-from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.kinds import AnyFit
 
 from . import dialects, printers
 from .approximants import choice

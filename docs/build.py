@@ -21,7 +21,8 @@ from griffe2md import render_object_docs
 from fitact.cli import cli
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.plot import draw
-from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.kinds import AnyFit
 from fitact.fitter.records.reading import read
 
 DOCS = Path(__file__).parent

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from fitact.errors import UsageError
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
-from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.kinds import AnyFit
 from fitact.pictures import check_format, literal, save
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ def fit(
             than the levels can hold; or floating point fails on the formula, see `float_check.problem`.
 
     """
-    check_bits(bits)
+    check_bits(bits, StepFit.BITS)
     low, high = domain
     _check_domain(low, high)
     weight = weight or Weight()

@@ -155,7 +155,7 @@ def mixture(
     progress: Progress | None = None,
 ) -> Mixture:
     """Return the best mixture found, in float64; for arguments and errors see `fit`."""
-    check_bits(bits)
+    check_bits(bits, StepFit.BITS)
     if objective not in OBJECTIVES:
         raise UsageError(f"objective: expected {' or '.join(OBJECTIVES)}, got {quote(objective)}")
     if not 0 <= restarts <= 1000:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.records.fit import AnyFit, ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.kinds import AnyFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 

@@ -36,6 +36,7 @@ from .approximants import (
 )
 from .validate import (
     NAME,
+    as_it_is,
     check_bits,
     check_domain,
     check_increasing,
@@ -47,6 +48,7 @@ from .validate import (
     mapping,
     number,
     numbers,
+    options,
     text,
     whole,
 )
@@ -54,6 +56,7 @@ from .validate import (
 SCHEMA = "fitact.fit/1"
 # The options that each method may record, and below the check of each option.
 OPTIONS = {
+    "coded": ("cells",),
     "fewbit": ("cells", "seed"),
     "relumix": ("objective", "restarts", "seed", "source"),
     "inverted": ("family", "source", "tol"),
@@ -86,14 +89,6 @@ def check_options(method: str, options: Mapping[str, object]) -> None:
         if key not in OPTIONS[method]:
             raise UsageError(f"{what}: unknown option; those of {method} are {', '.join(OPTIONS[method])}")
         _OPTION[key](value, what)
-
-
-def _as_it_is(value: Any, what: str) -> Any:
-    """Return a value that the record itself checks."""
-    return value
-
-
-_options = partial(mapping, kinds=(int, float, str))
 
 
 def _by_dtype(read: Reader) -> Reader:
@@ -169,15 +164,16 @@ class StepFit(Fit):
     """
 
     METHODS = ("fewbit", "relumix")
+    BITS: ClassVar = range(1, 5)
     ERRORS = ("max", "objective", "primitive_max", "primitive_norm", "rms")
     READ: ClassVar[Mapping[str, Reader]] = {
-        "bits": _as_it_is,
+        "bits": as_it_is,
         "domain": numbers,
         "weight": lambda value, what: Weight(text(value, what)),
-        "even": _as_it_is,
+        "even": as_it_is,
         "borders": numbers,
         "levels": numbers,
-        "options": _options,
+        "options": options,
     }
 
     bits: int
@@ -190,7 +186,7 @@ class StepFit(Fit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bits(self.bits)
+        check_bits(self.bits, self.BITS)
         if not isinstance(self.even, bool):
             raise UsageError(f"even: expected true or false, got {quote(self.even)}")
         check_options(self.method, self.options)
@@ -262,14 +258,14 @@ class InvertedFit(Fit):
     METHODS = ("inverted",)
     ERRORS = DTYPES
     READ: ClassVar[Mapping[str, Reader]] = {
-        "bits": _as_it_is,
+        "bits": as_it_is,
         "domain": lambda value, what: None if value is None else numbers(value, what),
         "borders": _by_dtype(numbers),
         "approximants": _by_dtype(
             lambda values, what: tuple(approximant_of(value, f"{what}[{i}]") for i, value in enumerate(values))
         ),
         "floor": partial(mapping, kinds=(int, float)),
-        "options": _options,
+        "options": options,
     }
 
     bits: int
@@ -281,7 +277,7 @@ class InvertedFit(Fit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bits(self.bits, 0)
+        check_bits(self.bits, range(5))
         check_options(self.method, self.options)
         if self.domain is not None:
             check_domain(self.domain, REALS)
@@ -359,7 +355,3 @@ def _plain(value: object) -> object:
 def _sort(approximant: Approximant) -> tuple[Any, ...]:
     """Return what all approximants of a fit must have in common."""
     return (approximant.anchor, approximant.approximates) if isinstance(approximant, PublishedApproximant) else ()
-
-
-KINDS = (StepFit, ExactFit, InvertedFit)
-AnyFit = StepFit | ExactFit | InvertedFit

@@ -13,7 +13,8 @@ from fitact.files import read_text
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.catalog import CATALOG
 
-from .fit import KINDS, SCHEMA, AnyFit, activation_record
+from .fit import SCHEMA, activation_record
+from .kinds import KINDS, AnyFit
 from .validate import label, mapping, text
 
 MAX_BYTES = 1 << 20

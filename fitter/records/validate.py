@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,10 +36,10 @@ def check_increasing(what: str, values: tuple[float, ...]) -> None:
         raise UsageError(f"{what}: expected increasing numbers, got {quote(list(values))}")
 
 
-def check_bits(bits: object, least: int = 1) -> None:
-    """Raise UsageError unless a code may have that many bits: `least` to 4."""
-    *fewer, most = range(least, 5)
-    if type(bits) is not int or not least <= bits <= most:
+def check_bits(bits: object, allowed: range) -> None:
+    """Raise UsageError unless a code may have that many bits."""
+    *fewer, most = allowed
+    if type(bits) is not int or bits not in allowed:
         raise UsageError(f"bits: expected {', '.join(map(str, fewer))} or {most}, got {quote(bits)}")
 
 
@@ -130,6 +131,14 @@ def mapping(value: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any]
             raise UsageError(f"{what}.{label(key)}: unexpected value {quote(item)}")
         if isinstance(item, int | float) and not math.isfinite(number(item, f"{what}.{label(key)}")):
             raise UsageError(f"{what}.{label(key)}: expected a finite number, got {quote(item)}")
+    return value
+
+
+options = partial(mapping, kinds=(int, float, str))
+
+
+def as_it_is(value: Any, what: str) -> Any:
+    """Return a value that the record itself checks."""
     return value
 
 

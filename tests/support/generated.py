@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.codegen.generate import render
-from fitact.fitter.records.fit import AnyFit
+from fitact.fitter.records.kinds import AnyFit
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.ops import registry
 

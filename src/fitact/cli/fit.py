@@ -14,7 +14,7 @@ import click
 from fitact.errors import FitWarning, UsageError, quote
 
 if TYPE_CHECKING:
-    from fitact.fitter.records.fit import AnyFit
+    from fitact.fitter.records.kinds import AnyFit
 from .options import FILE, FITS, Finite, advance, named, once, progress
 
 

@@ -16,7 +16,7 @@ from fitact.errors import UsageError, quote
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
-    from fitact.fitter.records.fit import AnyFit
+    from fitact.fitter.records.kinds import AnyFit
 
 
 FITS = Path("generated/fits")

@@ -15,7 +15,8 @@ from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.parser import text_of
 from fitact.fitter.methods import exact, fewbit, inverted, relumix
-from fitact.fitter.records.fit import AnyFit, InvertedFit, StepFit
+from fitact.fitter.records.fit import InvertedFit, StepFit
+from fitact.fitter.records.kinds import AnyFit
 from fitact.text import columns
 
 MOST = 12  # the most breakpoints, pieces or roots that are listed
