@@ -11,10 +11,11 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 # Tensors with a device but without memory; the public alternative has only the device "meta".
@@ -71,6 +72,49 @@ def saved_tensor_hooks() -> Any:
     """
     hooks: Any = torch._C._autograd
     return hooks._top_saved_tensors_default_hooks(False) if hooks._saved_tensors_hooks_is_enabled() else False
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Enter a context in which no hooks of saved tensors are on; there is no public one."""
+    hooks: Any = torch._C._autograd
+    popped = []
+    while found := saved_tensor_hooks():
+        popped.append(found)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for found in reversed(popped):
+            hooks._push_saved_tensors_default_hooks(*found)
+
+
+_CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+
+
+def autocast_of(parameter: Tensor) -> Tensor:
+    """Return a weight or bias as the autocast that is on casts it for a layer, and caches it if it is a parameter.
+
+    The cache cannot be read. But the node of a layer without elements keeps the cast tensor, with its history.
+
+    Args:
+        parameter: of floating point, not of the dtype of autocast; (n,), (n, m), or a convolution's weight.
+
+    """
+    with without_saved_tensor_hooks() if saved_tensor_hooks() else nullcontext(), torch.enable_grad():
+        dtype, sizes = torch.get_autocast_dtype(parameter.device.type), parameter.shape
+        inputs = sizes[1:] if len(sizes) > 2 else sizes[:1]
+        nothing = parameter.new_empty(0, *inputs, dtype=dtype, requires_grad=True)
+        if len(sizes) > 2:
+            node: Any = _CONVOLUTIONS[len(sizes)](nothing, parameter).grad_fn
+            cast: Tensor = node._saved_weight
+        elif len(sizes) == 2:
+            node = torch.mm(nothing, parameter).grad_fn
+            cast = node._saved_mat2
+        else:
+            node = torch.matmul(nothing, parameter).grad_fn
+            cast = node._saved_vec
+    return cast
 
 
 def innermost_mode() -> Any:

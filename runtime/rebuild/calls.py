@@ -252,8 +252,10 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
 def _cast(tensor: Tensor, found: Source | None) -> Tensor:
     """Return a tensor that can be rebuilt as autocast would cast it, so that the cast can be rebuilt too."""
     device = tensor.device.type
-    if found is None or not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
+    if found is None:
+        return functions.cast(tensor, torch.get_autocast_dtype(device)) if isinstance(tensor, nn.Parameter) else tensor
     cast: Tensor = _ruled(CARRIED, Tensor.to, (tensor, torch.get_autocast_dtype(device)), {})
     return cast
 

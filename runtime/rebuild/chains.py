@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from .functions import Plain, autocast, differentiable, once
+from .derivatives import autocast, differentiable, once
+from .functions import Plain
 from .recipes import Function, Source, applied, note, source, use
 
 

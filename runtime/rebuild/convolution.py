@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions import once, product_dtype, without_autocast
+from .derivatives import once
+from .functions import cast, product_dtype, without_autocast
 from .recipes import Function, applied, source, use
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -114,8 +115,8 @@ def convolution(module: Convolution, x: Tensor) -> Tensor | None:
         y: Tensor = applied(
             _Convolution,
             prepared.prepare(x),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
+            cast(weight, dtype),
+            None if bias is None else cast(bias, dtype),
             prepared,
             options,
             *found.state,

@@ -2,76 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_float
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.torch_internals import in_functorch_transform
+from fitact.runtime.torch_internals import autocast_of, in_functorch_transform
 
 from .bits import pack, unpack
+from .derivatives import READS, Reads, autocast, differentiable, once
 from .recipes import Function, Source, applied, note, plain, source, use
-
-
-def once() -> None:
-    """Raise where a second derivative is asked for."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("a rebuilt output has no second derivative: call backward without create_graph")
 
 
 def _recorded(*inputs: Tensor) -> bool:
     """Whether autograd alone, and no transform of `torch.func`, looks at what is computed of inputs."""
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
     return wanted and not in_functorch_transform()
-
-
-def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what enters the autocast that is on now."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(device)
-    return lambda: torch.autocast(device, dtype)
-
-
-class _Power(torch.autograd.Function):
-    """A power, whose derivative takes one tensor where PyTorch's takes three, of the same numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exponent: float) -> Tensor:
-        ctx.exponent = exponent
-        ctx.save_for_backward(x)
-        return x.pow(exponent)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return x.pow(ctx.exponent - 1).mul_(ctx.exponent).mul_(grads[0]), None
-
-
-class _Powers(TorchFunctionMode):
-    """A context in which powers are differentiated like this; autocast, which casts them, does that itself."""
-
-    NAMES = (torch.pow, Tensor.pow, Tensor.__pow__)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.NAMES and len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1]:
-            x, exponent = args
-            if x.requires_grad and x.is_floating_point() and not torch.is_autocast_enabled(x.device.type):
-                return applied(_Power, x, exponent)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def differentiable(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter a context in which a function is computed again for its derivative, in the autocast that it ran in."""
-    with torch.enable_grad(), autocast(), _Powers():
-        yield
 
 
 # ------------------------------------------------------------------------------------------------------- consumers
@@ -88,6 +37,13 @@ def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device):
         return x.dtype if x.dtype == weight.dtype else None
     return None if torch.float64 in (weight.dtype, x.dtype) else torch.get_autocast_dtype(device)
+
+
+def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in the dtype of a product; inside one autocast all layers share what is returned."""
+    if parameter.dtype == dtype:
+        return parameter
+    return autocast_of(parameter) if parameter.requires_grad else parameter.to(dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -149,7 +105,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
     if dtype is None or found is None:
         return None
     rebuild = found.function if x.dtype == dtype else _Cast(found.function, dtype)
-    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = x.to(dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
     use(rebuild)
     # PyTorch's own output is a view of rows too, unless these are all, or there is no bias
     whole = not transposed and (x.dim() == 2 or (x.dim() > 2 and bias is None))
@@ -198,10 +154,11 @@ def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """f(g)·u, of which g and u are kept."""
+    """f(g)·u, of which g and u are kept; u, and as often as f may read it, g."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, u: Tensor, function: Function) -> Tensor:
+    def forward(ctx: Any, function: Function, u: Tensor, *gs: Tensor) -> Tensor:
+        g = gs[0]
         ctx.function, ctx.autocast = function, autocast(g.device.type)
         ctx.save_for_backward(g, u)
         return function(g) * u
@@ -211,15 +168,14 @@ class _Gate(torch.autograd.Function):
         once()
         g, u = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
-        wants_g, wants_u = ctx.needs_input_grad[:2]
+        wants_u, wants_g = ctx.needs_input_grad[1:3]
         with differentiable(ctx.autocast):
             g = g.detach().requires_grad_(wants_g)
             value = ctx.function(g)
-            edge = get_gradient_edge(value * u.detach()) if wants_g else None
+            reads = Reads(value * u.detach(), [g]) if wants_g else None
         du = grads[0] * value.detach() if wants_u else None
         del value, u  # autograd frees what it keeps of them as it goes
-        dg = None if edge is None else torch.autograd.grad(edge, g, grads)[0]
-        return dg, du, None
+        return None, du, *(reads.gradients(grads) if reads is not None else [None] * READS)
 
 
 def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
@@ -233,15 +189,16 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
     """
     if not _recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
         return function(g) * u
-    h: Tensor = applied(_Gate, g, u, function)
+    h: Tensor = applied(_Gate, function, u, *[g] * READS)
     return noted(h, lambda g, u: function(g) * u, g, u)
 
 
 class _Again(torch.autograd.Function):
-    """A function whose backward computes it again, from the inputs that it keeps."""
+    """A function whose backward computes it again, from the inputs that it keeps, each given as often as READS."""
 
     @staticmethod
-    def forward(ctx: Any, function: Function, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Function, *reads: Tensor) -> Tensor:
+        inputs = reads[::READS]
         ctx.function, ctx.autocast = function, autocast(inputs[0].device.type)
         ctx.save_for_backward(*inputs)
         return function(*inputs)
@@ -249,22 +206,20 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[1::READS]
         with differentiable(ctx.autocast):
             inputs = [
                 one.detach().requires_grad_(wants) for one, wants in zip(ctx.saved_tensors, wanted, strict=True)
             ]
-            edge = get_gradient_edge(ctx.function(*inputs))
-        asked = [one for one, wants in zip(inputs, wanted, strict=True) if wants]
-        found = iter(torch.autograd.grad(edge, asked, grads))
-        return None, *(next(found) if wants else None for wants in wanted)
+            reads = Reads(ctx.function(*inputs), inputs)
+        return None, *reads.gradients(grads)
 
 
 def again(function: Function, *inputs: Tensor) -> Tensor:
     """Return a function of inputs that keeps these alone, its output to be rebuilt from them."""
     if not _recorded(*inputs):
         return function(*inputs)
-    y: Tensor = applied(_Again, function, *inputs)
+    y: Tensor = applied(_Again, function, *(one for one in inputs for _ in range(READS)))
     return noted(y, function, *inputs)
 
 

@@ -25,8 +25,6 @@ from .chains import chained
 from .convolution import convolution
 
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
-HALF = (torch.bfloat16, torch.float16)
-
 
 _read: ContextVar[set[str] | None] = ContextVar("_read", default=None)
 
@@ -130,18 +128,14 @@ class Norm(Rebuilding):
             result: Tensor = stock.forward(twin, x)
             return result
 
-        if self.fitact_composed and hidden_states.dtype in HALF:
+        if self.fitact_composed:
             return functions.again(_Noticed(normed, self), hidden_states, *there.values())
         output = stock.forward(self, hidden_states)
         return functions.noted(output, _Noticed(normed, self), hidden_states, *there.values())
 
 
 class ComposedNorm(Norm):
-    """A norm of several operations, of which in half precision one alone reads the input, the cast to float32.
-
-    They keep more than the input, so they are computed again. If several read it, as in float32, their gradients
-    would be added to those of other readers in another order than stock's.
-    """
+    """A norm of several operations, which keep more than its input and are computed again."""
 
     fitact_composed = True
 

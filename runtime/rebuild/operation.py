@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fitact.runtime.torch_internals import storage_id, without_torch_function
 
-from .functions import once
+from .derivatives import once
 from .recipes import Source, applied, source, use
 
 Function = Callable[..., Tensor]

@@ -19,10 +19,12 @@ from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_tem
 from fitact.text import starred
 
 from .convolution import CONVOLUTIONS
+from .derivatives import READS, count_reads
 from .found import check_calls, find_calls
 from .modules import KINDS, REBUILT, Gate, Rebuilding, put_back, swap
 
 PROBE = 64  # elements of what an activation is tried with
+ROWS = 3  # of what a norm is tried with
 NOTED = ("Activation", "Chained", "Norm", "BatchNorm", "BatchNormAct")  # these keep less only if a layer does
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
@@ -176,7 +178,7 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
             continue
         norm = layers.recognise(module)
         if isinstance(norm, layers.Norm):
-            yield Swap(path, module, "ComposedNorm" if _reads_once(norm) else "Norm")
+            yield Swap(path, module, "ComposedNorm" if _is_composed(norm) else "Norm")
         elif type(module) is nn.GroupNorm:
             yield Swap(path, module, "Norm")
         elif type(module) in BATCH_NORMS:
@@ -187,23 +189,18 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
             yield Swap(path, module, "Dropout")
 
 
-def _reads_once(norm: layers.Norm) -> bool:
-    """Whether a norm is several operations, and one of them alone reads its input in half precision."""
-    if isinstance(norm.module, nn.LayerNorm):
-        return False
+def _is_composed(norm: layers.Norm) -> bool:
+    """Return whether a norm is several operations, which keep more of a few rows than these, in some dtype."""
     with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        x = torch.ones(1, norm.columns, dtype=torch.bfloat16, requires_grad=True)
-        nodes = [layers.trial_copy(norm.module, torch.bfloat16)(x).grad_fn]
-    seen: set[Any] = set()
-    readers = 0
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        readers += sum(getattr(after, "variable", None) is x for after, _ in node.next_functions)
-        nodes += [after for after, _ in node.next_functions]
-    return readers == 1
+        for dtype in (torch.float32, torch.bfloat16):
+            x, trial = torch.ones(ROWS, norm.columns, dtype=dtype), layers.trial_copy(norm.module, dtype)
+            with count_saved(trial) as saved:
+                y = trial(x.requires_grad_())
+            large = [one for one in saved.storages.values() if one.nbytes() >= x.nbytes]
+            del y
+            if len(large) > 1:
+                return count_reads(trial, x) <= READS
+    return False
 
 
 def _keeps(activation: nn.Module) -> str | None:
@@ -211,9 +208,11 @@ def _keeps(activation: nn.Module) -> str | None:
     training = activation.training
     try:
         with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            x = torch.linspace(-3, 3, PROBE).requires_grad_().clone()
+            values = torch.linspace(-3, 3, PROBE)
+            x = values.clone().requires_grad_().clone()
             with count_saved(activation) as saved:
                 y = activation(x)
+            reads = 1 if storage_id(y) == storage_id(x) else count_reads(activation, values)
     except Exception:  # whatever it needs, it is not a function of a tensor alone
         return None
     finally:
@@ -224,7 +223,7 @@ def _keeps(activation: nn.Module) -> str | None:
         return "Chained" if type(activation) in MODULES else None
     if {*saved.storages} == {storage_id(x)}:
         return "Activation"
-    return "Composed" if len(saved.storages) > 1 else None
+    return "Composed" if reads <= READS else None
 
 
 # ----------------------------------------------------------------------------------------------------------- gates

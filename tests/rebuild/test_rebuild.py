@@ -311,11 +311,7 @@ def test_readers(reads: str, dtype: torch.dtype | None) -> None:
             return y.detach()
 
         make = partial(Read, READS[reads], act=act)
-        if dtype is None and reads in ("twice", "again"):  # autocast shares the cast of a weight between calls
-            for one, other in zip(*(observed(model, step, X) for model in pair(make, torch.float32)), strict=True):
-                torch.testing.assert_close(other, one, rtol=0.02, atol=0.05)
-        else:
-            agree(make, step, dtype=dtype or torch.float32)
+        agree(make, step, dtype=dtype or torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -333,13 +329,7 @@ def test_order_of_sums(kind: Any, dtype: torch.dtype) -> None:
             a = self.fc1(x)
             return a.exp() + self.fc2(self.act(a)) + self.act(a) * a.sin() + a.cos()
 
-    if kind is not Own:
-        agree(Sums, x=torch.randn(32, 16), dtype=dtype)
-        return
-    tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.5}
-    with pytest.MonkeyPatch.context() as patch:  # what several operations read is summed in another order
-        patch.setattr(torch, "equal", partial(torch.allclose, **tolerance))
-        agree(Sums, x=torch.randn(32, 16), dtype=dtype)
+    agree(Sums, x=torch.randn(32, 16), dtype=dtype)
 
 
 def test_frozen_parts() -> None:

@@ -1,0 +1,148 @@
+"""A function that is computed again for its derivative, and the gradients that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from .recipes import applied
+
+READS = 8  # how often a function that is computed again may read an input
+
+
+def once() -> None:
+    """Raise where a second derivative is asked for."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a rebuilt output has no second derivative: call backward without create_graph")
+
+
+def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what enters the autocast that is on now."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype)
+
+
+class _Power(torch.autograd.Function):
+    """A power, whose derivative takes one tensor where PyTorch's takes three, of the same numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exponent: float) -> Tensor:
+        ctx.exponent = exponent
+        ctx.save_for_backward(x)
+        return x.pow(exponent)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return x.pow(ctx.exponent - 1).mul_(ctx.exponent).mul_(grads[0]), None
+
+
+class _Powers(TorchFunctionMode):
+    """A context in which powers are differentiated like this; autocast, which casts them, does that itself."""
+
+    NAMES = (torch.pow, Tensor.pow, Tensor.__pow__)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.NAMES and len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1]:
+            x, exponent = args
+            if x.requires_grad and x.is_floating_point() and not torch.is_autocast_enabled(x.device.type):
+                return applied(_Power, x, exponent)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def differentiable(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter a context in which a function is computed again for its derivative, in the autocast that it ran in."""
+    with torch.enable_grad(), autocast(), _Powers():
+        yield
+
+
+class Reads:
+    """The gradients of a function's inputs, one for each time that it reads one, in the order in which they come.
+
+    PyTorch adds each to what an input's other readers have given so far. To add their sum instead would round
+    otherwise.
+    """
+
+    def __init__(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Look at a graph before its backward pass.
+
+        Args:
+            output: the function's.
+            inputs: detached; those that require a gradient are leaves of the graph.
+
+        """
+        self.end = get_gradient_edge(output)
+        self.inputs = [one for one in inputs if one.requires_grad]
+        self.found: dict[int, list[Tensor]] = {id(one): [] for one in inputs}
+        for node, places in readers(self.end.node, self.inputs):
+            node.register_hook(partial(_take, self.found, places))
+
+    def gradients(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return READS gradients of each input, None where it is read less often.
+
+        If it is read more often, the first ones are added: that is right to the last bit if nothing reads it after
+        the function.
+
+        Args:
+            grads: that of the output.
+
+        """
+        if self.inputs:
+            torch.autograd.grad(self.end, self.inputs, grads, allow_unused=True)
+        gradients: list[Tensor | None] = []
+        for found in self.found.values():
+            while len(found) > READS:
+                found[:2] = [found[0] + found[1]]
+            gradients += [*found, *[None] * (READS - len(found))]
+        return gradients
+
+
+def _take(
+    found: dict[int, list[Tensor]], places: dict[int, int], given: Sequence[Tensor | None], _: Any
+) -> tuple[Tensor | None, ...]:
+    """Take the gradients that a node has for inputs, and let the others go on."""
+    for place, key in places.items():
+        gradient = given[place]
+        if gradient is not None:
+            found[key].append(gradient)
+    return tuple(None if place in places else one for place, one in enumerate(given))
+
+
+def readers(end: Any, inputs: Sequence[Tensor]) -> Iterator[tuple[Any, dict[int, int]]]:
+    """Yield the nodes of a graph that read inputs, and for each edge to one its identity.
+
+    Args:
+        end: the node from which the graph is walked.
+        inputs: leaves.
+
+    """
+    wanted = {id(one) for one in inputs}
+    nodes, seen = [end], {end}
+    while nodes:
+        node = nodes.pop()
+        places = {}
+        for place, (after, _) in enumerate(node.next_functions):
+            leaf = id(getattr(after, "variable", None))
+            if leaf in wanted:
+                places[place] = leaf
+            elif after is not None and after not in seen:
+                seen.add(after)
+                nodes.append(after)
+        if places:
+            yield node, places
+
+
+def count_reads(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Return how often a function reads x, which is detached: how many gradients autograd would add."""
+    leaf = x.detach().requires_grad_()
+    return sum(len(places) for _, places in readers(function(leaf).grad_fn, [leaf]))
