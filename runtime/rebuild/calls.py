@@ -20,49 +20,11 @@ from torch.overrides import TorchFunctionMode
 from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
 
 from . import functions
-from .operation import operation, rebuilds
-from .recipes import Read, Source, note, plain, source, use
+from .operation import bound, operation, rebuilds
+from .recipes import Read, Source, kept_source, note, note_kept, note_widened, plain, source, use, widened
 
 Function = Callable[..., Any]
 DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
-
-
-# ----------------------------------------------------------------------------------------------------- arguments
-
-
-class _Place(NamedTuple):
-    """Where a tensor was among the arguments of a call."""
-
-    number: int
-
-
-def _bound(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Function]:
-    """Return the tensors among arguments, also those in lists, and the function of these alone."""
-    tensors: list[Tensor] = []
-    rest = [_taken(one, tensors) for one in args]
-    named = {name: _taken(one, tensors) for name, one in kwargs.items()}
-
-    def call(*given: Tensor) -> Any:
-        return function(
-            *(_filled(one, given) for one in rest), **{name: _filled(one, given) for name, one in named.items()}
-        )
-
-    return tensors, call
-
-
-def _taken(one: Any, tensors: list[Tensor]) -> Any:
-    """Return an argument with places in place of tensors, which are added to a list."""
-    if isinstance(one, Tensor):
-        tensors.append(one)
-        return _Place(len(tensors) - 1)
-    return type(one)(_taken(each, tensors) for each in one) if type(one) in (list, tuple) else one
-
-
-def _filled(one: Any, given: Sequence[Tensor]) -> Any:
-    """Return an argument with tensors in their places."""
-    if type(one) is _Place:
-        return given[one.number]
-    return type(one)(_filled(each, given) for each in one) if type(one) in (list, tuple) else one
 
 
 class _Expression:
@@ -195,7 +157,7 @@ _RULES: dict[Rule, dict[str, str]] = {
     CARRIED: {
         "torch": "neg negative add sub subtract rsub cat concat concatenate stack clone reshape flatten",
         "Tensor": "neg __neg__ negative add __add__ __radd__ sub __sub__ __rsub__ subtract clone contiguous "
-        "reshape flatten to float double half bfloat16 type_as",
+        "reshape flatten to type float double half bfloat16 type_as",
     },
     INDEX: {"torch": "index_select", "Tensor": "__getitem__ index_select"},
     Rule(_factors): {"torch": "mul multiply", "Tensor": "mul __mul__ __rmul__ multiply"},
@@ -212,7 +174,7 @@ _RULES: dict[Rule, dict[str, str]] = {
 
 def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what a function returns, which keeps less or is noted, as its rule says."""
-    tensors, call = _bound(function, args, kwargs)
+    tensors, call = bound(function, args, kwargs)
     options = (*args, *kwargs.values())
     if (
         not any(one.requires_grad for one in tensors)
@@ -221,16 +183,21 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         or (rule.noted and any(one is True for one in options))  # it may be in place
     ):
         return function(*args, **kwargs)
-    found = [source(one) for one in tensors] if rule.replaced else [None] * len(tensors)
+    found = [source(one) if rule.replaced else None for one in tensors]
     if rule.cast and any(found):
         tensors = [_cast(*both) for both in zip(tensors, found, strict=True)]
         found = [source(one) for one in tensors]
     keeps = rule.keeps(tensors)
-    each = [*zip(found, keeps, strict=True)]
-    less = any(one is not None and (kept or rule.keeps_output) for one, kept in each)
-    noted = rule.noted and all(one is not None or kept for one, kept in each)
+    less = any(one is not None and kept for one, kept in zip(found, keeps, strict=True))
+    if rule.noted:
+        found = [
+            one if one is not None or kept else kept_source(tensor)
+            for one, kept, tensor in zip(found, keeps, tensors, strict=True)
+        ]
+    noted = rule.noted and all(one is not None or kept for one, kept in zip(found, keeps, strict=True))
+    less = less or (noted and rule.keeps_output)
     if not (less or noted):
-        return function(*args, **kwargs)
+        return _passed(rule, function(*args, **kwargs), call, tensors)
     rebuild = None
     if noted:
         expression = _Expression(call, tensors, found)
@@ -241,11 +208,24 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         output = operation(call, tensors, rebuild if rule.keeps_output else None)
     else:
         output = function(*args, **kwargs)
+    if not isinstance(output, Tensor):  # a name
+        return output
     if rebuild is not None and storage_id(output) in map(storage_id, tensors):
         return output  # a view, or the tensor itself
     if rebuild is not None:
         note(output, rebuild.function, *rebuild.state)
     here.tell(output, less and rebuilds(output))
+    return output
+
+
+def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) -> Any:
+    """Note what PyTorch's operation keeps itself, or could keep in fewer bytes."""
+    if rule.keeps_output:
+        note_kept(output)
+    elif rule is CARRIED and len(tensors) == 1 and isinstance(output, Tensor):
+        (input,) = tensors
+        if input.is_floating_point() and input.itemsize < output.itemsize:
+            note_widened(output, call, input)
     return output
 
 
@@ -255,7 +235,11 @@ def _cast(tensor: Tensor, found: Source | None) -> Tensor:
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
     if found is None:
-        return functions.cast(tensor, torch.get_autocast_dtype(device)) if isinstance(tensor, nn.Parameter) else tensor
+        return (
+            functions.cast(tensor, torch.get_autocast_dtype(device))
+            if isinstance(tensor, nn.Parameter)
+            else tensor
+        )
     cast: Tensor = _ruled(CARRIED, Tensor.to, (tensor, torch.get_autocast_dtype(device)), {})
     return cast
 
@@ -288,8 +272,30 @@ def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
+def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Keep the output, or the input if that is narrower."""
+    tensors, call = bound(function, args, kwargs)
+    if len(tensors) != 1 or source(tensors[0]) is not None or not (tensors[0].requires_grad and plain(tensors[0])):
+        return _ruled(OUTPUT, function, args, kwargs)
+    (x,) = tensors
+    device = x.device.type
+    dtype = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), x.dtype)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.float32
+    narrow, cast = widened(x) or (x, None)
+    if narrow.itemsize >= dtype.itemsize:
+        return _ruled(OUTPUT, function, args, kwargs)
+    again = functions.Plain(call if cast is None else lambda narrow: call(cast(narrow)), device)
+    rebuild = Source(again, (narrow.detach(),))
+    output = operation(call, tensors, rebuild)
+    note(output, again, *rebuild.state)
+    here.tell(output, True)
+    return output
+
+
 def _handlers() -> dict[Any, Function]:
     found: dict[Any, Function] = {F.linear: _linear, F.dropout: _dropout}
+    found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
         for home, names in homes.items():
             for name in names.split():

@@ -14,7 +14,7 @@ from fitact.runtime.torch_internals import autocast_of, in_functorch_transform
 
 from .bits import pack, unpack
 from .derivatives import READS, Reads, autocast, differentiable, once
-from .recipes import Function, Source, applied, note, plain, source, use
+from .recipes import Function, Source, applied, kept_source, note, plain, source, use
 
 
 def _recorded(*inputs: Tensor) -> bool:
@@ -278,7 +278,7 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
     """
     if not (_recorded(x) and plain(x) and 0 < p < 1):
         return None
-    found = source(x)
+    found = source(x) or kept_source(x)
     y, bits = applied(_Dropout, x, p)
     return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state)
 

@@ -23,6 +23,7 @@ from . import functions
 from .calls import Looking, here
 from .chains import chained
 from .convolution import convolution
+from .recipes import note_kept
 
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
 
@@ -91,13 +92,16 @@ class Activation(Rebuilding):
 
 
 class Chained(Rebuilding):
-    """An activation that keeps its output, or works in place: if its input is rebuilt, so is its output."""
+    """An activation that keeps its output, or works in place: if its input is rebuilt, so is its output.
+
+    If not, what dropout makes of its output is rebuilt from that.
+    """
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         run = partial(self.fitact_stock.forward, self)
         function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
         output = chained(run, function, input)
-        return run(input) if output is None else output
+        return note_kept(run(input), function) if output is None else output
 
 
 class Composed(Rebuilding):

@@ -6,7 +6,7 @@ PyTorch's own too, whatever kernel it chose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,3 +148,41 @@ def rebuilds(output: Tensor) -> bool:
     """Return whether anything is rebuilt for the backward of `operation`, whose output this is."""
     node: Any = output.grad_fn
     return any(slot.function is not None for slot in node.shelf.slots)
+
+
+# ----------------------------------------------------------------------------------------------------- arguments
+
+
+class _Place(NamedTuple):
+    """Where a tensor was among the arguments of a call."""
+
+    number: int
+
+
+def bound(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Function]:
+    """Return the tensors among arguments, also those in lists, and the function of these alone."""
+    tensors: list[Tensor] = []
+    rest = [_taken(one, tensors) for one in args]
+    named = {name: _taken(one, tensors) for name, one in kwargs.items()}
+
+    def call(*given: Tensor) -> Any:
+        return function(
+            *(_filled(one, given) for one in rest), **{name: _filled(one, given) for name, one in named.items()}
+        )
+
+    return tensors, call
+
+
+def _taken(one: Any, tensors: list[Tensor]) -> Any:
+    """Return an argument with places in place of tensors, which are added to a list."""
+    if isinstance(one, Tensor):
+        tensors.append(one)
+        return _Place(len(tensors) - 1)
+    return type(one)(_taken(each, tensors) for each in one) if type(one) in (list, tuple) else one
+
+
+def _filled(one: Any, given: Sequence[Tensor]) -> Any:
+    """Return an argument with tensors in their places."""
+    if type(one) is _Place:
+        return given[one.number]
+    return type(one)(_filled(each, given) for each in one) if type(one) in (list, tuple) else one

@@ -22,6 +22,8 @@ from fitact.runtime.torch_internals import in_functorch_transform, version_of
 
 Function = Callable[..., Tensor]
 ATTRIBUTE = "_fitact_recipe"
+KEPT = "_fitact_kept"
+WIDENED = "_fitact_widened"
 
 
 @dataclass(eq=False)
@@ -154,6 +156,60 @@ def source(input: Tensor) -> Source | None:
         return None
     read = Read(recipe, input.shape, tuple(input.stride()), int(input.storage_offset()))
     return Source(read, noted.state)
+
+
+class _Itself:
+    """What is kept anyway; `function` may want to know that it is used."""
+
+    def __init__(self, function: Function | None) -> None:
+        self.function = function
+
+    def use(self) -> None:
+        if self.function is not None:
+            use(self.function)
+
+    def __call__(self, kept: Tensor) -> Tensor:
+        return kept
+
+
+def note_kept(output: Tensor, function: Function | None = None) -> Tensor:
+    """Note on an output that its operation keeps it, so that more can be rebuilt from it, and return it.
+
+    Args:
+        output: of an operation.
+        function: what is told if that is done.
+
+    """
+    if output.grad_fn is not None and not in_functorch_transform() and plain(output):
+        setattr(output.untyped_storage(), KEPT, (version_of(output), _Itself(function)))
+    return output
+
+
+def kept_source(input: Tensor) -> Source | None:
+    """Return a tensor itself as what it is rebuilt from, if its operation keeps it; else None."""
+    if in_functorch_transform() or input.is_inference() or not plain(input):
+        return None
+    version, itself = getattr(input.untyped_storage(), KEPT, (None, None))
+    return None if itself is None or version != version_of(input) else Source(itself, (input.detach(),))
+
+
+def note_widened(output: Tensor, function: Function, input: Tensor) -> None:
+    """Note on an output of a wider dtype that it is a function of its input, which nothing keeps."""
+    if plain(output) and not in_functorch_transform():
+        noted = weakref.ref(input), version_of(input), version_of(output), function
+        setattr(output.untyped_storage(), WIDENED, noted)
+
+
+def widened(tensor: Tensor) -> tuple[Tensor, Function] | None:
+    """Return the narrower tensor that one is a function of, if it is alive and unchanged, and the function."""
+    noted = getattr(tensor.untyped_storage(), WIDENED, None) if plain(tensor) else None
+    if noted is None:
+        return None
+    reference, before, after, function = noted
+    narrow = reference()
+    if narrow is None or (version_of(narrow), version_of(tensor)) != (before, after):
+        return None
+    return narrow, function
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
 
 
 def _producers(model: nn.Module) -> Iterator[Swap]:
-    chains = any(isinstance(one, (nn.GroupNorm, *BATCH_NORMS)) for one in model.modules())
+    chains = any(isinstance(one, (nn.GroupNorm, nn.Dropout, *BATCH_NORMS)) for one in model.modules())
     for site in activation_sites(model):
         held = site.held
         if isinstance(held, nn.Module) and _free(held) and not site.found.converted and not site.found.refusal:
