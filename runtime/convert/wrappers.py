@@ -1,11 +1,17 @@
-"""Activations in the place of a function that a module holds, and of an activation that overwrites its input."""
+"""Modules around activations: in place of a function, over an input, and rebuilt in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from fitact.errors import UsageError, quote
+from fitact.runtime.rebuild import functions
+
+from .probe import FUNCTIONS
 
 
 class Held(nn.Module):
@@ -50,3 +56,36 @@ def overwrite(input: Tensor, activation: nn.Module) -> Tensor:
     """Overwrite input with its activation, and return it; autograd keeps no copy of it."""
     result: Tensor = input.copy_(activation(input))
     return result
+
+
+class Rebuilt(nn.Module):
+    """An activation that keeps its input alone; layers that `fitact.rebuild` has prepared rebuild its output.
+
+    Args:
+        name: of the activation in the catalog.
+
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if name not in FUNCTIONS:
+            raise UsageError(f"no activation {quote(name)} to rebuild: expected one of {', '.join(FUNCTIONS)}")
+        self.name = name
+
+    def extra_repr(self) -> str:
+        """Return the name."""
+        return repr(self.name)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the activation of a tensor of any shape and floating dtype, PyTorch's own bit for bit."""
+        function = FUNCTIONS[self.name]
+        return function(input) if torch.compiler.is_compiling() else functions.again(function, input)
+
+
+class RebuiltGate(Rebuilt):
+    """f(g)·u that keeps g and u alone; layers that `fitact.rebuild` has prepared rebuild its output."""
+
+    def forward(self, g: Tensor, u: Tensor) -> Tensor:  # type: ignore[override]
+        """Return f(g)·u, PyTorch's own bit for bit, of two tensors of any shape and floating dtype."""
+        function = FUNCTIONS[self.name]
+        return function(g) * u if torch.compiler.is_compiling() else functions.gate(function, g, u)

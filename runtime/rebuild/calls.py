@@ -8,6 +8,7 @@ the `forward` of modules that are given to it, outside of modules that rebuild t
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,60 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
+from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id, version_of
 
 from . import functions
-from .operation import bound, operation, rebuilds
-from .recipes import Read, Source, kept_source, note, note_kept, note_widened, plain, source, use, widened
+from .operation import Expression, bound, operation, rebuilds
+from .recipes import Source, kept_source, note, note_kept, plain, source
 
 Function = Callable[..., Any]
 DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
-
-
-class _Expression:
-    """A function of tensors, some of which are rebuilt first."""
-
-    def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
-        self.function = function
-        self.depth = 1 + max((_depth(one.function) for one in found if one is not None), default=0)
-        self.state: list[Tensor] = []
-        self.parts: list[tuple[Function | None, list[int]]] = []
-        numbers: dict[int, int] = {}
-        for tensor, one in zip(tensors, found, strict=True):
-            state = (tensor,) if one is None else one.state
-            for each in state:
-                if id(each) not in numbers:
-                    numbers[id(each)] = len(self.state)
-                    self.state.append(each)
-            self.parts.append((one and one.function, [numbers[id(each)] for each in state]))
-
-    def take_state(self) -> tuple[Tensor, ...]:
-        """Return the tensors that it is a function of, and hold them no longer."""
-        state, self.state = tuple(self.state), []
-        return state
-
-    def use(self) -> None:
-        for function, _ in self.parts:
-            if function is not None:
-                use(function)
-
-    def __call__(self, *state: Tensor) -> Any:
-        given = (
-            state[at[0]] if function is None else function(*(state[i] for i in at)) for function, at in self.parts
-        )
-        return self.function(*given)
-
-
-def _depth(function: Any) -> int:
-    """Return how many functions deep something is rebuilt."""
-    if isinstance(function, Read):
-        function = function.recipe.function
-    if isinstance(function, functions.Plain):
-        function = function.function
-    if isinstance(function, _Expression):
-        return function.depth
-    rebuild = getattr(function, "rebuild", None)
-    return 1 if rebuild is None else 1 + _depth(rebuild)
 
 
 # --------------------------------------------------------------------------------------------------------- rules
@@ -200,7 +155,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         return _passed(rule, function(*args, **kwargs), call, tensors)
     rebuild = None
     if noted:
-        expression = _Expression(call, tensors, found)
+        expression = Expression(call, tensors, found)
         if expression.depth <= DEEPEST:
             state = expression.take_state()
             rebuild = Source(functions.Plain(expression, tensors[0].device.type), state)
@@ -219,14 +174,41 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
 
 
 def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) -> Any:
-    """Note what PyTorch's operation keeps itself, or could keep in fewer bytes."""
+    """Note what PyTorch's operation keeps itself, or what it would take fewer bytes to keep."""
     if rule.keeps_output:
         note_kept(output)
-    elif rule is CARRIED and len(tensors) == 1 and isinstance(output, Tensor):
-        (input,) = tensors
-        if input.is_floating_point() and input.itemsize < output.itemsize:
-            note_widened(output, call, input)
+    elif rule is CARRIED and isinstance(output, Tensor):
+        found = [_narrower(one) for one in tensors]
+        if output.dtype == tensors[0].dtype and not any(found):
+            return output
+        expression = Expression(call, tensors, found)
+        state = expression.take_state()
+        if _bytes(state) < output.nbytes:
+            here.widened = _Widened(weakref.ref(output), expression, state, [*map(version_of, (output, *state))])
     return output
+
+
+class _Widened(NamedTuple):
+    """The newest output that takes more bytes than what it is a function of, and which nothing has kept yet."""
+
+    output: weakref.ref[Tensor]
+    function: Function
+    state: tuple[Tensor, ...]
+    versions: list[int]
+
+
+def _narrower(tensor: Tensor) -> Source | None:
+    """Return what a tensor is a function of that takes fewer bytes, None if nothing is known of that."""
+    found = here.widened
+    if found is None or found.output() is not tensor:
+        return None
+    same = found.versions == [*map(version_of, (tensor, *found.state))]
+    return Source(found.function, found.state) if same else None
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Return how much memory is held if tensors are."""
+    return sum(one.untyped_storage().nbytes() for one in tensors)
 
 
 def _cast(tensor: Tensor, found: Source | None) -> Tensor:
@@ -282,13 +264,13 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     dtype = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), x.dtype)
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.float32
-    narrow, cast = widened(x) or (x, None)
-    if narrow.itemsize >= dtype.itemsize:
+    narrow = _narrower(x) or Source(lambda x: x, (x.detach(),))
+    if _bytes(narrow.state) >= x.numel() * dtype.itemsize:
         return _ruled(OUTPUT, function, args, kwargs)
-    again = functions.Plain(call if cast is None else lambda narrow: call(cast(narrow)), device)
-    rebuild = Source(again, (narrow.detach(),))
+    again = functions.Plain(lambda *state: call(narrow.function(*state)), device)
+    rebuild = Source(again, narrow.state)
     output = operation(call, tensors, rebuild)
-    note(output, again, *rebuild.state)
+    note(output, again, *narrow.state)
     here.tell(output, True)
     return output
 
@@ -322,6 +304,7 @@ class _Here(threading.local):
         hooks: of saved tensors, as they were when the innermost module was entered. In a checkpoint inside of a
             module nothing is looked at: it would be run again in backward, outside of the module.
         watch: is told of outputs, and whether their operation keeps something else than PyTorch's.
+        widened: for the call that follows.
 
     """
 
@@ -329,6 +312,7 @@ class _Here(threading.local):
     pushed = False
     hooks: Any = None
     watch: Callable[[Tensor, bool], None] | None = None
+    widened: _Widened | None = None
 
     def tell(self, output: Tensor, less: bool) -> None:
         if self.watch is not None:
@@ -375,6 +359,7 @@ class Looking:
     def __exit__(self, *_: Any) -> None:
         pushed = here.pushed
         here.on, here.hooks, here.pushed = self.before
+        here.widened = None
         if pushed and not here.pushed:
             MODE.__exit__(None, None, None)
         elif here.pushed and not pushed:

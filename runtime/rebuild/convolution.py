@@ -111,12 +111,13 @@ def convolution(module: Convolution, x: Tensor) -> Tensor | None:
     prepared = _Prepared(found.function, padding, dtype, x.ndim == spatial + 1)
     use(prepared)
     options = module.stride, padding.inside, module.dilation, False, (0,) * spatial, module.groups
+    weight, bias = cast(weight, dtype), None if bias is None else cast(bias, dtype)
     with without_autocast(x.device.type):
         y: Tensor = applied(
             _Convolution,
             prepared.prepare(x),
-            cast(weight, dtype),
-            None if bias is None else cast(bias, dtype),
+            weight,
+            bias,
             prepared,
             options,
             *found.state,

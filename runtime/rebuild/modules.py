@@ -256,6 +256,10 @@ class GatedMLP(Rebuilding):
         return gate.compute(self, x)
 
 
+class OwnGate(Rebuilding):
+    """A gate that notes itself what its output is rebuilt from."""
+
+
 class Calls(Rebuilding):
     """A module that calls PyTorch's functions itself, of which less is kept."""
 
@@ -277,14 +281,14 @@ CLASSES: dict[str, type[Any]] = {
         kind.__name__: kind
         for kind in (Activation, Chained, Composed, Norm, ComposedNorm, BatchNorm, BatchNormAct)
     },
-    **{kind.__name__: kind for kind in (Linear, Conv1D, Convolution, Dropout, GatedMLP, Calls)},
+    **{kind.__name__: kind for kind in (Linear, Conv1D, Convolution, Dropout, GatedMLP, OwnGate, Calls)},
 }
 
 
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("Activation", "Chained", "Composed"), "activation"),
     **dict.fromkeys(("Norm", "ComposedNorm", "BatchNorm", "BatchNormAct"), "norm"),
-    "GatedMLP": "gate",
+    **dict.fromkeys(("GatedMLP", "OwnGate"), "gate"),
     "Calls": "calls",
 }
 REBUILT = "rebuilt"

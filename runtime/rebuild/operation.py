@@ -16,7 +16,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from fitact.runtime.torch_internals import storage_id, without_torch_function
 
 from .derivatives import once
-from .recipes import Source, applied, source, use
+from .functions import Plain
+from .recipes import Read, Source, applied, source, use
 
 Function = Callable[..., Tensor]
 
@@ -186,3 +187,51 @@ def _filled(one: Any, given: Sequence[Tensor]) -> Any:
     if type(one) is _Place:
         return given[one.number]
     return type(one)(_filled(each, given) for each in one) if type(one) in (list, tuple) else one
+
+
+class Expression:
+    """A function of tensors, some of which are rebuilt first."""
+
+    def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
+        self.function = function
+        self.depth = 1 + max((_depth(one.function) for one in found if one is not None), default=0)
+        self.state: list[Tensor] = []
+        self.parts: list[tuple[Function | None, list[int]]] = []
+        numbers: dict[int, int] = {}
+        for tensor, one in zip(tensors, found, strict=True):
+            state = (tensor,) if one is None else one.state
+            for each in state:
+                if id(each) not in numbers:
+                    numbers[id(each)] = len(self.state)
+                    self.state.append(each)
+            self.parts.append((one and one.function, [numbers[id(each)] for each in state]))
+
+    def take_state(self) -> tuple[Tensor, ...]:
+        """Return the tensors that it is a function of, and hold them no longer."""
+        state, self.state = tuple(self.state), []
+        return state
+
+    def use(self) -> None:
+        """Tell what rebuilds tensors that a layer will call it once in each backward pass."""
+        for function, _ in self.parts:
+            if function is not None:
+                use(function)
+
+    def __call__(self, *state: Tensor) -> Any:
+        """Return the function of the tensors, rebuilt from what has been taken."""
+        given = (
+            state[at[0]] if function is None else function(*(state[i] for i in at)) for function, at in self.parts
+        )
+        return self.function(*given)
+
+
+def _depth(function: Any) -> int:
+    """Return how many functions deep something is rebuilt."""
+    if isinstance(function, Read):
+        function = function.recipe.function
+    if isinstance(function, Plain):
+        function = function.function
+    if isinstance(function, Expression):
+        return function.depth
+    rebuild = getattr(function, "rebuild", None)
+    return 1 if rebuild is None else 1 + _depth(rebuild)

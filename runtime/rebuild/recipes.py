@@ -23,7 +23,6 @@ from fitact.runtime.torch_internals import in_functorch_transform, version_of
 Function = Callable[..., Tensor]
 ATTRIBUTE = "_fitact_recipe"
 KEPT = "_fitact_kept"
-WIDENED = "_fitact_widened"
 
 
 @dataclass(eq=False)
@@ -191,25 +190,6 @@ def kept_source(input: Tensor) -> Source | None:
         return None
     version, itself = getattr(input.untyped_storage(), KEPT, (None, None))
     return None if itself is None or version != version_of(input) else Source(itself, (input.detach(),))
-
-
-def note_widened(output: Tensor, function: Function, input: Tensor) -> None:
-    """Note on an output of a wider dtype that it is a function of its input, which nothing keeps."""
-    if plain(output) and not in_functorch_transform():
-        noted = weakref.ref(input), version_of(input), version_of(output), function
-        setattr(output.untyped_storage(), WIDENED, noted)
-
-
-def widened(tensor: Tensor) -> tuple[Tensor, Function] | None:
-    """Return the narrower tensor that one is a function of, if it is alive and unchanged, and the function."""
-    noted = getattr(tensor.untyped_storage(), WIDENED, None) if plain(tensor) else None
-    if noted is None:
-        return None
-    reference, before, after, function = noted
-    narrow = reference()
-    if narrow is None or (version_of(narrow), version_of(tensor)) != (before, after):
-        return None
-    return narrow, function
 
 
 @dataclass(frozen=True)

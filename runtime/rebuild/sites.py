@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites
 from fitact.runtime.convert.measure import Run
+from fitact.runtime.convert.wrappers import RebuiltGate
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
@@ -185,6 +186,8 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
             yield Swap(path, module, "BatchNorm")
         elif f"{type(module).__module__}.{type(module).__name__}" == "timm.layers.norm_act.BatchNormAct2d":
             yield Swap(path, module, "BatchNormAct")
+        elif type(module) is RebuiltGate:
+            yield Swap(path, module, "OwnGate")
         elif type(module) is nn.Dropout and not module.inplace:
             yield Swap(path, module, "Dropout")
 

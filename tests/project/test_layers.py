@@ -15,18 +15,10 @@ import fitact
 # The rooms from the bottom up: a module imports from its own room and from those before it.
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
 RUNTIME = ("torch_internals", "kernels", "ops")
-MODELS = (
-    *("records", "restore", "norms", "memory", "models"),
-    *(
-        "rebuild",
-        "convert",
-        "rebuild.found",
-        "rebuild.sites",
-        "convert.arguments",
-        "convert.convert",
-        "convert.rebuild",
-        "compare",
-    ),
+MODELS = ("records", "restore", "norms", "memory", "models", "rebuild", "convert.probe", "convert.wrappers")
+CONVERSION = (
+    *("convert", "rebuild.found", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild"),
+    "compare",
 )
 CODEGEN = ("dialects", "printers", "approximants", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
@@ -37,8 +29,9 @@ ORDER = [
     *(f"fitact.runtime.{name}" for name in RUNTIME),
     "fitact.runtime",  # the façade: what generated modules import
     "fitact.generated",
-    "fitact.api",
     *(f"fitact.runtime.{name}" for name in MODELS),
+    "fitact.api",
+    *(f"fitact.runtime.{name}" for name in CONVERSION),
     "fitact",
     "fitact.cli",
     "fitact.__main__",
