@@ -29,12 +29,12 @@ def rebuild(
     weights in one tensor, rotary embeddings, casts, and attention. The model is then run with and without these
     changes, with real tensors. Unless its outputs are the same bit for bit, these modules are left alone.
 
-    If anything else keeps an output, such as a product with another tensor, it is kept as before. An activation
-    that is composed of several operations is computed again in backward; if something else reads its input too,
-    the gradient of that input is summed in another order than stock's and may differ in its last bit. So may the
-    gradient of a float32 weight that several layers or calls share inside one `torch.autocast`. The compiler
-    traces the stock model and chooses itself what it keeps. A second derivative raises. Freeze layers and add
-    adapters first. `fitact.revert` puts everything back.
+    If anything else keeps an output, such as a product with another tensor, it is kept as before. An activation or
+    a norm that is composed of several operations is computed again in backward, and gives one gradient for each
+    time that it reads its input, so that sums round as stock's do. Attention that is not fused keeps one tensor of
+    scores, from which softmax, dropout and casts are computed again. The compiler traces the stock model and
+    chooses itself what it keeps. A second derivative raises. Freeze layers and add adapters first.
+    `fitact.revert` puts everything back.
 
     Args:
         model: the model, which is changed in place; the state dict stays the same.
