@@ -102,8 +102,9 @@ def convert(
             all; outputs are rebuilt, and PyTorch's own piecewise linear activations, such as nn.ReLU and
             nn.Hardtanh, are replaced, whose derivative is a step function. Gradients are PyTorch's, bit for bit,
             except for the sign of zeros, where they are not finite, and in float64, where borders and levels are
-            rounded to float32. Without `example_inputs`, outputs are rebuilt and nothing is replaced. `"rounding"`, the default: also `exact`, `inverted` and the step
-            functions of piecewise linear activations, with errors as large as half precision's rounding.
+            rounded to float32. Without `example_inputs`, outputs are rebuilt and nothing is replaced.
+            `"rounding"`, the default: also `exact`, `inverted` and the step functions of piecewise linear
+            activations, with errors as large as half precision's rounding.
             `"few-bit"`: all step functions; their errors add up over the layers of a model, so look at
             `gradients`.
         gradients: whether to measure how far the gradient of all parameters is from stock's, and to report it.

@@ -193,15 +193,15 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
 
 
 def _is_composed(norm: layers.Norm) -> bool:
-    """Return whether a norm is several operations, which keep more of a few rows than these, in some dtype."""
+    """Return whether a norm is several operations, which keep more bytes of a few rows than these have."""
     with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for dtype in (torch.float32, torch.bfloat16):
             x, trial = torch.ones(ROWS, norm.columns, dtype=dtype), layers.trial_copy(norm.module, dtype)
             with count_saved(trial) as saved:
                 y = trial(x.requires_grad_())
-            large = [one for one in saved.storages.values() if one.nbytes() >= x.nbytes]
+            large = [one.nbytes() for one in saved.storages.values() if one.nbytes() >= x.nbytes]
             del y
-            if len(large) > 1:
+            if sum(large) > x.nbytes:
                 return count_reads(trial, x) <= READS
     return False
 

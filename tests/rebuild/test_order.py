@@ -18,7 +18,7 @@ from fitact.runtime.rebuild import functions
 from fitact.runtime.rebuild.derivatives import READS
 from fitact.runtime.rebuild.modules import KINDS, Rebuilding
 
-from .test_rebuild import Own
+from .test_rebuild import Own, kept
 
 WIDTH = 48
 NAMES = ("gelu_new", "quick_gelu", "gelu_fast", "gelu_accurate", "relu2")
@@ -105,6 +105,18 @@ def test_order_of_sums(name: str, setting: str) -> None:
             for a, b in zip(*found, strict=True):
                 assert a is not None
                 assert torch.equal(a, b), (how, rows)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "t5", "gemma", "layer"])
+def test_a_norm_keeps_its_input(name: str, dtype: torch.dtype, trained: bool) -> None:
+    """And nothing else, whether its parameters are trained or not."""
+    model = nn.Sequential(MAKE[name](), nn.Linear(WIDTH, WIDTH)).to(dtype)
+    model[0].requires_grad_(trained)
+    fitact.rebuild(model)
+    x = torch.randn(64, WIDTH).to(dtype)
+    assert kept(model, x) == x.nbytes
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
