@@ -160,7 +160,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
             state = expression.take_state()
             rebuild = Source(functions.Plain(expression, tensors[0].device.type), state)
     if less:
-        output = operation(call, tensors, rebuild if rule.keeps_output else None)
+        output: Any = operation(call, tensors, rebuild if rule.keeps_output else None)
     else:
         output = function(*args, **kwargs)
     if not isinstance(output, Tensor):  # a name
