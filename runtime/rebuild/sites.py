@@ -226,7 +226,7 @@ def _keeps(activation: nn.Module) -> str | None:
         return "Chained" if type(activation) in MODULES else None
     if {*saved.storages} == {storage_id(x)}:
         return "Activation"
-    return "Composed" if reads <= READS else None
+    return "Composed" if saved.bytes >= x.nbytes and reads <= READS else None
 
 
 # ----------------------------------------------------------------------------------------------------------- gates
