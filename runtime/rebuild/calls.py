@@ -294,8 +294,7 @@ def _handlers() -> dict[Any, Function]:
                 function = getattr(_HOMES[home], name, None)  # not every version has all
                 if function is not None:
                     found[function] = partial(_ruled, rule)
-    if GROUPED_MM is not None:
-        found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
+    found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
     return found
 
 

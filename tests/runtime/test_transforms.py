@@ -343,6 +343,9 @@ def test_double_backward_raises(
     if backend == "eager" and not one.keeps_output and derive in (penalty, twice):
         reason = "in a graph that is not compiled further nothing ties the gradient of codes to x: 0, silently"
         request.applymarker(pytest.mark.xfail(reason=reason))
+    if backend == "aot_eager" and torch.__version__ < (2, 13) and derive in (penalty, twice):
+        reason = "before PyTorch 2.13 compiled code lets second derivatives pass as 0, also those of torch.tanh"
+        request.applymarker(pytest.mark.xfail(reason=reason))
     own = f"{one.name}: a second derivative was requested"
     message = "does not currently support double backward" if backend == "aot_eager" else own
     with pytest.raises(RuntimeError, match=message):
