@@ -59,8 +59,8 @@ def dp_borders_time() -> float:
     import numpy as np
 
     from fitact.fitter.analysis.activation import Activation
-    from fitact.fitter.methods.fewbit import dp_borders
     from fitact.fitter.numerics.moments import Moments
+    from fitact.fitter.numerics.partition import dp_borders
     from fitact.fitter.numerics.weight import Weight
 
     moments = Moments(Activation.of("gelu").derivative, Weight(), -10.0, 10.0, np.empty(0), 4000)

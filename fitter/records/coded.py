@@ -44,9 +44,11 @@ class CodedFit(Fit):
         values: F, 2^k numbers, each a float32.
         derivatives: D, 2^k numbers, each a float32.
         reach: the largest r such that |f − F| is at most 5 % of max(|f|, √(E f²)) for all |x| ≤ r, where E is the
-            mean under the weight over the domain; 0 if it is more at x = 0.
+            mean under the weight over the domain; 0 if it is more at x = 0, and the largest float32 if there is no
+            largest.
         error: `objective`, J; and for each of DEVIATIONS σ, `value_σ` and `derivative_σ`: the root mean square
-            error of F and D, relative to the root mean square of f and f′, for x normal with deviation σ.
+            error of F and D, relative to the root mean square of f and f′, for x normal with deviation σ, cut off
+            at the ends of the domain.
         options: what else is needed to make the fit again.
 
     """

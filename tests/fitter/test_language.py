@@ -656,7 +656,10 @@ def test_breakpoints(text, points):
     np.testing.assert_allclose(found, points, rtol=1e-14, atol=1e-14)
 
 
-EVEN = ("hardshrink", "hardsigmoid", "hardtanh", "sigmoid", "softshrink", "softsign", "tanh", "tanhshrink")
+EVEN = (
+    *("hardshrink", "hardsigmoid", "hardtanh", "identity", "sigmoid", "softshrink", "softsign", "tanh"),
+    "tanhshrink",
+)
 
 
 @pytest.mark.parametrize(
