@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fitact.errors import UsageError
+from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.numerics.coding import Objective
 from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
+from fitact.fitter.records.approximants import Bits
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.kinds import AnyFit
@@ -150,19 +152,32 @@ def _draw_reach(fit: CodedFit, upper: Axes, lower: Axes) -> None:
     for level in (-5, 5):
         lower.axhline(level, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
     for axes in (upper, lower):
-        axes.set_xscale("asinh", linear_width=1.0)
-        axes.set_xlim(low, high)
+        _stretch(axes, "x", low, high)
         for side in (-fit.reach, fit.reach):
             if low < side < high:
                 axes.axvline(side, color="black", alpha=0.25, linewidth=0.7)
-    upper.set_yscale("asinh", linear_width=1.0)
+    seen = value[np.abs(value) <= LARGEST]
+    least, most = np.arcsinh([min(seen.min(initial=0), found.min()), max(seen.max(initial=0), found.max())])
+    _stretch(upper, "y", *np.sinh([least - 0.2, most + 0.2]))
     lower.set_ylim(-15, 15)
-    _dress(fit, upper, lower, f"within 5 % up to |x| = {fit.reach:.4g}")
+    reach = f"up to |x| = {fit.reach:.4g}" if fit.reach < REALS else "for all x"
+    _dress(fit, upper, lower, f"error of $f$ within 5 % {reach}")
     upper.set_ylabel("value")
     lower.set_ylabel("error, %")
 
 
-def _coded_inputs(fit: CodedFit, x: Array) -> tuple[Array, NDArray[np.int64]]:
+def _stretch(axes: Axes, along: str, low: float, high: float) -> None:
+    """Scale an axis by asinh, which keeps 0 and shows each power of ten beyond 1."""
+    powers = 10.0 ** np.arange(0, np.log10(max(-low, high, 1.0)) + 1e-9)
+    ticks = np.concatenate([-powers[::-1], [0.0], powers])
+    ticks = ticks[(low <= ticks) & (ticks <= high)]
+    axes.set(**{f"{along}scale": "asinh", f"{along}lim": (low, high)})
+    axis = axes.xaxis if along == "x" else axes.yaxis
+    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def _coded_inputs(fit: CodedFit, x: Array) -> tuple[Array, Bits]:
     """Return points to draw, each border among them twice, a hair apart; and their codes."""
     borders = np.array(fit.borders)
     borders = borders[(x[0] < borders) & (borders < x[-1])]

@@ -33,6 +33,7 @@ WEIGHT = "student(3)"  # heavy tails: serves inputs of deviation 0.5 to 4 withou
 MOST_STEPS = 200
 DAMPINGS = (0.0, *(10.0**k for k in range(-4, 9)))  # of Newton's step, until J does not grow
 ROUNDING = 1e-13  # of J: near the optimum it is flat to float64 while the borders still gain digits
+FLAT = 5  # steps that no longer lower J: Newton's method doubles the digits with each
 SETTLED = 1e-6  # relative to the cells beside a border: smaller steps go on until they no longer shrink
 USELESS = 0.5  # relative error of a table for x normal with deviation 1
 
@@ -124,7 +125,7 @@ def refine(objective: Objective, borders: Array) -> Array:
     """
     stops = np.concatenate([[-np.inf], objective.switches, [np.inf]])
     now = objective.steps(borders)
-    total, last = now.total, np.inf
+    total, last, flat = now.total, np.inf, 0
     dampings = DAMPINGS
     for _ in range(MOST_STEPS):
         gradient, bands, least, most = _stationarity(objective, borders, now, stops)
@@ -145,8 +146,9 @@ def refine(objective: Objective, borders: Array) -> Array:
         else:
             break
         size = np.max(np.abs(moved - borders) / gaps)
+        flat = flat + 1 if now.total > total * (1 - ROUNDING) else 0
         borders, total = moved, min(total, now.total)
-        if size <= SETTLED and size > last / 2:  # what is left is rounding
+        if flat > FLAT or (size <= SETTLED and size > last / 2):  # what is left is rounding
             break
         last = size
         dampings = DAMPINGS[max(DAMPINGS.index(damping) - 2, 0) :]

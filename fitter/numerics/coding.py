@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
@@ -181,9 +182,9 @@ def reach(objective: Objective, borders: Array, values: Array) -> float:
     ends = np.stack([values - floor, values + floor, values / (1 - TOLERANCE), values / (1 + TOLERANCE)])
     least, most = ends.min(axis=0), ends.max(axis=0)
 
-    def holds(x: Array, cell: Array) -> Array:
+    def holds(x: Array, cell: NDArray[np.intp]) -> NDArray[np.bool_]:
         found = value(x)
-        return np.asarray((least[cell] <= found) & (found <= most[cell]))
+        return (least[cell] <= found) & (found <= most[cell])
 
     zero = np.zeros(1)
     if not holds(zero, np.searchsorted(borders, zero)).all():

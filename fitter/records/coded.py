@@ -12,7 +12,7 @@ from fitact.errors import UsageError, quote
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.numerics.weight import Weight
 
-from .approximants import Reader
+from .approximants import Bits, Reader
 from .fit import Fit, check_options
 from .validate import (
     as_it_is,
@@ -94,7 +94,7 @@ class CodedFit(Fit):
             raise UsageError(f"reach: expected no negative number, got {quote(self.reach)}")
         self.weight.check(*self.domain)
 
-    def code(self, x: Array) -> Array:
+    def code(self, x: Array) -> Bits:
         """Return the code of x, shape of the argument, int64."""
         x = np.asarray(x, dtype=np.float64)
         # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
