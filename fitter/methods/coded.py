@@ -63,8 +63,7 @@ def fit(
         The fit. Its `error["objective"]` is J.
 
     Raises:
-        UsageError: bits, domain or weight are out of range; f, f′ or w is not finite on the domain; or f or f′
-        is 0
+        UsageError: bits, domain or weight are out of range; f, f′ or w is not finite on the domain; or f or f′ is 0
             all over it.
 
     Warns:

@@ -184,7 +184,7 @@ def reach(objective: Objective, borders: Array, values: Array) -> float:
 
     def holds(x: Array, cell: NDArray[np.intp]) -> NDArray[np.bool_]:
         found = value(x)
-        return (least[cell] <= found) & (found <= most[cell])
+        return np.asarray((least[cell] <= found) & (found <= most[cell]))
 
     zero = np.zeros(1)
     if not holds(zero, np.searchsorted(borders, zero)).all():

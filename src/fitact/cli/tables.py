@@ -203,8 +203,8 @@ def fits(shown: Sequence[AnyFit]) -> None:
             continue
         if isinstance(fit, CodedFit):
             pairs = ((e[f"value_{deviation:g}"], e[f"derivative_{deviation:g}"]) for deviation in DEVIATIONS)
-            errors = (f"{value:.3g}/{derivative:.3g}" for value, derivative in pairs)
-            codes.append((fit.name, str(fit.bits), f"{e['objective']:.7g}", *errors, f"{fit.reach:.4g}"))
+            both = (f"{value:.3g}/{derivative:.3g}" for value, derivative in pairs)
+            codes.append((fit.name, str(fit.bits), f"{e['objective']:.7g}", *both, f"{fit.reach:.4g}"))
             continue
         stated = [f"{e[dtype]:.4g}" for dtype in dtypes]
         if isinstance(fit, InvertedFit):
