@@ -172,8 +172,8 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         "*rms* and *largest* are errors of `f′` over the fit's domain. For a fit that keeps the output, *largest* "
         "is over all numbers of bfloat16 or float32, with the output rounded once to that dtype; *floor* is the "
         "least that any function of that output and code could reach. For a code of `x`, from which `f` and `f′` "
-        "are looked up, the errors of both are for normal `x` of deviation σ, relative to their root mean squares; "
-        "up to `|x|` = *reach* the error of `f` is at most 5 %.",
+        "are looked up, the errors of both are for normal `x` of deviation σ, relative to their root mean "
+        "squares; up to `|x|` = *reach* the error of `f` is at most 5 %.",
     ]
     named: dict[str, list[AnyFit]] = {}
     for fit in fits:

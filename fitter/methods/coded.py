@@ -63,8 +63,8 @@ def fit(
         The fit. Its `error["objective"]` is J.
 
     Raises:
-        UsageError: bits, domain or weight are out of range; f, f′ or w is not finite on the domain; or f or f′ is 0
-            all over it.
+        UsageError: bits, domain or weight are out of range; f, f′ or w is not finite on the domain; or f or f′
+            is 0 all over it.
 
     Warns:
         FitWarning: the tables are of no use for x normal with deviation 1; or floating point fails on the formula,

@@ -42,8 +42,7 @@ class Moments:
         low, high: the domain.
         breakpoints: points inside it where g or w jumps or has a corner: always on the grid.
         cells: about how many cells the grid has. It starts with the points of `first` and is refined where g
-            varies
-            most.
+            varies most.
         first: points to start from; by default even steps, with extra points around 0 and the breakpoints in case
             the domain is wide.
 
