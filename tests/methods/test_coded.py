@@ -78,7 +78,11 @@ CASES = [
     ("hinge", 3, (0.0, 2.0), "uniform"),
     ("bump", 5, DOMAIN, "student(3)"),
 ]
-EACH = pytest.mark.parametrize(("name", "bits", "domain", "weight"), CASES)
+QUICK = ("silu", "selu", "jump", "hinge")
+EACH = pytest.mark.parametrize(
+    ("name", "bits", "domain", "weight"),
+    [pytest.param(*case, marks=[] if case[0] in QUICK else pytest.mark.full) for case in CASES],
+)
 
 
 def text(name: str) -> str:
@@ -189,7 +193,7 @@ def test_eight_bits_are_nearer_than_float8() -> None:
 # --- the programme
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4, 5])
+@pytest.mark.parametrize("levels", [2, *(pytest.param(k, marks=pytest.mark.full) for k in (3, 4)), 5])
 @pytest.mark.parametrize(("name", "domain", "weight"), sorted({(name, *rest) for name, _, *rest in CASES}))
 def test_the_programme_equals_brute_force(
     name: str, domain: tuple[float, float], weight: str, levels: int
@@ -214,7 +218,7 @@ def test_the_programme_equals_brute_force(
 
 
 @pytest.mark.parametrize("levels", [8, 64, 256])
-@pytest.mark.parametrize("name", ["silu", "relu2", "hardswish"])
+@pytest.mark.parametrize("name", ["silu", pytest.param("hardswish", marks=pytest.mark.full), "relu2"])
 def test_leaving_out_costly_intervals_loses_nothing(name: str, levels: int) -> None:
     """The plain recursion over all intervals, one number of levels at a time."""
     objective = Objective(Activation.of(name), Weight("student(3)"), DOMAIN, 600)
@@ -270,7 +274,7 @@ def test_no_border_can_be_moved_to_gain(name: str, bits: int, domain: tuple[floa
 
 
 @pytest.mark.parametrize("levels", [8, 32, 100])
-@pytest.mark.parametrize("cells", [120, 400])
+@pytest.mark.parametrize("cells", [120, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["silu", "selu", "relu2", "jump", "hinge"])
 def test_refinement_is_never_worse(name: str, cells: int, levels: int) -> None:
     objective = Objective(Activation.of(text(name)), Weight("student(3)"), DOMAIN, cells)
