@@ -12,8 +12,9 @@ from scipy import optimize, special
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods.fewbit import dp_borders, fit, refine
+from fitact.fitter.methods.fewbit import fit, refine
 from fitact.fitter.numerics.moments import Moments
+from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from tests.support.curves import CURVES, Curve, step_errors
 

@@ -48,6 +48,7 @@ STOCK: dict[str, Any] = {
     "hardsigmoid": F.hardsigmoid,
     "hardswish": F.hardswish,
     "hardtanh": F.hardtanh,
+    "identity": torch.clone,
     "leaky_relu": F.leaky_relu,
     "logsigmoid": F.logsigmoid,
     "mish": F.mish,
