@@ -127,7 +127,8 @@ def convert(
     if dry_run and norms:  # the gain of activations depends on what merged norms keep
         model = copy.deepcopy(model)
     job = _Job(model, method, bits, replace or {}, error or ERRORS[1], example_inputs)
-    job.choose(include, exclude, norms=norms, rebuilds=method in ("auto", "rebuild") and not compiled)
+    rebuilds = method == "rebuild" or (method == "auto" and not compiled)
+    job.choose(include, exclude, norms=norms, rebuilds=rebuilds)
     job.measure_stock()
     refused = job.find_rebuilt(norms=norms)
     merged = job.merge_norms(include, exclude) if norms else []
