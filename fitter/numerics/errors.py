@@ -9,6 +9,7 @@ import numpy as np
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import roots
+from fitact.fitter.analysis.search import gap
 from fitact.fitter.expr.evaluate import Array
 
 from .moments import Moments, nodes, quadrature, running
@@ -60,7 +61,9 @@ def step_errors(
     marks = np.union1d(breakpoints, roots(activation.second_derivative_formula, low, high).at)
     grid = Moments(activation.derivative, weight, low, high, marks, CELLS).grid
     edges = np.union1d(grid, steps[(low < steps) & (steps < high)])
-    _check_seen(activation, edges, corners)
+    extrema = roots(activation.derivative_formula, low, high).at
+    beside = [extremum for extremum in extrema if all(abs(extremum - corner) > gap(corner) for corner in corners)]
+    _check_seen(activation, np.union1d(edges, beside), corners)
 
     objective = quadrature(lambda x: error(x) ** 2 * weight(x), edges).sum()
     mass = quadrature(weight, edges).sum()
@@ -84,7 +87,8 @@ def step_errors(
 def _check_seen(activation: Activation, edges: Array, corners: Array) -> None:
     """Raise UsageError if the integral of f′ over a cell is not the growth of f: a narrow feature was missed.
 
-    All extrema of f′ are edges, so a feature between two nodes still lifts f from one edge to the next.
+    All extrema of f and f′ are edges, so a feature between two nodes still lifts f from one edge to the next, be it
+    a step of f or a bump.
     """
     starts, ends = (
         np.where(np.isin(at, corners), inside, at)  # f may jump there

@@ -513,10 +513,17 @@ def examples_of(command):
     return [line.strip() for line in cli.commands[command].help.splitlines() if line.strip().startswith("fitact ")]
 
 
+# Layers repeat, so that two show what 24 or 32 do.
+SHALLOW = {"num_hidden_layers=24": "num_hidden_layers=2", "--hf llama": "--hf llama --set num_hidden_layers=2"}
+
+
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("example", examples_of("memory"))
 def test_examples_of_memory_run(run, example):
     put("my_models.py", MODEL)
+    for deep, shallow in SHALLOW.items():
+        example = example.replace(deep, shallow)
     status, out, err = run(example.removeprefix("fitact "))
     assert status == 0, err
     assert "stock" in out
