@@ -87,7 +87,7 @@ def step_errors(
 def _check_seen(activation: Activation, edges: Array, corners: Array) -> None:
     """Raise UsageError if the integral of f′ over a cell is not the growth of f: a narrow feature was missed.
 
-    All extrema of f and f′ are edges, so a step or a bump between two nodes still lifts f from one edge to the next.
+    All extrema of f and f′ are edges, so a step or bump between two nodes still lifts f from one edge to the next.
     """
     starts, ends = (
         np.where(np.isin(at, corners), inside, at)  # f may jump there
