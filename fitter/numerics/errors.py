@@ -9,6 +9,7 @@ import numpy as np
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import roots
+from fitact.fitter.analysis.search import gap
 from fitact.fitter.expr.evaluate import Array
 
 from .moments import Moments, nodes, quadrature, running
@@ -84,8 +85,12 @@ def step_errors(
 def check_seen(activation: Activation, edges: Array, corners: Array) -> None:
     """Raise UsageError if the integral of f′ over a cell is not the growth of f: a narrow feature was missed.
 
-    All extrema of f′ are edges, so a feature between two nodes still lifts f from one edge to the next.
+    All extrema of f′ are edges, and those of f become some, so a step or bump between two nodes still lifts f from
+    one edge to the next.
     """
+    extrema = roots(activation.derivative_formula, edges[0], edges[-1]).at
+    beside = [extremum for extremum in extrema if all(abs(extremum - corner) > gap(corner) for corner in corners)]
+    edges = np.union1d(edges, beside)
     starts, ends = (
         np.where(np.isin(at, corners), limit, at)  # f may jump there
         for at, limit in zip((edges[:-1], edges[1:]), inside(edges), strict=True)

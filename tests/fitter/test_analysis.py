@@ -372,3 +372,10 @@ def test_parity() -> None:
     assert parity(parse("x*where(x > 9.9, 2, 1)").diff(x)) is None
     assert parity(parse("sqrt(x)").diff(x)) is None
     assert np.isfinite(REALS)
+
+
+def test_what_takes_long_is_analysed_once() -> None:
+    """Hundreds of poles take seconds, and several parts of `fitact show` ask for them."""
+    f, again = Activation.of("tan(x)"), Activation.of("tan(x)")
+    assert f.monotone() is again.monotone()
+    assert f.derivative_range() is again.derivative_range()
