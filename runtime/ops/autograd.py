@@ -2,6 +2,7 @@
 
     fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
+    fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
 In a standalone folder, which has a copy of this file, they have a namespace of the folder's own. `dtype` is that
 of y in forward and that of the input's gradient in backward.
@@ -23,16 +24,17 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.triton_compat import HAS_TRITON
+from ..recipes import note
 from ..torch_internals import constant_in_graphs, in_functorch_transform
-from . import reference
+from . import decode, reference
 from .launch import Launch
-from .registry import Pointwise, find
+from .registry import Coded, Pointwise, find
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
@@ -137,8 +139,30 @@ def _differentiable(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, k
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
         y: Tensor = _ops.forward(x, dims, dtype, key)[0]
     else:
-        y = _Pointwise.apply(x, dims, dtype, key)[0]
+        y, codes, _ = _Pointwise.apply(x, dims, dtype, key)
+        if isinstance(find(key), Coded):
+            note(y, Decoded(key, y.shape, y.dtype), codes, exact=False)
     return y
+
+
+class Decoded(NamedTuple):
+    """What stands in place of an output, looked up by the codes.
+
+    Attributes:
+        key: of the activation.
+        size: of the output.
+        dtype: of the output.
+
+    """
+
+    key: str
+    size: torch.Size
+    dtype: torch.dtype
+
+    def __call__(self, codes: Tensor) -> Tensor:
+        """Return the values of codes."""
+        y: Tensor = _ops.decode(codes, self.size, self.dtype, self.key)
+        return y
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], y: Tensor, *others: Tensor) -> None:
@@ -288,8 +312,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None,
 
 def _forward_fake(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     # one dimension: a compiler would specialise on a dimension of tiles that is 1
-    bits = find(key).bits
-    size = reference.tiles_of(x) * bits * reference.COLUMNS if bits else 0
+    size = reference.bytes_of_codes(x, find(key).bits)
     return torch.empty_like(x, dtype=dtype), x.new_empty(size, dtype=torch.uint8)
 
 
@@ -298,13 +321,14 @@ def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: to
 
 
 def _batched(x: Tensor, dim: int | None, size: int, key: str) -> Tensor:
-    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where there are codes.
+    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where codes stand in words.
 
     Every element of the batch has its own tiles, and so its own codes.
     """
     batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     flat = batch.reshape(size, batch.shape[1:].numel())
-    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if find(key).bits else 0))
+    missing = -flat.shape[1] % reference.TILE if reference.in_words(find(key).bits) else 0
+    return torch.nn.functional.pad(flat, (0, missing))
 
 
 def _forward_vmap(
@@ -335,21 +359,26 @@ def _define() -> torch.library.Library:
     library.define(
         "backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor", tags=tags
     )
+    library.define(decode.SCHEMA, tags=tags)
     library.impl("forward", _forward_reference, "CompositeExplicitAutograd")
     library.impl("backward", _backward_reference, "CompositeExplicitAutograd")
+    library.impl("decode", decode.by_reference, "CompositeExplicitAutograd")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for device in ["CUDA", "CPU"] if interpreted else ["CUDA"]:
         if HAS_TRITON:
             library.impl("forward", _forward_triton, device)
             library.impl("backward", _backward_triton, device)
+            library.impl("decode", decode.by_triton, device)
     torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
     torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::decode", decode.fake, lib=library)
     torch.library.register_autograd(f"{NAMESPACE}::forward", _differentiate, setup_context=_save, lib=library)
     torch.library.register_autograd(
         f"{NAMESPACE}::backward", _refuse_second_derivative, setup_context=_save_key, lib=library
     )
     torch.library.register_vmap(f"{NAMESPACE}::forward", _forward_vmap, lib=library)
     torch.library.register_vmap(f"{NAMESPACE}::backward", _backward_vmap, lib=library)
+    torch.library.register_vmap(f"{NAMESPACE}::decode", decode.batching(_ops.decode), lib=library)
     return library
 
 

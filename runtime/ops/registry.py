@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -164,6 +165,64 @@ class Inverted(Pointwise):
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
         launch(self.backward, dy, y, *([codes] if self.bits else []), dx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded(Pointwise):
+    """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
+
+    Attributes:
+        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
+        table: for each code a value in place of f(x), and a derivative in place of f′(x).
+        decode: a Triton kernel; its arguments are those of `run_decode`.
+
+    """
+
+    keeps_output = False
+
+    borders: tuple[float, ...]
+    table: tuple[tuple[float, float], ...]
+    decode: Any
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        """The values, by code."""
+        return tuple(value for value, _ in self.table)
+
+    @cached_property
+    def derivatives(self) -> tuple[float, ...]:
+        """The derivatives, by code."""
+        return tuple(derivative for _, derivative in self.table)
+
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.encode(x, self.borders, self.bits, even=False)
+
+    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.backward(dy, None, codes, self.bits, self._derivative, dtype)
+
+    @cached_property
+    def _derivative(self) -> reference.Levels:
+        return reference.Levels(self.derivatives)
+
+    def decoded(self, codes: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the values of codes, contiguous, by PyTorch's operators."""
+        return reference.look_up(self.values, codes, self.bits, size, dtype)
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+        tables = reference.first_codes(self.borders, x.dtype, x.device), _followed(self.borders, x.device)
+        launch(self.forward, x, y, codes, *tables)
+
+    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
+        launch(self.backward, dy, codes, reference.constant(self.derivatives, torch.float32, dy.device), dx)
+
+    def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
+        """Launch the kernel that writes the values of codes."""
+        launch(self.decode, codes, reference.constant(self.values, torch.float32, y.device), y)
+
+
+def _followed(borders: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return borders, followed by as many infinities, so that a search never runs past them."""
+    return reference.constant((*borders, *(math.inf for _ in range(len(borders) + 1))), torch.float32, device)
 
 
 def _fitted(dtype: torch.dtype) -> torch.dtype:

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
 
 from . import functions
 from .operation import operation, rebuilds
-from .recipes import Read, Source, note, plain, source, use
+from .recipes import Read, Source, source, use
 
 Function = Callable[..., Any]
 DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
