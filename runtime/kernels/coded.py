@@ -31,7 +31,8 @@ def code_of(x, table, borders, steps: tl.constexpr):
             width: tl.constexpr = 1 << (steps - 1 - step)
             code += tl.where(x > tl.load(borders + (code + (width - 1))), width, 0)
         return tl.where(x == x, code, 0)
-    return tl.load(table + x.to(tl.uint16, bitcast=True).to(tl.int32)).to(tl.int32)
+    else:
+        return tl.load(table + x.to(tl.uint16, bitcast=True).to(tl.int32)).to(tl.int32)
 
 
 @jit
@@ -74,10 +75,11 @@ def _forward_row(
         x = tl.load(x_row + column)
         tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty))
         return code_of(x, table, borders, steps)
-    inside = column < left
-    x = tl.load(x_row + column, mask=inside, other=0.0)
-    tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty), mask=inside)
-    return tl.where(inside, code_of(x, table, borders, steps), 0)
+    else:
+        inside = column < left
+        x = tl.load(x_row + column, mask=inside, other=0.0)
+        tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty), mask=inside)
+        return tl.where(inside, code_of(x, table, borders, steps), 0)
 
 
 @jit
@@ -86,7 +88,8 @@ def _load_bytes(row, left, whole: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     if whole:
         return tl.load(row + column).to(tl.int32)
-    return tl.load(row + column, mask=column < left, other=0).to(tl.int32)
+    else:
+        return tl.load(row + column, mask=column < left, other=0).to(tl.int32)
 
 
 @jit

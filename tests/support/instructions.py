@@ -28,9 +28,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fitact.codegen.generate import _steps
 from fitact.runtime.ops import registry
 from fitact.runtime.ops.reference import TILE
-from fitact.runtime.ops.registry import Pointwise
+from fitact.runtime.ops.registry import Coded, Pointwise
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -155,8 +156,8 @@ class Work(NamedTuple):
 
     Attributes:
         elements: how many are its share.
-        reads, writes: bytes an element of the rows.
-        reads_once, writes_once: bytes of codes.
+        reads, writes: bytes an element of the rows, of codes of a byte each, and of the numbers looked up.
+        reads_once, writes_once: bytes of codes in words.
 
     """
 
@@ -277,8 +278,9 @@ class Kernel:
 
     Attributes:
         module: name of its module.
-        pass_: forward or backward.
-        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n.
+        pass_: forward, backward or decode.
+        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n, and
+            of the tables of a coded activation.
         activation: the one whose bits and threads are the kernel's.
 
     """
@@ -302,15 +304,25 @@ class Kernel:
         """Return what a thread has to do in a full tile."""
         elements = TILE // self.threads(dtype)
         size = DTYPES[dtype].itemsize
-        codes = elements * self.activation.bits // 8
+        in_words = self.activation.bits < 8
+        codes, byte = (elements * self.activation.bits // 8, 0) if in_words else (0, 1)
         if self.pass_ == "forward":
-            return Work(elements, size, size, writes_once=codes)
-        rows = {"dy", "x", "y"} & set(self.function.arg_names)
-        return Work(elements, size * len(rows), size, reads_once=codes)
+            return Work(elements, size + self.looked_up(dtype), size + byte, writes_once=codes)
+        rows = {"dy", "x", "y"} & set(self.function.arg_names[:-2])
+        return Work(elements, size * len(rows) + byte + self.looked_up(dtype), size, reads_once=codes)
+
+    def looked_up(self, dtype: str) -> int:
+        """Return the bytes an element of the numbers that are looked up in memory."""
+        if not isinstance(self.activation, Coded):
+            return 0
+        if self.pass_ != "forward":
+            return 4
+        return 1 if dtype != "fp32" else 1 + 4 * _steps(self.activation.borders)
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
         kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
+        kinds |= {"table": "*u8" if self.pass_ == "forward" else "*fp32", "borders": "*fp32"}
         signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
         warps = self.threads(dtype, output or dtype) // TARGETS[target].warp_size
