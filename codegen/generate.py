@@ -167,13 +167,13 @@ def _coded(fit: CodedFit) -> dict[str, Any]:
         "bits": fit.bits,
         "domain": " to ".join(f"{end:g}" for end in fit.domain),
         "reach": f"{fit.reach:.4g}",
-        "steps": _steps(fit.borders),
+        "steps": search_steps(fit.borders),
         "borders": _lines([repr(border) for border in fit.borders], 4),
         "table": _lines(pairs, 2),
     }
 
 
-def _steps(borders: Iterable[float]) -> int:
+def search_steps(borders: Iterable[float]) -> int:
     """Return how many comparisons tell apart the codes of all float32 that have their upper 16 bits in common."""
     upper = Counter(struct.pack(">f", border + 0.0)[:2] for border in borders)  # -0.0 is no other number than 0.0
     return max(upper.values()).bit_length()

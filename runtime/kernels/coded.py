@@ -28,8 +28,8 @@ def code_of(x, table, borders, steps: tl.constexpr):
     if x.dtype == tl.float32:
         code = tl.load(table + ((x.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
         for step in tl.static_range(steps):
-            width: tl.constexpr = 1 << (steps - 1 - step)
-            code += tl.where(x > tl.load(borders + (code + (width - 1))), width, 0)
+            middle = borders + (code + ((1 << (steps - 1 - step)) - 1))
+            code += tl.where(x > tl.load(middle), 1 << (steps - 1 - step), 0)
         return tl.where(x == x, code, 0)
     else:
         return tl.load(table + x.to(tl.uint16, bitcast=True).to(tl.int32)).to(tl.int32)

@@ -29,9 +29,8 @@ def coded(key: str) -> Coded:
     """
     activation = find(key)
     if not isinstance(activation, Coded):
-        raise TypeError(
-            f"{activation.name}: expected an activation with values to look up, got {type(activation)}"
-        )
+        kind = type(activation).__name__
+        raise TypeError(f"{activation.name}: expected an activation with values to look up, got a {kind}")
     return activation
 
 

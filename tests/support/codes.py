@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -75,4 +75,12 @@ def record(bits: int, expression: str = "gelu", name: str = "", reach: float = 8
 def coded(bits: int, expression: str = "gelu") -> Coded:
     """A generated one."""
     fit = record(bits, expression)
+    return Coded(fit.name, json.loads(fit.to_json()), load(fit))
+
+
+@cache
+def dense() -> Coded:
+    """One whose borders are 255 neighbouring float32."""
+    borders = (np.float32(1).view(np.int32) + np.arange(-127, 128, dtype=np.int32)).view(np.float32)
+    fit = replace(record(8), name="dense_coded8", borders=tuple(map(float, borders)))
     return Coded(fit.name, json.loads(fit.to_json()), load(fit))

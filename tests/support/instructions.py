@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fitact.codegen.generate import _steps
+from fitact.codegen.generate import search_steps
 from fitact.runtime.ops import registry
 from fitact.runtime.ops.reference import TILE
 from fitact.runtime.ops.registry import Coded, Pointwise
@@ -317,7 +317,7 @@ class Kernel:
             return 0
         if self.pass_ != "forward":
             return 4
-        return 1 if dtype != "fp32" else 1 + 4 * _steps(self.activation.borders)
+        return 1 if dtype != "fp32" else 1 + 4 * search_steps(self.activation.borders)
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
