@@ -1,4 +1,4 @@
-"""The op pair and its autograd.
+"""The ops and their autograd.
 
     fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
@@ -7,7 +7,7 @@
 In a standalone folder, which has a copy of this file, they have a namespace of the folder's own. `dtype` is that
 of y in forward and that of the input's gradient in backward.
 
-To PyTorch both are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
+To PyTorch all are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
 hash of the fit and of the generated text, finds the activation; so a compiled graph holds no Python object,
 and registering the same module twice is harmless. On CUDA (and ROCm) the generated Triton kernels run; all
 other devices, and float64, run `reference`. With TRITON_INTERPRET=1 the CPU runs the kernels too, interpreted.
@@ -34,10 +34,11 @@ from ..recipes import note
 from ..torch_internals import constant_in_graphs, in_functorch_transform
 from . import decode, reference
 from .launch import Launch
-from .registry import Coded, Pointwise, find
+from .registry import KERNEL_DTYPES, Coded, Pointwise, find
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
@@ -79,6 +80,8 @@ def apply(x: Tensor, key: str) -> Tensor:
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
     if not _may_need_gradient(x):
         return _uncoded(activation, x, dtype)
+    if x.device.type in KERNEL_DEVICES:
+        decode.prepare(key, str(x.device))
     if x.is_contiguous():
         return _differentiable(x, None, dtype, key)
     order = _memory_order(x)
@@ -363,12 +366,10 @@ def _define() -> torch.library.Library:
     library.impl("forward", _forward_reference, "CompositeExplicitAutograd")
     library.impl("backward", _backward_reference, "CompositeExplicitAutograd")
     library.impl("decode", decode.by_reference, "CompositeExplicitAutograd")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    for device in ["CUDA", "CPU"] if interpreted else ["CUDA"]:
-        if HAS_TRITON:
-            library.impl("forward", _forward_triton, device)
-            library.impl("backward", _backward_triton, device)
-            library.impl("decode", decode.by_triton, device)
+    for device in KERNEL_DEVICES:
+        library.impl("forward", _forward_triton, device.upper())
+        library.impl("backward", _backward_triton, device.upper())
+        library.impl("decode", decode.by_triton, device.upper())
     torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
     torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
     torch.library.register_fake(f"{NAMESPACE}::decode", decode.fake, lib=library)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals import constant_in_graphs
 from . import reference
 from .launch import Launch
-from .registry import Coded, find
+from .registry import KERNEL_DTYPES, Coded, find
 
 SCHEMA = "decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor"
 
@@ -34,6 +35,18 @@ def coded(key: str) -> Coded:
     return activation
 
 
+@constant_in_graphs
+def prepare(key: str, device: str) -> None:
+    """Put the tables of a coded activation on a device, while the compiler traces at the latest.
+
+    Made by the first launch they would be in memory that a CUDA graph of the compiler uses again. Tensors without
+    numbers need none.
+    """
+    activation = find(key)
+    if isinstance(activation, Coded) and type(torch.empty(0)) is Tensor:
+        activation.tables(torch.device(device))
+
+
 def by_reference(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
     """Decode by PyTorch's operators."""
     with torch.no_grad():
@@ -42,7 +55,7 @@ def by_reference(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: st
 
 def by_triton(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
     """Decode by the generated kernel."""
-    if dtype == torch.float64:
+    if dtype not in KERNEL_DTYPES:
         return by_reference(codes, size, dtype, key)
     activation = coded(key)
     y = codes.new_empty(size, dtype=dtype)

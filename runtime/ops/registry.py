@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from . import reference
 
 if TYPE_CHECKING:
     from .launch import Launch
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,23 @@ class Inverted(Pointwise):
         launch(self.backward, dy, y, *([codes] if self.bits else []), dx)
 
 
+class Tables(NamedTuple):
+    """What the kernels of a coded activation read.
+
+    Attributes:
+        codes: by dtype, as `reference.first_codes` returns them.
+        borders: float32, (2^bits − 1,), and infinities.
+        values: float32, (2^bits,).
+        derivatives: likewise.
+
+    """
+
+    codes: dict[torch.dtype, Tensor]
+    borders: Tensor
+    values: Tensor
+    derivatives: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Coded(Pointwise):
     """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
@@ -209,20 +228,31 @@ class Coded(Pointwise):
         return reference.look_up(self.values, codes, self.bits, size, dtype)
 
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
-        tables = reference.first_codes(self.borders, x.dtype, x.device), _followed(self.borders, x.device)
-        launch(self.forward, x, y, codes, *tables)
+        tables = self.tables(x.device)
+        launch(self.forward, x, y, codes, tables.codes[x.dtype], tables.borders)
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
-        launch(self.backward, dy, codes, reference.constant(self.derivatives, torch.float32, dy.device), dx)
+        launch(self.backward, dy, codes, self.tables(dy.device).derivatives, dx)
 
     def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
         """Launch the kernel that writes the values of codes."""
-        launch(self.decode, codes, reference.constant(self.values, torch.float32, y.device), y)
+        launch(self.decode, codes, self.tables(y.device).values, y)
 
+    def tables(self, device: torch.device) -> Tables:
+        """Return what the kernels read on a device, made once."""
+        if device not in self._tables:
+            self._tables[device] = Tables(
+                {dtype: reference.first_codes(self.borders, dtype, device) for dtype in KERNEL_DTYPES},
+                # followed by as many infinities, so that a search never runs past them
+                reference.constant((*self.borders, *(math.inf,) * len(self.table)), torch.float32, device),
+                reference.constant(self.values, torch.float32, device),
+                reference.constant(self.derivatives, torch.float32, device),
+            )
+        return self._tables[device]
 
-def _followed(borders: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return borders, followed by as many infinities, so that a search never runs past them."""
-    return reference.constant((*borders, *(math.inf for _ in range(len(borders) + 1))), torch.float32, device)
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tables]:
+        return {}
 
 
 def _fitted(dtype: torch.dtype) -> torch.dtype:
