@@ -26,7 +26,7 @@ from .validate import (
     text,
 )
 
-MAX_DOMAIN = 64.0  # in size: beyond, the outer cells hold
+MAX_DOMAIN = 65504.0  # in size, the largest number of float16; beyond, the outer cells hold
 DEVIATIONS = (0.5, 1.0, 2.0, 4.0)  # of the normal densities for which errors are stated
 
 

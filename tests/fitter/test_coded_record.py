@@ -65,7 +65,7 @@ WRONG = [
     ("bits", 4, "borders: expected 15 numbers, got 7"),
     ("bits", True, "bits: expected"),
     ("bits", 3.0, "bits: expected"),
-    ("domain", [-65.0, 8.0], "at most 64 in size"),
+    ("domain", [-65505.0, 8.0], "at most 65504 in size"),
     ("domain", [8.0, -8.0], "domain: expected increasing numbers"),
     ("domain", None, "domain: expected a list"),
     ("weight", "student(0)", "degrees of freedom above 0"),
@@ -191,7 +191,7 @@ def test_options_of_the_command(command: Command) -> None:
         ("--bits 3 --domain -8 8", "--name is required for --domain"),
         ("--bits 3 --weight uniform", "--name is required for --weight"),
         ("--bits 3 --weight student", "--name is required for --weight"),
-        ("--bits 3 --domain -100 100 --name a", "of at most 64 in size"),
+        ("--bits 3 --domain -65505 100 --name a", "of at most 65504 in size"),
         ('--bits 3 --weight "student(3, 1)" --name a', "expected student, student(freedom) or"),
     ],
 )
