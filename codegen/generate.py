@@ -166,7 +166,7 @@ def _coded(fit: CodedFit) -> dict[str, Any]:
         "kept": _bits(fit.bits),
         "bits": fit.bits,
         "domain": " to ".join(f"{end:g}" for end in fit.domain),
-        "reach": f"{fit.reach:.4g}",
+        "reach": f"{fit.reach:.4g}" if fit.reach else None,
         "steps": search_steps(fit.borders),
         "borders": _lines([repr(border) for border in fit.borders], 4),
         "table": _lines(pairs, 2),

@@ -55,7 +55,7 @@ def fit(
         activation: what to fit, f.
         bits: 3 to 8.
         name: the fit's name, a Python identifier.
-        domain: the interval [A, B] on which the error counts, at most 65504 in size; the outer cells hold beyond it.
+        domain: the interval [A, B] on which the error counts, at most 65504 in size; beyond, the outer cells hold.
         weight: how much an error counts; by default the density of Student's t with 3 degrees of freedom.
         cells: grid cells of the dynamic programme.
 

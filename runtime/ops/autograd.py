@@ -24,7 +24,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -148,7 +149,8 @@ def _differentiable(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, k
     return y
 
 
-class Decoded(NamedTuple):
+@dataclass(frozen=True)
+class Decoded:
     """What stands in place of an output, looked up by the codes.
 
     Attributes:
