@@ -8,7 +8,8 @@ SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtim
 # Each worker takes a part of the files in order, and of another's what is left when it is done; on one thread.
 # Threads that wait without spinning are far faster where something else runs on the same cores, and slower where they
 # are alone.
-THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+# Without its cache of rewritten tests, pytest takes seconds longer in each process.
+THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
 PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
 
