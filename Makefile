@@ -8,7 +8,8 @@ SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtim
 # Each worker takes a part of the files in order, and of another's what is left when it is done; on one thread.
 # Threads that wait without spinning are far faster where something else runs on the same cores, and slower where they
 # are alone.
-THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+# Without its cache of rewritten tests, pytest takes seconds longer in each process.
+THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
 PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
 
@@ -43,8 +44,9 @@ test: $(VENV)/.installed
 test-rest: $(VENV)/.installed
 	$(PYTEST) -m full
 
-## Every test.
-test-all: test test-rest
+## Every test, in one run, which collects them once.
+test-all: $(VENV)/.installed
+	$(PYTEST)
 
 ## As `make test`, on the oldest PyTorch that is supported, on the pinned one, and on the newest.
 test-versions: $(VENV)/.installed

@@ -26,6 +26,7 @@ LINES = {
     "fit --fn gelu --bits 2 --method relumix": 10.0,
     "fit --fn gelu --bits 4 --method relumix": 60.0,
     "fit --fn tanh --method exact": 5.0,
+    "fit --fn silu --method coded --bits 8": 10.0,
     "show gelu": 5.0,
 }
 COMMANDS = {
@@ -59,8 +60,8 @@ def dp_borders_time() -> float:
     import numpy as np
 
     from fitact.fitter.analysis.activation import Activation
-    from fitact.fitter.methods.fewbit import dp_borders
     from fitact.fitter.numerics.moments import Moments
+    from fitact.fitter.numerics.partition import dp_borders
     from fitact.fitter.numerics.weight import Weight
 
     moments = Moments(Activation.of("gelu").derivative, Weight(), -10.0, 10.0, np.empty(0), 4000)

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 FOLDER = ROOT / "build" / "versions"
-OLDEST = "2.9.0"  # as pyproject.toml has it
+OLDEST = "2.12.0"  # as pyproject.toml has it
 OWN, NEWEST = "own", "newest"  # the one of this environment; the newest release that pip finds
 
 

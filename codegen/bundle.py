@@ -26,9 +26,11 @@ from .safety import admitted
 # Exactly the files that importing `fitact.runtime` imports.
 RUNTIME = (
     "__init__.py",
+    "recipes.py",
     "torch_internals.py",
-    *(f"kernels/{name}.py" for name in ("__init__", "math", "tiles", "triton_compat")),
-    *(f"ops/{name}.py" for name in ("__init__", "autograd", "inductor", "launch", "reference", "reference_math")),
+    *(f"kernels/{name}.py" for name in ("__init__", "coded", "math", "tiles", "triton_compat")),
+    *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "inductor", "launch", "reference")),
+    "ops/reference_math.py",
     "ops/registry.py",
 )
 MODULE = ("__init__.py", *(f"runtime/{path}" for path in RUNTIME))

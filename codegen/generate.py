@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import keyword
+import struct
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ from fitact.errors import UsageError, quote
 from fitact.files import reason, replace, write
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.records.approximants import Quotient
+from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.kinds import AnyFit
 
@@ -112,6 +115,8 @@ def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
     """Return the template for a kind of fit, and the values that only this template needs."""
     if isinstance(fit, StepFit):
         return "step.py.j2", _step(fit)
+    if isinstance(fit, CodedFit):
+        return "coded.py.j2", _coded(fit)
     return ("exact.py.j2", _exact(fit)) if isinstance(fit, ExactFit) else ("inverted.py.j2", _inverted(fit))
 
 
@@ -153,6 +158,30 @@ def _inverted(fit: InvertedFit) -> dict[str, Any]:
         ),
         "dtypes": [_by_dtype(fit, dtype) for dtype in ("float32", "bfloat16", "float16")],
     }
+
+
+def _coded(fit: CodedFit) -> dict[str, Any]:
+    pairs = [[repr(one) for one in pair] for pair in zip(fit.values, fit.derivatives, strict=True)]
+    return {
+        "kept": _bits(fit.bits),
+        "bits": fit.bits,
+        "domain": " to ".join(f"{end:g}" for end in fit.domain),
+        "reach": f"{fit.reach:.4g}" if fit.reach else None,
+        "steps": search_steps(fit.borders),
+        "borders": _lines([repr(border) for border in fit.borders], 4),
+        "table": _lines(pairs, 2),
+    }
+
+
+def search_steps(borders: Iterable[float]) -> int:
+    """Return how many comparisons tell apart the codes of all float32 that have their upper 16 bits in common."""
+    upper = Counter(struct.pack(">f", border + 0.0)[:2] for border in borders)  # -0.0 is no other number than 0.0
+    return max(upper.values()).bit_length()
+
+
+def _lines(numbers: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Return numbers as lines of `count`."""
+    return [numbers[at : at + count] for at in range(0, len(numbers), count)]
 
 
 def _by_dtype(fit: InvertedFit, dtype: str) -> dict[str, Any]:

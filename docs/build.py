@@ -21,6 +21,7 @@ from griffe2md import render_object_docs
 from fitact.cli import cli
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.plot import draw
+from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.kinds import AnyFit
 from fitact.fitter.records.reading import read
@@ -31,7 +32,7 @@ GALLERY = DOCS / "gallery"
 DPI = 75
 WIDTH = 100  # of a help text
 ROOMS = ("fitter", "codegen", "runtime", "generated")
-METHODS = ("fewbit", "relumix", "inverted", "exact")
+METHODS = ("fewbit", "relumix", "inverted", "exact", "coded")
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -85,11 +86,13 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "fitter.methods.inverted_published.fit",
             "fitter.methods.inverted_published.published",
             "fitter.methods.exact.fit",
+            "fitter.methods.coded.fit",
             "fitter.records.reading.read",
             "fitter.records.reading.from_json",
             "fitter.records.fit.StepFit",
             "fitter.records.fit.InvertedFit",
             "fitter.records.fit.ExactFit",
+            "fitter.records.coded.CodedFit",
             "fitter.plot.draw",
         ),
     ),
@@ -168,7 +171,9 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         "draws the picture, and the module is `fitact.generated.NAME`.",
         "*rms* and *largest* are errors of `f′` over the fit's domain. For a fit that keeps the output, *largest* "
         "is over all numbers of bfloat16 or float32, with the output rounded once to that dtype; *floor* is the "
-        "least that any function of that output and code could reach.",
+        "least that any function of that output and code could reach. For a code of `x`, from which `f` and `f′` "
+        "are looked up, the errors of both are for normal `x` of deviation σ, relative to their root mean "
+        "squares; up to `|x|` = *reach* the error of `f` is at most 5 %.",
     ]
     named: dict[str, list[AnyFit]] = {}
     for fit in fits:
@@ -178,7 +183,7 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         entry = CATALOG.get(name)
         formula = own[0].activation.expression if entry is None else entry.filled(entry.expression, {})
         parts += [f"## {name}", f"`f(x) = {formula}`"]
-        for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (ExactFit, _exact)):
+        for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (ExactFit, _exact), (CodedFit, _coded)):
             if chosen := [fit for fit in own if isinstance(fit, kind)]:
                 parts.append(table(chosen))
         parts.append(
@@ -216,6 +221,17 @@ def _exact(fits: Sequence[ExactFit]) -> str:
     for fit in fits:
         errors = (f"{fit.error[dtype]:.3g}" for dtype in ("bfloat16", "float32"))
         rows.append((f"`{fit.name}`", f"`{fit.derivative}`", *errors))
+    return _table(rows)
+
+
+def _coded(fits: Sequence[CodedFit]) -> str:
+    rows = [("", "bits", *(f"`f`, `f′` at σ = {deviation:g}" for deviation in DEVIATIONS), "reach")]
+    for fit in fits:
+        pairs = (
+            (fit.error[f"value_{deviation:g}"], fit.error[f"derivative_{deviation:g}"]) for deviation in DEVIATIONS
+        )
+        errors = (f"{value:.2g}, {derivative:.2g}" for value, derivative in pairs)
+        rows.append((f"`{fit.name}`", str(fit.bits), *errors, f"{fit.reach:.3g}"))
     return _table(rows)
 
 

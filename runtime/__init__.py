@@ -7,6 +7,7 @@ Triton, the tile loops and functions that Triton lacks; for PyTorch, the functio
 from typing import NoReturn
 
 from .kernels import GENERATE_AGAIN
+from .kernels.coded import coded_forward_tile, looked_up_tile
 from .kernels.math import (
     asinh,
     atan,
@@ -42,9 +43,10 @@ from .kernels.tiles import backward_tile, encode, forward_tile, pick, quotient
 from .kernels.triton_compat import constexpr, jit, tl
 from .ops import reference_math
 from .ops.autograd import apply
-from .ops.registry import Exact, Inverted, Step, register
+from .ops.registry import Coded, Exact, Inverted, Step, register
 
 __all__ = [
+    "Coded",
     "Exact",
     "Inverted",
     "Step",
@@ -52,6 +54,7 @@ __all__ = [
     "asinh",
     "atan",
     "backward_tile",
+    "coded_forward_tile",
     "constexpr",
     "cosh",
     "encode",
@@ -64,6 +67,7 @@ __all__ = [
     "jit",
     "log1p",
     "logcosh",
+    "looked_up_tile",
     "ndtr",
     "ndtr_half",
     "pick",

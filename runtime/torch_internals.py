@@ -2,13 +2,12 @@
 
 A name is private if it, or a module that it is in, begins with an underscore. PyTorch promises nothing about
 private names, so no other file uses one, and a public name is used where it does the same. All names here were
-tried on PyTorch 2.13.0, and most of them on 2.9.0, 2.11.0 and 2.14.1; differences are noted. Slow imports are made
+tried on PyTorch 2.12.0, 2.13.0 and 2.15.0; differences are noted. Slow imports are made
 in the functions that need them.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -127,8 +126,8 @@ def innermost_mode() -> Any:
 COPY_TO: Any = torch.ops.aten._to_copy.default  # `Tensor.to`, below autograd
 # Batch norm in training mode, below autograd.
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit
-# What modes of `torch.overrides` see of `torch.nn.functional.grouped_mm`, which 2.9 lacks; None if there is none.
-GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
+# What modes of `torch.overrides` see of `torch.nn.functional.grouped_mm`.
+GROUPED_MM: Any = torch._grouped_mm
 # The fused attention of a CPU, and the operator of a GPU whose arguments begin like its own.
 ATTENTION: Mapping[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -214,8 +213,12 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
+@constant_in_graphs
 def in_functorch_transform() -> bool:
-    """Return whether a transform of `torch.func` is running; no public function tells."""
+    """Return whether a transform of `torch.func` is running; no public function tells.
+
+    Before 2.13 the compiler cannot trace this. As it runs the transforms while it traces, the answer holds.
+    """
     depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()
     return depth > 0
 
@@ -334,26 +337,6 @@ def _wrapped(entry: Any) -> Iterator[Tensor]:
             yield from _wrapped(leaf)
         elif isinstance(tensor := getattr(leaf, "val", leaf), Tensor):
             yield tensor
-
-
-@contextmanager
-def faking(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Enter a mode of fake tensors, if any, and collect no garbage until the context ends.
-
-    In 2.9 a collection empties fake tensors that only autograd still holds, and backward then fails. They have no
-    memory, so the garbage can wait.
-    """
-    if mode is None:
-        yield
-        return
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with mode:
-            yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

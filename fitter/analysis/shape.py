@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -172,6 +173,7 @@ def asymptote(f: Expr, side: int) -> Asymptote:
         return Asymptote("none")
 
 
+@lru_cache(maxsize=512)
 def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monotone:
     """Return the maximal intervals of (low, high) on which f is monotone, and the isolated roots of f′.
 
@@ -203,6 +205,7 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
     return Monotone(tuple(parts), tuple(stationary), math.isinf(reach), reach)
 
 
+@lru_cache(maxsize=512)
 def derivative_range(f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: float = REALS) -> Range:
     """Return infimum and supremum of f′ on (low, high), its limits at the ends and at breaks included.
 

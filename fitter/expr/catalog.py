@@ -63,6 +63,7 @@ CATALOG: dict[str, Entry] = {
         "F.hardtanh(x, {min_val}, {max_val})",
         {"min_val": -1.0, "max_val": 1.0},
     ),
+    "identity": Entry("x", "torch.clone(x)"),
     "leaky_relu": Entry(
         "where(x > 0, x, {negative_slope}*x)", "F.leaky_relu(x, {negative_slope})", {"negative_slope": 0.01}
     ),

@@ -7,14 +7,14 @@ Reduction*, arXiv 2202.00441. Over borders s and levels y, minimise (eq. 3)
 
 For given borders the best level is the weighted mean of f′ over its interval (eq. 4), so an interval costs
 its spread about that mean, and the best borders on a grid follow from a dynamic programme (eq. 7, 8; the
-paper's eq. 6 misses the denominator of the mean). The programme is the plain O(n² K) one: faster ones need
-a monotone f′, and those of GELU, SiLU and Mish are not. The borders then move off the grid to the nearby
-stationary point, where f′(s_i) is midway between the levels on its two sides (eq. 5).
+paper's eq. 6 misses the denominator of the mean), see `partition`. The borders then move off the grid to the
+nearby stationary point, where f′(s_i) is midway between the levels on its two sides (eq. 5).
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,7 +25,8 @@ from fitact.fitter.analysis.roots import breaks, roots
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.expr.multiprecision import order
 from fitact.fitter.numerics.errors import step_errors
-from fitact.fitter.numerics.moments import Moments, about, spread
+from fitact.fitter.numerics.moments import Function, Moments, spread
+from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.validate import check_bits
@@ -38,6 +39,7 @@ MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal
 MAX_VALUE = 1e30  # of f, f′ and 1/w: float32 holds up to 3e38, and squares stay in float64
 POINTS = 4001  # of the domain at which these sizes are checked
 BEYOND = 100.0  # times the domain's width: how far outside it a fit is checked for a warning
+JUMP = 2.0**-30  # relative: a smaller difference between two sides is no jump
 MIN_WIDTH = 1e-4  # relative: a hundred float32 spacings between two of the 15 borders
 
 
@@ -78,14 +80,10 @@ def fit(
     """
     check_bits(bits, StepFit.BITS)
     low, high = domain
-    _check_domain(low, high)
+    check_width(low, high)
     weight = weight or Weight()
     check_finite(activation, low, high)
-    weight.check(low, high)
-    if (height := weight(np.linspace(low, high, POINTS)).max()) < 1 / MAX_VALUE:
-        raise UsageError(
-            f"weight {quote(weight.text)} is at most {height:g}: expected at least {1 / MAX_VALUE:g} somewhere"
-        )
+    check_height(weight, low, high)
     breakpoints = np.union1d(activation.switch_points(low, high), weight.breakpoints(low, high))
     even = _is_even(activation, weight, low, high)
     if even:
@@ -101,7 +99,8 @@ def fit(
     borders = refine(moments, activation, dp_borders(moments, 2**bits), breakpoints)
     levels = best_levels(moments, borders)
     levels = without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
-    borders = _round_borders(borders, breakpoints, activation, high - low)
+    smooth = without_noise(borders, max(np.max(np.abs(borders)), (high - low) / 16))
+    borders = round_borders(borders, smooth, breakpoints, (activation.derivative,), high - low)
     fitted = StepFit(
         name=name,
         method=METHOD,
@@ -119,44 +118,13 @@ def fit(
     return fitted
 
 
-def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None = None) -> Array:
-    """Return the inner borders, (levels − 1,), of the best step function whose borders are grid points.
-
-    `best[k, i]` is the least error of k + 1 levels on the first i cells: the recursion
-    best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and k at once. `ends` gives the first and
-    the last level, and the first and the last interval then cost the error about these.
-    """
-    n = len(moments.grid) - 1
-    if n < levels:
-        raise UsageError(f"cells: {n} are too few for {levels} levels")
-    best = np.full((levels, n + 1), np.inf)
-    last = np.zeros((levels, n + 1), dtype=np.intp)
-    total = np.empty((levels - 1, n + 1))  # one buffer: allocating it anew would take longer than the sums
-    rows = np.arange(levels - 1)
-    for i in range(1, n + 1):
-        cost = spread(moments.sums[:, i, None] - moments.sums[:, :i])
-        best[0, i] = cost[0] if ends is None else about(moments.sums[:, i], ends[0])
-        candidates = np.add(best[:-1, :i], cost, out=total[:, :i])
-        last[1:, i] = candidates.argmin(axis=1)
-        best[1:, i] = candidates[rows, last[1:, i]]
-    if ends is not None:
-        last[-1, n] = np.argmin(best[-2, :n] + about(moments.sums[:, n, None] - moments.sums[:, :n], ends[1]))
-    chosen = np.empty(levels - 1, dtype=np.intp)
-    i = n
-    for k in range(levels - 1, 0, -1):
-        i = last[k, i]
-        chosen[k - 1] = i
-    found: Array = moments.grid[chosen]
-    return found
-
-
 def best_levels(moments: Moments, borders: Array) -> Array:
     """Return the weighted mean of f′ on each interval, (borders + 1,); its plain mean where w vanishes."""
     mass, first, _ = moments.between(borders)
     edges = np.concatenate([moments.grid[:1], borders, moments.grid[-1:]])
     levels: Array = np.divide(first, mass, out=np.zeros_like(mass), where=mass > 0)
     for i in np.flatnonzero(mass <= 0):
-        plain = Moments(moments.derivative, np.ones_like, edges[i], edges[i + 1], np.empty(0), 64).sums[:, -1]
+        plain = Moments(moments.function, np.ones_like, edges[i], edges[i + 1], np.empty(0), 64).sums[:, -1]
         levels[i] = plain[1] / plain[0]
     return levels
 
@@ -177,7 +145,7 @@ def refine(moments: Moments, activation: Activation, borders: Array, breakpoints
 
     """
     levels = best_levels(moments, borders)
-    below, above = _sides(activation, borders, moments.grid[-1] - moments.grid[0])
+    below, above = _sides(activation.derivative, borders, moments.grid[-1] - moments.grid[0])
     matters = np.abs(np.diff(levels)) > 1e-9 * np.ptp(levels)
     on_jump = np.isin(borders, breakpoints) & (np.abs(above - below) > 1e-9 * np.ptp(levels))
     free = (moments.weight(borders) > 0) & matters & ~on_jump
@@ -226,26 +194,42 @@ def _same_order(before: Array, after: Array, stops: Array) -> bool:
     return bool(np.all((before[:, None] - stops) * (after[:, None] - stops) >= 0))
 
 
-def _sides(activation: Activation, at: Array, width: float) -> tuple[Array, Array]:
-    """Return f′ just below and just above the points: so near that only a jump makes a difference."""
+def _sides(function: Function, at: Array, width: float) -> tuple[Array, Array]:
+    """Return a function just below and just above the points: so near that only a jump makes a difference."""
     step = np.maximum(np.abs(at), width) * 2.0**-40
-    return activation.derivative(at - step), activation.derivative(at + step)
+    return function(at - step), function(at + step)
 
 
-def without_noise(numbers: Array, scale: float) -> Array:
+def without_noise(numbers: Array, scale: float | Array) -> Array:
     """Round to 40 bits of the scale: the rest is noise, and a number that is 0 by symmetry becomes 0."""
-    unit = 2.0 ** (np.floor(np.log2(max(scale, 1e-300))) - 40)
+    unit = 2.0 ** (np.floor(np.log2(np.maximum(scale, 1e-300))) - 40)
     return np.asarray(np.round(numbers / unit) * unit + 0.0)
 
 
-def _round_borders(borders: Array, breakpoints: Array, activation: Activation, width: float) -> Array:
-    """Round to float32; a border on a jump where f′ has the upper side's value goes to the float32 below."""
+def round_borders(
+    borders: Array, smooth: Array, breakpoints: Array, functions: Sequence[Function], width: float
+) -> Array:
+    """Round to float32; a border on a jump where a function has the upper side's value goes to the float32 below.
+
+    Args:
+        borders: inner borders, increasing.
+        smooth: the same without noise, in place of those that are no breakpoints.
+        breakpoints: where the functions may jump.
+        functions: what the levels on both sides stand for.
+        width: of the domain.
+
+    Raises:
+        UsageError: two borders have the same float32.
+
+    """
     on_breakpoint = np.isin(borders, breakpoints)
-    smooth = without_noise(borders, max(np.max(np.abs(borders)), width / 16))
     rounded = np.where(on_breakpoint, borders, smooth).astype(np.float32)
-    here = activation.derivative(borders)
-    below, above = _sides(activation, borders, width)
-    upper = on_breakpoint & (np.abs(here - above) < np.abs(here - below))
+    upper = np.zeros(len(borders), dtype=bool)
+    for function in functions:
+        here = function(borders)
+        below, above = _sides(function, borders, width)
+        jumps = np.abs(above - below) > JUMP * np.maximum(np.abs(above), np.abs(below))
+        upper |= on_breakpoint & jumps & (np.abs(here - above) < np.abs(here - below))
     rounded = np.where(upper, np.nextafter(rounded, np.float32(-np.inf)), rounded)
     if np.any(np.diff(rounded) <= 0):
         raise UsageError(
@@ -260,12 +244,22 @@ def _is_even(activation: Activation, weight: Weight, low: float, high: float) ->
     return bool(symmetric and activation.has_even_derivative(high))
 
 
-def _check_domain(low: float, high: float) -> None:
+def check_width(low: float, high: float, most: float = MAX_DOMAIN) -> None:
+    """Raise UsageError unless these are ends of a domain, at most `most` in size and not too near each other."""
     got = f"got {low!r} {high!r}"
-    if not (abs(low) <= MAX_DOMAIN and abs(high) <= MAX_DOMAIN and low < high):
-        raise UsageError(f"domain: expected two numbers A < B of at most {MAX_DOMAIN:g} in size, {got}")
+    if not (abs(low) <= most and abs(high) <= most and low < high):
+        raise UsageError(f"domain: expected two numbers A < B of at most {most:g} in size, {got}")
     if high - low < max(MIN_WIDTH * max(abs(low), abs(high)), 1 / MAX_DOMAIN):
         raise UsageError(f"domain: too narrow for borders in float32, {got}")
+
+
+def check_height(weight: Weight, low: float, high: float) -> None:
+    """Raise UsageError unless the weight is valid on the domain and large enough somewhere."""
+    weight.check(low, high)
+    if (height := weight(np.linspace(low, high, POINTS)).max()) < 1 / MAX_VALUE:
+        raise UsageError(
+            f"weight {quote(weight.text)} is at most {height:g}: expected at least {1 / MAX_VALUE:g} somewhere"
+        )
 
 
 def check_finite(activation: Activation, low: float, high: float) -> None:

@@ -167,7 +167,7 @@ def cells(
             there are more intervals than bits can tell.
 
     """
-    if bits is not None and (isinstance(bits, bool) or bits not in range(MAX_BITS + 1)):
+    if bits is not None and (type(bits) is not int or bits not in range(MAX_BITS + 1)):
         raise UsageError(f"bits: expected 0 to {MAX_BITS}, got {quote(bits)}")
     low, high = (-REALS, REALS) if domain is None else map(float, domain)
     if not -REALS <= low < high <= REALS:

@@ -35,11 +35,12 @@ from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.numerics.errors import step_errors
 from fitact.fitter.numerics.moments import Moments, quadrature
+from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.validate import check_bits
 
-from .fewbit import DOMAIN, dp_borders, without_noise
+from .fewbit import DOMAIN, without_noise
 from .relumix_objective import HALF_WIDTH, REACH, Frame, Mixture, Primitive, single
 from .relumix_search import Progress, newton, search
 

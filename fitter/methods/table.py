@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.kinds import AnyFit
 
-from . import exact, fewbit, inverted, inverted_published, relumix
+from . import coded, exact, fewbit, inverted, inverted_published, relumix
 
 # The options of each method, in addition to the activation and a name.
 OPTIONS = {
@@ -16,8 +17,12 @@ OPTIONS = {
     "relumix": ("bits", "objective", "restarts", "seed"),
     "inverted": ("bits", "domain", "tol", "family"),
     "exact": (),
+    "coded": ("bits", "domain", "weight"),
 }
-BITS_REQUIRED = ("fewbit", "relumix")
+BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
+# What the options are by default, where the method has them.
+DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
+WEIGHTS = {"coded": coded.WEIGHT}
 
 
 def make(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
@@ -29,6 +34,8 @@ def make(method: str, activation: Activation, name: str, **options: Any) -> AnyF
             return inverted_published.fit(activation, name)
         return inverted.fit(activation, name, **options)
     bits = options.pop("bits")
+    if method == "coded":
+        return coded.fit(activation, bits, name, **options)
     if method == "relumix":
         return relumix.fit(activation, bits, name, **options)
     return fewbit.fit(activation, bits, name, **options)
@@ -43,6 +50,6 @@ def again(fit: AnyFit) -> AnyFit:
     options: dict[str, Any] = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
     if isinstance(fit, InvertedFit):
         options |= {"domain": fit.domain}
-    if isinstance(fit, StepFit) and fit.method == "fewbit":
+    if isinstance(fit, CodedFit) or (isinstance(fit, StepFit) and fit.method == "fewbit"):
         options |= {"domain": fit.domain, "weight": fit.weight}
     return make(fit.method, fit.activation, fit.name, **options)

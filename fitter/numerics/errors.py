@@ -9,6 +9,7 @@ import numpy as np
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import roots
+from fitact.fitter.analysis.search import gap
 from fitact.fitter.expr.evaluate import Array
 
 from .moments import Moments, nodes, quadrature, running
@@ -47,7 +48,7 @@ def step_errors(
     """
     low, high = domain
     corners = activation.switch_points(low, high)
-    borders = _snapped(borders, np.abs(corners) if even else corners)
+    borders = snapped(borders, np.abs(corners) if even else corners)
 
     def step(x: Array) -> Array:
         return levels[np.searchsorted(borders, np.abs(x) if even else x)]
@@ -60,7 +61,7 @@ def step_errors(
     marks = np.union1d(breakpoints, roots(activation.second_derivative_formula, low, high).at)
     grid = Moments(activation.derivative, weight, low, high, marks, CELLS).grid
     edges = np.union1d(grid, steps[(low < steps) & (steps < high)])
-    _check_seen(activation, edges, corners)
+    check_seen(activation, edges, corners)
 
     objective = quadrature(lambda x: error(x) ** 2 * weight(x), edges).sum()
     mass = quadrature(weight, edges).sum()
@@ -81,14 +82,18 @@ def step_errors(
     return {key: float(f"{value:.10g}") for key, value in errors.items()}
 
 
-def _check_seen(activation: Activation, edges: Array, corners: Array) -> None:
+def check_seen(activation: Activation, edges: Array, corners: Array) -> None:
     """Raise UsageError if the integral of f′ over a cell is not the growth of f: a narrow feature was missed.
 
-    All extrema of f′ are edges, so a feature between two nodes still lifts f from one edge to the next.
+    All extrema of f′ are edges, and those of f become some, so a step or bump between two nodes still lifts f from
+    one edge to the next.
     """
+    extrema = roots(activation.derivative_formula, edges[0], edges[-1]).at
+    beside = [extremum for extremum in extrema if all(abs(extremum - corner) > gap(corner) for corner in corners)]
+    edges = np.union1d(edges, beside)
     starts, ends = (
-        np.where(np.isin(at, corners), inside, at)  # f may jump there
-        for at, inside in zip((edges[:-1], edges[1:]), _inside(edges), strict=True)
+        np.where(np.isin(at, corners), limit, at)  # f may jump there
+        for at, limit in zip((edges[:-1], edges[1:]), inside(edges), strict=True)
     )
     grown = activation.value(ends) - activation.value(starts)
     rounding = NOISE * (np.abs(activation.value(ends)) + np.abs(activation.value(starts)))
@@ -102,7 +107,7 @@ def _check_seen(activation: Activation, edges: Array, corners: Array) -> None:
         )
 
 
-def _snapped(borders: Array, corners: Array) -> Array:
+def snapped(borders: Array, corners: Array) -> Array:
     """Return the borders, and move those that stand for a corner of f′ onto it.
 
     A border may be the float32 beside a corner, if the corner is no float32 or belongs to the upper side. No
@@ -114,7 +119,7 @@ def _snapped(borders: Array, corners: Array) -> Array:
     return snapped
 
 
-def _inside(edges: Array) -> tuple[Array, Array]:
+def inside(edges: Array) -> tuple[Array, Array]:
     """Return points a hair inside both ends of each cell, for the limits of functions that jump between cells."""
     starts, ends = edges[:-1], edges[1:]
     inset = np.maximum(np.maximum(np.abs(starts), np.abs(ends)) * 2.0**-48, (ends - starts) * 2.0**-40)
@@ -128,12 +133,12 @@ def _supremum(function: Callable[[Array], Array], edges: Array, *, jumps: bool) 
     a point a hair inside each end stands for the limit there.
     """
     starts, ends = edges[:-1], edges[1:]
-    inside = np.stack(_inside(edges) if jumps else (starts, ends), axis=1)
-    at = np.concatenate([inside, nodes(starts, ends)[0]], axis=1)
+    limits = np.stack(inside(edges) if jumps else (starts, ends), axis=1)
+    at = np.concatenate([limits, nodes(starts, ends)[0]], axis=1)
     values = np.abs(function(at.ravel()).reshape(at.shape))
     best = float(values.max())
     for cell in np.argsort(-values.max(axis=1), kind="stable")[:3]:
-        left, right = inside[cell]
+        left, right = limits[cell]
         for _ in range(8):  # each pass narrows the bracket 32-fold: 64 points, the two cells round the best
             grid = np.linspace(left, right, 65)
             found = np.abs(function(grid))

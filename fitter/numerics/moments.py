@@ -1,4 +1,4 @@
-"""Integrals of w, w·f′ and w·f′² over any interval, to float64 accuracy."""
+"""Integrals of w, w·g and w·g² over any interval, to float64 accuracy; g is f′, or f and f′ together."""
 
 from __future__ import annotations
 
@@ -31,37 +31,50 @@ def quadrature(function: Function, edges: Array) -> Array:
 
 
 class Moments:
-    """The running integrals W = ∫w, F = ∫w·f′ and S = ∫w·f′² from the left end of the domain.
+    """The running integrals W = ∫w, F = ∫w·g and S = ∫w·g² from the left end of the domain.
+
+    g is one function or several, each with a weight of its own: `function` and `weight` return an array whose last
+    axes are those of their argument, and axes before these, if any, count the functions.
 
     Args:
-        derivative: f′, smooth between breakpoints.
+        function: g, smooth between breakpoints.
         weight: w ≥ 0, smooth between breakpoints.
         low, high: the domain.
-        breakpoints: points inside it where f′ or w jumps or has a corner: always on the grid.
-        cells: about how many cells the grid has. The grid starts even, with extra points around 0 and the
-            breakpoints in case the domain is wide, and is refined where f′ varies most.
+        breakpoints: points inside it where g or w jumps or has a corner: always on the grid.
+        cells: about how many cells the grid has. It starts with the points of `first` and is refined where g
+            varies most.
+        first: points to start from; by default even steps, with extra points around 0 and the breakpoints in case
+            the domain is wide.
 
     Attributes:
         grid: the grid points, (n + 1,), increasing.
-        sums: W, F and S at the grid points, (3, n + 1).
+        sums: W, F and S at the grid points, (3, …, n + 1).
 
     Raises:
-        UsageError: f′ is unbounded somewhere, has a jump that is no breakpoint, or is too steep to be integrated.
+        UsageError: g is unbounded somewhere, has a jump that is no breakpoint, or is too steep to be integrated.
 
     """
 
     def __init__(
-        self, derivative: Function, weight: Function, low: float, high: float, breakpoints: Array, cells: int
+        self,
+        function: Function,
+        weight: Function,
+        low: float,
+        high: float,
+        breakpoints: Array,
+        cells: int,
+        first: Array | None = None,
     ) -> None:
-        self.derivative = derivative
+        self.function = function
         self.weight = weight
-        octaves = (high - low) * 0.5 ** np.arange(1, min(cells // 100, 38))
-        round_each = np.union1d(breakpoints, 0.0)[:, None] + np.concatenate([-octaves, octaves])
-        spaced = np.union1d(np.linspace(low, high, cells // 4 + 1), round_each)
-        spaced = spaced[(low <= spaced) & (spaced <= high)]
+        if first is None:
+            octaves = (high - low) * 0.5 ** np.arange(1, min(cells // 100, 38))
+            round_each = np.union1d(breakpoints, 0.0)[:, None] + np.concatenate([-octaves, octaves])
+            first = np.union1d(np.linspace(low, high, cells // 4 + 1), round_each)
+        first = first[(low <= first) & (first <= high)]
         # a cell a few roundings wide at a jump would have nodes on both sides of it
-        apart = np.abs(spaced[:, None] - breakpoints).min(axis=1, initial=np.inf) > NARROWEST * (high - low)
-        self.grid = np.union1d(spaced[apart], np.concatenate([[low, high], breakpoints]))
+        apart = np.abs(first[:, None] - breakpoints).min(axis=1, initial=np.inf) > NARROWEST * (high - low)
+        self.grid = np.union1d(first[apart], np.concatenate([[low, high], breakpoints]))
         self._rows = self._integrate(self.grid[:-1], self.grid[1:])
         while len(self.grid) <= cells:
             self._split(cells)
@@ -69,16 +82,16 @@ class Moments:
 
     def _integrate(self, starts: Array, ends: Array) -> Array:
         at, weights = nodes(starts, ends)
-        df = self.derivative(at)
+        g = self.function(at)
         w = self.weight(at) * weights
-        return np.stack([w.sum(axis=1), (w * df).sum(axis=1), (w * df * df).sum(axis=1)])
+        return np.stack([w.sum(axis=-1), (w * g).sum(axis=-1), (w * g * g).sum(axis=-1)])
 
     def _split(self, cells: int) -> None:
-        """Halve the cells over which f′ varies most, or the widest where it varies no more."""
+        """Halve the cells over which g varies most, or the widest where it varies no more."""
         error = spread(self._rows)
         varies = error > 1e-15 * self._rows[2].sum()  # the rest is rounding
         error = np.where(varies, error, 0.0) if varies.any() else np.diff(self.grid)
-        # halving a cell on which f′ is straight divides its error by 8: all cells within that factor may be next
+        # halving a cell on which g is straight divides its error by 8: all cells within that factor may be next
         count = min(np.count_nonzero(error >= error.max() / 8), cells + 1 - len(self.grid))
         worst = np.sort(np.argsort(-error, kind="stable")[:count])
         starts, ends = self.grid[worst], self.grid[worst + 1]
@@ -89,26 +102,26 @@ class Moments:
             )
         middle = (starts + ends) / 2
         self.grid = np.insert(self.grid, worst + 1, middle)
-        self._rows[:, worst] = self._integrate(starts, middle)
-        self._rows = np.insert(self._rows, worst + 1, self._integrate(middle, ends), axis=1)
+        self._rows[..., worst] = self._integrate(starts, middle)
+        self._rows = np.insert(self._rows, worst + 1, self._integrate(middle, ends), axis=-1)
 
     def at(self, points: Array) -> Array:
-        """Return W, F and S at any points of the domain: (3, points)."""
+        """Return W, F and S at any points of the domain: (3, …, points)."""
         cell = np.clip(np.searchsorted(self.grid, points, side="right") - 1, 0, len(self.grid) - 2)
-        return np.asarray(self.sums[:, cell] + self._integrate(self.grid[cell], points))
+        return np.asarray(self.sums[..., cell] + self._integrate(self.grid[cell], points))
 
     def between(self, borders: Array) -> Array:
-        """Return W, F and S of the intervals into which borders cut the domain: (3, borders + 1)."""
-        return np.diff(self.at(np.concatenate([self.grid[:1], borders, self.grid[-1:]])), axis=1)
+        """Return W, F and S of the intervals into which borders cut the domain: (3, …, borders + 1)."""
+        return np.diff(self.at(np.concatenate([self.grid[:1], borders, self.grid[-1:]])), axis=-1)
 
 
 def running(rows: Array) -> Array:
-    """Return the running sums of each row from 0, (rows, n + 1), each rounded once.
+    """Return the running sums along the last axis from 0, (…, n + 1), each rounded once.
 
     A plain cumulative sum drifts by a rounding per term, and the last digits of a border depend on it.
     """
-    sums = np.zeros((rows.shape[0], rows.shape[1] + 1))
-    for row, out in zip(rows.tolist(), sums, strict=True):
+    sums = np.zeros((*rows.shape[:-1], rows.shape[-1] + 1))
+    for row, out in zip(rows.reshape(-1, rows.shape[-1]).tolist(), sums.reshape(-1, sums.shape[-1]), strict=True):
         total = lost = 0.0
         for i, term in enumerate(row, 1):
             grown = total + term
@@ -119,13 +132,17 @@ def running(rows: Array) -> Array:
 
 
 def spread(moments: Array) -> Array:
-    """Return ∫w·(f′ − mean)² from the moments W, F, S of an interval, (3, …): 0 where the mass is 0."""
+    """Return Σ ∫w·(g − mean)² over all functions g from the moments of intervals, (3, …, n): (n,).
+
+    An interval of mass 0 adds nothing.
+    """
     mass, first, second = moments
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.maximum(np.where(mass > 0, second - first * first / mass, 0.0), 0.0)
+        each = np.maximum(np.where(mass > 0, second - first * first / mass, 0.0), 0.0)
+    return np.asarray(each if each.ndim == 1 else each.reshape(-1, each.shape[-1]).sum(axis=0))
 
 
 def about(moments: Array, level: float) -> Array:
-    """Return ∫w·(f′ − level)² from the moments W, F, S of an interval, (3, …)."""
+    """Return ∫w·(g − level)² from the moments W, F, S of an interval, (3, …)."""
     mass, first, second = moments
     return np.asarray(np.maximum(second - 2 * level * first + level * level * mass, 0.0))

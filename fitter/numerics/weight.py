@@ -20,7 +20,34 @@ from .moments import quadrature
 LARGEST = 1e30  # of a weight, and of the ends of a domain
 CELLS = 2000  # least number of cells over which the mass is summed
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-_NORMAL = re.compile(rf"normal(?:\( *({_NUMBER}) *, *({_NUMBER}) *\))?", re.ASCII)
+_TWO = rf"({_NUMBER}) *, *({_NUMBER})"
+_NORMAL = re.compile(rf"normal(?:\( *{_TWO} *\))?", re.ASCII)
+_STUDENT = re.compile(rf"student(?:\( *({_NUMBER}) *(?:, *{_TWO} *)?\))?", re.ASCII)
+MOST_FREEDOM = 1000.0  # degrees: beyond, Student's density is the normal one to three digits
+
+
+@dataclass(frozen=True)
+class _Density:
+    """A density round `centre`, whose width is about `scale`.
+
+    Attributes:
+        text: the density as a formula.
+        freedom: degrees of freedom of Student's density; infinite for the normal one.
+
+    """
+
+    centre: float
+    scale: float
+    freedom: float
+    text: str
+
+    def marks(self, width: float) -> Array:
+        """Return points that find the density on an interval of that width, however narrow it is."""
+        offsets = np.arange(-8.0, 8.5, 0.5)
+        if math.isfinite(self.freedom):  # the tails fall as a power of |x|: cells that double
+            octaves = 2.0 ** np.arange(3, 3 + max(math.ceil(math.log2(width / self.scale)), 0))
+            offsets = np.concatenate([-octaves[::-1], offsets, octaves])
+        return np.asarray(self.centre + self.scale * offsets)
 
 
 @dataclass(frozen=True)
@@ -28,7 +55,9 @@ class Weight:
     """A weight w(x) ≥ 0, by its text.
 
     Attributes:
-        text: `uniform` (w = 1), `normal` or `normal(mean, deviation)` (the density), or an expression in x.
+        text: `uniform` (w = 1); `normal` or `normal(mean, deviation)`, or `student`, `student(freedom)` or
+            `student(freedom, mean, scale)`, the densities of the normal distribution and of Student's t, by
+            default of mean 0, width 1 and 3 degrees of freedom; or an expression in x.
 
     Raises:
         UsageError: the text is none of these.
@@ -41,27 +70,48 @@ class Weight:
         _ = self._expr
 
     @cached_property
-    def _normal(self) -> tuple[float, float] | None:
-        """Mean and deviation, if it is a normal density."""
-        if len(self.text) > MAX_LENGTH or not self.text.startswith("normal"):
+    def _density(self) -> _Density | None:
+        """The density that the text names, if it names one."""
+        if len(self.text) > MAX_LENGTH:
             return None
+        if self.text.startswith("normal"):
+            return self._normal()
+        return self._student() if self.text.startswith("student") else None
+
+    def _normal(self) -> _Density:
         match = _NORMAL.fullmatch(self.text)
         if match is None:
             raise UsageError(f"weight {quote(self.text)}: expected normal or normal(mean, deviation)")
         mean, deviation = float(match[1] or 0), float(match[2] or 1)
         if not (math.isfinite(mean) and 0 < deviation < math.inf):
             raise UsageError(f"weight {quote(self.text)}: expected a finite mean and a deviation above 0")
-        return mean, deviation
+        text = f"exp(-((x - ({mean!r}))/{deviation!r})**2/2)/({deviation!r}*sqrt(2*pi))"
+        return _Density(mean, deviation, math.inf, text)
+
+    def _student(self) -> _Density:
+        match = _STUDENT.fullmatch(self.text)
+        if match is None:
+            raise UsageError(
+                f"weight {quote(self.text)}: expected student, student(freedom) or student(freedom, mean, scale)"
+            )
+        freedom, mean, scale = float(match[1] or 3), float(match[2] or 0), float(match[3] or 1)
+        if not (0 < freedom <= MOST_FREEDOM and math.isfinite(mean) and 0 < scale < math.inf):
+            raise UsageError(
+                f"weight {quote(self.text)}: expected degrees of freedom above 0 and up to {MOST_FREEDOM:g}, a "
+                "finite mean and a scale above 0"
+            )
+        gammas = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+        height = gammas / math.sqrt(freedom * math.pi)
+        power = f"(1 + ((x - ({mean!r}))/{scale!r})**2/{freedom!r})**({-(freedom + 1) / 2!r})"
+        return _Density(mean, scale, freedom, f"{height!r}/{scale!r}*{power}")
 
     @cached_property
     def _expr(self) -> Expr:
         if self.text == "uniform":
             return parse("1")
-        if self._normal is None:
+        if self._density is None:
             return parse(self.text, what="weight")
-        mean, deviation = self._normal
-        density = f"exp(-((x - ({mean!r}))/{deviation!r})**2/2)/({deviation!r}*sqrt(2*pi))"
-        return parse(density, what=f"weight {quote(self.text)}, that is")
+        return parse(self._density.text, what=f"weight {quote(self.text)}, that is")
 
     def __call__(self, at: Array) -> Array:
         """Return w at the points, float64 of any shape."""
@@ -94,11 +144,10 @@ class Weight:
     def breakpoints(self, low: float, high: float) -> Array:
         """Return the points inside (low, high) that a grid needs to integrate w, increasing.
 
-        They are the points where w may have a corner or a jump, and some that find a narrow normal density.
+        They are the points where w may have a corner or a jump, and some that find a narrow density.
         """
         found = switch_points(self._expr, low, high)
-        if self._normal is not None:
-            mean, deviation = self._normal
-            around = mean + deviation * np.arange(-8.0, 8.5, 0.5)
-            found = np.union1d(found, around[(low < around) & (around < high)])
+        if self._density is not None:
+            marks = self._density.marks(high - low + abs(self._density.centre))
+            found = np.union1d(found, marks[(low < marks) & (marks < high)])
         return found

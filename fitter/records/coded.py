@@ -12,7 +12,7 @@ from fitact.errors import UsageError, quote
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.numerics.weight import Weight
 
-from .approximants import Reader
+from .approximants import Bits, Reader
 from .fit import Fit, check_options
 from .validate import (
     as_it_is,
@@ -26,7 +26,7 @@ from .validate import (
     text,
 )
 
-MAX_DOMAIN = 64.0  # in size: beyond, the outer cells hold
+MAX_DOMAIN = 65504.0  # in size, the largest number of float16; beyond, the outer cells hold
 DEVIATIONS = (0.5, 1.0, 2.0, 4.0)  # of the normal densities for which errors are stated
 
 
@@ -44,9 +44,11 @@ class CodedFit(Fit):
         values: F, 2^k numbers, each a float32.
         derivatives: D, 2^k numbers, each a float32.
         reach: the largest r such that |f − F| is at most 5 % of max(|f|, √(E f²)) for all |x| ≤ r, where E is the
-            mean under the weight over the domain; 0 if it is more at x = 0.
+            mean under the weight over the domain; 0 if it is more at x = 0, and the largest float32 if there is no
+            largest.
         error: `objective`, J; and for each of DEVIATIONS σ, `value_σ` and `derivative_σ`: the root mean square
-            error of F and D, relative to the root mean square of f and f′, for x normal with deviation σ.
+            error of F and D, relative to the root mean square of f and f′, for x normal with deviation σ, cut off
+            at the ends of the domain.
         options: what else is needed to make the fit again.
 
     """
@@ -92,7 +94,7 @@ class CodedFit(Fit):
             raise UsageError(f"reach: expected no negative number, got {quote(self.reach)}")
         self.weight.check(*self.domain)
 
-    def code(self, x: Array) -> Array:
+    def code(self, x: Array) -> Bits:
         """Return the code of x, shape of the argument, int64."""
         x = np.asarray(x, dtype=np.float64)
         # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front

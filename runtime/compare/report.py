@@ -35,7 +35,6 @@ from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
 from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, prepare
 from fitact.runtime.models.sources import from_callable
-from fitact.runtime.torch_internals import faking
 from fitact.text import one_line
 
 from .baselines import Work, compiled, work_of
@@ -256,7 +255,7 @@ class _Measurement:
     def work(self, candidate: Candidate) -> tuple[Work, Work]:
         """Return the work of a forward and of a backward pass."""
         outputs: list[Tensor] = []
-        with candidate.context(Saved()), faking(self.prepared.mode):
+        with candidate.context(Saved()), self.prepared.mode or nullcontext():
             with self.around():
                 forward = work_of(lambda: outputs.extend(self.run(self.inputs)))
             backward = work_of(partial(self.differentiate, outputs))
@@ -276,7 +275,7 @@ class _Measurement:
                 outputs = self.run(self.inputs)
             self.differentiate(outputs)
 
-        with candidate.context(Saved()), faking(self.prepared.mode):
+        with candidate.context(Saved()), self.prepared.mode or nullcontext():
             return peak_memory(step, self.model)["total"]
 
     def compiled_rows(self, forward: int, backward: int, weights: Sequence[float]) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from fitact.errors import UsageError
 from fitact.runtime.norms.fold import merge_norms, unmerge_norms
 from fitact.runtime.rebuild import sites as rebuilding
 from fitact.runtime.rebuild.modules import REBUILT, put_back, reading, restore
-from fitact.runtime.records import Conversion, SiteRecord
+from fitact.runtime.records import Conversion, Gradient, SiteRecord, Unseen
 from fitact.runtime.torch_internals import is_compiled, uncompiled
 
 from .arguments import (
@@ -33,7 +33,6 @@ from .arguments import (
 from .choices import (
     ERRORS,
     ORIGINAL,
-    Measure,
     Policy,
     Replacement,
     Substitutes,
@@ -122,90 +121,179 @@ def convert(
     """
     given, model = model, _inner(model)
     method = method or ("fewbit" if error is None else "auto")
-    runs = example_inputs is not None
-    check(model, method, bits, norms, runs, error, gradients)
+    check(model, method, bits, norms, example_inputs is not None, error, gradients)
     # of a compiled model the stock one is traced, so only replacements can gain something
     compiled = given is not model or any(map(is_compiled, model.modules()))
     if dry_run and norms:  # the gain of activations depends on what merged norms keep
         model = copy.deepcopy(model)
-    run = runner(example_inputs) if runs else None
-    own = own_classes(replace or {})
-    sites = activation_sites(model, own)
+    job = _Job(model, method, bits, replace or {}, error or ERRORS[1], example_inputs)
     rebuilds = method == "rebuild" or (method == "auto" and not compiled)
-    if not (sites or norms or rebuilds):
-        raise UsageError(none_held(model, run))
-    chosen = choose(model, sites, include, exclude, norms or rebuilds)
-    sites = chosen.sites(sites, rebuilds)
-    check_substitutes(sites, replace or {})
-    methods = () if method in ("auto", "rebuild") else (method,)
-    replacements = Policy(methods, bits, replace or {}).replacements(sites)
-    check_shipped(sites, replacements)
-    before: Trace | None = None
-    after: Trace | None = None
-    measure: Measure | None = None
-    number = 0
-    if run is not None:
-        measured = partial(traces, model, run, own)
-        number, before = attempt(sites, lambda seed: measured([stock], attempt=seed, detail=True)[0])
-        measure = partial(measured, attempt=number)
-    stock_kept = None if before is None else before.kept
-    unseen = () if before is None else before.unseen
-    found, refused = rebuilding.swaps(model, run, partial(chosen.rebuilt, own=own)) if rebuilds else ([], [])
-    if not found and (method == "rebuild" or not (sites or norms)):
-        raise UsageError(nothing_to_rebuild(refused, run) if method == "rebuild" else none_held(model, run))
-    merged: list[SiteRecord] = []
-    if norms and measure:
-        spared = [] if torch.is_autocast_enabled(_device(model)) else _rebuilt_norms(found, measure)
-        merged = merge_norms(model, example_inputs, include=include, exclude=[*patterns(exclude), *spared])
-        (before,) = measure([stock])
-        there = {id(module) for module in model.modules()}
-        found = [one for one in found if id(one.module) in there]
-    was = {} if before is None else {site.path: usage for site, usage in zip(sites, before.usages, strict=True)}
-    if run is not None and before and found:
-        with rebuilding.swapped(found), reading() as read:
-            (rebuilt,) = traces(model, run, own, [stock], attempt=number, detail=True)
-        found = rebuilding.paying(found, read) if rebuilt.kept < before.kept else []
-        before, unseen = (rebuilt, rebuilt.unseen) if found else (before, unseen)
-    with rebuilding.swapped(found):
-        if found:
-            sites = chosen.sites(activation_sites(model, own), rebuilds)
-            replacements = Policy((), bits, replace or {}).replacements(sites)
-        if measure and before and method == "auto":
-            replacements, after = best(sites, bits, error or ERRORS[1], replace or {}, measure, before)
-        elif measure and before and method == "rebuild":
-            after = before
-        elif measure and before:
-            replacements, after = paying(sites, replacements, replace or {}, before, measure)
-        if before:
-            replacements = as_likes(sites, replacements, before)
-    gradient = None
-    if gradients and run is not None:
-        gradient = gradient_error(model, run, own, _whole(found, sites, replacements), attempt=number)
+    job.choose(include, exclude, norms=norms, rebuilds=rebuilds)
+    job.measure_stock()
+    refused = job.find_rebuilt(norms=norms)
+    merged = job.merge_norms(include, exclude) if norms else []
+    job.keep_rebuilt_that_pay()
+    with rebuilding.swapped(job.rebuilt):
+        job.find_replacements()
+    gradient = job.gradient_error() if gradients else None
     if not dry_run:
-        rebuilding.put(found)
-        put(sites, replacements)
-        for site, replacement in zip(sites, replacements, strict=True):
+        job.put()
+    paths = {one.path for one in job.rebuilt}
+    merged = [one for one in merged if one.after or one.name not in paths]  # what is rebuilt is not left alone
+    records = (*_records(job), *_rebuilt(job.rebuilt), *refused, *merged)
+    after = None if job.after is None else job.after.kept
+    return Conversion(records, dry_run, job.stock_kept, after, job.unseen, gradient)
+
+
+class _Job:
+    """A conversion under way.
+
+    Attributes:
+        model: the model.
+        method, bits, replace, error: what was asked for, as in `convert`.
+        own: classes of activations that one replaces oneself.
+        run: runs the model; None without example inputs, and then nothing is measured.
+        rebuilds: whether outputs may be rebuilt.
+        chosen: what patterns leave of the model.
+        sites, replacements: activations, and what each gets.
+        rebuilt: the outputs that are rebuilt.
+        attempt: of the random numbers of a run.
+        before: what the model keeps before activations are replaced, but with merged norms and rebuilt outputs.
+        stock_kept: the bytes that the model kept at first.
+        was: what each activation kept, by path, before outputs were rebuilt.
+        unseen: what no activation accounts for.
+        after: what the converted model keeps.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: str,
+        bits: int | None,
+        replace: Substitutes,
+        error: str,
+        example_inputs: Any,
+    ) -> None:
+        self.model, self.method, self.bits, self.replace, self.error = model, method, bits, replace, error
+        self.example_inputs = example_inputs
+        self.run = None if example_inputs is None else runner(example_inputs)
+        self.own = own_classes(replace)
+        self.rebuilt: list[rebuilding.Swap] = []
+        self.attempt = 0
+        self.before: Trace | None = None
+        self.stock_kept: int | None = None
+        self.was: dict[str, Usage] = {}
+        self.unseen: tuple[Unseen, ...] = ()
+        self.after: Trace | None = None
+
+    def choose(self, include: Patterns, exclude: Patterns, *, norms: bool, rebuilds: bool) -> None:
+        """Find the activations, and what replaces each if nothing is measured; refuse what cannot be done."""
+        self.rebuilds = rebuilds
+        sites = activation_sites(self.model, self.own)
+        if not (sites or norms or rebuilds):
+            raise UsageError(none_held(self.model, self.run))
+        self.chosen = choose(self.model, sites, include, exclude, norms or rebuilds)
+        self.sites = self.chosen.sites(sites, rebuilds)
+        check_substitutes(self.sites, self.replace)
+        methods = () if self.method in ("auto", "rebuild") else (self.method,)
+        self.replacements = Policy(methods, self.bits, self.replace).replacements(self.sites)
+        check_shipped(self.sites, self.replacements)
+
+    def measure(self, plans: Sequence[Plan], *, detail: bool = False) -> list[Trace]:
+        """Run the model as plans have it."""
+        assert self.run is not None
+        return traces(self.model, self.run, self.own, plans, attempt=self.attempt, detail=detail)
+
+    def measure_stock(self) -> None:
+        """Measure the model as it is."""
+        if self.run is None:
+            return
+        measured = partial(traces, self.model, self.run, self.own, [stock], detail=True)
+        self.attempt, self.before = attempt(self.sites, lambda seed: measured(attempt=seed)[0])
+        self.stock_kept, self.unseen = self.before.kept, self.before.unseen
+
+    def find_rebuilt(self, *, norms: bool) -> list[SiteRecord]:
+        """Find the outputs that can be rebuilt; return the records of those that cannot."""
+        refused: list[SiteRecord] = []
+        if self.rebuilds:
+            allowed = partial(self.chosen.rebuilt, own=self.own)
+            self.rebuilt, refused = rebuilding.swaps(self.model, self.run, allowed)
+        if not self.rebuilt and self.method == "rebuild":
+            raise UsageError(nothing_to_rebuild(refused, self.run))
+        if not (self.rebuilt or self.sites or norms):
+            raise UsageError(none_held(self.model, self.run))
+        return refused
+
+    def merge_norms(self, include: Patterns, exclude: Patterns) -> list[SiteRecord]:
+        """Merge norms but those whose outputs are rebuilt; return their records."""
+        autocast = torch.is_autocast_enabled(_device(self.model))
+        spared = [] if autocast else self._rebuilt_norms()
+        left = [*patterns(exclude), *spared]
+        merged = merge_norms(self.model, self.example_inputs, include=include, exclude=left)
+        (self.before,) = self.measure([stock])
+        there = {id(module) for module in self.model.modules()}
+        self.rebuilt = [one for one in self.rebuilt if id(one.module) in there]
+        return merged
+
+    def _rebuilt_norms(self) -> list[str]:
+        """Return the norms whose outputs layers rebuild: merged, they would keep as much and round differently.
+
+        Not under autocast, where their input is in float32 and their output, which merged norms keep, is cast to
+        less.
+        """
+        with rebuilding.swapped(self.rebuilt), reading() as read:
+            self.measure([stock])
+        return [one.path for one in self.rebuilt if one.path in read and one.record and one.record.kind == "norm"]
+
+    def keep_rebuilt_that_pay(self) -> None:
+        """Drop the outputs whose rebuilding gains nothing; then look at the activations again."""
+        if self.before is not None:
+            self.was = {site.path: usage for site, usage in zip(self.sites, self.before.usages, strict=True)}
+        if self.before is not None and self.rebuilt:
+            with rebuilding.swapped(self.rebuilt), reading() as read:
+                (rebuilt,) = self.measure([stock], detail=True)
+            self.rebuilt = rebuilding.paying(self.rebuilt, read) if rebuilt.kept < self.before.kept else []
+            if self.rebuilt:
+                self.before, self.unseen = rebuilt, rebuilt.unseen
+
+    def find_replacements(self) -> None:
+        """Find what replaces each activation, where outputs are rebuilt already."""
+        if self.rebuilt:
+            self.sites = self.chosen.sites(activation_sites(self.model, self.own), self.rebuilds)
+            self.replacements = Policy((), self.bits, self.replace).replacements(self.sites)
+        if self.before is None:
+            return
+        if self.method == "auto":
+            self.replacements, self.after = best(
+                self.sites, self.bits, self.error, self.replace, self.measure, self.before
+            )
+        elif self.method == "rebuild":
+            self.after = self.before
+        else:
+            self.replacements, self.after = paying(
+                self.sites, self.replacements, self.replace, self.before, self.measure
+            )
+        self.replacements = as_likes(self.sites, self.replacements, self.before)
+
+    def gradient_error(self) -> Gradient:
+        """Return how far the gradient is from stock's."""
+        assert self.run is not None
+        whole = _whole(self.rebuilt, self.sites, self.replacements)
+        return gradient_error(self.model, self.run, self.own, whole, attempt=self.attempt)
+
+    def put(self) -> None:
+        """Change the model."""
+        rebuilding.put(self.rebuilt)
+        put(self.sites, self.replacements)
+        for site, replacement in zip(self.sites, self.replacements, strict=True):
             if replacement.kind:
                 put_back(site.held)  # the original is as it was
-    paths = {one.path for one in found}
-    merged = [one for one in merged if one.after or one.name not in paths]  # what is rebuilt is not left alone
-    records = (*_records(sites, replacements, was, after), *_rebuilt(found), *refused, *merged)
-    return Conversion(records, dry_run, stock_kept, None if after is None else after.kept, unseen, gradient)
 
 
 def _device(model: nn.Module) -> str:
     """Return the kind of device that a model is on."""
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
-
-
-def _rebuilt_norms(found: Sequence[rebuilding.Swap], measure: Measure) -> list[str]:
-    """Return the norms whose outputs layers rebuild: merged, they would keep as much and round differently.
-
-    Not under autocast, where their input is in float32 and their output, which merged norms keep, is cast to less.
-    """
-    with rebuilding.swapped(found), reading() as read:
-        measure([stock])
-    return [one.path for one in found if one.path in read and one.record and one.record.kind == "norm"]
 
 
 def _whole(
@@ -228,15 +316,10 @@ def _rebuilt(found: Sequence[rebuilding.Swap]) -> Iterator[SiteRecord]:
             yield one.record
 
 
-def _records(
-    sites: Sequence[ActivationSite],
-    replacements: Sequence[Replacement],
-    before: Mapping[str, Usage],
-    after: Trace | None,
-) -> Iterator[SiteRecord]:
+def _records(job: _Job) -> Iterator[SiteRecord]:
     """Yield the records; a module at several sites has its bytes at the first of them."""
     first: dict[Any, ActivationSite] = {}
-    for i, (site, replacement) in enumerate(zip(sites, replacements, strict=True)):
+    for i, (site, replacement) in enumerate(zip(job.sites, job.replacements, strict=True)):
         label, reason = replacement.label, replacement.reason
         if label is None and site.found.rebuilt:
             label, reason = REBUILT, ""
@@ -244,8 +327,8 @@ def _records(
         if first.setdefault(site.key, site) is not site:
             same = f"the same module as {first[site.key].path}"
             record = dataclasses.replace(record, reason="; ".join(filter(None, (reason, same))))
-        elif after is not None and after.usages[i].shared is not None:
-            was, now = before[site.path], after.usages[i]
+        elif job.after is not None and job.after.usages[i].shared is not None:
+            was, now = job.was[site.path], job.after.usages[i]
             record = dataclasses.replace(record, kept_before=was.kept, kept_after=now.kept, shared=now.shared)
         yield record
 

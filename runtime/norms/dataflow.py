@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 
-from fitact.runtime.ops.autograd import KERNEL_DTYPES
+from fitact.runtime.ops.registry import KERNEL_DTYPES
 from fitact.runtime.torch_internals import (
     TorchDispatchMode,
     changes_arguments,

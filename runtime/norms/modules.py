@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.kernels.triton_compat import HAS_TRITON
-from fitact.runtime.ops.autograd import DTYPES, KERNEL_DTYPES, autocast_dtype, with_signature
+from fitact.runtime.ops.autograd import DTYPES, autocast_dtype, with_signature
 from fitact.runtime.ops.launch import warp_size
 from fitact.runtime.ops.reference import TILE, arithmetic_dtype, chunk
+from fitact.runtime.ops.registry import KERNEL_DTYPES
 
 from . import kernels
 

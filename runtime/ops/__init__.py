@@ -1,1 +1,1 @@
-"""The op pair: autograd, the kinds of activation, launching kernels, and the same in PyTorch's operators."""
+"""The ops: autograd, the kinds of activation, launching kernels, and the same in PyTorch's operators."""

@@ -1,12 +1,13 @@
-"""The op pair and its autograd.
+"""The ops and their autograd.
 
     fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
+    fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
 In a standalone folder, which has a copy of this file, they have a namespace of the folder's own. `dtype` is that
 of y in forward and that of the input's gradient in backward.
 
-To PyTorch both are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
+To PyTorch all are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
 hash of the fit and of the generated text, finds the activation; so a compiled graph holds no Python object,
 and registering the same module twice is harmless. On CUDA (and ROCm) the generated Triton kernels run; all
 other devices, and float64, run `reference`. With TRITON_INTERPRET=1 the CPU runs the kernels too, interpreted.
@@ -23,19 +24,22 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.triton_compat import HAS_TRITON
+from ..recipes import note
 from ..torch_internals import constant_in_graphs, in_functorch_transform
-from . import reference
+from . import decode, reference
 from .launch import Launch
-from .registry import Pointwise, find
+from .registry import KERNEL_DTYPES, Coded, Pointwise, find
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
@@ -77,6 +81,8 @@ def apply(x: Tensor, key: str) -> Tensor:
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
     if not _may_need_gradient(x):
         return _uncoded(activation, x, dtype)
+    if x.device.type in KERNEL_DEVICES:
+        decode.prepare(key, str(x.device))
     if x.is_contiguous():
         return _differentiable(x, None, dtype, key)
     order = _memory_order(x)
@@ -137,8 +143,31 @@ def _differentiable(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, k
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
         y: Tensor = _ops.forward(x, dims, dtype, key)[0]
     else:
-        y = _Pointwise.apply(x, dims, dtype, key)[0]
+        y, codes, _ = _Pointwise.apply(x, dims, dtype, key)
+        if isinstance(find(key), Coded):
+            note(y, Decoded(key, y.shape, y.dtype), codes, exact=False)
     return y
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What stands in place of an output, looked up by the codes.
+
+    Attributes:
+        key: of the activation.
+        size: of the output.
+        dtype: of the output.
+
+    """
+
+    key: str
+    size: torch.Size
+    dtype: torch.dtype
+
+    def __call__(self, codes: Tensor) -> Tensor:
+        """Return the values of codes."""
+        y: Tensor = _ops.decode(codes, self.size, self.dtype, self.key)
+        return y
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], y: Tensor, *others: Tensor) -> None:
@@ -288,8 +317,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None,
 
 def _forward_fake(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     # one dimension: a compiler would specialise on a dimension of tiles that is 1
-    bits = find(key).bits
-    size = reference.tiles_of(x) * bits * reference.COLUMNS if bits else 0
+    size = reference.bytes_of_codes(x, find(key).bits)
     return torch.empty_like(x, dtype=dtype), x.new_empty(size, dtype=torch.uint8)
 
 
@@ -298,13 +326,14 @@ def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: to
 
 
 def _batched(x: Tensor, dim: int | None, size: int, key: str) -> Tensor:
-    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where there are codes.
+    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where codes stand in words.
 
     Every element of the batch has its own tiles, and so its own codes.
     """
     batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     flat = batch.reshape(size, batch.shape[1:].numel())
-    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if find(key).bits else 0))
+    missing = -flat.shape[1] % reference.TILE if reference.in_words(find(key).bits) else 0
+    return torch.nn.functional.pad(flat, (0, missing))
 
 
 def _forward_vmap(
@@ -335,21 +364,24 @@ def _define() -> torch.library.Library:
     library.define(
         "backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor", tags=tags
     )
+    library.define(decode.SCHEMA, tags=tags)
     library.impl("forward", _forward_reference, "CompositeExplicitAutograd")
     library.impl("backward", _backward_reference, "CompositeExplicitAutograd")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    for device in ["CUDA", "CPU"] if interpreted else ["CUDA"]:
-        if HAS_TRITON:
-            library.impl("forward", _forward_triton, device)
-            library.impl("backward", _backward_triton, device)
+    library.impl("decode", decode.by_reference, "CompositeExplicitAutograd")
+    for device in KERNEL_DEVICES:
+        library.impl("forward", _forward_triton, device.upper())
+        library.impl("backward", _backward_triton, device.upper())
+        library.impl("decode", decode.by_triton, device.upper())
     torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
     torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::decode", decode.fake, lib=library)
     torch.library.register_autograd(f"{NAMESPACE}::forward", _differentiate, setup_context=_save, lib=library)
     torch.library.register_autograd(
         f"{NAMESPACE}::backward", _refuse_second_derivative, setup_context=_save_key, lib=library
     )
     torch.library.register_vmap(f"{NAMESPACE}::forward", _forward_vmap, lib=library)
     torch.library.register_vmap(f"{NAMESPACE}::backward", _backward_vmap, lib=library)
+    torch.library.register_vmap(f"{NAMESPACE}::decode", decode.batching(_ops.decode), lib=library)
     return library
 
 

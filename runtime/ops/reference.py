@@ -7,7 +7,7 @@ of its own dtype takes a third of the time of one that writes booleans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -22,11 +22,24 @@ TILE = ROWS * COLUMNS
 CHUNK = 16  # tiles per thread, 512 KiB of float32: with fewer, threads wait for each other; more overflow caches
 LARGEST = 8 * CHUNK  # the most tiles for any number of threads
 PATTERNS = 1 << 16  # how many numbers a half-precision dtype has
+FEW = inductor.FEW
 
 
 def tiles_of(x: Tensor) -> int:
     """Return how many tiles the elements of x fill, the last one padded."""
     return (x.numel() + TILE - 1) // TILE
+
+
+def in_words(bits: int) -> bool:
+    """Return whether codes stand in words, for whole tiles; those of 8 bits are a byte each, in memory order."""
+    return 0 < bits < 8
+
+
+def bytes_of_codes(x: Tensor, bits: int) -> int:
+    """Return the bytes that codes of a tensor take."""
+    if in_words(bits):
+        return tiles_of(x) * bits * COLUMNS
+    return x.numel() if bits else 0
 
 
 def arithmetic_dtype(x: Tensor) -> torch.dtype:
@@ -48,50 +61,72 @@ def _chunks(x: Tensor, start: int, tiles: int) -> Iterator[tuple[slice, slice]]:
 
 
 @cache
-def _shifts(count: int, width: int, device: torch.device) -> Tensor:
+def _shifts(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the bit positions of a word's parts, (count, 1): of the codes of rows, or of the bytes of planes."""
-    return torch.arange(0, count * width, width, dtype=torch.int32, device=device)[:, None]
+    return torch.arange(0, count * width, width, dtype=dtype, device=device)[:, None]
+
+
+def _word_dtype(bits: int) -> torch.dtype:
+    """Return a dtype for words of ROWS codes."""
+    return torch.int32 if ROWS * bits <= 32 else torch.int64
 
 
 def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
-    """Return the codes of a contiguous tensor: (tiles · bits · COLUMNS,), uint8, plane by plane in each tile.
+    """Return the codes of a contiguous tensor, uint8: (tiles · bits · COLUMNS,), plane by plane in each tile.
 
-    A code counts the borders strictly below x (below |x| if `even`); that of NaN is 0.
+    A code counts the borders strictly below x (below |x| if `even`); that of NaN is 0. Codes of 8 bits are
+    (elements,), in memory order.
     """
     flat = x.view(-1)
     tiles = tiles_of(x)
     done = _whole(x)
     if x.numel() <= COLUMNS:
-        return _encode_row(flat, tiles, borders, bits, even)
-    planes = x.new_empty((tiles, bits, COLUMNS), dtype=torch.uint8)
+        return _encode_row(flat, borders, bits, even)
+    codes = x.new_empty(bytes_of_codes(x, bits), dtype=torch.uint8)
     if done:
         whole = flat[: done * TILE].view(-1, ROWS, COLUMNS)
-        inductor.encoder(borders, bits, even, x.dtype)(whole, planes[:done])
+        inductor.encoder(borders, bits, even, x.dtype)(
+            whole, codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS)
+        )
     half = x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1
     table = _counts(borders, even, x.dtype) if half else None
     for tile, element in _chunks(x, done, tiles):
         part = flat[element]
         code = _count(part, borders, even) if table is None else table.index_select(0, _patterns(part))
-        if missing := (tile.stop - tile.start) * TILE - part.numel():
-            code = torch.nn.functional.pad(code, (0, missing))
-        rows = code.view(-1, ROWS, COLUMNS)
-        rows.bitwise_left_shift_(_shifts(ROWS, bits, x.device))
-        word = rows.sum(1, keepdim=True, dtype=torch.int32)  # no two have a bit in common
-        planes[tile] = word.bitwise_right_shift(_shifts(bits, 8, x.device))  # stores the low bytes
-    return planes.view(-1)
+        if in_words(bits):
+            _pack(code, codes.view(tiles, bits, COLUMNS)[tile])
+        else:
+            codes[element] = code
+    return codes
 
 
-def _encode_row(x: Tensor, tiles: int, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
+def _encode_row(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
     """Return the codes of at most a row, which are its words, in few operations to save overhead."""
-    codes = x.new_zeros(tiles * bits * COLUMNS, dtype=torch.uint8)
+    codes = x.new_zeros(bytes_of_codes(x, bits), dtype=torch.uint8)
+    if len(borders) > FEW:
+        codes[: x.numel()] = _count(x, borders, even)
+        return codes
     x = x.to(arithmetic_dtype(x))
-    above = (x.abs() if even else x)[:, None] > _tensor(borders, x.dtype, x.device)
+    above = (x.abs() if even else x)[:, None] > constant(borders, x.dtype, x.device)
     torch.sum(above, 1, dtype=torch.uint8, out=codes[: x.numel()])
     return codes
 
 
+def _pack(code: Tensor, planes: Tensor) -> None:
+    """Write codes, int32 (elements,) and overwritten, to the planes (tiles, bits, COLUMNS) of their tiles."""
+    bits = planes.shape[1]
+    dtype = _word_dtype(bits)
+    if missing := len(planes) * TILE - code.numel():
+        code = torch.nn.functional.pad(code, (0, missing))
+    rows = code.to(dtype).view(-1, ROWS, COLUMNS)
+    rows.bitwise_left_shift_(_shifts(ROWS, bits, dtype, code.device))
+    word = rows.sum(1, keepdim=True, dtype=dtype)  # no two have a bit in common
+    planes.copy_(word.bitwise_right_shift(_shifts(bits, 8, dtype, code.device)))  # stores the low bytes
+
+
 @cache
-def _tensor(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor, made once."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
@@ -101,10 +136,16 @@ def _whole(x: Tensor) -> int:
 
 
 def _count(x: Tensor, borders: tuple[float, ...], even: bool) -> Tensor:
-    """Return how many borders are less than each x, int32, by comparisons in floating point, the fastest way."""
+    """Return how many borders are less than each x, int32, the fastest way.
+
+    A few are compared in floating point, one after the other; in many a search is faster.
+    """
     x = x.to(arithmetic_dtype(x))
     if even:
         x = x.abs()
+    if len(borders) > FEW:
+        x = torch.where(x.isnan(), -torch.inf, x)  # a search puts NaN last
+        return torch.bucketize(x, constant(borders, x.dtype, x.device), out_int32=True)
     count, above = torch.empty_like(x), torch.empty_like(x)
     torch.gt(x, borders[0], out=count)
     for border in borders[1:]:
@@ -126,6 +167,19 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 def _counts(borders: tuple[float, ...], even: bool, dtype: torch.dtype) -> Tensor:
     """Return how many borders are less than each half-precision number, indexed by its bits, int32 (PATTERNS,)."""
     return _count(_numbers(dtype), borders, even)
+
+
+@cache
+def first_codes(borders: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a table of codes, uint8 (PATTERNS,), by the bits of a number in half precision.
+
+    For float32 it is indexed by the upper bits, and has the code of the least number that has these.
+    """
+    if dtype.itemsize == 2:
+        return _counts(borders, False, dtype).to(device, torch.uint8)
+    upper = torch.arange(PATTERNS, dtype=torch.int32) << 16
+    least = torch.where(upper < 0, upper | (PATTERNS - 1), upper)  # of the negative ones, the largest in size
+    return _count(least.view(torch.float32), borders, False).to(device, torch.uint8)
 
 
 class Derivative(Protocol):
@@ -158,26 +212,54 @@ def backward(
         factor = derivative(flat.new_empty(0) if y is None else y.view(-1), code)
         return torch.mul(dy, factor.view(dy.shape)).to(dtype)
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    planes = codes.view(-1, bits, COLUMNS) if bits else codes
     flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
     done = _whole(dy)
     if done:
         rows = [part[: done * TILE].view(-1, ROWS, COLUMNS) for part in (flat, flat_dx)]
         kept = flat_y if y is None else flat_y[: done * TILE].view(-1, ROWS, COLUMNS)
-        inductor.multiplier(derivative.traced, bits, dtype)(rows[0], kept, planes[:done], rows[1])
+        planes = codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS) if bits else codes
+        inductor.multiplier(derivative.traced, bits, dtype)(rows[0], kept, planes, rows[1])
     for tile, element in _chunks(dy, done, tiles_of(dy)):
         part = flat[element]
-        code = _decode(planes[tile], bits, part.numel()) if bits else codes
+        code = _unpack(codes, bits, tile, element) if bits else codes
         torch.mul(part, derivative(flat_y if y is None else flat_y[element], code), out=flat_dx[element])
     return dx
 
 
-def _decode(planes: Tensor, bits: int, size: int) -> Tensor:
-    """Return the codes of several tiles, int32 (size,), from their planes (tiles, bits, COLUMNS)."""
-    parts = planes.to(torch.int32).bitwise_left_shift_(_shifts(bits, 8, planes.device))
-    word = parts.sum(1, keepdim=True, dtype=torch.int32)
-    rows = word.bitwise_right_shift(_shifts(ROWS, bits, planes.device))
-    return rows.bitwise_and_((1 << bits) - 1).view(-1)[:size]
+def _unpack(codes: Tensor, bits: int, tile: slice, element: slice) -> Tensor:
+    """Return the codes of several tiles, int32 (elements,)."""
+    if not in_words(bits):
+        return codes[element].to(torch.int32)
+    dtype = _word_dtype(bits)
+    planes = codes.view(-1, bits, COLUMNS)[tile]
+    parts = planes.to(dtype).bitwise_left_shift_(_shifts(bits, 8, dtype, planes.device))
+    word = parts.sum(1, keepdim=True, dtype=dtype)
+    rows = word.bitwise_right_shift(_shifts(ROWS, bits, dtype, planes.device))
+    code = rows.bitwise_and_((1 << bits) - 1).view(-1)[: element.stop - element.start]
+    return code.to(torch.int32)
+
+
+def look_up(
+    numbers: tuple[float, ...], codes: Tensor, bits: int, size: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Return the number of each code, rounded to `dtype`, contiguous.
+
+    Args:
+        numbers: 2^bits of them, by code.
+        codes: as `encode` returns them.
+        bits: bits of a code.
+        size: the shape of the result.
+        dtype: its dtype.
+
+    """
+    y = torch.empty(size, dtype=dtype, device=codes.device)
+    table, flat = constant(numbers, dtype, codes.device), y.view(-1)
+    if y.numel() <= COLUMNS:
+        torch.index_select(table, 0, codes[: y.numel()].to(torch.int32), out=flat)
+        return y
+    for tile, element in _chunks(y, 0, tiles_of(y)):
+        torch.index_select(table, 0, _unpack(codes, bits, tile, element), out=flat[element])
+    return y
 
 
 class Levels:
@@ -188,10 +270,12 @@ class Levels:
 
     def __call__(self, y: Tensor, code: Tensor) -> Tensor:
         """Return the levels, in float64 if the (empty) y is float64."""
-        return _tensor(self.levels, arithmetic_dtype(y), y.device).index_select(0, code)
+        return constant(self.levels, arithmetic_dtype(y), y.device).index_select(0, code)
 
     def traced(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return the levels, by selects."""
+        """Return the levels, a few by selects."""
+        if len(self.levels) > FEW + 1:
+            return torch.tensor(self.levels, dtype=arithmetic_dtype(y))[code.to(torch.int64)]
         return inductor.pick(code, self.levels).to(arithmetic_dtype(y))
 
 

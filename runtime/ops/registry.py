@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from . import reference
 
 if TYPE_CHECKING:
     from .launch import Launch
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +167,92 @@ class Inverted(Pointwise):
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
         launch(self.backward, dy, y, *([codes] if self.bits else []), dx)
+
+
+class Tables(NamedTuple):
+    """What the kernels of a coded activation read.
+
+    Attributes:
+        codes: by dtype, as `reference.first_codes` returns them.
+        borders: float32, (2^bits − 1,), and infinities.
+        values: float32, (2^bits,).
+        derivatives: likewise.
+
+    """
+
+    codes: dict[torch.dtype, Tensor]
+    borders: Tensor
+    values: Tensor
+    derivatives: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded(Pointwise):
+    """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
+
+    Attributes:
+        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
+        table: for each code a value in place of f(x), and a derivative in place of f′(x).
+        decode: a Triton kernel; its arguments are those of `run_decode`.
+
+    """
+
+    keeps_output = False
+
+    borders: tuple[float, ...]
+    table: tuple[tuple[float, float], ...]
+    decode: Any
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        """The values, by code."""
+        return tuple(value for value, _ in self.table)
+
+    @cached_property
+    def derivatives(self) -> tuple[float, ...]:
+        """The derivatives, by code."""
+        return tuple(derivative for _, derivative in self.table)
+
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.encode(x, self.borders, self.bits, even=False)
+
+    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.backward(dy, None, codes, self.bits, self._derivative, dtype)
+
+    @cached_property
+    def _derivative(self) -> reference.Levels:
+        return reference.Levels(self.derivatives)
+
+    def decoded(self, codes: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the values of codes, contiguous, by PyTorch's operators."""
+        return reference.look_up(self.values, codes, self.bits, size, dtype)
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+        tables = self.tables(x.device)
+        launch(self.forward, x, y, codes, tables.codes[x.dtype], tables.borders)
+
+    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
+        launch(self.backward, dy, codes, self.tables(dy.device).derivatives, dx)
+
+    def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
+        """Launch the kernel that writes the values of codes."""
+        launch(self.decode, codes, self.tables(y.device).values, y)
+
+    def tables(self, device: torch.device) -> Tables:
+        """Return what the kernels read on a device, made once."""
+        if device not in self._tables:
+            self._tables[device] = Tables(
+                {dtype: reference.first_codes(self.borders, dtype, device) for dtype in KERNEL_DTYPES},
+                # followed by as many infinities, so that a search never runs past them
+                reference.constant((*self.borders, *(math.inf,) * len(self.table)), torch.float32, device),
+                reference.constant(self.values, torch.float32, device),
+                reference.constant(self.derivatives, torch.float32, device),
+            )
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tables]:
+        return {}
 
 
 def _fitted(dtype: torch.dtype) -> torch.dtype:

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id, version_of
 
 from . import functions
 from .operation import Expression, bound, operation, rebuilds
-from .recipes import Source, kept_source, note, note_kept, plain, source
+from .recipes import Source, kept_source, note_kept, source
 
 Function = Callable[..., Any]
 DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
@@ -268,9 +269,9 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     if _bytes(narrow.state) >= x.numel() * dtype.itemsize:
         return _ruled(OUTPUT, function, args, kwargs)
     again = functions.Plain(lambda *state: call(narrow.function(*state)), device)
-    rebuild = Source(again, narrow.state)
+    rebuild = Source(again, narrow.state, narrow.exact)
     output = operation(call, tensors, rebuild)
-    note(output, again, *narrow.state)
+    note(output, again, *narrow.state, exact=rebuild.exact)
     here.tell(output, True)
     return output
 
@@ -284,8 +285,7 @@ def _handlers() -> dict[Any, Function]:
                 function = getattr(_HOMES[home], name, None)  # not every version has all
                 if function is not None:
                     found[function] = partial(_ruled, rule)
-    if GROUPED_MM is not None:
-        found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
+    found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
     return found
 
 

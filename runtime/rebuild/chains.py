@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from fitact.runtime.recipes import note
+
 from .derivatives import autocast, differentiable, once
 from .functions import Plain
-from .recipes import Function, Source, applied, note, source, use
+from .recipes import Function, Source, applied, source, use
 
 
 class _Chained(torch.autograd.Function):
@@ -51,19 +53,20 @@ class _Of:
         return self.function(self.rebuild(*state))
 
 
-def chained(run: Function, function: Function, x: Tensor) -> Tensor | None:
+def chained(run: Function, function: Function, x: Tensor, exact: bool = True) -> Tensor | None:
     """Return f(x), which keeps what x is rebuilt from and is rebuilt from it too; None if x cannot be.
 
     Args:
         run: f, which may overwrite its argument and return that.
         function: the same f, which does not.
         x: its argument.
+        exact: whether to keep an argument that would not be rebuilt bit for bit.
 
     """
-    found = source(x) if torch.is_grad_enabled() else None
+    found = source(x, exact) if torch.is_grad_enabled() else None
     if found is None:
         return None
     use(found.function)
     use(function)
     y: Tensor = applied(_Chained, x, run, function, found.function, *found.state)
-    return note(y, _Of(Plain(function, x.device.type), found), *found.state)
+    return note(y, _Of(Plain(function, x.device.type), found), *found.state, exact=found.exact)

@@ -93,18 +93,19 @@ class _Prepared:
         return x.unsqueeze(0) if self.alone else x
 
 
-def convolution(module: Convolution, x: Tensor) -> Tensor | None:
+def convolution(module: Convolution, x: Tensor, exact: bool = True) -> Tensor | None:
     """Return what a convolution makes of x, or None if x has to be kept.
 
     Args:
         module: the convolution.
         x: (batch, channels, ...), or without a batch.
+        exact: whether to keep an input that would not be rebuilt bit for bit.
 
     """
     weight, bias, spatial = module.weight, module.bias, len(module.kernel_size)
     if not (torch.is_grad_enabled() and weight.requires_grad and spatial < x.ndim <= spatial + 2):
         return None
-    dtype, found = product_dtype(x, weight), source(x)
+    dtype, found = product_dtype(x, weight), source(x, exact)
     if dtype is None or found is None:
         return None
     padding = _padding(module)

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from fitact.runtime.convert.measure import Run, real, traces
+from fitact.runtime.recipes import Recipe
 from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import FakeTensor, tree_leaves
 
 from .calls import Looking, here
 from .modules import PATH, Rebuilding
-from .recipes import Recipe, recipe_of
+from .recipes import recipe_of
 
 UNLIKE = "its outputs would not be stock's bit for bit"
 RANDOM = "the model's outputs differ from one run to the next"

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import autocast_of, in_functorch_transform
 
 from .bits import pack, unpack
 from .derivatives import READS, Reads, autocast, differentiable, once
-from .recipes import Function, Source, applied, kept_source, note, plain, source, use
+from .recipes import Function, Source, applied, kept_source, source, use
 
 
 def _recorded(*inputs: Tensor) -> bool:
@@ -87,7 +88,9 @@ class _Linear(torch.autograd.Function):
         return dx, dw, rows.sum(0) if wants_bias else None, None, None, *(None for _ in state)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = False) -> Tensor | None:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = False, exact: bool = True
+) -> Tensor | None:
     """Return the layer's output, or None if its input has to be kept.
 
     Args:
@@ -95,13 +98,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = Fa
         weight: (outputs, inputs), or (inputs, outputs) if `transposed`.
         bias: (outputs,) or None.
         transposed: whether the weight is, as in transformers' Conv1D.
+        exact: whether to keep an input that would not be rebuilt bit for bit.
 
     """
     if not (torch.is_grad_enabled() and weight.requires_grad) or (transposed and bias is None):
         return None
     if not (x.is_contiguous() and weight.is_contiguous()):
         return None  # PyTorch's own products are others then
-    dtype, found = product_dtype(x, weight), source(x)
+    dtype, found = product_dtype(x, weight), source(x, exact)
     if dtype is None or found is None:
         return None
     rebuild = found.function if x.dtype == dtype else _Cast(found.function, dtype)
@@ -278,9 +282,9 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
     """
     if not (_recorded(x) and plain(x) and 0 < p < 1):
         return None
-    found = source(x) or kept_source(x)
+    found = source(x, exact=False) or kept_source(x)
     y, bits = applied(_Dropout, x, p)
-    return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state)
+    return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state, exact=found.exact)
 
 
 class _Dropped:

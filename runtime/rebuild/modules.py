@@ -62,11 +62,13 @@ class Rebuilding:
     Attributes:
         fitact_stock: the module's own class, whose `forward` the compiler traces.
         fitact_kind: a key of CLASSES.
+        fitact_exact: whether gradients stay stock's: an input that is not rebuilt bit for bit is kept then.
 
     """
 
     fitact_stock: type[Any]
     fitact_kind: str
+    fitact_exact = True
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what the module does."""
@@ -87,7 +89,7 @@ class Activation(Rebuilding):
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         function = _Noticed(partial(self.fitact_stock.forward, self), self)
-        output = chained(function, function, input)
+        output = chained(function, function, input, self.fitact_exact)
         return functions.noted(function(input), function, input) if output is None else output
 
 
@@ -100,7 +102,7 @@ class Chained(Rebuilding):
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         run = partial(self.fitact_stock.forward, self)
         function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
-        output = chained(run, function, input)
+        output = chained(run, function, input, self.fitact_exact)
         return note_kept(run(input), function) if output is None else output
 
 
@@ -182,7 +184,7 @@ class Convolution(Rebuilding):
     """A convolution that keeps what its input is rebuilt from."""
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
-        output = convolution(self, input)
+        output = convolution(self, input, self.fitact_exact)
         return self.fitact_stock.forward(self, input) if output is None else output
 
 
@@ -190,7 +192,7 @@ class Linear(Rebuilding):
     """A linear layer that keeps what its input is rebuilt from."""
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
-        output = functions.linear(input, self.weight, self.bias)
+        output = functions.linear(input, self.weight, self.bias, exact=self.fitact_exact)
         return self.fitact_stock.forward(self, input) if output is None else output
 
 
@@ -198,7 +200,7 @@ class Conv1D(Rebuilding):
     """The linear layer of transformers' GPT-2, with a weight of (inputs, outputs)."""
 
     def _fitact_forward(self: Any, x: Tensor) -> Tensor:
-        output = functions.linear(x, self.weight, self.bias, transposed=True)
+        output = functions.linear(x, self.weight, self.bias, transposed=True, exact=self.fitact_exact)
         return self.fitact_stock.forward(self, x) if output is None else output
 
 
@@ -321,7 +323,7 @@ def _empty(kind: str, stock: Any) -> Any:
     return made.__new__(made)
 
 
-def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None) -> None:
+def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None, *, exact: bool = True) -> None:
     """Give a module the class of a kind.
 
     Args:
@@ -329,6 +331,7 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None) -> N
         kind: a key of CLASSES.
         path: its path in the model.
         gate: what its children are, if it is a gated MLP.
+        exact: whether gradients stay stock's; if not, the codes of a coded activation are kept for its output.
 
     """
     stock: Any = type(module)
@@ -336,6 +339,8 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None) -> N
     vars(module)[PATH] = path
     if gate is not None:
         vars(module)["fitact_gate"] = gate
+    if not exact:
+        vars(module)["fitact_exact"] = False
 
 
 def original_class(module: Any) -> type[Any]:
@@ -347,7 +352,7 @@ def put_back(module: Any) -> None:
     """Give a module its own class again."""
     if isinstance(module, Rebuilding):
         module.__class__ = module.fitact_stock
-        for name in (PATH, "fitact_gate"):
+        for name in (PATH, "fitact_gate", "fitact_exact"):
             vars(module).pop(name, None)
 
 

@@ -71,7 +71,7 @@ class _Shelf:
         """Return what has to be kept for all that has been packed, and hold none of it."""
         kept: list[Tensor] = []
         for one in self.found:
-            function, state = (None, (one,)) if isinstance(one, Tensor) else one
+            function, state = (None, (one,)) if isinstance(one, Tensor) else one[:2]
             if function is not None:
                 use(function)
             self.slots.append(_Slot(function, len(kept), len(kept) + len(state)))

@@ -10,6 +10,8 @@ from torch import nn
 
 import fitact
 from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.methods import fewbit, inverted, relumix
 from fitact.runtime.compare.report import measure
 from fitact.runtime.models.prepare import Training
 from fitact.runtime.models.reference import gelu_mlp
@@ -23,7 +25,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.GELU())
 
 
+GELU = Activation.of("gelu")
 CALLS: dict[str, tuple[Callable[[Any], object], tuple[object, ...]]] = {
+    "fewbit.fit(bits)": (lambda bits: fewbit.fit(GELU, bits, "a"), (*NO_BITS, 1.0, None)),
+    "relumix.fit(bits)": (lambda bits: relumix.fit(GELU, bits, "a"), (*NO_BITS, 1.0, None)),
+    "inverted.fit(bits)": (lambda bits: inverted.fit(GELU, "a", bits), (*NO_BITS, 1.0)),
     "activation(bits)": (lambda bits: fitact.activation("gelu", bits=bits), NO_BITS),
     "convert(bits)": (lambda bits: fitact.convert(model(), bits=bits), NO_BITS),
     "convert(auto, bits)": (

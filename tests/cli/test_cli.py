@@ -316,6 +316,7 @@ WRONG = [
     ("codegen good.json --check --out away", 1, ""),
     ("codegen good.json --out file", 1, "cannot be"),
     ("codegen good.json --out file/below", 1, "cannot be written"),
+    *((f"codegen good.json --out {name}", 2, "--out': expected the name of a folder") for name in ("''", "-")),
     ("codegen good.json twin.json", 2, "two fits are called 'good'"),
     ("plot good.json -o a.txt", 2, "ends in .png, .svg or .pdf"),
     ("plot good.json -o png", 2, "ends in .png, .svg or .pdf"),
@@ -512,10 +513,17 @@ def examples_of(command):
     return [line.strip() for line in cli.commands[command].help.splitlines() if line.strip().startswith("fitact ")]
 
 
+# Layers repeat, so that two show what 24 or 32 do.
+SHALLOW = {"num_hidden_layers=24": "num_hidden_layers=2", "--hf llama": "--hf llama --set num_hidden_layers=2"}
+
+
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("example", examples_of("memory"))
 def test_examples_of_memory_run(run, example):
     put("my_models.py", MODEL)
+    for deep, shallow in SHALLOW.items():
+        example = example.replace(deep, shallow)
     status, out, err = run(example.removeprefix("fitact "))
     assert status == 0, err
     assert "stock" in out
@@ -677,6 +685,15 @@ def test_values_given_twice_are_measured_once(run, monkeypatch):
 def test_fits_asked_for_twice_are_made_once(run):
     status, out, _ = run("fit --fn tanh --fn tanh --bits 1 --bits 1")
     assert (status, out.count("wrote")) == (0, 1)
+
+
+def test_a_fit_named_twice_is_taken_once(run):
+    put("good.json", record("good"))
+    status, out, err = run(f"codegen good.json ./good.json {Path('good.json').absolute()} --out away")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [f"wrote {Path('away', file)}" for file in ("__init__.py", "good.py")]
+    assert run("plot good.json good.json")[0] == 0
+    assert Path("good.png").exists() and not Path("fits.png").exists()
 
 
 # arguments of fit, part of the message

@@ -16,6 +16,7 @@ from fitact.codegen import bundle, generate, safety
 from fitact.codegen.dialects import Code
 from fitact.errors import UsageError
 from fitact.fitter.records.reading import from_json
+from tests.support import codes
 
 # A fit of every method and every form, with every optional field.
 SHIPPED = (
@@ -41,6 +42,7 @@ RECORDS["leaky"] = RECORDS["gelu_fewbit3"] | {
         "parameters": {"negative_slope": 0.2},
     },
 }
+RECORDS["coded"] = json.loads(codes.record(3).to_json())
 
 CALL = '__import__("os").system("touch ran")'
 HOSTILE = (

@@ -92,6 +92,7 @@ CATALOG_SHAPES = {
     "hardsigmoid": Shape(flat(0), flat(1), [0, 1, 0], [-3, 3], range=(0, 1 / 6), parity="even", corners=[-3, 3]),
     "hardswish": Shape(flat(0), UNIT, [0, -1, 1], [-3, -1.5], [(-1.5, 1)], (-0.5, 1.5), corners=[-3, 3]),
     "hardtanh": Shape(flat(-1), flat(1), [0, 1, 0], [-1, 1], parity="even", corners=[-1, 1]),
+    "identity": Shape(line(1, 0, -1), UNIT, [1], range=(1, 1), parity="even"),
     "leaky_relu": Shape(line(0.01, 0, -1), UNIT, [1], range=(0.01, 1), corners=[0]),
     "logsigmoid": Shape(line(1, 0, -1), flat(0), [1]),
     "mish": dip("mish"),
@@ -371,3 +372,10 @@ def test_parity() -> None:
     assert parity(parse("x*where(x > 9.9, 2, 1)").diff(x)) is None
     assert parity(parse("sqrt(x)").diff(x)) is None
     assert np.isfinite(REALS)
+
+
+def test_what_takes_long_is_analysed_once() -> None:
+    """Hundreds of poles take seconds, and several parts of `fitact show` ask for them."""
+    f, again = Activation.of("tan(x)"), Activation.of("tan(x)")
+    assert f.monotone() is again.monotone()
+    assert f.derivative_range() is again.derivative_range()

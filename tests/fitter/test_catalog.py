@@ -119,7 +119,7 @@ def test_the_rest_of_the_catalog_warns_of_nothing(name: str) -> None:
 
 
 def test_every_activation_ships() -> None:
-    for name in CATALOG:
+    for name in set(CATALOG) - {"identity"}:  # of that only codes of its input ship
         module = fitact.activation(name, method="exact" if name == "exp" else "fewbit")
         x = torch.randn(50)
         assert torch.equal(module(x), STOCK[name](x))

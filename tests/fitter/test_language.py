@@ -12,6 +12,7 @@ import pytest
 import sympy.parsing.sympy_parser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 
 from fitact.cli.tables import activation as shown
 from fitact.errors import UsageError
@@ -656,7 +657,10 @@ def test_breakpoints(text, points):
     np.testing.assert_allclose(found, points, rtol=1e-14, atol=1e-14)
 
 
-EVEN = ("hardshrink", "hardsigmoid", "hardtanh", "sigmoid", "softshrink", "softsign", "tanh", "tanhshrink")
+EVEN = (
+    *("hardshrink", "hardsigmoid", "hardtanh", "identity", "sigmoid", "softshrink", "softsign", "tanh"),
+    "tanhshrink",
+)
 
 
 @pytest.mark.parametrize(
@@ -684,6 +688,12 @@ def test_even_derivative(text, even):
 # ------------------------------------------------------------------------------------------------ weights
 
 
+def _student(t, freedom):
+    """The density of Student's t."""
+    beta = mpmath.beta(mpmath.mpf(1) / 2, mpmath.mpf(freedom) / 2)
+    return (1 + mpmath.mpf(t) ** 2 / freedom) ** (-(mpmath.mpf(freedom) + 1) / 2) / (mpmath.sqrt(freedom) * beta)
+
+
 @pytest.mark.parametrize(
     ("text", "oracle"),
     [
@@ -692,6 +702,11 @@ def test_even_derivative(text, even):
         ("normal(0, 2)", lambda t: mpmath.npdf(t, 0, 2)),
         ("normal( -1.5 ,5e-1)", lambda t: mpmath.npdf(t, -1.5, 0.5)),
         ("normal(+.5, 3.)", lambda t: mpmath.npdf(t, 0.5, 3)),
+        ("student", lambda t: _student(t, 3)),
+        ("student(3)", lambda t: _student(t, 3)),
+        ("student( 1.5 )", lambda t: _student(t, 1.5)),
+        ("student(4.5 ,-1.2, 3e-3)", lambda t: _student((t + 1.2) / 0.003, 4.5) / 0.003),
+        ("student(1000,0,2)", lambda t: _student(t / 2, 1000) / 2),
         ("exp(-abs(x))", lambda t: mpmath.exp(-abs(t))),
         ("1 + relu(x)", lambda t: 1 + max(t, 0)),
     ],
@@ -699,6 +714,15 @@ def test_even_derivative(text, even):
 def test_weight(text, oracle):
     expected = [float(oracle(mpmath.mpf(float(point)))) for point in POINTS]
     np.testing.assert_allclose(Weight(text)(POINTS), expected, rtol=1e-11, atol=1e-300)
+
+
+@pytest.mark.parametrize("freedom", [0.5, 3, 40])
+@pytest.mark.parametrize(("mean", "scale"), [(0, 1), (-1.3, 0.01), (5, 1e-6), (63, 30)])
+def test_mass_of_students_density(freedom, mean, scale):
+    """Both its narrow middle and its heavy tails."""
+    low, high = ((end - mean) / scale for end in (-64, 64))
+    expected = special.stdtr(freedom, high) - special.stdtr(freedom, low)
+    assert Weight(f"student({freedom}, {mean}, {scale})").mass(-64.0, 64.0) == pytest.approx(expected, rel=1e-9)
 
 
 def test_weight_breakpoints():
@@ -720,6 +744,18 @@ def test_weight_breakpoints():
         ("normal + 1", "normal(mean, deviation)"),
         ("normal(0, 1)\n", "normal(mean, deviation)"),
         ("normal(0, 0)", "deviation above 0"),
+        ("student()", "student(freedom, mean, scale)"),
+        ("student(3, 0)", "student(freedom, mean, scale)"),
+        ("student(3, 0, 1, 2)", "student(freedom, mean, scale)"),
+        ("student(x)", "student(freedom, mean, scale)"),
+        ("student + 1", "student(freedom, mean, scale)"),
+        ("students", "student(freedom, mean, scale)"),
+        ("student(0)", "degrees of freedom above 0"),
+        ("student(-1)", "degrees of freedom above 0"),
+        ("student(1001)", "up to 1000"),
+        ("student(1e999)", "up to 1000"),
+        ("student(3, 0, 0)", "a scale above 0"),
+        ("student(3, 1e999, 1)", "a finite mean"),
         ("normal(0, -1)", "deviation above 0"),
         ("normal(1e999, 1)", "finite mean"),
         ("normal(0, 1e999)", "deviation"),

@@ -896,6 +896,7 @@ def test_seven_billion_parameters() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
 def test_large_shapes(tmp_path: Path) -> None:
     """One process for all, which never has 4 GiB."""

@@ -12,8 +12,9 @@ from scipy import optimize, special
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods.fewbit import dp_borders, fit, refine
+from fitact.fitter.methods.fewbit import fit, refine
 from fitact.fitter.numerics.moments import Moments
+from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from tests.support.curves import CURVES, Curve, step_errors
 
@@ -529,6 +530,9 @@ def test_borders_and_levels_are_increasing_float32(name, bits, weight):
         ("x + abs(x - 1/3)**0.99", 4, DOMAIN, "uniform", "infinite at x = 0.333333"),
         # narrower than what a grid on the domain can see, or than float64 itself
         ("tanh", 2, (-1e30, 1e30), "uniform", "'tanh(x)': its derivative is too steep"),
+        # bumps narrower than any cell, which end where they began
+        ("exp(-(1e12*(x - 0.1234567))**2)", 2, (-10, 10), "uniform", "too steep for the domain -10 10 between"),
+        ("x + exp(-(1e12*(x - 0.1234567))**2)/1e3", 2, (-10, 10), "uniform", "too steep for the domain -10 10"),
         ("tanh(1e16*(x - 0.1234567))", 2, DOMAIN, "uniform", "between x = 0.12"),
         ("3", 2, DOMAIN, "uniform", "'3' does not depend on x"),
         ("x - x", 2, DOMAIN, "uniform", "'x - x' does not depend on x"),

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -449,6 +450,7 @@ def test_dtensors(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ compiled ahead of time
 
 COLUMNS = {"short": 32, "several": 768, "block": 4096, "longest": 16384, "odd": 1003, "long": 50_000}
+DTYPE_PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"))  # of x and z
 # Pass, kind, dtypes of x and z, columns, target.
 QUICK = {
     ("forward", "layer", "bf16", "bf16", "several", "sm_90"),
@@ -461,36 +463,38 @@ QUICK = {
 }
 
 
+EVERY = list(product(KINDS, COLUMNS, ("sm_80", "sm_90", "gfx942")))
+ROWS = list(product(("forward", "backward"), DTYPE_PAIRS))
+
+
+# The kernels that are disassembled at once: those of the quick part, and the others.
 @pytest.mark.parametrize(
-    ("pass_", "kind", "x", "z", "columns", "target"),
+    ("kind", "columns", "target", "rows"),
     [
-        pytest.param(*case, id="-".join(case), marks=[] if case in QUICK else pytest.mark.full)
-        for case in (
-            (pass_, kind, x, z, columns, target)
-            for pass_ in ("forward", "backward")
-            for kind in KINDS
-            for x, z in (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"))
-            for columns in COLUMNS
-            for target in ("sm_80", "sm_90", "gfx942")
-        )
+        pytest.param(*case, rows, id="-".join(case) + "-quick" * quick, marks=[] if quick else pytest.mark.full)
+        for case in EVERY
+        for quick in (True, False)
+        for rows in [[row for row in ROWS if ((row[0], case[0], *row[1], *case[1:]) in QUICK) == quick]]
+        if rows
     ],
 )
-def test_compiled_without_spills(pass_: str, kind: str, x: str, z: str, columns: str, target: str) -> None:
+def test_compiled_without_spills(
+    kind: str, columns: str, target: str, rows: list[tuple[str, tuple[str, str]]]
+) -> None:
     """Vectors of 8 or 16 bytes where the rows are aligned."""
-    compiled = build(pass_, kind, x, z, COLUMNS[columns], target)
-    from tests.support.instructions import machine_code
+    made = [build(pass_, kind, x, z, COLUMNS[columns], target) for pass_, (x, z) in rows]
+    from tests.support.instructions import machine_codes
 
-    code = machine_code(compiled.asm)
-    assert code.spills == 0
-    if target == "gfx942":
-        assert "scratch_" not in code.text
-        wide = re.search(r"(?:buffer|global)_load_dwordx[24]\b", code.text)
-    else:
-        assert code.registers < 128
-        assert not re.search(r"\b(LDL|STL)\b", code.text)
-        wide = re.search(r"\bLDG\.E\S*\.(64|128)\b", code.text)
-    if columns != "odd":
-        assert wide
+    for row, code in zip(rows, machine_codes([compiled.asm for compiled in made], target), strict=True):
+        assert code.spills == 0, row
+        if target == "gfx942":
+            assert "scratch_" not in code.text, row
+            wide = re.search(r"(?:buffer|global)_load_dwordx[24]\b", code.text)
+        else:
+            assert code.registers < 128, row
+            assert not re.search(r"\b(LDL|STL)\b", code.text), row
+            wide = re.search(r"\bLDG\.E\S*\.(64|128)\b", code.text)
+        assert wide or columns == "odd", row
 
 
 def build(pass_: str, kind: str, x: str, z: str, columns: int, target: str) -> Any:

@@ -87,6 +87,7 @@ def test_same_bytes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_demo(tmp_path: Path) -> None:
     for command in (COMMANDS[0], ["codegen"]):
         assert run(["-m", "fitact", *command], tmp_path).returncode == 0

@@ -33,6 +33,7 @@ def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_finetune_lora(tmp_path: Path) -> None:
     """Converted it keeps at least 40 % less, learns the same to the last bit, and leaves nothing behind."""
     plain, kept, loss = finetune(tmp_path, "--plain")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import gc
 import importlib.util
 import pkgutil
 import re
@@ -136,22 +135,6 @@ def test_storages_are_told_apart() -> None:
     with torch_internals.FakeTensorMode():
         fakes = [torch.zeros(4), torch.zeros(4)]
     assert len({torch_internals.storage_id(fake) for fake in fakes}) == 2
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_fake_steps_collect_no_garbage(enabled: bool) -> None:
-    before = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with torch_internals.faking(torch_internals.FakeTensorMode()):
-            assert isinstance(torch.zeros(4), torch_internals.FakeTensor)
-            assert not gc.isenabled()
-        assert gc.isenabled() == enabled
-        with torch_internals.faking(None):
-            assert type(torch.zeros(4)) is torch.Tensor
-            assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 def test_versions_count_changes_in_place() -> None:

@@ -11,7 +11,7 @@ from tests.support.kinds import each, every
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from tests.support.instructions import FLOATS, TARGETS, Kernel, machine_code
+from tests.support.instructions import FLOATS, TARGETS, Code, Kernel, machine_code, machine_codes, nvidia
 
 # The dtypes of x and y; where backward needs the output, autocast makes the last.
 PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")]
@@ -22,13 +22,21 @@ QUICK |= {(f"gelu_fewbit{bits}", "bf16", "bf16", target) for bits in (3, 4) for 
 QUICK |= {("gelu_inverted1", "bf16", "bf16", "sm_90"), ("hardswish_inverted2", "fp32", "bf16", "sm_90")}
 QUICK |= {("silu_inverted_published", "fp32", "fp32", "sm_90"), ("gelu_inverted1", "fp32", "bf16", "gfx942")}
 QUICK |= {(name, *pair, "sm_90") for name in ("tanh_exact", "relu2_exact") for pair in (PAIRS[0], PAIRS[3])}
+# The kernels of a module for a target, which are disassembled at once: those of the quick part, and the others.
 CASES = [
-    pytest.param(*case, id="-".join([one.name, *case[1:]]), marks=[] if (one.name, *case[1:]) in QUICK else full)
+    pytest.param(one, target, pairs, id=f"{one.name}-{target}{'-quick' * quick}", marks=[] if quick else full)
     for full in (pytest.mark.full,)
     for one in every()
-    for x, y in (PAIRS if one.keeps_output else PAIRS[:3])
     for target in TARGETS
-    for case in [(one, x, y, target)]
+    for quick in (True, False)
+    for pairs in [
+        [
+            pair
+            for pair in (PAIRS if one.keeps_output else PAIRS[:3])
+            if ((one.name, *pair, target) in QUICK) == quick
+        ]
+    ]
+    if pairs
 ]
 
 
@@ -37,20 +45,26 @@ def share(kernel: Kernel, dtype: str, *others: str) -> int:
     return 1024 // kernel.threads(dtype, *others) * FLOATS[dtype].itemsize
 
 
-@pytest.mark.parametrize(("one", "x", "y", "target"), CASES)
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_compiled_ahead_of_time(one: Generated, pass_: str, x: str, y: str, target: str) -> None:
+@pytest.mark.parametrize(("one", "target", "pairs"), CASES)
+def test_compiled_ahead_of_time(one: Generated, target: str, pairs: list[tuple[str, str]]) -> None:
     """Neither spills nor shared memory; vectors of 16 bytes, but of 8 where a thread's share of a row is no more.
 
     That is so of half precision beside float32, and at 4 bits, whose programs have more threads.
     """
-    kernel = Kernel.of(one.name, pass_)
-    load, store = (share(kernel, *pair) for pair in (((x, y), (y, x)) if pass_ == "forward" else ((y, x), (x, y))))
+    kernels = [(Kernel.of(one.name, pass_), *pair) for pair in pairs for pass_ in ("forward", "backward")]
+    made = [kernel.compile(x, target, y) for kernel, x, y in kernels]
+    codes = machine_codes([compiled.asm for compiled in made], target)
+    for (kernel, x, y), compiled, code in zip(kernels, made, codes, strict=True):
+        check(one, kernel, x, y, target, compiled.asm["ttir"], code)
+
+
+def check(one: Generated, kernel: Kernel, x: str, y: str, target: str, ttir: str, code: Code) -> None:
+    """Check one kernel."""
+    forward = kernel.pass_ == "forward"
+    load, store = (share(kernel, *pair) for pair in (((x, y), (y, x)) if forward else ((y, x), (x, y))))
     assert {load, store} <= {8, 16} and (max(load, store) == 16 or one.bits == 4)
-    made = kernel.compile(x, target, y)
-    if pass_ == "backward" and one.fit["method"] == "inverted":
-        assert not re.search(r"(max|min)numf|propagateNan = none", made.asm["ttir"]), "NaN would be lost"
-    code = machine_code(made.asm)
+    if not forward and one.fit["method"] == "inverted":
+        assert not re.search(r"(max|min)numf|propagateNan = none", ttir), "NaN would be lost"
     assert code.registers < 255
     assert (code.spills, code.shared) == (0, 0)
     if target == "gfx942":
@@ -62,6 +76,16 @@ def test_compiled_ahead_of_time(one: Generated, pass_: str, x: str, y: str, targ
         assert not re.search(r"\b(LDL|STL|SHFL|BAR)\b", code.text)
         assert re.search(rf"\bLDG\.E\S*\.{8 * load}\b", code.text)
         assert re.search(rf"\bSTG\.E\S*\.{8 * store}\b", code.text)
+
+
+def test_kernels_disassembled_at_once_are_those_disassembled_alone() -> None:
+    """But for how the goals of jumps are written."""
+    asms = [Kernel.of("gelu_fewbit3", pass_).compile("bf16", "sm_90").asm for pass_ in ("forward", "backward")]
+    for code, asm in zip(machine_codes(asms, "sm_90"), asms, strict=True):
+        alone = machine_code(asm)
+        assert code[1:] == alone[1:]
+        several, one = ([found[0] for found in nvidia(text).instructions] for text in (code.text, alone.text))
+        assert several == one
 
 
 @each(SOME | {"gelu_fewbit3"})

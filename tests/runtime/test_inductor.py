@@ -55,6 +55,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @needs_compiler
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("modules", "dtypes"),
     [

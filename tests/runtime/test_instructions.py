@@ -28,7 +28,7 @@ BENCHMARK = _load()
 TABLE: dict[str, Any] = json.loads(BENCHMARK.RESULTS.read_text())
 QUICK = {
     f"{module} {pass_} bf16 sm_90"
-    for module in ("gelu_fewbit3", "gelu_inverted1")
+    for module in ("gelu_fewbit3", "gelu_inverted1", "gelu_coded8")
     for pass_ in ("forward", "backward")
 }
 

@@ -221,7 +221,8 @@ def test_opcheck(one: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> 
         for order in {(), tuple(reversed(range(x.dim())))}:
             torch.library.opcheck(forward.default, (x, order, out, key))
         y, codes = forward(x, (), out, key)
-        assert (y.dtype, y.shape, codes.numel()) == (out, x.shape, -(-x.numel() // 8192) * 1024 * one.bits)
+        assert (y.dtype, y.shape) == (out, x.shape)
+        assert codes.numel() == sum(one.kept(y)) - (y.nbytes if one.keeps_output else 0)
         kept = y if one.keeps_output else None
         torch.library.opcheck(backward.default, (torch.ones_like(y), kept, codes, dtype, key))
 
@@ -342,6 +343,9 @@ def test_double_backward_raises(
     """The activation's own error, or that of a compiler that has none."""
     if backend == "eager" and not one.keeps_output and derive in (penalty, twice):
         reason = "in a graph that is not compiled further nothing ties the gradient of codes to x: 0, silently"
+        request.applymarker(pytest.mark.xfail(reason=reason))
+    if backend == "aot_eager" and torch.__version__ < (2, 13) and derive in (penalty, twice):
+        reason = "before PyTorch 2.13 compiled code lets second derivatives pass as 0, also those of torch.tanh"
         request.applymarker(pytest.mark.xfail(reason=reason))
     own = f"{one.name}: a second derivative was requested"
     message = "does not currently support double backward" if backend == "aot_eager" else own

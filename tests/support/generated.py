@@ -48,6 +48,7 @@ STOCK: dict[str, Any] = {
     "hardsigmoid": F.hardsigmoid,
     "hardswish": F.hardswish,
     "hardtanh": F.hardtanh,
+    "identity": torch.clone,
     "leaky_relu": F.leaky_relu,
     "logsigmoid": F.logsigmoid,
     "mish": F.mish,
@@ -198,7 +199,7 @@ def fits() -> dict[str, Any]:
 
 def load(fit: AnyFit) -> ModuleType:
     """Generate the module of a fit, and import it."""
-    path = Path(tempfile.mkdtemp(dir=os.environ["FITACT_TESTS_SHARED"]), f"{fit.name}.py")
+    path = Path(tempfile.mkdtemp(dir=os.environ.get("FITACT_TESTS_SHARED")), f"{fit.name}.py")
     path.write_text(render(fit), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"of_tests_{path.parent.name}_{fit.name}", path)
     assert spec is not None and spec.loader is not None

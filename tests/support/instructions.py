@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import importlib
 import re
+import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +28,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fitact.codegen.generate import search_steps
 from fitact.runtime.ops import registry
 from fitact.runtime.ops.reference import TILE
-from fitact.runtime.ops.registry import Pointwise
+from fitact.runtime.ops.registry import Coded, Pointwise
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -85,6 +89,7 @@ class Program(NamedTuple):
 
 _LABEL = re.compile(r"([.$\w]+):")
 _NVIDIA = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_NVIDIA_SIZE = 16  # bytes of an instruction
 _NVIDIA_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 _AMD = re.compile(r"\s+([a-z]\w*)([^;]*)")
 _AMD_ACCESS = re.compile(r"(?:global|buffer|flat)_(load|store)_(\w+)")
@@ -151,8 +156,8 @@ class Work(NamedTuple):
 
     Attributes:
         elements: how many are its share.
-        reads, writes: bytes an element of the rows.
-        reads_once, writes_once: bytes of codes.
+        reads, writes: bytes an element of the rows, of codes of a byte each, and of the numbers looked up.
+        reads_once, writes_once: bytes of codes in words.
 
     """
 
@@ -273,8 +278,9 @@ class Kernel:
 
     Attributes:
         module: name of its module.
-        pass_: forward or backward.
-        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n.
+        pass_: forward, backward or decode.
+        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n, and
+            of the tables of a coded activation.
         activation: the one whose bits and threads are the kernel's.
 
     """
@@ -298,15 +304,25 @@ class Kernel:
         """Return what a thread has to do in a full tile."""
         elements = TILE // self.threads(dtype)
         size = DTYPES[dtype].itemsize
-        codes = elements * self.activation.bits // 8
+        in_words = self.activation.bits < 8
+        codes, byte = (elements * self.activation.bits // 8, 0) if in_words else (0, 1)
         if self.pass_ == "forward":
-            return Work(elements, size, size, writes_once=codes)
-        rows = {"dy", "x", "y"} & set(self.function.arg_names)
-        return Work(elements, size * len(rows), size, reads_once=codes)
+            return Work(elements, size + self.looked_up(dtype), size + byte, writes_once=codes)
+        rows = {"dy", "x", "y"} & set(self.function.arg_names[:-2])
+        return Work(elements, size * len(rows) + byte + self.looked_up(dtype), size, reads_once=codes)
+
+    def looked_up(self, dtype: str) -> int:
+        """Return the bytes an element of the numbers that are looked up in memory."""
+        if not isinstance(self.activation, Coded):
+            return 0
+        if self.pass_ != "forward":
+            return 4
+        return 1 if dtype != "fp32" else 1 + 4 * search_steps(self.activation.borders)
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
         kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
+        kinds |= {"table": "*u8" if self.pass_ == "forward" else "*fp32", "borders": "*fp32"}
         signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
         warps = self.threads(dtype, output or dtype) // TARGETS[target].warp_size
@@ -366,15 +382,28 @@ def machine_code(asm: Any) -> Code:
         spills = sum(_field(rf"\.{what}:\s+(\d+)", text) for what in SPILLED)
         shared = _field(r"\.group_segment_fixed_size:\s+(\d+)", text)
         return Code(text, _field(r"\.vgpr_count:\s+(\d+)", text), spills, shared)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", str(cubin))
-        text = _tool("nvdisasm", "-c", "-ndf", str(cubin))  # no data flow: it is not asked for, and it takes time
-    registers, *spills, shared = (
-        _field(rf"\b{what}:(\d+)", usage) for what in ("REG", "STACK", "LOCAL", "SHARED")
-    )
-    return Code(text, registers, sum(spills), shared)
+    # no data flow: it is not asked for, and it takes time
+    return Code(_tool("nvdisasm", asm["cubin"], "-c", "-ndf"), *_usage(asm["cubin"]))
+
+
+def machine_codes(asms: Sequence[Any], target: str) -> list[Code]:
+    """Return the same of many kernels for one target; the texts of NVIDIA's have neither labels nor directives.
+
+    The disassembler takes as long to start as for a hundred kernels, so their instructions are given to it as one
+    piece, and what it prints is cut again.
+    """
+    if "cubin" not in asms[0]:
+        return [machine_code(asm) for asm in asms]
+    pieces = [_instructions(asm["cubin"]) for asm in asms]
+    text = _tool("nvdisasm", b"".join(pieces), "-b", target.replace("sm_", "SM"))
+    lines = [line for line in text.splitlines() if _NVIDIA.match(line)]
+    ends = list(accumulate(len(piece) // _NVIDIA_SIZE for piece in pieces))
+    if len(lines) != ends[-1]:
+        raise ValueError(f"nvdisasm printed {len(lines)} instructions: expected {ends[-1]}")
+    return [
+        Code("\n".join(lines[start:end]), *_usage(asm["cubin"]))
+        for asm, start, end in zip(asms, [0, *ends], ends, strict=False)
+    ]
 
 
 def measure(kernel: Kernel, dtype: str, target: str) -> Cost:
@@ -392,8 +421,31 @@ def measure(kernel: Kernel, dtype: str, target: str) -> Cost:
     )
 
 
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+def _usage(cubin: bytes) -> tuple[int, int, int]:
+    """Return the registers, the bytes of stack and local memory, and those of shared memory."""
+    usage = _tool("cuobjdump", cubin, "-res-usage")
+    registers, stack, local, shared = (
+        _field(rf"\b{what}:(\d+)", usage) for what in ("REG", "STACK", "LOCAL", "SHARED")
+    )
+    return registers, stack + local, shared
+
+
+def _instructions(cubin: bytes) -> bytes:
+    """Return the one section of an ELF file of 64 bits that has instructions."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    ((_, _, _, _, offset, length),) = [one for one in sections if one[2] & 4]  # SHF_EXECINSTR
+    return cubin[offset : offset + length]
+
+
+def _tool(name: str, code: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        return subprocess.run(
+            [TOOLS / name, *options, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def _field(pattern: str, text: str) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import exact, fewbit
+from tests.support.codes import coded
 from tests.support.generated import Generated, each_of, load
 from tests.support.inverses import inverses, made
 from tests.support.outputs import Output, outputs
@@ -31,10 +32,16 @@ def own_exact() -> Generated:
     return Output(fit.name, json.loads(fit.to_json()), load(fit), closed="1/cosh(y)")
 
 
-OWN = {"own_fewbit": own_fewbit, "own_exact": own_exact, "own_inverted": lambda: made("softplus(x)", None)}
-# Nothing kept but codes, or the output alone, or both.
-QUICK = ("gelu_fewbit3", "tanh_exact", "gelu_inverted1")
-KINDS = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_exact")
+OWN = {
+    "own_fewbit": own_fewbit,
+    "own_exact": own_exact,
+    "own_inverted": lambda: made("softplus(x)", None),
+    **{f"own_coded{bits}": partial(coded, bits) for bits in range(3, 9)},
+}
+# Nothing kept but codes, or the output alone, or both; and a byte of codes.
+QUICK = ("gelu_fewbit3", "tanh_exact", "gelu_inverted1", "own_coded8")
+USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_exact")
+KINDS = (*USUAL, "own_coded3", "own_coded7")  # codes in words of 32 bits and of 64
 
 
 @cache
@@ -50,5 +57,5 @@ def kinds(*quick: str) -> pytest.MarkDecorator:
 
 
 each = partial(each_of, every)
-every_kind = kinds(*KINDS)
+every_kind = kinds(*USUAL)
 each_kind = kinds(*QUICK)

@@ -15,6 +15,7 @@ PIECEWISE_LINEAR = (
     "hardshrink",
     "hardsigmoid",
     "hardtanh",
+    "identity",
     "leaky_relu",
     "relu",
     "relu6",

@@ -9,14 +9,14 @@ import click
 
 from fitact.errors import FitactError, UsageError
 
-from .options import PATH, read_fits
+from .options import FOLDER, PATH, read_fits
 
 
 @click.command()
 @click.argument("fits", nargs=-1, type=PATH, metavar="[FITS]...")
 @click.option(
     "--out",
-    type=PATH,
+    type=FOLDER,
     metavar="DIR",
     help="Folder to write.  [default: generated, standalone or hub]",
 )

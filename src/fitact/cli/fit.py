@@ -32,31 +32,30 @@ from .options import FILE, FITS, Finite, advance, named, once, progress
     type=int,
     multiple=True,
     metavar="K",
-    help="1 to 4. Required for fewbit and relumix; inverted uses as few as possible by default; exact has none. "
-    "Repeatable.",
+    help="1 to 4; for coded 3 to 8. Required for fewbit, relumix and coded; inverted uses as few as possible by "
+    "default; exact has none. Repeatable.",
 )
 @click.option(
     "--method",
-    type=click.Choice(["fewbit", "relumix", "inverted", "exact"]),
+    type=click.Choice(["fewbit", "relumix", "inverted", "exact", "coded"]),
     default="fewbit",
     show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
-    "derivative as a function of the output alone.",
+    "derivative as a function of the output alone. coded: a code of x that stands for value and derivative.",
 )
 @click.option(
     "--domain",
     type=Finite(),
     nargs=2,
     metavar="A B",
-    help="Interval to fit on.  [default: -10 10; for inverted, all reals]",
+    help="Interval to fit on.  [default: -10 10; for coded, -64 64; for inverted, all reals]",
 )
 @click.option(
     "--weight",
-    default="uniform",
-    show_default=True,
     metavar="W",
-    help="uniform, normal, normal(mean, deviation), or an expression in x.",
+    help="uniform, normal, normal(mean, deviation), student, student(freedom), student(freedom, mean, scale), or "
+    "an expression in x.  [default: uniform; for coded, student(3)]",
 )
 @click.option(
     "--param",
@@ -85,7 +84,7 @@ from .options import FILE, FITS, Finite, advance, named, once, progress
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Seed of relumix's annealing; fewbit is deterministic and only records it.",
+    help="Seed of relumix's annealing; fewbit is deterministic and only records it; coded has none.",
 )
 @click.option(
     "--name",
@@ -102,7 +101,7 @@ def fit(
     bits: Sequence[int],
     method: str,
     domain: tuple[float, float] | None,
-    weight: str,
+    weight: str | None,
     parameters: Sequence[str],
     objective: str | None,
     tol: float | None,
@@ -124,22 +123,24 @@ def fit(
       fitact fit --fn gelu --bits 2 --method relumix
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
+      fitact fit --fn silu --method coded --bits 8
     """
     from fitact.files import write
     from fitact.fitter.analysis.activation import Activation
-    from fitact.fitter.methods import fewbit
-    from fitact.fitter.methods.table import OPTIONS, make
+    from fitact.fitter.methods.table import DOMAINS, OPTIONS, WEIGHTS, make
     from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.fit import ExactFit, check_name
 
     from .tables import fits as show_fits
 
+    if weight == WEIGHTS.get(method, "uniform"):
+        weight = None
     _check_options(
         method,
         {
             "--bits": bool(bits),
             "--domain": domain is not None,
-            "--weight": weight != "uniform",
+            "--weight": weight is not None,
             "--objective": objective is not None,
             "--tol": tol is not None,
             "--family": family is not None,
@@ -156,8 +157,8 @@ def fit(
         raise UsageError("--family parametric has one bit and no --bits, --domain or --tol")
     special = {
         "--param": bool(parameters),
-        "--domain": domain not in (None, fewbit.DOMAIN) or (method == "inverted" and domain is not None),
-        "--weight": weight != "uniform",
+        "--domain": domain not in (None, DOMAINS.get(method)),
+        "--weight": weight is not None,
         "--objective": objective == "derivative",
         "--tol": tol is not None,
         "--family": family == "parametric",
@@ -173,7 +174,8 @@ def fit(
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
         for i, (activation, k) in enumerate(jobs):
-            given: dict[str, Any] = {"bits": k, "domain": domain, "weight": Weight(weight), "seed": seed}
+            given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
+            given |= {"weight": None if weight is None else Weight(weight)}
             given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
             options = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
             if method in ("relumix", "inverted") and family != "parametric":
@@ -221,4 +223,6 @@ def _check_options(method: str, given: Mapping[str, bool]) -> None:
         takes = f"it takes {', '.join(own)}" if own else "nothing is fitted"
         raise UsageError(f"--method {method} has no {' or '.join(foreign)}: {takes}")
     if method in BITS_REQUIRED and not given["--bits"]:
-        raise UsageError(f"--bits is required for --method {method}: 1 to 4, how many to keep per element")
+        raise UsageError(
+            f"--bits is required for --method {method}: {BITS_REQUIRED[method]}, how many to keep per element"
+        )

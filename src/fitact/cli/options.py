@@ -44,7 +44,17 @@ class _File(click.Path):
         return super().convert(value, param, ctx)
 
 
+class _Folder(click.Path):
+    """The path of a folder to write."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("", "-"):
+            self.fail(f"expected the name of a folder, got {quote(value)}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 FILE = _File(path_type=Path)
+FOLDER = _Folder(path_type=Path)
 
 
 def once(values: Sequence[Value]) -> list[Value]:
@@ -63,10 +73,10 @@ def named(option: str, pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
 
 
 def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
-    """Read fits from the given files, by default all in generated/fits."""
+    """Read fits from the given files, each once, by default all in generated/fits."""
     from fitact.fitter.records.reading import read
 
-    found = list(paths) or sorted(FITS.glob("*.json"))
+    found = list({os.path.abspath(path): path for path in paths}.values()) or sorted(FITS.glob("*.json"))
     if not found:
         raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
     return [read(path) for path in found]

@@ -14,7 +14,8 @@ from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.parser import text_of
-from fitact.fitter.methods import exact, fewbit, inverted, relumix
+from fitact.fitter.methods import coded, exact, fewbit, inverted, relumix
+from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.kinds import AnyFit
 from fitact.text import columns
@@ -57,6 +58,7 @@ def activation(f: Activation) -> None:
         ("relumix", _relumix(f)),
         ("inverted", _inverted(f)),
         ("exact", _exact(f)),
+        ("coded", _coded(f)),
     ]
     _print(rows)
 
@@ -134,6 +136,14 @@ def _fewbit(f: Activation, even: bool) -> str:
     return "yes: 1 to 4 bits"
 
 
+def _coded(f: Activation) -> str:
+    try:
+        coded.check(f)
+    except UsageError as error:
+        return f"no: {error}"
+    return "yes: 3 to 8 bits, for the value too"
+
+
 def _relumix(f: Activation) -> str:
     try:
         left, right = relumix.asymptotes(f)
@@ -180,6 +190,9 @@ def fits(shown: Sequence[AnyFit]) -> None:
     dtypes = ("bfloat16", "float16", "float32")
     inverse: list[tuple[str, ...]] = [("", "bits", *dtypes, *(f"floor {dtype}" for dtype in dtypes))]
     closed: list[tuple[str, ...]] = [("", *dtypes, "f'(x) as a function of y")]
+    codes: list[tuple[str, ...]] = [
+        ("", "bits", "objective", *(f"f/f' at {deviation:g}" for deviation in DEVIATIONS), "reach")
+    ]
     for fit in shown:
         e = fit.error
         if isinstance(fit, StepFit):
@@ -188,11 +201,16 @@ def fits(shown: Sequence[AnyFit]) -> None:
             errors = (e["objective"], norm, e["max"], e["rms"], e["primitive_norm"], e["primitive_max"])
             steps.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
             continue
+        if isinstance(fit, CodedFit):
+            pairs = ((e[f"value_{deviation:g}"], e[f"derivative_{deviation:g}"]) for deviation in DEVIATIONS)
+            both = (f"{value:.3g}/{derivative:.3g}" for value, derivative in pairs)
+            codes.append((fit.name, str(fit.bits), f"{e['objective']:.7g}", *both, f"{fit.reach:.4g}"))
+            continue
         stated = [f"{e[dtype]:.4g}" for dtype in dtypes]
         if isinstance(fit, InvertedFit):
             inverse.append((fit.name, str(fit.bits), *stated, *(f"{fit.floor[dtype]:.4g}" for dtype in dtypes)))
         else:
             closed.append((fit.name, *stated, f" {fit.derivative}"))
-    for table, align in ((steps, "<>>>>>>>"), (inverse, "<>>>>>>>"), (closed, "<>>>")):
+    for table, align in ((steps, "<>>>>>>>"), (inverse, "<>>>>>>>"), (closed, "<>>>"), (codes, "<>>>>>>>")):
         if len(table) > 1:
             _print(table, align)
