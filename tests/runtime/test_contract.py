@@ -126,7 +126,8 @@ def test_modules(one: Generated) -> None:
 
 
 def test_keys_differ() -> None:
-    assert len({one.key for one in every()}) == len(every()) == len(fitact.shipped())
+    gates = [name for name in fitact.shipped() if name.startswith(("swiglu_", "geglu_"))]
+    assert len({one.key for one in every()}) == len(every()) == len(fitact.shipped()) - len(gates)
     for one in every():
         found = registry.find(one.key)
         assert (found.keeps_output, found.bits) == (one.keeps_output, one.bits)
