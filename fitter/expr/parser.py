@@ -92,7 +92,7 @@ class Parser:
         self.text = text
         self.what = what
         self.variable = variable  # what `expression` takes for x
-        self.variables = (variable,)  # what messages name
+        self.variables: tuple[str, ...] = (variable,)  # what messages name
         self.sizes: dict[Expr, int] = {}
 
     def parse(self) -> Expr:
