@@ -20,7 +20,7 @@ CONVERSION = (
     *("convert", "rebuild.found", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild"),
     "compare",
 )
-CODEGEN = ("dialects", "printers", "approximants", "safety", "generate", "bundle")
+CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
 ORDER = [
     *(f"fitact.{name}" for name in FRONT),
