@@ -49,7 +49,6 @@ SHARES = {
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model in training mode; its experts are computed together unless the name says otherwise."""
     if "lora" in name:
-        made(name, dtype)  # the first one draws other numbers
         return made(name, dtype)
     transformers = imported("transformers")
     kind, sizes = SIZES[name.partition(",")[0]]

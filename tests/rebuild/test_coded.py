@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -106,6 +107,37 @@ def test_an_exact_conversion_leaves_stock_what_it_computes() -> None:
     with count_saved(near) as saved:
         near(x)
     assert max(sizes(saved)) < 4 * ROWS * 32
+
+
+class Attention(nn.Module):
+    """A softmax of its input, and dropout of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.softmax(x.float() * 2, -1, dtype=torch.float32), 0.5).to(x.dtype)
+
+
+@pytest.mark.parametrize(("kind", "module"), [("Calls", Attention()), ("Composed", nn.Softsign())], ids=str)
+def test_what_is_computed_again_reads_what_was_computed(kind: str, module: nn.Module) -> None:
+    """Not what is looked up by the codes, also where dropout is between."""
+    for before in (nn.Identity(), nn.Dropout(0.5)):
+        stock = MLP(coded(3).function, nn.Sequential(before, copy.deepcopy(module))).to(torch.bfloat16)
+        model, x = copy.deepcopy(stock), torch.randn(ROWS, 16).to(torch.bfloat16) * 3
+        swap(model.between[1], kind, "between.1")
+        if type(before) is nn.Dropout:
+            swap(model.between[0], "Dropout", "between.0")
+            swap(stock.between[0], "Dropout", "between.0")
+        swap(model.fc2, "Linear", "fc2")
+        found = []
+        for one in (stock, model):
+            torch.manual_seed(1)
+            found.append(gradients(one, x))
+        assert equal(*found)
+        saved = []
+        for one in (stock, model):
+            with count_saved(one) as counted:
+                one(x)
+            saved.append(counted.bytes)
+        assert saved[1] < saved[0]
 
 
 def test_put_back() -> None:

@@ -67,6 +67,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         peft = imported("peft")
         p, wide = ADAPTERS[adapters]
         config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=p, init_lora_weights=False)
+        torch.manual_seed(0)  # the first `model_of` draws weights, later ones copy them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = peft.get_peft_model(model, config, autocast_adapter_dtype=wide)
