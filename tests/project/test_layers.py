@@ -25,6 +25,7 @@ MODELS = (
         "convert.arguments",
         "convert.convert",
         "convert.rebuild",
+        "calibration",
         "compare",
     ),
 )
@@ -39,6 +40,7 @@ ORDER = [
     "fitact.generated",
     "fitact.api",
     *(f"fitact.runtime.{name}" for name in MODELS),
+    "fitact.calibration",
     "fitact",
     "fitact.cli",
     "fitact.__main__",
