@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
 from fitact.fitter.numerics.histogram import DIGITS, of_counts
@@ -29,13 +31,6 @@ TAIL, FREEDOM = 0.05, 3
 NARROWEST = 2.0**-16  # deviation of that tail
 
 
-def _printed(value: object, what: str) -> str:
-    found = text(value, what)
-    if not 0 < len(found) <= LONGEST or not found.isprintable():
-        raise UsageError(f"{what}: expected 1 to {LONGEST} printable characters, got {quote(value)}")
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """What goes into one activation of a model.
@@ -46,7 +41,7 @@ class Site:
         count: how many numbers were seen, at least one.
         left_out: how many were NaN, infinite or huge, and are not counted.
         mean, deviation, least, largest: of the numbers.
-        quantiles: those of 0.1 % and 99.9 %.
+        quantiles: those of 0.1 % and 99.9 %, to the width of a cell of the fine histogram.
         weight: their density, with a tail.
 
     Raises:
@@ -66,6 +61,10 @@ class Site:
     weight: Weight
 
     def __post_init__(self) -> None:
+        for what in ("path", "activation"):
+            value = getattr(self, what)
+            if not 0 < len(value) <= LONGEST or not value.isprintable():
+                raise UsageError(f"{what}: expected 1 to {LONGEST} printable characters, got {quote(value)}")
         for what, least in (("count", 1), ("left_out", 0)):
             if (number := getattr(self, what)) < least:
                 raise UsageError(f"{what}: expected {least} or more, got {quote(number)}")
@@ -75,12 +74,12 @@ class Site:
         if self.deviation < 0:
             raise UsageError(f"deviation: expected no negative number, got {self.deviation!r}")
         if self.least > self.largest or self.quantiles[0] > self.quantiles[1]:
-            raise UsageError("least, quantiles: expected at most largest, and the smaller quantile first")
+            raise UsageError("least, quantiles: expected no more than largest, and the lesser quantile first")
 
 
 READ: Mapping[str, Reader] = {
-    "path": _printed,
-    "activation": _printed,
+    "path": text,
+    "activation": text,
     "count": whole,
     "left_out": whole,
     "mean": a_number,
@@ -127,7 +126,7 @@ def site(
         deviation=_short(deviation),
         least=_short(extremes[0]),
         largest=_short(extremes[1]),
-        quantiles=(_quantile(edges, counts, 0.001), _quantile(edges, counts, 0.999)),
+        quantiles=_quantiles(edges, counts, extremes),
         weight=Weight(f"{1 - TAIL:g}*{histogram.text} + {TAIL:g}*{tail}"),
     )
 
@@ -136,14 +135,11 @@ def _short(number: float) -> float:
     return float(f"{number:.{DIGITS}g}")
 
 
-def _quantile(edges: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """Return a quantile to the nearest edge of the cell that holds it, on the side of the median."""
-    wanted, below = share * sum(counts), 0
-    for i, count in enumerate(counts):
-        below += count
-        if below >= wanted and count:
-            return _short(edges[i + 1] if share < 0.5 else edges[i])
-    return _short(edges[-1])
+def _quantiles(edges: Sequence[float], counts: Sequence[int], extremes: tuple[float, float]) -> tuple[float, ...]:
+    """Return the quantiles of 0.1 % and 99.9 %: as if numbers were spread evenly over a cell."""
+    sums = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
+    found = np.interp(np.array([0.001, 0.999]) * sums[-1], sums, edges)
+    return tuple(_short(quantile) for quantile in np.clip(found, *extremes).tolist())
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,7 @@ class Calibration:
             UsageError: there is no such site, or several.
 
         """
-        paths = [one.path for one in self.sites]
+        paths = [quote(one.path, 40) for one in self.sites]
         if path is None and len(paths) > 1:
             raise UsageError(f"it has {len(paths)} sites, choose one: {few(paths)}")
         for one in self.sites:

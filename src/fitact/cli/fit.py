@@ -15,8 +15,11 @@ from fitact.errors import FitWarning, UsageError, quote
 
 if TYPE_CHECKING:
     from fitact.fitter.analysis.gate import Gate
+    from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.kinds import AnyFit
 from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight
+
+BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
 
 @click.command()
@@ -199,6 +202,8 @@ def fit(
     made: list[AnyFit] = []
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
+        if weighing is not None and weighing.text != weight:
+            _warn_of_domain(weighing, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
             if isinstance(activation, Gate):
                 made.append(
@@ -256,6 +261,16 @@ def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None) ->
 
     widths = "_".join(str(width) for width in (bits, bits_u) if width not in (None, KEPT))
     return f"{gate.name}_{method}{widths}"
+
+
+def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:
+    """Warn if much of a weight from data, whose integral is 1, lies beyond the domain."""
+    if (beyond := 1 - weight.mass(*domain)) > BEYOND:
+        low, high = domain
+        text = (
+            f"{100 * beyond:.2g} % of the weight lies beyond the domain {low:g} {high:g}: choose one with --domain"
+        )
+        warnings.warn(FitWarning(text), stacklevel=2)
 
 
 def _parameter(text: str) -> tuple[str, float]:
