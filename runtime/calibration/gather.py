@@ -19,7 +19,7 @@ from fitact.runtime.convert.detect import FUNCTIONS, ActivationSite, Found, acti
 from fitact.runtime.convert.functional import ARGUMENTS
 from fitact.runtime.convert.measure import real, runner
 from fitact.runtime.restore import untouched
-from fitact.runtime.torch_internals import is_compiled, without_torch_function
+from fitact.runtime.torch_internals import FakeTensor, is_compiled, without_torch_function
 from fitact.text import one_line
 
 from .sketch import Sketch
@@ -71,14 +71,14 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
                 break
             except FitactError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise UsageError(f"batch {count}: it cannot be made: {one_line(error)}") from error
             run = real(runner(batch))
             try:
                 run(model)
             except FitactError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise UsageError(f"batch {count}: the model cannot be run with it: {one_line(error)}") from error
             count += 1
     if not count:
@@ -92,8 +92,8 @@ def _check(model: nn.Module, batches: object) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     if any(is_lazy(tensor) for tensor in tensors):
         raise UsageError("the model has parameters that are not initialised yet: run it once, then calibrate it")
-    if any(tensor.is_meta for tensor in tensors):
-        raise UsageError("the model's tensors are on the meta device and have no values: load its weights first")
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise UsageError("the model's tensors have no values, as they are meta or fake: load its weights first")
     if any(map(is_compiled, model.modules())):
         raise UsageError("the model is compiled: expected it as it was before torch.compile")
 
