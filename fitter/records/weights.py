@@ -190,7 +190,9 @@ class Calibration:
 
     def __str__(self) -> str:
         """Return the table of the sites, and the notes."""
-        rows = [("site", "activation", "count", "mean", "deviation", "0.1 %", "99.9 %", "least", "largest")]
+        rows: list[tuple[str, ...]] = [
+            ("site", "activation", "count", "mean", "deviation", "0.1 %", "99.9 %", "least", "largest")
+        ]
         for one in self.sites:
             stated = (one.mean, one.deviation, *one.quantiles, one.least, one.largest)
             rows.append((one.path, one.activation, f"{one.count:,}", *(f"{number:.4g}" for number in stated)))
