@@ -80,6 +80,10 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "fitter.analysis.activation.Activation",
             "fitter.numerics.weight.Weight",
+            "calibrate",
+            "fitter.records.weights.Calibration",
+            "fitter.records.weights.Site",
+            "fitter.records.weights.read",
             "fitter.methods.fewbit.fit",
             "fitter.methods.relumix.fit",
             "fitter.methods.relumix.published",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
