@@ -80,10 +80,6 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "fitter.analysis.activation.Activation",
             "fitter.numerics.weight.Weight",
-            "calibrate",
-            "fitter.records.weights.Calibration",
-            "fitter.records.weights.Site",
-            "fitter.records.weights.read",
             "fitter.methods.fewbit.fit",
             "fitter.methods.relumix.fit",
             "fitter.methods.relumix.published",
@@ -99,6 +95,18 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "fitter.records.fit.ExactFit",
             "fitter.records.coded.CodedFit",
             "fitter.plot.draw",
+        ),
+    ),
+    (
+        "Calibrating",
+        "What goes into a model's activations, as weights for fits.",
+        (
+            "calibrate",
+            "fitter.records.weights.Calibration",
+            "fitter.records.weights.Calibration.weight",
+            "fitter.records.weights.Calibration.to_json",
+            "fitter.records.weights.Site",
+            "fitter.records.weights.read",
         ),
     ),
     (

@@ -98,8 +98,9 @@ def _numbers(text: str) -> tuple[float, ...]:
 def of_counts(edges: Sequence[float], counts: Sequence[int]) -> Histogram:
     """Return a histogram with few cells from one with many.
 
-    With n values there are at most 2 n^(1/3) cells (Rice's rule) and at most half of MOST_CELLS. Their edges are
-    edges of the fine histogram near the quantiles (1 - cos(πi/N))/2, which lie closer in the tails.
+    With n values, N is 2 n^(1/3) (Rice's rule) and at most half of MOST_CELLS. The edges are those of the fine
+    histogram near the quantiles (1 - cos(πi/N))/2, which lie closer in the tails, and those of its cells that hold
+    2/N of the values or more.
 
     Args:
         edges: of the fine histogram, increasing.
@@ -115,8 +116,8 @@ def of_counts(edges: Sequence[float], counts: Sequence[int]) -> Histogram:
     last = int(np.searchsorted(sums, total))  # and the one above the largest
     near = np.unique(np.clip(np.searchsorted(sums, wanted), first, last))
     near = np.union1d(near, [first, last])
-    # a cell of the fine histogram with a cell's share of the values or more stands alone: they may be one value
-    heavy = np.flatnonzero(np.diff(sums) * cells >= total)
+    # a cell of the fine histogram with so many of the values stands alone: they may be one value
+    heavy = np.flatnonzero(np.diff(sums) * cells >= 2 * total)
     near = np.union1d(near, np.concatenate([heavy, heavy + 1]))
     rounded = [float(f"{edge:.{DIGITS}g}") for edge in fine[near]]
     return Histogram(tuple(rounded), tuple(map(float, np.diff(sums[near]))))

@@ -144,6 +144,20 @@ def test_one_value_that_is_frequent_has_a_cell_of_its_own() -> None:
     assert 3000 <= found.masses[i] < 3010
 
 
+@pytest.mark.parametrize("light", [1, 100, 3000])
+@pytest.mark.parametrize("values", [1, 2, 16, 60, 64, 65, 110, 128, 500])
+def test_discrete_values_are_not_too_many(values: int, light: int) -> None:
+    """Some are frequent, others on both sides of them are not."""
+    counts = np.ones(2000 + 3 * values, dtype=np.int64)
+    counts[1000 : 1000 + 3 * values : 3] = light
+    found = of_counts(np.arange(len(counts) + 1).tolist(), counts.tolist())
+    assert sum(found.masses) == counts.sum()
+    assert len(found.masses) <= 200
+    shares = np.array(found.masses) / np.diff(found.edges)
+    if values < 60 and light == 3000:
+        assert np.count_nonzero(shares == 3000) == values
+
+
 def test_one_value_alone() -> None:
     found = of_counts([-1.0, 0.5, 0.6], [0, 7])
     assert (found.edges, found.masses) == ((0.5, 0.6), (7.0,))
