@@ -39,8 +39,8 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
     \b
     Examples:
       fitact calibrate my_models:tiny --batch 8
-      fitact calibrate my_models:with_loader --most 20 --group -o layers.json
-      fitact fit --fn gelu --bits 3 --weight "layers.json#blocks.*.act" --name my_gelu
+      fitact calibrate my_models:tiny --most 20 --group -o layers.json
+      fitact fit --fn gelu --bits 3 --weight "layers.json#act" --name gelu_layers
     """
     from fitact.calibration import calibrate as run
     from fitact.files import write

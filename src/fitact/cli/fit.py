@@ -138,7 +138,7 @@ def fit(
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
       fitact fit --fn silu --method coded --bits 8
-      fitact fit --fn gelu --bits 3 --weight "weights.json#blocks.0.act" --name gelu_block0
+      fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
       fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
     """
