@@ -98,6 +98,18 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "Calibrating",
+        "What goes into a model's activations, as weights for fits.",
+        (
+            "calibrate",
+            "fitter.records.weights.Calibration",
+            "fitter.records.weights.Calibration.weight",
+            "fitter.records.weights.Calibration.to_json",
+            "fitter.records.weights.Site",
+            "fitter.records.weights.read",
+        ),
+    ),
+    (
         "Generating",
         "From fits to source text.",
         (

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -56,6 +57,7 @@ def fit(
     """Fit the best step function with 2^bits levels to f′.
 
     If f′, weight and domain are symmetric about 0, the fit is made on |x|, and one half-line gets all the levels.
+    If the weight alone is not, such as one from data, the fit on x is made too, and the better one is returned.
     Borders and levels are rounded to float32, and the errors are those of the rounded numbers.
 
     Args:
@@ -84,15 +86,42 @@ def fit(
     weight = weight or Weight()
     check_finite(activation, low, high)
     check_height(weight, low, high)
+    make = partial(_fitted, activation, bits, name, (low, high), weight, cells, seed)
+    if -low != high or not activation.has_even_derivative(high):
+        fitted = make(even=False)
+    else:
+        fitted = make(even=True)
+        if not _is_even(weight, high):
+            other = make(even=False)
+            fitted = min(fitted, other, key=lambda one: one.error["objective"])
+    _warn(fitted)
+    return fitted
+
+
+def _fitted(
+    activation: Activation,
+    bits: int,
+    name: str,
+    domain: tuple[float, float],
+    weight: Weight,
+    cells: int,
+    seed: int,
+    *,
+    even: bool,
+) -> StepFit:
+    """Fit on |x| if `even`, where f′ and the domain are symmetric, or on x."""
+    low, high = domain
     breakpoints = np.union1d(activation.switch_points(low, high), weight.breakpoints(low, high))
-    even = _is_even(activation, weight, low, high)
+    counted: Function = weight
     if even:
         breakpoints = np.unique(np.abs(breakpoints[breakpoints != 0]))
+        if not _is_even(weight, high):
+            counted = partial(_folded, weight)
     # a grid that has the extrema of f′ misses no feature of it, however narrow
     extrema = roots(activation.second_derivative_formula, low, high).at
     marks = np.union1d(breakpoints, np.abs(extrema) if even else extrema)
     try:
-        moments = Moments(activation.derivative, weight, 0.0 if even else low, high, marks, cells)
+        moments = Moments(activation.derivative, counted, 0.0 if even else low, high, marks, cells)
     except UsageError as error:
         raise UsageError(f"{activation}: {error}") from None
 
@@ -101,7 +130,7 @@ def fit(
     levels = without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
     smooth = without_noise(borders, max(np.max(np.abs(borders)), (high - low) / 16))
     borders = round_borders(borders, smooth, breakpoints, (activation.derivative,), high - low)
-    fitted = StepFit(
+    return StepFit(
         name=name,
         method=METHOD,
         activation=activation,
@@ -114,8 +143,11 @@ def fit(
         error=step_errors(activation, weight, (low, high), borders, levels, even),
         options={"cells": cells, "seed": seed},
     )
-    _warn(fitted)
-    return fitted
+
+
+def _folded(weight: Weight, at: Array) -> Array:
+    """Return what an error at x and at -x counts together."""
+    return weight(at) + weight(-at)
 
 
 def best_levels(moments: Moments, borders: Array) -> Array:
@@ -238,10 +270,9 @@ def round_borders(
     return rounded.astype(np.float64)
 
 
-def _is_even(activation: Activation, weight: Weight, low: float, high: float) -> bool:
+def _is_even(weight: Weight, high: float) -> bool:
     at = np.linspace(0.0, high, 1001)
-    symmetric = -low == high and np.allclose(weight(at), weight(-at), rtol=1e-12, atol=0.0)
-    return bool(symmetric and activation.has_even_derivative(high))
+    return bool(np.allclose(weight(at), weight(-at), rtol=1e-12, atol=0.0))
 
 
 def check_width(low: float, high: float, most: float = MAX_DOMAIN) -> None:

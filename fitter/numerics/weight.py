@@ -15,6 +15,8 @@ from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.parser import MAX_LENGTH, parse
 
+from . import histogram
+from .histogram import Histogram
 from .moments import quadrature
 
 LARGEST = 1e30  # of a weight, and of the ends of a domain
@@ -23,6 +25,7 @@ _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _TWO = rf"({_NUMBER}) *, *({_NUMBER})"
 _NORMAL = re.compile(rf"normal(?:\( *{_TWO} *\))?", re.ASCII)
 _STUDENT = re.compile(rf"student(?:\( *({_NUMBER}) *(?:, *{_TWO} *)?\))?", re.ASCII)
+_DATA = re.compile(rf"(?:({_NUMBER})\*)?(histogram\([^()]*\))(?: \+ ({_NUMBER})\*(student.*))?", re.ASCII)
 MOST_FREEDOM = 1000.0  # degrees: beyond, Student's density is the normal one to three digits
 
 
@@ -51,13 +54,25 @@ class _Density:
 
 
 @dataclass(frozen=True)
+class _Data:
+    """A density from data and a tail, each times its share."""
+
+    histogram: Histogram
+    share: float
+    tail: Weight | None
+    tail_share: float
+
+
+@dataclass(frozen=True)
 class Weight:
     """A weight w(x) ≥ 0, by its text.
 
     Attributes:
         text: `uniform` (w = 1); `normal` or `normal(mean, deviation)`, or `student`, `student(freedom)` or
             `student(freedom, mean, scale)`, the densities of the normal distribution and of Student's t, by
-            default of mean 0, width 1 and 3 degrees of freedom; or an expression in x.
+            default of mean 0, width 1 and 3 degrees of freedom; `histogram(edges; masses)`, the density that is
+            constant between numbers that increase, or `A*histogram(...) + B*student(...)`, as `fitact calibrate`
+            writes it; or an expression in x.
 
     Raises:
         UsageError: the text is none of these.
@@ -67,7 +82,27 @@ class Weight:
     text: str = "uniform"
 
     def __post_init__(self) -> None:
-        _ = self._expr
+        _ = self._data or self._expr
+
+    @cached_property
+    def _data(self) -> _Data | None:
+        """The histogram that the text holds, if it holds one."""
+        if "histogram" not in self.text:
+            return None
+        name = f"weight {quote(self.text)}"
+        if len(self.text) > histogram.LONGEST:
+            raise UsageError(f"{name}: expected at most {histogram.LONGEST} characters, got {len(self.text)}")
+        match = _DATA.fullmatch(self.text)
+        if match is None:
+            raise UsageError(f"{name}: expected histogram(edges; masses) or A*histogram(...) + B*student(...)")
+        share, tail_share = float(match[1] or 1), float(match[3] or 0)
+        if not 0 < share <= 1 or not (0 < tail_share <= 1 or match[3] is None):
+            raise UsageError(f"{name}: expected shares above 0 and up to 1, got {share!r} and {tail_share!r}")
+        try:
+            found = histogram.parsed(match[2])
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+        return _Data(found, share, Weight(match[4]) if match[4] else None, tail_share)
 
     @cached_property
     def _density(self) -> _Density | None:
@@ -115,6 +150,9 @@ class Weight:
 
     def __call__(self, at: Array) -> Array:
         """Return w at the points, float64 of any shape."""
+        if (data := self._data) is not None:
+            found = data.share * data.histogram(at)
+            return found if data.tail is None else found + data.tail_share * data.tail(at)
         return evaluate(self._expr, at)
 
     def check(self, low: float, high: float) -> None:
@@ -146,6 +184,10 @@ class Weight:
 
         They are the points where w may have a corner or a jump, and some that find a narrow density.
         """
+        if (data := self._data) is not None:
+            edges = np.array(data.histogram.edges)
+            edges = edges[(low < edges) & (edges < high)]
+            return edges if data.tail is None else np.union1d(edges, data.tail.breakpoints(low, high))
         found = switch_points(self._expr, low, high)
         if self._density is not None:
             marks = self._density.marks(high - low + abs(self._density.centre))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
@@ -18,7 +17,7 @@ from .coded import CodedFit
 from .fit import SCHEMA, activation_record
 from .gate import CodedGateFit, GateFit
 from .kinds import KINDS, AnyFit
-from .validate import label, mapping, text
+from .validate import json_object, label, mapping, text
 
 MAX_BYTES = 1 << 20
 
@@ -39,14 +38,7 @@ def from_json(source: str) -> AnyFit:
         UsageError: the text is not such a record; the message names the field.
 
     """
-    try:
-        record = json.loads(source, parse_constant=_no_constant, object_pairs_hook=_no_twins)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"not JSON: {str(error).splitlines()[0]}") from None
-    if not isinstance(record, dict):
-        raise UsageError(f"expected a JSON object, got {quote(record)}")
+    record = json_object(source)
     schema = record.get("schema")
     if schema != SCHEMA:
         newer = isinstance(schema, str) and re.fullmatch(r"fitact\.fit/[1-9]\d{0,5}", schema)
@@ -130,16 +122,3 @@ def _activation(value: object) -> Activation:
             f"{quote(activation.expression)}"
         )
     return activation
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise UsageError(f"not JSON: {name} is not a JSON number")
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in record:
-            raise UsageError(f"{label(key)}: appears twice in the same object")
-        record[key] = value
-    return record

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -145,3 +146,29 @@ def as_it_is(value: Any, what: str) -> Any:
 def label(key: str) -> str:
     """Return a key for a message: as it is if it is a plain name, quoted otherwise."""
     return key if NAME.fullmatch(key) else quote(key)
+
+
+def json_object(source: str) -> dict[str, Any]:
+    """Return the JSON object of a text; UsageError if it is none, or has a field twice, or an infinite number."""
+    try:
+        record = json.loads(source, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"not JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"expected a JSON object, got {quote(record)}")
+    return record
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise UsageError(f"not JSON: {name} is not a JSON number")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise UsageError(f"{label(key)}: appears twice in the same object")
+        record[key] = value
+    return record

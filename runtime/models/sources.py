@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -194,19 +194,11 @@ def from_callable(call: Callable[..., Any] | str) -> Source:
         UsageError: there is no such function.
 
     """
-    if isinstance(call, str):
-        name, function = call, _found(call)
-    else:
-        name, function = getattr(call, "__qualname__", type(call).__name__), call
-    try:
-        varies = frozenset(inspect.signature(function).parameters) & {"batch", "seq"}
-    except (TypeError, ValueError):
-        varies = frozenset()
+    name, function = _named(call)
+    varies = _varies(function)
 
     def build(batch: int, seq: int) -> Example:
-        wanted = partial(
-            function, **{key: value for key, value in (("batch", batch), ("seq", seq)) if key in varies}
-        )
+        wanted = partial(function, **_sizes(varies, batch, seq))
         try:
             result = wanted()
         except (Exception, SystemExit):
@@ -225,6 +217,53 @@ def from_callable(call: Callable[..., Any] | str) -> Source:
         raise UsageError(f"{name}: expected a model and its inputs, got {quote(result)}")
 
     return Source(name, build, lambda _, batch, seq: build(batch, seq)[1], varies)
+
+
+def model_and_batches(call: str, batch: int, seq: int) -> tuple[nn.Module, Iterable[Any]]:
+    """Call a user's function for a model with values and for batches of inputs.
+
+    Args:
+        call: the function's place, `"module:function"`. It may take arguments `batch` and `seq`, and returns the
+            model and the inputs, as for `from_callable`; or the model and any other iterable, such as a generator
+            or a DataLoader, of inputs.
+        batch: passed if it takes it.
+        seq: passed if it takes it.
+
+    Raises:
+        UsageError: there is no such function, it fails, or it returns something else.
+
+    """
+    name, function = _named(call)
+    try:
+        result = function(**_sizes(_varies(function), batch, seq))
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{name}: it failed: {one_line(error)}") from error
+    match result:
+        case (nn.Module() as model, (Tensor() | tuple() | list() | dict()) as inputs):
+            return model, [inputs]
+        case (nn.Module() as model, Iterable() as batches) if not isinstance(batches, (str, bytes)):
+            return model, batches
+    raise UsageError(
+        f"{name}: expected a model and its inputs, or a model and several batches, got {quote(result)}"
+    )
+
+
+def _named(call: Callable[..., Any] | str) -> tuple[str, Callable[..., Any]]:
+    if isinstance(call, str):
+        return call, _found(call)
+    return getattr(call, "__qualname__", type(call).__name__), call
+
+
+def _varies(function: Callable[..., Any]) -> frozenset[str]:
+    """Return which of `"batch"` and `"seq"` a function takes."""
+    try:
+        return frozenset(inspect.signature(function).parameters) & {"batch", "seq"}
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def _sizes(varies: frozenset[str], batch: int, seq: int) -> dict[str, int]:
+    return {key: value for key, value in (("batch", batch), ("seq", seq)) if key in varies}
 
 
 def _found(place: str) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from fitact.api import activation, shipped
 from fitact.errors import FitactError, FitWarning, JobError, UsageError
 
 if TYPE_CHECKING:
+    from fitact.calibration import calibrate
     from fitact.runtime.convert.convert import convert, revert
     from fitact.runtime.convert.functional import converted_functions
     from fitact.runtime.convert.rebuild import rebuild
@@ -26,6 +27,7 @@ __all__ = [
     "JobError",
     "UsageError",
     "activation",
+    "calibrate",
     "convert",
     "converted_functions",
     "rebuild",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 # Names that need PyTorch, with the modules they are imported from on first use.
 LAZY = {
+    "calibrate": "fitact.calibration",
     "convert": "fitact.runtime.convert.convert",
     "converted_functions": "fitact.runtime.convert.functional",
     "rebuild": "fitact.runtime.convert.rebuild",

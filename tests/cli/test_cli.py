@@ -505,7 +505,9 @@ MODEL = """
 import torch
 
 def tiny(batch):
-    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.randn(batch, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model.add_module("act", torch.nn.GELU())
+    return model, torch.randn(batch, 8)
 """
 
 
@@ -535,6 +537,8 @@ def test_examples_of_the_help_run(run, name):
     put("my_models.py", MODEL)
     examples = [line.strip() for line in run(f"{name} --help")[1].splitlines() if line.startswith("    fitact ")]
     assert examples
+    if name == "fit":
+        assert main(["calibrate", "my_models:tiny"]) == 0
     for example in sorted(examples) if name == "codegen" else examples:
         if name != "fit":
             main(["fit", "--fn", "gelu", "--bits", "2", "--bits", "3"])

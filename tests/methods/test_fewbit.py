@@ -345,14 +345,41 @@ def test_an_even_derivative_is_fitted_on_one_half(name, bits):
         ("tanh", DOMAIN, "where(abs(x) > 1, 1, 0)", True),
         ("tanh", (-10.0, 10.5), "uniform", False),
         ("tanh", (0.0, 10.0), "uniform", False),
-        ("tanh", DOMAIN, "exp(x/4)", False),
-        ("tanh", DOMAIN, "where(x > 0, 1, 0)", False),
+        ("tanh", DOMAIN, "exp(x/4)", True),
+        ("tanh", DOMAIN, "where(x > 0, 1, 0)", True),
+        ("tanh", DOMAIN, "normal(3,0.01)", True),
         *((name, DOMAIN, "uniform", False) for name in ("gelu", "relu", "softplus", "hardswish")),
         ("bump", DOMAIN, "uniform", True),
     ],
 )
-def test_even_needs_a_symmetric_derivative_domain_and_weight(name, domain, weight, even):
+def test_even_needs_a_symmetric_derivative_and_domain(name, domain, weight, even):
     assert fitted(name, 2, domain, weight).even is even
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_weight_that_is_not_symmetric_counts_on_both_sides(bits):
+    """An error of a function of |x| counts w(x) + w(-x); no step function of x is better."""
+    one, folded = (fitted("tanh", bits, DOMAIN, weight) for weight in ("exp(x/4)", "(exp(x/4) + exp(-x/4))/2"))
+    assert one.even
+    np.testing.assert_allclose(one.borders, folded.borders, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(one.levels, folded.levels, rtol=1e-6, atol=1e-6)
+    assert one.error["objective"] == pytest.approx(folded.error["objective"], rel=1e-8)
+    rng = np.random.default_rng(bits)
+    for _ in range(5):
+        start = np.sort(rng.uniform(-4, 4, 2**bits - 1))
+        assert polish("tanh", start, (), DOMAIN, "exp(x/4)", rough=True)[0] > one.error["objective"]
+
+
+def test_a_step_function_of_x_is_taken_where_it_is_better():
+    """The derivative is near 1 where there is weight below 0, and near -1 where there is above."""
+    left = "where(abs(x + 2*pi) < 0.5, 1, where(abs(x + 0.3) < 0.3, 1, 0))"
+    a_fit = fitted("sin(x)", 1, (-8.0, 8.0), f"{left} + where(abs(x - pi) < 0.5, 1, 0)")
+    assert not a_fit.even
+    assert -0.01 <= a_fit.borders[0] <= np.pi - 0.49
+    cosine = [np.sin(0.5) * 2, np.sin(0.6)]  # integrals over the parts of mass 1, and 0.6
+    squares = [0.5 + np.sin(1.0) / 2, 0.3 + np.sin(1.2) / 4]
+    loss = squares[0] - cosine[0] ** 2 + sum(squares) - sum(cosine) ** 2 / 1.6
+    assert a_fit.error["objective"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("bits", BITS)

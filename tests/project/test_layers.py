@@ -18,6 +18,7 @@ RUNTIME = ("torch_internals", "kernels", "recipes", "ops")
 MODELS = ("records", "restore", "norms", "memory", "models", "rebuild", "convert.probe", "convert.wrappers")
 CONVERSION = (
     *("convert", "rebuild.found", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild"),
+    "calibration",
     "compare",
 )
 CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "safety", "generate", "bundle")
@@ -32,6 +33,7 @@ ORDER = [
     *(f"fitact.runtime.{name}" for name in MODELS),
     "fitact.api",
     *(f"fitact.runtime.{name}" for name in CONVERSION),
+    "fitact.calibration",
     "fitact",
     "fitact.cli",
     "fitact.__main__",

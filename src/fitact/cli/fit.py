@@ -15,8 +15,11 @@ from fitact.errors import FitWarning, UsageError, quote
 
 if TYPE_CHECKING:
     from fitact.fitter.analysis.gate import Gate
+    from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.kinds import AnyFit
-from .options import FILE, FITS, Finite, advance, named, once, progress
+from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight
+
+BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
 
 @click.command()
@@ -63,8 +66,9 @@ from .options import FILE, FITS, Finite, advance, named, once, progress
 @click.option(
     "--weight",
     metavar="W",
-    help="uniform, normal, normal(mean, deviation), student, student(freedom), student(freedom, mean, scale), or "
-    "an expression in x.  [default: uniform; for coded, student(3)]",
+    help="uniform, normal, normal(mean, deviation), student, student(freedom), student(freedom, mean, scale), "
+    "histogram(edges; masses), an expression in x, or FILE.json#SITE of fitact calibrate, without #SITE if it has "
+    "one.  [default: uniform; for coded, student(3)]",
 )
 @click.option(
     "--param",
@@ -134,6 +138,7 @@ def fit(
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
       fitact fit --fn silu --method coded --bits 8
+      fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
       fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
     """
@@ -141,7 +146,6 @@ def fit(
     from fitact.fitter.analysis.activation import Activation
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.methods.table import DOMAINS, GATE_OPTIONS, OPTIONS, WEIGHTS, make, make_gate
-    from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.fit import ExactFit, check_name
     from fitact.fitter.records.gate import GateFit
 
@@ -193,9 +197,13 @@ def fit(
     if name is not None:
         check_name(name, "--name")
 
+    weighing = None if weight is None else read_weight(weight)
+
     made: list[AnyFit] = []
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
+        if weighing is not None and weighing.text != weight:
+            _warn_of_domain(weighing, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
             if isinstance(activation, Gate):
                 made.append(
@@ -204,7 +212,7 @@ def fit(
                 advance(bar, i, 1.0)
                 continue
             given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
-            given |= {"weight": None if weight is None else Weight(weight)}
+            given |= {"weight": weighing}
             given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
             options = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
             if method in ("relumix", "inverted") and family != "parametric":
@@ -253,6 +261,16 @@ def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None) ->
 
     widths = "_".join(str(width) for width in (bits, bits_u) if width not in (None, KEPT))
     return f"{gate.name}_{method}{widths}"
+
+
+def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:
+    """Warn if much of a weight from data, whose integral is 1, lies beyond the domain."""
+    if (beyond := 1 - weight.mass(*domain)) > BEYOND:
+        low, high = domain
+        text = (
+            f"{100 * beyond:.2g} % of the weight lies beyond the domain {low:g} {high:g}: choose one with --domain"
+        )
+        warnings.warn(FitWarning(text), stacklevel=2)
 
 
 def _parameter(text: str) -> tuple[str, float]:

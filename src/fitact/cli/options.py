@@ -16,6 +16,7 @@ from fitact.errors import UsageError, quote
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
+    from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.kinds import AnyFit
 
 
@@ -80,6 +81,21 @@ def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
     if not found:
         raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
     return [read(path) for path in found]
+
+
+def read_weight(given: str) -> Weight:
+    """Return the weight that `--weight` names: a text, or `FILE.json#SITE` of `fitact calibrate`."""
+    from fitact.fitter.numerics.weight import Weight
+    from fitact.fitter.records.weights import read
+
+    file, mark, site = given.partition("#")
+    if not file.endswith(".json"):
+        return Weight(given)
+    found = read(Path(file))
+    try:
+        return found.weight(site if mark else None)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
 
 
 STEPS = 1000  # of the progress bar per fit

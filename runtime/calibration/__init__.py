@@ -1,0 +1,1 @@
+"""What goes into each activation of a model, gathered while it runs."""

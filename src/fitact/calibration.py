@@ -1,0 +1,83 @@
+"""Weights from data: a model is run, and what goes into its activations becomes a weight for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from fitact.errors import UsageError
+from fitact.fitter.records.weights import Calibration, Site, site
+from fitact.runtime.calibration.gather import Gathered, gather
+from fitact.text import LISTED, starred
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) -> Calibration:
+    """Run a model on batches, and return what goes into each of its activations as a weight for fits.
+
+    Activations are modules, functions that modules hold, and calls of PyTorch's functions such as `F.silu` in a
+    `forward`. Those that are called in place (`torch.relu_`), or composed of other operations, are not seen.
+
+        found = fitact.calibrate(model, [(tokens,) for tokens in samples], group=True)
+        Path("weights.json").write_text(found.to_json())
+
+    No tensor is kept. Inputs are counted in fixed cells, even steps of asinh(1024 x): each is at most 7.6e-6 or
+    1/128 of x wide. A weight is 95 % a histogram of about 128 cells, whose edges are quantiles, closer in the
+    tails; and 5 % Student's t with 3 degrees of freedom and the inputs' mean and deviation, for what was not seen.
+
+    Args:
+        model: the model, with values. It is run in the mode it is in, without gradients, and is left as it was, as
+            are the generators of random numbers.
+        batches: of each, a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
+            that takes the model and runs it.
+        group: whether activations whose paths differ only in numbers share one weight.
+
+    Returns:
+        The sites; `weight(path)` is what `fitter.methods.fewbit.fit` and `fitter.methods.coded.fit` take.
+
+    Raises:
+        UsageError: the model cannot be run with a batch, or no activation was seen.
+
+    """
+    found, notes = gather(model, batches)
+    if group:
+        found, notes = list(_grouped(found)), list(dict.fromkeys(map(starred, notes)))
+    for one in found:
+        if one.sketch.left_out:
+            notes.append(f"{one.path}: {one.sketch.left_out:,} numbers are NaN, infinite or huge, and not counted")
+    sites = [_site(one) for one in found if one.sketch.count]
+    if not sites:
+        raise UsageError("; ".join(["no input of an activation was seen in the model", *notes[:LISTED]]))
+    return Calibration(tuple(sites), tuple(notes))
+
+
+def _grouped(found: Iterable[Gathered]) -> Iterator[Gathered]:
+    """Merge what was gathered at paths that differ only in numbers, for the same activation."""
+    groups: dict[tuple[str, str], Gathered] = {}
+    kinds: dict[str, set[str]] = {}
+    for one in found:
+        path = starred(one.path)
+        kinds.setdefault(path, set()).add(one.activation)
+        key = (path, one.activation)
+        if key in groups:
+            groups[key].sketch.merge(one.sketch)
+        else:
+            groups[key] = Gathered(path, one.activation, one.sketch)
+    for (path, activation), one in groups.items():
+        alone = len(kinds[path]) == 1
+        yield one if alone else Gathered(f"{path} ({activation})", activation, one.sketch)
+
+
+def _site(one: Gathered) -> Site:
+    sketch = one.sketch
+    return site(
+        one.path,
+        one.activation,
+        left_out=sketch.left_out,
+        mean=sketch.mean,
+        deviation=sketch.deviation,
+        extremes=(sketch.least, sketch.largest),
+        cells=sketch.cells(),
+    )

@@ -1,0 +1,55 @@
+"""The command `fitact calibrate`."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import click
+
+from fitact.errors import UsageError
+
+from .options import FILE
+
+
+@click.command()
+@click.argument("call", metavar="MODULE:CALLABLE")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, metavar="N")
+@click.option("--seq", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens per row.")
+@click.option("--most", type=click.IntRange(1), metavar="N", help="Run at most this many batches.")
+@click.option(
+    "--group", is_flag=True, help="One weight for all sites whose paths differ only in numbers, such as layers."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    default="weights.json",
+    show_default=True,
+    metavar="FILE",
+    help="Where to write; ends in .json.",
+)
+def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, output: Path) -> None:
+    """Run a model and write what goes into its activations, as weights for fits.
+
+    MODULE:CALLABLE is a function of yours that returns a model and its inputs: a tensor, a tuple or list of
+    positional or a dictionary of named arguments; or a model and several such batches, as a generator or a
+    DataLoader. It may take batch and seq. The model is run in the mode it is in, without gradients.
+
+    \b
+    Examples:
+      fitact calibrate my_models:tiny --batch 8
+      fitact calibrate my_models:tiny --most 20 --group -o layers.json
+      fitact fit --fn gelu --bits 3 --weight "layers.json#act" --name gelu_layers
+    """
+    from fitact.calibration import calibrate as run
+    from fitact.files import write
+    from fitact.runtime.models.sources import model_and_batches
+
+    if output.suffix != ".json":
+        raise UsageError(f"{output}: expected a file name that ends in .json, by which fitact fit knows it")
+    model, batches = model_and_batches(call, batch, seq)
+    found = run(model, batches if most is None else islice(batches, most), group=group)
+    write(output, found.to_json())
+    click.echo(str(found))
+    click.echo(f"wrote {output}")

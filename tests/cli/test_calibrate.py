@@ -1,0 +1,220 @@
+"""`fitact calibrate`, and fits with the weights that it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.methods.table import again
+from fitact.fitter.records.reading import read
+from fitact.fitter.records.weights import read as read_weights
+from tests.conftest import Command
+
+MODEL = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act = nn.Linear(8, 16), nn.GELU()
+    def forward(self, x):
+        return F.silu(self.act(self.up(x)))[..., :8]
+
+def tiny(batch, seq=3):
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Softmax(-1)), torch.randn(batch, seq, 8)
+
+def sample():
+    return nn.Sequential(nn.GELU()), sizes()
+
+def sizes():
+    for i in range(50):
+        yield torch.randn(2000, generator=torch.Generator().manual_seed(i)) * 0.7 - 1
+
+def named():
+    return tiny(1)[0], {"input": torch.ones(2, 8)}
+
+def several():
+    return tiny(1)[0], torch.utils.data.DataLoader([(torch.ones(8),)] * 5, batch_size=2)
+
+def wide():
+    return nn.Sequential(nn.GELU()), torch.linspace(-40, 40, 1001)
+
+def leaves():
+    raise SystemExit(3)
+
+def nothing():
+    return tiny(1)[0], None
+
+def text():
+    return tiny(1)[0], "text"
+
+def broken():
+    model, _ = tiny(1)
+    return model, (1 / (2 - i) * torch.ones(2, 8) for i in range(4))
+
+def odd():
+    return tiny(1)[0], torch.ones(5)
+"""
+
+HEAD = ("site", "activation", "count", "mean", "deviation")
+
+
+@pytest.fixture
+def models(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run a command line in a folder with the models above."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "calibrated_models", raising=False)
+    Path("calibrated_models.py").write_text(MODEL, "utf-8")
+    return command
+
+
+def paths(file: str = "weights.json") -> list[str]:
+    return [one.path for one in read_weights(Path(file)).sites]
+
+
+def test_the_table_and_the_file(models: Command) -> None:
+    status, out, err = models("calibrate calibrated_models:tiny --batch 5 --seq 3")
+    assert (status, err) == (0, "")
+    head, *rows, note, last = out.splitlines()
+    assert head.split() == [*HEAD, "0.1", "%", "99.9", "%", "least", "largest"]
+    assert [row.split()[:3] for row in rows] == [
+        ["0.act", "gelu", "240"],
+        ["1.act", "gelu", "240"],
+        ["0:silu", "silu", "240"],
+        ["1:silu", "silu", "240"],
+    ]
+    assert note.startswith("note: not calibrated: 2: Softmax: not a function of one element")
+    assert last == "wrote weights.json"
+    assert paths() == ["0.act", "1.act", "0:silu", "1:silu"]
+    record = json.loads(Path("weights.json").read_text("utf-8"))
+    assert record["schema"] == "fitact.weights/1"
+    text = Path("weights.json").read_text("utf-8")
+    assert models("calibrate calibrated_models:tiny --batch 5 --seq 3")[0] == 0
+    assert Path("weights.json").read_text("utf-8") == text, "the same command gives the same bytes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [
+        ("tiny --seq 7", [112, 112, 112, 112]),
+        ("tiny --group --batch 2 --seq 3", [192, 192]),
+        ("named", [32, 32, 32, 32]),
+        ("several", [80, 80, 80, 80]),
+        ("several --most 2", [64, 64, 64, 64]),
+        ("sample --most 3", [6000]),
+    ],
+)
+def test_batches(arguments: str, counts: list[int], models: Command) -> None:
+    assert models(f"calibrate calibrated_models:{arguments} -o folder/w.json")[0] == 0
+    assert [one.count for one in read_weights(Path("folder/w.json")).sites] == counts
+
+
+def test_a_fit_with_the_weight_of_a_site(models: Command) -> None:
+    """It is better on the data than the default, and near that for the density which the data have."""
+    assert models("calibrate calibrated_models:sample -o w.json")[0] == 0
+    fit = "fit --fn gelu --bits 3 --domain -8 8"
+    for name, weight in (
+        ("data", "w.json#0"),
+        ("only", "w.json"),
+        ("normal", "normal(-1, 0.7)"),
+        ("flat", "uniform"),
+    ):
+        assert models(f'{fit} --name {name} --weight "{weight}"')[0] == 0
+    Path("w.json").unlink()
+    fits = {name: read(Path(f"generated/fits/{name}.json")) for name in ("data", "only", "normal", "flat")}
+    f, x = Activation.of("gelu"), np.random.default_rng(0).normal(-1, 0.7, 100_000)
+    error = {name: float(np.mean((f.derivative(x) - fit(x)) ** 2)) for name, fit in fits.items()}  # type: ignore[operator]
+    assert error["data"] < 1.04 * error["normal"]
+    assert error["data"] < 0.9 * error["flat"]
+    record = Path("generated/fits/data.json").read_text("utf-8")
+    assert again(fits["data"]).to_json() == record, "without the file"
+    assert record == Path("generated/fits/only.json").read_text("utf-8").replace('"only"', '"data"')
+    assert models("codegen generated/fits/data.json")[0] == 0
+
+
+def test_a_coded_fit(models: Command) -> None:
+    assert models("calibrate calibrated_models:tiny --group")[0] == 0
+    status, _, err = models('fit --fn gelu --method coded --bits 4 --weight "weights.json#*.act" --name a')
+    assert (status, err) == (0, "")
+    fit = read(Path("generated/fits/a.json"))
+    assert fit.weight == read_weights(Path("weights.json")).weight("*.act")  # type: ignore[union-attr]
+    assert again(fit).to_json() == Path("generated/fits/a.json").read_text("utf-8")
+
+
+def test_what_lies_beyond_the_domain_is_told(models: Command) -> None:
+    assert models("calibrate calibrated_models:wide")[0] == 0
+    status, _, err = models("fit --fn gelu --bits 2 --weight weights.json --name a")
+    assert status == 0
+    warning, *_ = err.splitlines()
+    assert warning.startswith("fitact: warning: 7")
+    assert warning.endswith("% of the weight lies beyond the domain -10 10: choose one with --domain")
+    status, _, err = models("fit --fn gelu --bits 2 --weight weights.json --name b --domain -100 100")
+    assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("", "CALL"),
+        ("nope", "expected MODULE:CALLABLE"),
+        ("nope:nope", "nope: cannot be imported"),
+        ("calibrated_models:nope", "it has no callable 'nope'"),
+        ("calibrated_models:leaves", "it failed: SystemExit: 3"),
+        ("calibrated_models:nothing", "expected a model and its inputs, or a model and several batches"),
+        ("calibrated_models:text", "expected a model and its inputs, or a model and several batches"),
+        ("calibrated_models:broken", "batch 2: it cannot be made: ZeroDivisionError"),
+        ("calibrated_models:odd", "batch 0: the model cannot be run with it: RuntimeError: mat1 and mat2"),
+        ("calibrated_models:tiny -o weights.txt", "weights.txt: expected a file name that ends in .json"),
+        ("calibrated_models:tiny -o ''", "expected the name of a file"),
+        ("calibrated_models:tiny --most 0", "--most"),
+        ("calibrated_models:tiny --batch 0", "--batch"),
+    ],
+)
+def test_refused(arguments: str, part: str, models: Command) -> None:
+    status, out, err = models(f"calibrate {arguments}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("fitact: ")
+    assert part in err
+    assert [path.name for path in Path().iterdir()] == ["calibrated_models.py"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "part"),
+    [
+        ("weights.json", "weights.json: it has 4 sites, choose one: '0.act', '1.act', '0:silu', '1:silu'"),
+        ("weights.json#", "weights.json: it has no site ''"),
+        ("weights.json#2", "weights.json: it has no site '2': there are '0.act'"),
+        ("weights.json#0.act#", "it has no site '0.act#'"),
+        ("none.json#0.act", "none.json: cannot be read: no such file"),
+        ("none#0.act", "weight 'none#0.act'"),
+        ("fit.json", "fit.json: schema: expected fitact.weights/1, got 'fitact.fit/1'"),
+        ("hostile.json", "hostile.json: sites[0].path: expected 1 to 500 printable characters"),
+        (".json", ".json: cannot be read"),
+    ],
+)
+def test_weights_that_are_refused(weight: str, part: str, models: Command) -> None:
+    assert models("calibrate calibrated_models:tiny")[0] == 0
+    assert models("fit --fn tanh --bits 1 -o fit.json")[0] == 0
+    record = json.loads(Path("weights.json").read_text("utf-8"))
+    record["sites"][0]["path"] = "\x1b[31m"
+    Path("hostile.json").write_text(json.dumps(record), "utf-8")
+    status, out, err = models("fit --fn gelu --bits 1 --name a", "--weight", weight)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("fitact: ") and err.rstrip("\n").isprintable()
+    assert part in err
+    assert not Path("generated").exists()
+
+
+def test_methods_without_a_weight(models: Command, refuses: Callable[[str], str]) -> None:
+    Path("calibrated_models.py").unlink()
+    for options in ("--method relumix --bits 2", "--method inverted", "--method exact"):
+        assert "has no --weight" in refuses(f"fit --fn tanh {options} --weight weights.json --name a")

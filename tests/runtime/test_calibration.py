@@ -1,0 +1,365 @@
+"""Calibration: what goes into a model's activations is what is counted, and nothing of the model changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fitact
+from fitact.fitter.records.weights import Calibration
+from fitact.runtime.calibration import sketch
+from fitact.runtime.calibration.sketch import HALF, NEAR, STEPS, Sketch
+from tests.support.refusals import refused
+
+# --- the sketch
+
+
+def counted(*parts: Tensor) -> Sketch:
+    found = Sketch()
+    for part in parts:
+        found.add(part)
+    return found
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 0.5).to(
+        dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_moments_and_extremes(dtype: torch.dtype) -> None:
+    x = numbers(10_000, dtype)
+    found, exact = counted(x), x.double().numpy()
+    assert (found.count, found.left_out) == (10_000, 0)
+    assert (found.mean, found.deviation) == (pytest.approx(exact.mean()), pytest.approx(exact.std()))
+    assert (found.least, found.largest) == (exact.min(), exact.max())
+
+
+def test_counts() -> None:
+    x = torch.cat([numbers(5000), numbers(5000) * 1e-4, torch.tensor([0.0, -0.0, 1e-30, 3e29, -7e29])])
+    edges, counts = counted(x).cells()
+    assert np.histogram(x.numpy(), edges)[0].tolist() == counts
+    widths, size = np.diff(edges), np.abs(edges[1:])
+    assert widths.max() > 1e27
+    np.testing.assert_array_less(widths, np.maximum(1.01 * size / STEPS, 1.01 * NEAR / STEPS) + size / STEPS)
+    small = (size < NEAR / 2) & (np.abs(edges[:-1]) < NEAR / 2)
+    np.testing.assert_array_less(widths[small], 1.2 * NEAR / STEPS)
+    assert len(Sketch().counts) == 2 * HALF
+    assert Sketch().cells() == ([], [])
+
+
+def test_chunks_and_streams_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = numbers(1000)
+    whole = counted(x)
+    monkeypatch.setattr(sketch, "CHUNK", 7)
+    for other in (
+        counted(x),
+        counted(*x.split(33)),
+        counted(x.view(10, 5, 20).mT),
+        counted(x.view(2, 500)[:, ::1]),
+    ):
+        assert torch.equal(other.counts, whole.counts)
+        assert (other.count, other.least, other.largest) == (whole.count, whole.least, whole.largest)
+        assert other.mean == pytest.approx(whole.mean, rel=1e-12)
+        assert other.deviation == pytest.approx(whole.deviation, rel=1e-12)
+
+
+def test_a_deviation_far_below_the_mean() -> None:
+    x = numbers(1000) * 1e-5 + 1e6
+    assert counted(*x.split(10)).deviation == pytest.approx(x.numpy().std(), rel=1e-6)
+
+
+def test_what_is_left_out() -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e300, 1.0, 2.0], dtype=torch.float64)
+    found = counted(x, torch.empty(0), torch.full((2, 2), float("nan")))
+    assert (found.count, found.left_out, found.mean) == (2, 9, 1.5)
+    assert sum(found.cells()[1]) == 2
+
+
+def test_integers_and_booleans_are_numbers() -> None:
+    assert counted(torch.arange(4), torch.tensor([True, False])).mean == pytest.approx(7 / 6)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse(), torch.empty(2, device="meta")]
+)
+def test_no_real_numbers(x: Tensor) -> None:
+    assert "expected a dense tensor of real numbers" in refused(Sketch().add, x)
+
+
+# --- the model
+
+
+class Swish(nn.Module):
+    """A user's own activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+class Block(nn.Module):
+    """Activations of every kind that is found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 24)
+        self.act = nn.GELU()
+        self.gate = F.silu
+        self.approximate = partial(F.gelu, approximate="tanh")
+        self.slope = nn.LeakyReLU(0.2)
+        self.own = Swish()
+        self.norm = nn.BatchNorm1d(24)
+        self.drop = nn.Dropout(0.5)
+        self.down = nn.Linear(24, 8)
+        self.inputs: list[tuple[str, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.up(x))
+        y = self.gate(y) + self.approximate(input=y)
+        y = self.own(self.slope(self.norm(y)))
+        y = self.drop(y)
+        y = torch.tanh(y) + y.sigmoid() + F.gelu(y, approximate="tanh")
+        return self.down(F.relu(y, inplace=True))
+
+
+class Net(nn.Module):
+    """Two blocks, what is never run, and what is no activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.unused = nn.Tanh()
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.softmax(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+BATCHES = [torch.randn(16, 8, generator=torch.Generator().manual_seed(i)) * (i + 1) for i in range(3)]
+OF_A_BLOCK = {
+    "act": "gelu",
+    "gate": "silu",
+    "approximate": "gelu_tanh",
+    "slope": "LeakyReLU(negative_slope=0.2)",
+    "own": "silu",
+    ":tanh": "tanh",
+    ":sigmoid": "sigmoid",
+    ":gelu_tanh": "gelu_tanh",
+    ":relu": "relu",
+}
+
+
+def test_sites() -> None:
+    found = fitact.calibrate(net(), BATCHES)
+    expected = {
+        f"blocks.{i}{'' if name[0] == ':' else '.'}{name}": kind
+        for i in (0, 1)
+        for name, kind in OF_A_BLOCK.items()
+    }
+    assert {one.path: one.activation for one in found.sites} == expected
+    assert {one.count for one in found.sites} == {3 * 16 * 24}
+    assert found.notes == (
+        "not calibrated: softmax: Softmax: not a function of one element: each output depends on a whole row",
+        "not calibrated: unused: tanh: it was not run",
+    )
+    for line in str(found).splitlines()[1 : len(expected) + 1]:
+        assert line.split()[0] in expected
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_inputs_are_those_of_the_model(train: bool) -> None:
+    """In the mode it is in, with the random numbers that come next, batch norm included."""
+    model, twin = net().train(train), net().train(train)
+    seen: dict[str, list[Tensor]] = {}
+    for i, block in enumerate(twin.blocks):
+        for name in ("act", "slope", "own"):
+            keep = seen.setdefault(f"blocks.{i}.{name}", [])
+            block.get_submodule(name).register_forward_pre_hook(lambda _, args, keep=keep: keep.append(args[0]))
+        keep = seen.setdefault(f"blocks.{i}:tanh", [])
+        block.drop.register_forward_hook(lambda *args, keep=keep: keep.append(args[2].clone()))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for batch in BATCHES:
+            twin(batch)
+    torch.manual_seed(5)
+    found = {one.path: one for one in fitact.calibrate(model, BATCHES).sites}
+    for path, parts in seen.items():
+        x = torch.cat([part.flatten() for part in parts]).double()
+        one = found[path]
+        assert (one.least, one.largest) == (pytest.approx(x.min().item()), pytest.approx(x.max().item()))
+        assert (one.mean, one.deviation) == (
+            pytest.approx(x.mean().item(), rel=1e-6),
+            pytest.approx(x.std(correction=0).item(), rel=1e-6),
+        )
+        weight = one.weight(np.linspace(-30, 30, 9))
+        assert (weight > 0).all()
+
+
+def test_groups() -> None:
+    alone, grouped = (fitact.calibrate(net().eval(), BATCHES, group=group) for group in (False, True))
+    assert [one.path.replace("*", "0") for one in grouped.sites] == [
+        one.path for one in alone.sites if one.path.startswith("blocks.0")
+    ]
+    for one in grouped.sites:
+        parts = [part for part in alone.sites if part.path in (one.path.replace("*", i) for i in "01")]
+        assert one.count == sum(part.count for part in parts)
+        assert one.mean == pytest.approx(sum(part.mean * part.count for part in parts) / one.count, rel=1e-5)
+        assert one.largest == max(part.largest for part in parts)
+
+
+def test_groups_of_one_path_and_two_activations() -> None:
+    model = nn.Sequential(nn.GELU(), nn.SiLU(), nn.GELU())
+    found = fitact.calibrate(model, BATCHES, group=True)
+    assert {one.path: one.count for one in found.sites} == {"* (gelu)": 768, "* (silu)": 384}
+
+
+def _state(model: nn.Module) -> list[Any]:
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    held = [(name, sorted(vars(module)), module.training) for name, module in model.named_modules()]
+    hooks = [
+        (len(module._forward_hooks), len(module._forward_pre_hooks), getattr(module, "gate", None))
+        for module in model.modules()
+    ]
+    generators = [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)]  # noqa: NPY002
+    return [tensors, held, hooks, [parameter.grad for parameter in model.parameters()], repr(generators)]
+
+
+def _fails(model: nn.Module) -> None:
+    model(BATCHES[0])
+    np.random.rand()  # noqa: NPY002
+    raise RuntimeError("two\nlines")
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_model_stays_as_it_was(train: bool, fails: bool) -> None:
+    model = net().train(train)
+    model.blocks[1].eval()
+    before, copies = _state(model), copy.deepcopy(BATCHES)
+    if fails:
+        message = refused(fitact.calibrate, model, [BATCHES[0], _fails])
+        assert message == "batch 1: the model cannot be run with it: RuntimeError: two lines"
+    else:
+        fitact.calibrate(model, BATCHES)
+    after = _state(model)
+    torch.testing.assert_close(before[0], after[0], rtol=0, atol=0)
+    assert before[1:] == after[1:]
+    assert all(map(torch.equal, copies, BATCHES))
+    assert torch.is_grad_enabled()
+
+
+def test_the_same_call_gives_the_same_bytes() -> None:
+    model = net()
+    first, second = (fitact.calibrate(model, BATCHES).to_json() for _ in range(2))
+    assert first == second
+
+
+def test_no_tensor_is_kept() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("one", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            gc.collect()
+            assert sum(one() is not None for one in alive) == 0
+            y = x + self.one
+            alive.append(weakref.ref(y))
+            return y
+
+    model = nn.Sequential(Watched(), nn.GELU())
+    found = fitact.calibrate(model, (torch.ones(2, 3) * i for i in range(4)))
+    assert len(alive) == 4
+    assert found.sites[0].count == 24
+
+
+def test_kinds_of_batches() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
+            return F.silu(x + y)
+
+    x = torch.ones(3)
+    batches = [{"x": x, "y": x}, lambda model: model(x, y=x)]
+    found = fitact.calibrate(Two(), batches)
+    assert (found.sites[0].path, found.sites[0].count, found.sites[0].mean) == (":silu", 6, 2.0)
+    one = fitact.calibrate(nn.Sequential(nn.GELU()), [(x,), [x], x])
+    assert one.sites[0].count == 9
+
+
+def test_a_module_at_two_places_is_one_site() -> None:
+    act = nn.GELU()
+    found = fitact.calibrate(nn.Sequential(act, nn.Linear(8, 8), act), BATCHES)
+    assert [(one.path, one.count) for one in found.sites] == [("0", 2 * 3 * 16 * 8)]
+
+
+def test_converted_models_and_half_precision() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh()).bfloat16()
+    fitact.convert(model, "fewbit", bits=3)
+    found = fitact.calibrate(model, [batch.bfloat16() for batch in BATCHES])
+    assert [(one.path, one.activation) for one in found.sites] == [("1", "gelu_fewbit3"), ("3", "tanh_fewbit3")]
+
+
+def test_what_is_not_finite_is_told() -> None:
+    bad = BATCHES[0].clone()
+    bad[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    found = fitact.calibrate(nn.Sequential(nn.GELU()), [bad])
+    assert (found.sites[0].count, found.sites[0].left_out) == (125, 3)
+    assert found.notes == ("0: 3 numbers are NaN, infinite or huge, and not counted",)
+    model = nn.Sequential(nn.GELU(), nn.SiLU())
+    message = refused(fitact.calibrate, model, [torch.full((2,), float("nan"))])
+    assert message.startswith("no input of an activation was seen in the model; 0: 2 numbers are NaN")
+
+
+def _broken() -> Iterator[Tensor]:
+    yield BATCHES[0]
+    raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "reason"),
+    [
+        (nn.Sequential(nn.GELU()), BATCHES[0], "batches: expected several batches, as a list, got tensor"),
+        (nn.Sequential(nn.GELU()), {"x": BATCHES[0]}, "batches: expected several batches"),
+        (nn.Sequential(nn.GELU()), "text", "batches: expected several batches"),
+        (nn.Sequential(nn.GELU()), 3, "batches: expected several batches"),
+        (nn.Sequential(nn.GELU()), [], "batches: expected at least one batch, got none"),
+        (nn.Sequential(nn.GELU()), [3], "example_inputs 3: expected a tensor"),
+        (nn.Sequential(nn.GELU()), _broken(), "batch 1: it cannot be made: OSError: gone"),
+        (nn.Sequential(nn.Linear(8, 8)), BATCHES, "no input of an activation was seen in the model"),
+        (nn.Sequential(nn.Linear(8, 8, device="meta"), nn.GELU()), BATCHES, "have no values"),
+        (nn.Sequential(nn.LazyLinear(8), nn.GELU()), BATCHES, "not initialised yet"),
+        (nn.Sequential(nn.GELU()), [torch.eye(2).to_sparse()], "0: expected a dense tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_refused(model: nn.Module, batches: Any, reason: str) -> None:
+    assert reason in refused(fitact.calibrate, model, batches)
+
+
+def test_a_compiled_model_is_refused() -> None:
+    assert "the model is compiled" in refused(fitact.calibrate, torch.compile(nn.Sequential(nn.GELU())), BATCHES)
+
+
+def test_the_result() -> None:
+    assert isinstance(fitact.calibrate(nn.Sequential(nn.GELU()), BATCHES), Calibration)
