@@ -16,6 +16,7 @@ from fitact.api import activation, shipped
 from fitact.errors import FitactError, FitWarning, JobError, UsageError
 
 if TYPE_CHECKING:
+    from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.convert.convert import convert, revert
     from fitact.runtime.convert.functional import converted_functions
     from fitact.runtime.convert.rebuild import rebuild
@@ -26,6 +27,9 @@ __all__ = [
     "JobError",
     "UsageError",
     "activation",
+    "compile",
+    "compile_options",
+    "compile_report",
     "convert",
     "converted_functions",
     "rebuild",
@@ -34,6 +38,9 @@ __all__ = [
 ]
 # Names that need PyTorch, with the modules they are imported from on first use.
 LAZY = {
+    "compile": "fitact.runtime.compile.compile",
+    "compile_options": "fitact.runtime.compile.compile",
+    "compile_report": "fitact.runtime.compile.compile",
     "convert": "fitact.runtime.convert.convert",
     "converted_functions": "fitact.runtime.convert.functional",
     "rebuild": "fitact.runtime.convert.rebuild",

@@ -1,0 +1,101 @@
+"""Codes as nodes of a graph, which the compiler sees and fuses with what is around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fitact.runtime.torch_internals import fake_constant, fake_mode_of
+
+from .kept import CAST, value_of
+
+aten = torch.ops.aten
+BYTE = 8
+
+
+class Graph:
+    """A graph that gets nodes, each with the fake tensor that stands for its result.
+
+    Args:
+        module: the module of the graph.
+        before: the node before which the new ones come.
+
+    """
+
+    def __init__(self, module: fx.GraphModule, before: fx.Node) -> None:
+        self.module, self.before = module, before
+        self.mode = fake_mode_of(module.graph)
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node that calls an operator, and return it."""
+        with self.module.graph.inserting_before(self.before):
+            node = self.module.graph.call_function(target, args, kwargs)
+        given = fx.map_arg((args, kwargs), lambda one: one.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*given[0], **given[1])
+        return node
+
+    def constant(self, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
+        """Return a node whose result is a constant; the same node for the same name and device."""
+        value = value_of(like)
+        assert value is not None
+        name = f"_fitact_{name}_{value.device.type}"
+        if not hasattr(self.module, name):
+            self.module.register_buffer(name, tensor.to(value.device))
+        with self.module.graph.inserting_before(self.before):
+            held = self.module.graph.get_attr(name)
+        held.meta["val"] = fake_constant(getattr(self.module, name), value)
+        return self(aten.lift_fresh_copy.default, held)
+
+
+def encode(graph: Graph, x: fx.Node, name: str, borders: Tensor) -> fx.Node:
+    """Return the codes of x, uint8, of its shape: how many borders lie strictly below; those of NaN are 0."""
+    wide = graph(CAST, x, torch.float32)
+    number = graph(aten.where.ScalarOther, graph(aten.eq.Tensor, wide, wide), wide, float("-inf"))
+    code = graph(aten.bucketize.Tensor, number, graph.constant(f"{name}_borders", borders, x), out_int32=True)
+    return graph(CAST, code, torch.uint8)
+
+
+def look_up(graph: Graph, code: fx.Node, name: str, table: Tensor, dtype: torch.dtype) -> fx.Node:
+    """Return a table's numbers at codes, of their shape."""
+    place = graph(CAST, code, torch.int64)
+    found = graph(aten.index.Tensor, graph.constant(name, table, code), [place])
+    return graph(CAST, found, dtype)
+
+
+def pack(graph: Graph, parts: fx.Node, bits: int) -> fx.Node:
+    """Return parts of a few bits as bytes, along the last dimension; the first part of a byte is the lowest."""
+    value = value_of(parts)
+    assert value is not None
+    count, last = BYTE // bits, value.dim() - 1
+    parts = graph(CAST, parts, torch.uint8)
+    packed = None
+    for i in range(count):
+        part = graph(aten.slice.Tensor, parts, last, i, torch.iinfo(torch.int64).max, count)
+        part = graph(aten.bitwise_left_shift.Tensor_Scalar, part, bits * i) if i else part
+        packed = part if packed is None else graph(aten.bitwise_or.Tensor, packed, part)
+    assert packed is not None
+    return packed
+
+
+def unpack(graph: Graph, packed: fx.Node, bits: int) -> fx.Node:
+    """Return the parts of bytes, uint8."""
+    value = value_of(packed)
+    assert value is not None
+    count, dims = BYTE // bits, value.dim()
+    place = graph(
+        torch.ops.prims.iota.default,
+        count * value.shape[-1],
+        start=0,
+        step=1,
+        dtype=torch.int64,
+        device=value.device,
+        requires_grad=False,
+    )
+    byte = graph(aten.bitwise_right_shift.Tensor_Scalar, place, count.bit_length() - 1)
+    spread = graph(aten.index.Tensor, packed, [*[None] * (dims - 1), byte])
+    shift = graph(aten.mul.Tensor, graph(aten.bitwise_and.Scalar, place, count - 1), bits)
+    shift = graph(CAST, shift, torch.uint8)
+    return graph(aten.bitwise_and.Scalar, graph(aten.bitwise_right_shift.Tensor, spread, shift), (1 << bits) - 1)
