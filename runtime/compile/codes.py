@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.torch_internals import fake_constant, fake_mode_of
+from fitact.runtime.torch_internals import fake_constant, fake_mode_of, size_hint
 
 from .kept import CAST, value_of
 
 aten = torch.ops.aten
 BYTE = 8
+ROW = 64
+BIAS = 127  # of exponents
 
 
 class Graph:
@@ -50,6 +52,35 @@ class Graph:
         return self(aten.lift_fresh_copy.default, held)
 
 
+def scale(graph: Graph, x: fx.Node) -> fx.Node:
+    """Return a power of two for each row of x, near its root mean square: the exponent and 127, as a byte.
+
+    A row is as many of the last dimensions as have 64 elements together.
+    """
+    value = value_of(x)
+    assert value is not None
+    dims, size = [], 1
+    for dim in reversed(range(value.dim())):
+        if size < ROW:
+            dims.append(dim)
+            size *= size_hint(value.shape[dim])
+    wide = graph(CAST, x, torch.float32)
+    square = graph(aten.mean.dim, graph(aten.mul.Tensor, wide, wide), dims, True)
+    exponent = graph(aten.mul.Tensor, graph(aten.log2.default, square), 0.5)
+    exponent = graph(aten.round.default, graph(aten.add.Tensor, exponent, BIAS))
+    known = graph(aten.eq.Tensor, exponent, exponent)
+    exponent = graph(aten.clamp_max.default, graph(aten.clamp_min.default, exponent, 1), 2 * BIAS - 1)
+    exponent = graph(aten.where.ScalarOther, known, exponent, BIAS)
+    return graph(CAST, exponent, torch.uint8)
+
+
+def scaled(graph: Graph, x: fx.Node, exponents: fx.Node, sign: int) -> fx.Node:
+    """Return x times its rows' powers of two, to the power `sign`, in float32."""
+    exponent = graph(aten.sub.Tensor, graph(CAST, exponents, torch.float32), BIAS)
+    power = graph(aten.exp2.default, graph(aten.mul.Tensor, exponent, sign))
+    return graph(aten.mul.Tensor, graph(CAST, x, torch.float32), power)
+
+
 def encode(graph: Graph, x: fx.Node, name: str, borders: Tensor) -> fx.Node:
     """Return the codes of x, uint8, of its shape: how many borders lie strictly below; those of NaN are 0."""
     wide = graph(CAST, x, torch.float32)
@@ -58,11 +89,10 @@ def encode(graph: Graph, x: fx.Node, name: str, borders: Tensor) -> fx.Node:
     return graph(CAST, code, torch.uint8)
 
 
-def look_up(graph: Graph, code: fx.Node, name: str, table: Tensor, dtype: torch.dtype) -> fx.Node:
+def look_up(graph: Graph, code: fx.Node, name: str, table: Tensor) -> fx.Node:
     """Return a table's numbers at codes, of their shape."""
     place = graph(CAST, code, torch.int64)
-    found = graph(aten.index.Tensor, graph.constant(name, table, code), [place])
-    return graph(CAST, found, dtype)
+    return graph(aten.index.Tensor, graph.constant(name, table, code), [place])
 
 
 def pack(graph: Graph, parts: fx.Node, bits: int) -> fx.Node:

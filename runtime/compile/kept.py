@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,21 +154,31 @@ def _attention(graph: fx.Graph) -> dict[fx.Node, str]:
         if node.op != "call_function":
             continue
         if "attention" in schema_name(node.target):
-            for one in node.all_input_nodes:
-                found[_source(one)] = "attention"
-            for user in node.users:
-                found[user] = "attention" if user.args[1] == 0 else "attention's statistics"
+            found |= dict.fromkeys(_inputs_of(node.all_input_nodes), "attention")
+            found |= {user: "attention" if user.args[1] == 0 else "attention's statistics" for user in node.users}
         elif node.target in BATCHED:
-            products = [_source(one) for one in node.args[-2:] if isinstance(one, fx.Node)]
-            found |= dict.fromkeys((node, *products), "attention's own products")
+            found |= dict.fromkeys((*_inputs_of(node.args), *_outputs_of(node)), "products that attention makes")
     return found
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """Return what a node is a view of, through copies in another order or dtype."""
-    while is_view(node) or node.target in (aten.clone.default, CAST):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+def _inputs_of(nodes: Iterable[Any]) -> Iterator[fx.Node]:
+    """Yield nodes, and what they are views, copies and multiples of."""
+    for node in nodes:
+        one = node
+        while isinstance(one, fx.Node):
+            yield one
+            tensors = [other for other in one.all_input_nodes if value_of(other) is not None]
+            same = is_view(one) or one.target in (aten.clone.default, CAST, aten.mul.Tensor, aten.mul.Scalar)
+            one = tensors[0] if same and len(tensors) == 1 else None
+
+
+def _outputs_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a node, and its views and copies."""
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        yield one
+        todo += [user for user in one.users if is_view(user) or user.target in (aten.clone.default, CAST)]
 
 
 def _adds_tensors(node: fx.Node) -> bool:

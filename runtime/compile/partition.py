@@ -11,10 +11,12 @@ from torch import Tensor, fx
 
 from fitact.runtime.torch_internals import schema_name
 
-from .codes import BYTE, Graph, encode, look_up, pack, unpack
-from .kept import Kept, elements, kept, value_of
+from .codes import BYTE, Graph, encode, look_up, pack, scale, scaled, unpack
+from .kept import CAST, Kept, elements, kept, value_of
 from .report import KeptRecord
 from .tables import Table, best
+
+UNCHECKED = "saved_tensor_with_no_vc_check"  # the partitioner's mark of tensors that may be changed in place
 
 
 @dataclass
@@ -68,12 +70,12 @@ class Edit:
         if bits < BYTE and not (isinstance(row, int) and row % (BYTE // bits) == 0):
             return _left(group, name, "its rows do not fill whole bytes")
         before = _bytes(value)
-        packed = _encode(forward, first.node, table, bits)
-        _replace_result(forward, first.node, packed)
-        _decode(backward, first.place, packed, value, table, bits)
+        parts = _encode(forward, first.node, table, bits)
+        places = _hand_over(forward, backward, first, parts)
+        _decode(backward, places, value, table, bits)
+        after = sum(_bytes(part.meta["val"]) for part in parts)
         code = "bits" if table is None else table.name
-        shape = tuple(map(str, value.shape))
-        return iter([KeptRecord(name, shape, value.dtype, before, _bytes(packed.meta["val"]), code, error)])
+        return iter([KeptRecord(name, tuple(map(str, value.shape)), value.dtype, before, after, code, error)])
 
 
 def _left(group: Sequence[Kept], name: str, reason: str) -> Iterator[KeptRecord]:
@@ -97,33 +99,51 @@ def _bytes(value: Tensor) -> int:
     return elements(value) * value.element_size()
 
 
-def _encode(module: fx.GraphModule, node: fx.Node, table: Table | None, bits: int) -> fx.Node:
+def _encode(module: fx.GraphModule, node: fx.Node, table: Table | None, bits: int) -> list[fx.Node]:
+    """Return what is kept in place of a node: its codes, and the scales of its rows if the table wants them."""
     graph = Graph(module, node.next)
-    codes = node if table is None else encode(graph, node, table.name, table.borders)
-    packed = codes if bits == BYTE else pack(graph, codes, bits)
-    if "saved_tensor_with_no_vc_check" in node.meta:
-        packed.meta["saved_tensor_with_no_vc_check"] = node.meta["saved_tensor_with_no_vc_check"]
-    return packed
+    if table is None:
+        return [pack(graph, node, bits)]
+    scales = [scale(graph, node)] if table.scaled else []
+    codes = encode(graph, scaled(graph, node, scales[0], -1) if scales else node, table.name, table.borders)
+    return [codes if bits == BYTE else pack(graph, codes, bits), *scales]
 
 
-def _replace_result(module: fx.GraphModule, node: fx.Node, packed: fx.Node) -> None:
-    (end,) = module.graph.find_nodes(op="output")
-    end.args = (tuple(packed if one is node else one for one in end.args[0]),)
+def _hand_over(
+    forward: fx.GraphModule, backward: fx.GraphModule, one: Kept, parts: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Let the forward graph return parts in place of a node, and return the placeholders that receive them."""
+    (end,) = forward.graph.find_nodes(op="output")
+    (results,) = end.args
+    at = results.index(one.node)
+    end.args = ((*results[:at], *parts, *results[at + 1 :]),)
+    if "desc" in end.meta:
+        described = list(end.meta["desc"])
+        end.meta["desc"] = [*described[:at], *(described[at] for _ in parts), *described[at + 1 :]]
+    places = [one.place]
+    for i in range(1, len(parts)):
+        with backward.graph.inserting_after(places[-1]):
+            places.append(backward.graph.placeholder(f"{one.place.name}_{i}"))
+    for place, part in zip(places, parts, strict=True):
+        place.meta = {**one.place.meta, "val": part.meta["val"]}
+        place.meta.pop("tensor_meta", None)
+        if UNCHECKED in one.node.meta:
+            part.meta[UNCHECKED] = one.node.meta[UNCHECKED]
+    return places
 
 
 def _decode(
-    module: fx.GraphModule, place: fx.Node, packed: fx.Node, value: Tensor, table: Table | None, bits: int
+    module: fx.GraphModule, places: Sequence[fx.Node], value: Tensor, table: Table | None, bits: int
 ) -> None:
-    """Let a placeholder receive codes, and its readers what is looked up."""
+    """Let the readers of the first placeholder read what is looked up by the codes that it receives now."""
+    place = places[0]
     readers = list(place.users)
-    place.meta = {**place.meta, "val": packed.meta["val"]}
-    place.meta.pop("tensor_meta", None)
-    first = min(readers, key=list(module.graph.nodes).index)
-    graph = Graph(module, first)
+    graph = Graph(module, min(readers, key=list(module.graph.nodes).index))
     codes = place if bits == BYTE else unpack(graph, place, bits)
     if table is None:
         found = graph(torch.ops.aten.ne.Scalar, codes, 0)
     else:
-        found = look_up(graph, codes, f"{table.name}_points", table.points, value.dtype)
+        found = look_up(graph, codes, f"{table.name}_points", table.points)
+        found = graph(CAST, scaled(graph, found, places[1], 1) if table.scaled else found, value.dtype)
     for reader in readers:
         reader.replace_input_with(place, found)

@@ -64,7 +64,7 @@ class CompileReport:
 
 def _lines(report: CompileReport) -> Iterator[str]:
     if not report.graphs:
-        yield "no graph was compiled: run the model forward with gradients; graphs from PyTorch's cache are not listed"
+        yield "no graph was compiled: run the model forward with gradients. PyTorch's cache hides those it has"
         return
     groups: dict[tuple[object, ...], list[KeptRecord]] = {}
     for record in (record for records in report.graphs for record in records):

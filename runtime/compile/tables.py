@@ -38,6 +38,7 @@ class Table:
         bits: of a code.
         borders: float32, (2^bits − 1,), increasing.
         points: float32, (2^bits,): what stands for a cell.
+        scaled: whether rows are divided by powers of two near their root mean squares first.
 
     """
 
@@ -45,6 +46,7 @@ class Table:
     bits: int
     borders: Tensor
     points: Tensor
+    scaled: bool
 
     def digest(self) -> str:
         """Return what names the numbers."""
@@ -102,7 +104,10 @@ def table_of(kind: type[nn.Module]) -> Table:
             f"got {quote(kind.__name__)}"
         )
     borders = torch.tensor(activation.borders, dtype=torch.float64)
-    return Table(activation.name, activation.bits, borders.float(), _points(activation, borders).float())
+    points = _points(activation, borders).float()
+    samples = _samples()[0]
+    linear = torch.equal(activation.value(samples), samples)
+    return Table(activation.name, activation.bits, borders.float(), points, linear)
 
 
 def _points(activation: Coded, borders: Tensor) -> Tensor:
