@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitact.errors import UsageError, quote
+from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit
 
 from .generate import Layout, by_name, class_name, environment, render
@@ -28,8 +29,9 @@ RUNTIME = (
     "__init__.py",
     "recipes.py",
     "torch_internals.py",
-    *(f"kernels/{name}.py" for name in ("__init__", "coded", "math", "tiles", "triton_compat")),
-    *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "inductor", "launch", "reference")),
+    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "math", "tiles", "triton_compat")),
+    *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "factors", "gate_ops", "gates", "inductor")),
+    *(f"ops/{name}.py" for name in ("launch", "reference")),
     "ops/reference_math.py",
     "ops/registry.py",
 )
@@ -69,7 +71,12 @@ def plan(fits: Iterable[AnyFit], *, hub: bool = False) -> dict[str, str]:
 
 
 def kernel_name(fit: AnyFit) -> str:
-    """Return the name of a fit's kernel, `gelu_fewbit3` → `gelu-fewbit3`; UsageError if there is none."""
+    """Return the name of a fit's kernel, `gelu_fewbit3` → `gelu-fewbit3`; UsageError if it can have none."""
+    if isinstance(fit, GateFit | CodedGateFit):
+        raise UsageError(
+            f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
+            "make a folder with --standalone instead"
+        )
     name = fit.name.lower().replace("_", "-")
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(

@@ -23,7 +23,8 @@ from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.plot import draw
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.gate import CodedGateFit, GateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.fitter.records.reading import read
 
 DOCS = Path(__file__).parent
@@ -32,7 +33,7 @@ GALLERY = DOCS / "gallery"
 DPI = 75
 WIDTH = 100  # of a help text
 ROOMS = ("fitter", "codegen", "runtime", "generated")
-METHODS = ("fewbit", "relumix", "inverted", "exact", "coded")
+METHODS = ("fewbit", "relumix", "inverted", "exact", "coded", "gate_rebuild", "gate_coded")
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -173,7 +174,8 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         "is over all numbers of bfloat16 or float32, with the output rounded once to that dtype; *floor* is the "
         "least that any function of that output and code could reach. For a code of `x`, from which `f` and `f′` "
         "are looked up, the errors of both are for normal `x` of deviation σ, relative to their root mean "
-        "squares; up to `|x|` = *reach* the error of `f` is at most 5 %.",
+        "squares; up to `|x|` = *reach* the error of `f` is at most 5 %. Those of a gate `h(g, u)` are of both "
+        "gradients and of `h`, for independent normal `g` and `u`.",
     ]
     named: dict[str, list[AnyFit]] = {}
     for fit in fits:
@@ -182,10 +184,13 @@ def gallery(fits: Sequence[AnyFit]) -> str:
     for name, own in named.items():
         entry = CATALOG.get(name)
         formula = own[0].activation.expression if entry is None else entry.filled(entry.expression, {})
-        parts += [f"## {name}", f"`f(x) = {formula}`"]
+        gates = [fit for fit in own if isinstance(fit, GateFit | CodedGateFit)]
+        parts += [f"## {name}", f"`{'h(g, u)' if gates else 'f(x)'} = {formula}`"]
         for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (ExactFit, _exact), (CodedFit, _coded)):
             if chosen := [fit for fit in own if isinstance(fit, kind)]:
                 parts.append(table(chosen))
+        if gates:
+            parts.append(_gates(gates))
         parts.append(
             "\n".join(
                 f"![{fit.name}: f′, its approximation, and the error](gallery/{fit.name}.png)" for fit in own
@@ -232,6 +237,21 @@ def _coded(fits: Sequence[CodedFit]) -> str:
         )
         errors = (f"{value:.2g}, {derivative:.2g}" for value, derivative in pairs)
         rows.append((f"`{fit.name}`", str(fit.bits), *errors, f"{fit.reach:.3g}"))
+    return _table(rows)
+
+
+def _gates(fits: Sequence[AnyGateFit]) -> str:
+    rows = [("", "bits of `g`", "of `u`", *(f"`dg`, `du`, `h` at σ = {deviation:g}" for deviation in DEVIATIONS))]
+    for fit in fits:
+        if isinstance(fit, GateFit):
+            rows.append((f"`{fit.name}`", "kept", "kept", *("exact" for _ in DEVIATIONS)))
+            continue
+        errors = (
+            ", ".join(f"{fit.error[f'{what}_{deviation:g}']:.2g}" for what in ("dg", "du", "h"))
+            for deviation in DEVIATIONS
+        )
+        of_u = "kept" if fit.code_u is None else str(fit.code_u.bits)
+        rows.append((f"`{fit.name}`", str(fit.bits), of_u, *errors))
     return _table(rows)
 
 

@@ -17,7 +17,8 @@ from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
 from fitact.fitter.records.approximants import Bits
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.gate import CodedGateFit, GateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.pictures import check_format, literal, save
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
 
 def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     """Return what draws the pairs of panels of a fit."""
+    if isinstance(fit, GateFit):
+        return [partial(_draw_factor, fit, name) for name in ("a", "b")]
+    if isinstance(fit, CodedGateFit):
+        of_u = [partial(_draw_factor, fit, "b")] if fit.code_u is None else _panels(fit.code_u)
+        return [*_panels(fit.code_g), *of_u]
     if isinstance(fit, ExactFit):
         return [partial(_draw_exact, fit)]
     if isinstance(fit, InvertedFit):
@@ -81,6 +87,19 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     if fit.method == "relumix":
         return [partial(_draw_primitive, fit), partial(_draw_step, fit)]
     return [partial(_draw_step, fit)]
+
+
+def _draw_factor(fit: AnyGateFit, name: str, upper: Axes, lower: Axes) -> None:
+    """Draw a factor that is computed again: its value above, its derivative below."""
+    factor, argument = (fit.activation.a, "g") if name == "a" else (fit.activation.b, "u")
+    x = np.linspace(-REACH, REACH, POINTS)
+    _line(upper, x, factor.value(x), color=EXACT, linewidth=1.8, label=f"${name}$ exact")
+    _line(lower, x, factor.derivative(x), color=EXACT, linewidth=1.8)
+    for axes in (upper, lower):
+        axes.set_xlim(-REACH, REACH)
+    _dress(fit, upper, lower, f"${argument}$ is kept: no error", along=argument)
+    upper.set_ylabel("value")
+    lower.set_ylabel("derivative")
 
 
 def _draw_primitive(fit: StepFit, upper: Axes, lower: Axes) -> None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from .kernels import GENERATE_AGAIN
 from .kernels.coded import coded_forward_tile, looked_up_tile
+from .kernels.gates import gate_backward_tile, gate_forward_tile, gate_value_tile
 from .kernels.math import (
     asinh,
     atan,
@@ -43,14 +44,21 @@ from .kernels.tiles import backward_tile, encode, forward_tile, pick, quotient
 from .kernels.triton_compat import constexpr, jit, tl
 from .ops import reference_math
 from .ops.autograd import apply
+from .ops.factors import CodedFactor, Factor
+from .ops.gate_ops import Gate, register_gate
+from .ops.gates import apply_gate
 from .ops.registry import Coded, Exact, Inverted, Step, register
 
 __all__ = [
     "Coded",
+    "CodedFactor",
     "Exact",
+    "Factor",
+    "Gate",
     "Inverted",
     "Step",
     "apply",
+    "apply_gate",
     "asinh",
     "atan",
     "backward_tile",
@@ -62,6 +70,9 @@ __all__ = [
     "exp_full",
     "expm1",
     "forward_tile",
+    "gate_backward_tile",
+    "gate_forward_tile",
+    "gate_value_tile",
     "hypot1",
     "isru",
     "jit",
@@ -76,6 +87,7 @@ __all__ = [
     "radical",
     "reference_math",
     "register",
+    "register_gate",
     "relu",
     "sech2",
     "sigmoid",

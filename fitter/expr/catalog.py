@@ -1,4 +1,4 @@
-"""The activations that fitact knows by name: each as a formula, and as the PyTorch function that equals it."""
+"""The activations that fitact knows by name, each with the PyTorch function that equals it, and the gates."""
 
 from __future__ import annotations
 
@@ -91,4 +91,16 @@ CATALOG: dict[str, Entry] = {
         "F.threshold(x, {threshold}, {value})",
         {"threshold": 1.0, "value": 0.0},
     ),
+}
+
+# Gates, as products in the language of `product`. Their first argument goes through the activation.
+GATES: dict[str, str] = {
+    "geglu": "gelu(g)*u",
+    "geglu_tanh": "gelu_tanh(g)*u",
+    "glu": "sigmoid(g)*u",
+    "quick_geglu": "quick_gelu(g)*u",
+    "reglu": "relu(g)*u",
+    "swiglu": "silu(g)*u",
+    # as gpt-oss has it
+    "swiglu_clamped": "min(g, 7)*sigmoid(1.702*min(g, 7))*(clamp(u, -7, 7) + 1)",
 }

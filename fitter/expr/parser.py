@@ -51,7 +51,7 @@ def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
         UsageError: the text is not a formula of this language; the message gives the reason and the column.
 
     """
-    return _Parser(text, what, variable).parse()
+    return Parser(text, what, variable).parse()
 
 
 def text_of(expr: Expr, variable: str = "x") -> str:
@@ -85,16 +85,22 @@ class _Text(StrPrinter):
         return f"where({self._print(rest)} {comparison} {self._print(-bound)}, {self._print(a)}, {self._print(b)})"
 
 
-class _Parser:
-    """One walk over one syntax tree; every method returns a SymPy expression or refuses."""
+class Parser:
+    """One walk over one syntax tree; methods return SymPy expressions or refuse."""
 
     def __init__(self, text: str, what: str, variable: str) -> None:
         self.text = text
         self.what = what
-        self.variable = variable
+        self.variable = variable  # what `expression` takes for x
+        self.variables: tuple[str, ...] = (variable,)  # what messages name
         self.sizes: dict[Expr, int] = {}
 
     def parse(self) -> Expr:
+        """Return the formula."""
+        return self.expression(self.tree(), 0)
+
+    def tree(self) -> ast.expr:
+        """Return the syntax tree of the text, of which only the characters and the brackets were checked."""
         text = self.text
         if not isinstance(text, str):
             raise UsageError(f"{self.what}: expected text, got {quote(text)}")
@@ -118,9 +124,10 @@ class _Parser:
         except (ValueError, MemoryError, RecursionError) as error:
             self.refuse(1, f"not a formula ({type(error).__name__}: {error})")
         self.indent = indent
-        return self.expression(tree, 0)
+        return tree
 
     def check_brackets(self) -> None:
+        """Refuse brackets nested so deep that Python's own parser could fail."""
         depth = 0
         for column, character in enumerate(self.text, 1):
             depth += (character in "([{") - (character in ")]}")
@@ -128,10 +135,12 @@ class _Parser:
                 self.refuse(column, f"brackets are nested deeper than {MAX_DEPTH}")
 
     def refuse(self, where: int | ast.AST, reason: str) -> NoReturn:
+        """Raise UsageError at a column or a node."""
         column = where if isinstance(where, int) else getattr(where, "col_offset", 0) + self.indent + 1
         raise UsageError(f"{self.what} {quote(self.text)}, column {column}: {reason}") from None
 
     def expression(self, node: ast.AST, depth: int) -> Expr:
+        """Return the formula of a node."""
         if depth > MAX_DEPTH:
             self.refuse(node, f"nested deeper than {MAX_DEPTH}")
         depth += 1
@@ -163,12 +172,14 @@ class _Parser:
                 self.refuse(node, f"{kind} is not part of the language: use numbers, x, + - * / ** and calls")
 
     def known(self, name: str) -> str:
-        names = [self.variable, *CONSTANTS, "where", *FUNCTIONS]
+        """Return what to say of an unknown name."""
+        names = [*self.variables, *CONSTANTS, "where", *FUNCTIONS]
         near = difflib.get_close_matches(name.lower(), [*names, *CATALOG], 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)} and the activations"
         return f"unknown name {quote(name)}; {hint}"
 
     def number(self, node: ast.Constant) -> Expr:
+        """Return a number, exactly as it is written."""
         value = node.value
         try:
             size = abs(float(value))  # type: ignore[arg-type]
@@ -209,6 +220,7 @@ class _Parser:
         return self.sizes[expr]
 
     def binary(self, node: ast.AST, op: ast.operator, left: Expr, right: Expr) -> Expr:
+        """Return the result of an operator."""
         match op:
             case ast.Add():
                 return self.checked(node, left + right)
@@ -227,6 +239,7 @@ class _Parser:
                 self.refuse(node, f"the operator {name} is not part of the language: use + - * / **")
 
     def power(self, node: ast.AST, base: Expr, exponent: Expr) -> Expr:
+        """Return a power, one side of which is a number."""
         if not exponent.is_number:
             if base.is_number and constant(base) <= 0:
                 self.refuse(node, "a power with x in its exponent needs a positive base")
@@ -250,6 +263,7 @@ class _Parser:
         return self.checked(node, raised(base, exponent))
 
     def call(self, node: ast.Call, depth: int) -> Expr:
+        """Return a function's value."""
         if not isinstance(node.func, ast.Name):
             self.refuse(node, "only the functions of the language can be called, by name")
         name = node.func.id
@@ -257,6 +271,8 @@ class _Parser:
             self.refuse(node, f"{name} takes plain arguments only")
         if name == "where":
             return self.where(node, depth)
+        if name in self.variables:
+            self.refuse(node, f"{name} is an argument, not a function")
         if name not in FUNCTIONS and name not in CATALOG:
             self.refuse(node, self.known(name))
         least, most = _arguments(name)
@@ -284,6 +300,7 @@ class _Parser:
         return formula.xreplace({m: sympy.Mul(*m.args) for m in signs})
 
     def where(self, node: ast.Call, depth: int) -> Expr:
+        """Return a conditional."""
         if len(node.args) != 3 or not isinstance(node.args[0], ast.Compare):
             self.refuse(node, "where takes a comparison and two values: where(x > 0, a, b)")
         test = node.args[0]

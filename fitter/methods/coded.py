@@ -14,14 +14,16 @@ import warnings
 import numpy as np
 from scipy.linalg import LinAlgError, solve_banded
 
-from fitact.errors import FitWarning, quote
+from fitact.errors import FitWarning, UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.numerics.coding import Objective, Steps, errors, reach
 from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import DEVIATIONS, MAX_DOMAIN, CodedFit
+from fitact.fitter.records.gate import BITS_U, KEPT, CodedGateFit, combined
 from fitact.fitter.records.validate import check_bits
 
 from .fewbit import check_finite, check_height, check_width, round_borders, without_noise
@@ -229,3 +231,44 @@ def _warn(fit: CodedFit) -> None:
                 stacklevel=3,
             )
             return
+
+
+def fit_gate(gate: Gate, bits: int, name: str, *, bits_u: int = KEPT) -> CodedGateFit:
+    """Fit the code of g of a gate a(g)·b(u), and that of u if it is to have one.
+
+    Args:
+        gate: the gate.
+        bits: of a code of g, 3 to 8.
+        name: the fit's name, a Python identifier.
+        bits_u: 6 or 8, of a code of u; 16 to keep u as it is.
+
+    Returns:
+        The fit, whose parts are those of `fit` for a and b.
+
+    Raises:
+        UsageError: a number of bits is another, or one of the factors cannot be coded; see `fit`.
+
+    """
+    if bits_u not in (*BITS_U, KEPT):
+        raise UsageError(
+            f"--bits-u: expected {', '.join(map(str, BITS_U))}, or {KEPT} to keep u as it is, got {quote(bits_u)}"
+        )
+    return _gate_of(gate, fit(gate.a, bits, name), None if bits_u == KEPT else fit(gate.b, bits_u, name))
+
+
+def fit_gate_again(gate_fit: CodedGateFit) -> CodedGateFit:
+    """Fit a gate again from its record: the same bytes, if nothing has changed."""
+    code_u = None if gate_fit.code_u is None else _again(gate_fit.code_u)
+    return _gate_of(gate_fit.activation, _again(gate_fit.code_g), code_u)
+
+
+def _gate_of(gate: Gate, code_g: CodedFit, code_u: CodedFit | None) -> CodedGateFit:
+    error = combined(code_g, code_u)
+    return CodedGateFit(
+        name=code_g.name, method="gate_coded", activation=gate, code_g=code_g, code_u=code_u, error=error
+    )
+
+
+def _again(part: CodedFit) -> CodedFit:
+    cells = int(part.options.get("cells", CELLS))
+    return fit(part.activation, part.bits, part.name, domain=part.domain, weight=part.weight, cells=cells)

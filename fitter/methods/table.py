@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 
 from . import coded, exact, fewbit, inverted, inverted_published, relumix
 
@@ -19,6 +21,8 @@ OPTIONS = {
     "exact": (),
     "coded": ("bits", "domain", "weight"),
 }
+# Those of gates.
+GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u")}
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
 # What the options are by default, where the method has them.
 DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
@@ -41,8 +45,22 @@ def make(method: str, activation: Activation, name: str, **options: Any) -> AnyF
     return fewbit.fit(activation, bits, name, **options)
 
 
+def make_gate(
+    method: str, gate: Gate, name: str, bits: int | None = None, bits_u: int | None = None
+) -> AnyGateFit:
+    """Fit a gate by the method of that name, which has `bits` if it is coded."""
+    if method == "rebuild":
+        return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
+    assert bits is not None
+    return coded.fit_gate(gate, bits, name, bits_u=KEPT if bits_u is None else bits_u)
+
+
 def again(fit: AnyFit) -> AnyFit:
     """Make a fit again from the options in its record: the same bytes, if nothing has changed."""
+    if isinstance(fit, CodedGateFit):
+        return coded.fit_gate_again(fit)
+    if isinstance(fit, GateFit):
+        return make_gate("rebuild", fit.activation, fit.name)
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
     if fit.name in inverted_published.NAMES:

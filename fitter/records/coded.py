@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from fitact.errors import UsageError, quote
+from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.numerics.weight import Weight
 
@@ -71,6 +72,7 @@ class CodedFit(Fit):
         "options": options,
     }
 
+    activation: Activation
     bits: int
     domain: tuple[float, float]
     weight: Weight

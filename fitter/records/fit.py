@@ -14,6 +14,7 @@ import numpy as np
 
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.expr.evaluate import Array
@@ -107,7 +108,7 @@ class Fit:
     Attributes:
         name: the fit's name, and that of the module generated from it.
         method: how it was made.
-        activation: the activation f.
+        activation: the activation f, or the gate.
         error: errors by name, none negative.
 
     Raises:
@@ -117,11 +118,12 @@ class Fit:
 
     METHODS: ClassVar[tuple[str, ...]]
     ERRORS: ClassVar[tuple[str, ...]]
-    READ: ClassVar[Mapping[str, Reader]]  # how the fields are read that only this kind has
+    READ: ClassVar[Mapping[str, Reader]] = {}  # how the fields are read that only this kind has
+    PARTS: ClassVar[tuple[str, ...]] = ()  # and the fields that hold fits
 
     name: str
     method: str
-    activation: Activation
+    activation: Activation | Gate
     error: Mapping[str, float]
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ class Fit:
         if tuple(sorted(self.error)) != self.ERRORS:
             raise UsageError(f"error: expected {', '.join(self.ERRORS)}, got {quote(sorted(self.error))}")
         check_numbers("error", tuple(self.error.values()), len(self.ERRORS))
-        if min(self.error.values()) < 0:
+        if any(value < 0 for value in self.error.values()):
             raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
 
     def to_json(self) -> str:
@@ -176,6 +178,7 @@ class StepFit(Fit):
         "options": options,
     }
 
+    activation: Activation
     bits: int
     domain: tuple[float, float]
     weight: Weight
@@ -225,6 +228,7 @@ class ExactFit(Fit):
     ERRORS = DTYPES
     READ: ClassVar[Mapping[str, Reader]] = {"derivative": text}
 
+    activation: Activation
     derivative: str
 
     def __post_init__(self) -> None:
@@ -268,6 +272,7 @@ class InvertedFit(Fit):
         "options": options,
     }
 
+    activation: Activation
     bits: int
     domain: tuple[float, float] | None
     borders: Mapping[str, tuple[float, ...]]
@@ -329,10 +334,10 @@ class InvertedFit(Fit):
         return derivative
 
 
-def activation_record(activation: Activation) -> dict[str, Any]:
-    """Return an activation as its JSON object."""
+def activation_record(activation: Activation | Gate) -> dict[str, Any]:
+    """Return an activation or a gate as its JSON object."""
     record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
-    if activation.parameters:
+    if isinstance(activation, Activation) and activation.parameters:
         record["parameters"] = dict(activation.parameters)
     return record
 
@@ -340,7 +345,9 @@ def activation_record(activation: Activation) -> dict[str, Any]:
 def _plain(value: object) -> object:
     """Return a part of a fit as JSON has it, if JSON has no such type."""
     match value:
-        case Activation():
+        case Fit():
+            return {part.name: getattr(value, part.name) for part in fields(value)}
+        case Activation() | Gate():
             return activation_record(value)
         case Weight():
             return value.text

@@ -11,9 +11,12 @@ from typing import Any, NoReturn
 from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.expr.catalog import CATALOG, GATES
 
+from .coded import CodedFit
 from .fit import SCHEMA, activation_record
+from .gate import CodedGateFit, GateFit
 from .kinds import KINDS, AnyFit
 from .validate import label, mapping, text
 
@@ -54,18 +57,58 @@ def from_json(source: str) -> AnyFit:
     if kind is None:
         methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
         raise UsageError(f"method: expected one of {methods}, got {quote(method)}")
-    expected = {"schema", *(part.name for part in fields(kind))}
+    schemaless = {key: value for key, value in record.items() if key != "schema"}
+    return _fit(kind, schemaless)
+
+
+def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
+    """Return a fit of a kind from its fields."""
+    expected = {part.name for part in fields(kind)}
     for name in sorted(expected ^ set(record)):
         if name in expected:
             raise UsageError(f"{name}: missing")
+        method = next((method for method in kind.METHODS if method == record.get("method")), kind.METHODS[0])
         raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
-    return kind(
-        name=record["name"],
-        method=record["method"],
-        activation=_activation(record["activation"]),
-        error=mapping(record["error"], "error", (int, float)),
+    gate = kind in (GateFit, CodedGateFit)
+    own: dict[str, Any] = {
+        "activation": (_gate if gate else _activation)(record["activation"]),
+        "error": mapping(record["error"], "error", (int, float)),
         **{name: read(record[name], name) for name, read in kind.READ.items()},
-    )
+        **{name: _part(record[name], name) for name in kind.PARTS},
+    }
+    return kind(name=record["name"], method=record["method"], **own)
+
+
+def _part(value: object, what: str) -> AnyFit | None:
+    """Return a coded fit within a fit; null is none, which only the code of u may be."""
+    optional = what == "code_u"
+    if value is None and optional:
+        return None
+    if not isinstance(value, dict):
+        raise UsageError(f"{what}: expected an object{' or null' if optional else ''}, got {quote(value)}")
+    try:
+        return _fit(CodedFit, value)
+    except FitactError as error:
+        raise UsageError(f"{what}.{error}") from None
+
+
+def _gate(value: object) -> Gate:
+    record = mapping(value, "activation", (str, type(None)))
+    if set(record) != {"name", "expression"}:
+        raise UsageError(f"activation: expected name and expression, got {quote(sorted(record))}")
+    name, expression = record["name"], text(record["expression"], "activation.expression")
+    if name is None:
+        return Gate(None, expression)
+    if name not in GATES:
+        raise UsageError(
+            f"activation.name: {quote(name)} is no gate of this catalog; the name of any other product is null"
+        )
+    if expression != GATES[name]:
+        raise UsageError(
+            f"activation.expression: {quote(expression)} is not that of {quote(name)} in this catalog, "
+            f"{quote(GATES[name])}"
+        )
+    return Gate.of(name)
 
 
 def _activation(value: object) -> Activation:

@@ -14,6 +14,7 @@ from functools import partial
 from importlib import import_module
 
 from fitact.api import activation, shipped
+from fitact.fitter.expr.catalog import GATES
 from fitact.runtime.models.prepare import imported
 
 
@@ -21,7 +22,7 @@ def register() -> tuple[str, ...]:
     """Add the shipped activations to `transformers.activations.ACT2FN`; repeating this is harmless.
 
     Returns:
-        Their names, such as `"gelu_fewbit3"`.
+        Their names, such as `"gelu_fewbit3"`; gates, which take two inputs, are none of them.
 
     Raises:
         UsageError: transformers is not installed.
@@ -29,6 +30,6 @@ def register() -> tuple[str, ...]:
     """
     imported("transformers")
     activations = import_module("transformers.activations")
-    names = shipped()
+    names = tuple(name for name in shipped() if not name.startswith(tuple(f"{gate}_" for gate in GATES)))
     activations.ACT2FN.update({name: partial(activation, name) for name in names})
     return names

@@ -79,7 +79,7 @@ def apply(x: Tensor, key: str) -> Tensor:
             f"{activation.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
         )
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
-    if not _may_need_gradient(x):
+    if not may_need_gradient(x):
         return _uncoded(activation, x, dtype)
     if x.device.type in KERNEL_DEVICES:
         decode.prepare(key, str(x.device))
@@ -92,7 +92,7 @@ def apply(x: Tensor, key: str) -> Tensor:
     return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
 
 
-def _may_need_gradient(x: Tensor) -> bool:
+def may_need_gradient(x: Tensor) -> bool:
     """Return whether a gradient of x can be requested.
 
     An exported program may be called with another input. In a transform of torch.func, x may need a gradient at a

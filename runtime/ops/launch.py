@@ -19,11 +19,11 @@ class Launch:
         self.grid = (reference.tiles_of(over),)
         self.num_warps = threads // warp_size(over.device)
 
-    def __call__(self, kernel: Any, *tensors: Tensor | None) -> None:
-        """Run `kernel(*tensors, n)`, one program per tile."""
+    def __call__(self, kernel: Any, *arguments: Tensor | int | None) -> None:
+        """Run `kernel(*arguments, n)`, one program per tile."""
         if self.over.numel():
             with torch.cuda.device_of(self.over):
-                kernel[self.grid](*tensors, self.over.numel(), num_warps=self.num_warps)
+                kernel[self.grid](*arguments, self.over.numel(), num_warps=self.num_warps)
 
 
 @cache

@@ -185,6 +185,20 @@ class Tables(NamedTuple):
     values: Tensor
     derivatives: Tensor
 
+    @classmethod
+    def on(
+        cls, device: torch.device, borders: tuple[float, ...], table: tuple[tuple[float, float], ...]
+    ) -> Tables:
+        """Return the tables of borders, and of values and derivatives by code, on a device."""
+        values, derivatives = zip(*table, strict=True)
+        return cls(
+            {dtype: reference.first_codes(borders, dtype, device) for dtype in KERNEL_DTYPES},
+            # followed by as many infinities, so that a search never runs past them
+            reference.constant((*borders, *(math.inf,) * len(table)), torch.float32, device),
+            reference.constant(values, torch.float32, device),
+            reference.constant(derivatives, torch.float32, device),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Pointwise):
@@ -241,13 +255,7 @@ class Coded(Pointwise):
     def tables(self, device: torch.device) -> Tables:
         """Return what the kernels read on a device, made once."""
         if device not in self._tables:
-            self._tables[device] = Tables(
-                {dtype: reference.first_codes(self.borders, dtype, device) for dtype in KERNEL_DTYPES},
-                # followed by as many infinities, so that a search never runs past them
-                reference.constant((*self.borders, *(math.inf,) * len(self.table)), torch.float32, device),
-                reference.constant(self.values, torch.float32, device),
-                reference.constant(self.derivatives, torch.float32, device),
-            )
+            self._tables[device] = Tables.on(device, self.borders, self.table)
         return self._tables[device]
 
     @cached_property

@@ -285,7 +285,8 @@ def test_names_in_transformers() -> None:
     known = dict(transformers.activations.ACT2FN)
     try:
         names = register()
-        assert register() == names == fitact.shipped()
+        gates = {name for name in fitact.shipped() if name.startswith(("swiglu_", "geglu_"))}
+        assert register() == names == tuple(name for name in fitact.shipped() if name not in gates)
         for name in ("gelu_fewbit3", "silu_inverted1", "softplus_exact", "gelu_regelu2_published"):
             made = transformers.activations.ACT2FN[name]
             assert type(made).__module__ == f"fitact.generated.{name}"

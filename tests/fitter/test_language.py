@@ -253,7 +253,7 @@ REFUSALS = [
     ("eval", KNOWN),
     ("x*__builtins__", KNOWN),
     ("print(x)", KNOWN),
-    ("x(x)", KNOWN),
+    ("x(x)", "x is an argument, not a function"),
     ("e(x)", KNOWN),
     ("exp", "exp is a function: write exp(...)"),
     ("x*where", "where is a function"),

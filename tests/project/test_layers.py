@@ -28,7 +28,7 @@ MODELS = (
         "compare",
     ),
 )
-CODEGEN = ("dialects", "printers", "approximants", "safety", "generate", "bundle")
+CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
 ORDER = [
     *(f"fitact.{name}" for name in FRONT),

@@ -14,6 +14,7 @@ import click
 from fitact.errors import FitWarning, UsageError, quote
 
 if TYPE_CHECKING:
+    from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.records.kinds import AnyFit
 from .options import FILE, FITS, Finite, advance, named, once, progress
 
@@ -25,7 +26,8 @@ from .options import FILE, FITS, Finite, advance, named, once, progress
     multiple=True,
     required=True,
     metavar="NAME|EXPR",
-    help="Activation of the catalog (gelu, silu, ...) or an expression in x. Repeatable.",
+    help="Activation of the catalog (gelu, silu, ...) or an expression in x; or a gate (swiglu, geglu, ...) or a "
+    "product of an expression in g and one in u. Repeatable.",
 )
 @click.option(
     "--bits",
@@ -33,16 +35,23 @@ from .options import FILE, FITS, Finite, advance, named, once, progress
     multiple=True,
     metavar="K",
     help="1 to 4; for coded 3 to 8. Required for fewbit, relumix and coded; inverted uses as few as possible by "
-    "default; exact has none. Repeatable.",
+    "default; exact and rebuild have none. Repeatable.",
+)
+@click.option(
+    "--bits-u",
+    type=int,
+    metavar="K",
+    help="Of a gate, with coded: 6 or 8 bits for u, or 16 to keep it as it is.  [default: 16]",
 )
 @click.option(
     "--method",
-    type=click.Choice(["fewbit", "relumix", "inverted", "exact", "coded"]),
+    type=click.Choice(["fewbit", "relumix", "inverted", "exact", "coded", "rebuild"]),
     default="fewbit",
     show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
-    "derivative as a function of the output alone. coded: a code of x that stands for value and derivative.",
+    "derivative as a function of the output alone. coded: a code of x that stands for value and derivative; "
+    "of a gate, a code of g. rebuild: of a gate, exact, keeping g and u alone.",
 )
 @click.option(
     "--domain",
@@ -99,6 +108,7 @@ from .options import FILE, FITS, Finite, advance, named, once, progress
 def fit(
     functions: Sequence[str],
     bits: Sequence[int],
+    bits_u: int | None,
     method: str,
     domain: tuple[float, float] | None,
     weight: str | None,
@@ -124,21 +134,28 @@ def fit(
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
       fitact fit --fn silu --method coded --bits 8
+      fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
+      fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
     """
     from fitact.files import write
     from fitact.fitter.analysis.activation import Activation
-    from fitact.fitter.methods.table import DOMAINS, OPTIONS, WEIGHTS, make
+    from fitact.fitter.analysis.gate import Gate
+    from fitact.fitter.methods.table import DOMAINS, GATE_OPTIONS, OPTIONS, WEIGHTS, make, make_gate
     from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.fit import ExactFit, check_name
+    from fitact.fitter.records.gate import GateFit
 
     from .tables import fits as show_fits
 
     if weight == WEIGHTS.get(method, "uniform"):
         weight = None
+    gates = _are_gates(method, functions)
     _check_options(
         method,
+        GATE_OPTIONS if gates else OPTIONS,
         {
             "--bits": bool(bits),
+            "--bits-u": bits_u is not None,
             "--domain": domain is not None,
             "--weight": weight is not None,
             "--objective": objective is not None,
@@ -150,7 +167,13 @@ def fit(
     )
     values = named("--param", map(_parameter, parameters))
     widths: Sequence[int | None] = once(bits) or [None]
-    jobs = [(Activation.of(function, values), k) for function in once(functions) for k in widths]
+    if gates and values:
+        raise UsageError("a gate has no --param: write the numbers into the product")
+    jobs = [
+        (Gate.of(function) if gates else Activation.of(function, values), k)
+        for function in once(functions)
+        for k in widths
+    ]
     if len(jobs) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     if family == "parametric" and (bits or domain or tol is not None):
@@ -174,6 +197,12 @@ def fit(
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
         for i, (activation, k) in enumerate(jobs):
+            if isinstance(activation, Gate):
+                made.append(
+                    make_gate(method, activation, name or _gate_name(activation, method, k, bits_u), k, bits_u)
+                )
+                advance(bar, i, 1.0)
+                continue
             given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
             given |= {"weight": None if weight is None else Weight(weight)}
             given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
@@ -181,7 +210,7 @@ def fit(
             if method in ("relumix", "inverted") and family != "parametric":
                 options["progress"] = partial(advance, bar, i)
             one = make(method, activation, name or f"{activation.name}_{method}", **options)
-            if name is None and not isinstance(one, ExactFit):
+            if name is None and not isinstance(one, ExactFit | GateFit):
                 one = replace(one, name=f"{one.name}{one.bits}")
             made.append(one)
             advance(bar, i, 1.0)
@@ -195,6 +224,35 @@ def fit(
     show_fits(made)
     for path in paths:
         click.echo(f"wrote {path}")
+
+
+def _are_gates(method: str, functions: Sequence[str]) -> bool:
+    """Return whether the functions are gates, which they must be all or none, as the method takes them."""
+    from fitact.fitter.analysis.gate import is_gate
+    from fitact.fitter.methods.table import GATE_OPTIONS, OPTIONS
+
+    gates = [function for function in functions if is_gate(function)]
+    others = [function for function in functions if not is_gate(function)]
+    if gates and method not in GATE_OPTIONS:
+        raise UsageError(
+            f"--method {method} takes no gates, got {quote(gates[0])}: "
+            f"the methods of gates are {' and '.join(GATE_OPTIONS)}"
+        )
+    if others and method not in OPTIONS:
+        raise UsageError(
+            f"--method {method} is for gates such as swiglu or silu(g)*u, got {quote(others[0])}: "
+            f"the methods of activations are {', '.join(OPTIONS)}"
+        )
+    if gates and others:
+        raise UsageError(f"--fn: expected gates alone or none, got {quote(gates[0])} and {quote(others[0])}")
+    return bool(gates)
+
+
+def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None) -> str:
+    from fitact.fitter.records.gate import KEPT
+
+    widths = "_".join(str(width) for width in (bits, bits_u) if width not in (None, KEPT))
+    return f"{gate.name}_{method}{widths}"
 
 
 def _parameter(text: str) -> tuple[str, float]:
@@ -213,11 +271,11 @@ def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
         raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
 
 
-def _check_options(method: str, given: Mapping[str, bool]) -> None:
-    """Refuse options that a method does not have."""
-    from fitact.fitter.methods.table import BITS_REQUIRED, OPTIONS
+def _check_options(method: str, table: Mapping[str, Sequence[str]], given: Mapping[str, bool]) -> None:
+    """Refuse options that a method does not have, by the table of options."""
+    from fitact.fitter.methods.table import BITS_REQUIRED
 
-    own = [f"--{option}" for option in OPTIONS[method]]
+    own = [f"--{option}" for option in table[method]]
     foreign = [option for option, present in given.items() if present and option not in own]
     if foreign:
         takes = f"it takes {', '.join(own)}" if own else "nothing is fitted"

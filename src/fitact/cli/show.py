@@ -15,17 +15,19 @@ from fitact.errors import UsageError
 def show(things: Sequence[str]) -> None:
     """Show the catalog, an activation, or fits side by side.
 
-    Without arguments, show the catalog. ACTIVATION is a name of the catalog or an expression in x. FITS are fit
-    files; their names end in .json.
+    Without arguments, show the catalog. ACTIVATION is a name of the catalog or an expression in x; or a gate: then
+    its factors are shown. FITS are fit files; their names end in .json.
 
     \b
     Examples:
       fitact show
       fitact show hardtanh
       fitact show "x*tanh(exp(x))"
+      fitact show "silu(g)*u"
       fitact show generated/fits/gelu_fewbit2.json generated/fits/gelu_fewbit3.json
     """
     from fitact.fitter.analysis.activation import Activation
+    from fitact.fitter.analysis.gate import Gate, is_gate
     from fitact.fitter.records.reading import read
 
     from . import tables as print_
@@ -35,6 +37,9 @@ def show(things: Sequence[str]) -> None:
     elif all(thing.endswith(".json") for thing in things):
         print_.fits([read(Path(thing)) for thing in things])
     elif len(things) == 1:
-        print_.activation(Activation.of(things[0]))
+        if is_gate(things[0]):
+            print_.gate(Gate.of(things[0]))
+        else:
+            print_.activation(Activation.of(things[0]))
     else:
         raise UsageError("show takes one activation, or fit files whose names end in .json")

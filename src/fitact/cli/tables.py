@@ -11,13 +11,15 @@ import click
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
+from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.expr.catalog import CATALOG, GATES
 from fitact.fitter.expr.parser import text_of
 from fitact.fitter.methods import coded, exact, fewbit, inverted, relumix
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import InvertedFit, StepFit
-from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.gate import CodedGateFit, GateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.text import columns
 
 MOST = 12  # the most breakpoints, pieces or roots that are listed
@@ -30,6 +32,26 @@ def catalog() -> None:
         call = "none" if entry.torch is None else entry.filled(entry.torch, {})
         rows.append((name, entry.filled(entry.expression, {}), call))
     _print(rows)
+    click.echo()
+    _print([("gate", "h(g, u)"), *GATES.items()])
+
+
+def gate(shown: Gate) -> None:
+    """Print the analysis of a gate's factors, both as functions of x, and which methods apply to the gate."""
+    coded_as = []
+    for name, argument, factor in (("a", "g", shown.a), ("b", "u", shown.b)):
+        click.echo(f"{name}({argument}), with x for {argument}:")
+        activation(factor)
+        click.echo()
+        coded_as.append(_coded(factor))
+    refused = [text for text in coded_as if text.startswith("no")]
+    _print(
+        [
+            ("h(g, u)", shown.expression),
+            ("rebuild", "yes: exact, keeping g and u"),
+            ("coded", refused[0] if refused else "yes: 3 to 8 bits for g; 6, 8 or 16 for u"),
+        ]
+    )
 
 
 def activation(f: Activation) -> None:
@@ -193,8 +215,14 @@ def fits(shown: Sequence[AnyFit]) -> None:
     codes: list[tuple[str, ...]] = [
         ("", "bits", "objective", *(f"f/f' at {deviation:g}" for deviation in DEVIATIONS), "reach")
     ]
+    gates: list[tuple[str, ...]] = [
+        ("", "bits of g", "of u", *(f"dg/du/h at {deviation:g}" for deviation in DEVIATIONS), "h(g, u)")
+    ]
     for fit in shown:
         e = fit.error
+        if isinstance(fit, GateFit | CodedGateFit):
+            gates.append(_gate_row(fit))
+            continue
         if isinstance(fit, StepFit):
             # the integral of the weight turns a mean into a norm
             norm = e["rms"] * math.sqrt(fit.mass)
@@ -211,6 +239,21 @@ def fits(shown: Sequence[AnyFit]) -> None:
             inverse.append((fit.name, str(fit.bits), *stated, *(f"{fit.floor[dtype]:.4g}" for dtype in dtypes)))
         else:
             closed.append((fit.name, *stated, f" {fit.derivative}"))
-    for table, align in ((steps, "<>>>>>>>"), (inverse, "<>>>>>>>"), (closed, "<>>>"), (codes, "<>>>>>>>")):
+    for table, align in (
+        (steps, "<>>>>>>>"),
+        (inverse, "<>>>>>>>"),
+        (closed, "<>>>"),
+        (codes, "<>>>>>>>"),
+        (gates, "<>>>>>><"),
+    ):
         if len(table) > 1:
             _print(table, align)
+
+
+def _gate_row(fit: AnyGateFit) -> tuple[str, ...]:
+    """Return the line of a gate in the table of these."""
+    if isinstance(fit, GateFit):
+        return (fit.name, "kept", "kept", *("exact" for _ in DEVIATIONS), fit.activation.expression)
+    errors = ("/".join(f"{fit.error[f'{what}_{at:g}']:.3g}" for what in ("dg", "du", "h")) for at in DEVIATIONS)
+    of_u = "kept" if fit.code_u is None else str(fit.code_u.bits)
+    return (fit.name, str(fit.bits), of_u, *errors, fit.activation.expression)

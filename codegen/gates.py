@@ -1,0 +1,81 @@
+"""What the template of gates needs: the factors as code, and the tables of those that are coded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.gate import is_identity
+from fitact.fitter.expr.atoms import Expr
+from fitact.fitter.records.coded import CodedFit
+from fitact.fitter.records.gate import CodedGateFit
+from fitact.fitter.records.kinds import AnyGateFit
+
+from . import dialects, printers
+from .tables import lines, search_steps
+
+
+def context(fit: AnyGateFit) -> dict[str, Any]:
+    """Return the values for the template of a gate."""
+    codes = (fit.code_g, fit.code_u) if isinstance(fit, CodedGateFit) else (None, None)
+    a, b = fit.activation.a, fit.activation.b
+    return {
+        "kept": _kept(codes),
+        "exact": codes == (None, None),
+        "factors": [
+            {"of": "g", "name": "a", **_tables(codes[0])},
+            {"of": "u", "name": "b", **_tables(codes[1])},
+        ],
+        "half": any(dialects.short(_device(factor.formula)) for factor in (a, b)),
+        **{f"{name}{what}": code for name, of in (("a", a), ("b", b)) for what, code in _codes(of).items()},
+        "composed": {"a": _composed(a), "b": _composed(b)},
+    }
+
+
+def _kept(codes: Sequence[CodedFit | None]) -> str:
+    texts = [
+        f"{argument} as it is" if code is None else f"{code.bits} bits of {argument}"
+        for argument, code in zip("gu", codes, strict=True)
+    ]
+    return "g and u" if codes == (None, None) else " and ".join(texts)
+
+
+def _tables(code: CodedFit | None) -> dict[str, Any]:
+    """Return the tables of a code, for the template; the borders are empty where the argument is kept."""
+    if code is None:
+        return {"borders": [], "table": [], "bits": 0, "steps": 0}
+    pairs = [[repr(one) for one in pair] for pair in zip(code.values, code.derivatives, strict=True)]
+    return {
+        "borders": lines([repr(border) for border in code.borders], 4),
+        "table": lines(pairs, 2),
+        "bits": code.bits,
+        "steps": search_steps(code.borders),
+    }
+
+
+def _codes(activation: Activation) -> dict[str, dialects.Code]:
+    """Return a factor in PyTorch's operators, and on devices: the value, a shorter one, and the derivative."""
+    value = _device(activation.formula)
+    return {
+        "": _code(activation),
+        "_device": value,
+        "_half": dialects.short(value) or value,
+        "_derivative": _device(activation.derivative_formula),
+    }
+
+
+def _device(formula: Expr) -> dialects.Code:
+    return dialects.precise(printers.render(formula, dialects.TRITON))
+
+
+def _code(activation: Activation) -> dialects.Code:
+    """Return a factor in PyTorch's operators: PyTorch's own function if there is one."""
+    if activation.torch is not None:
+        return dialects.Code((), dialects.private(activation.torch))
+    return printers.render(activation.formula, dialects.TORCH)
+
+
+def _composed(activation: Activation) -> bool:
+    """Whether a factor takes operators of which each would round."""
+    return activation.torch is None and not is_identity(activation)

@@ -1,0 +1,117 @@
+"""The factors of gates h = a(g)·b(u): what is kept of their arguments, and what backward makes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .registry import Tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A factor whose argument x is kept as it is, from which all is computed again.
+
+    Attributes:
+        value: of x, in PyTorch's operators, dtype kept.
+
+    """
+
+    value: Callable[[Tensor], Tensor]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code; 0 where x is kept."""
+        return 0
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the codes of x, uint8 (`reference.bytes_of_codes`,), in the order of its elements."""
+        return x.new_empty(0, dtype=torch.uint8)
+
+    def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the value from what is kept, as `dtype`."""
+        return self.value(kept).to(dtype)
+
+    def gradient(self, dy: Tensor, kept: Tensor) -> Tensor:
+        """Return dy times the derivative, by PyTorch's own backward; it is in the dtype of dy."""
+        pull: Any = torch.func.vjp(self.value, kept)[1]
+        dx: Tensor = pull(dy)[0]
+        return dx
+
+    def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return what a kernel takes to write codes of x: these, the first codes, and the borders."""
+        return None, None, None
+
+    def tables(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return what a kernel takes to look up: values and derivatives, float32."""
+        return None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedFactor(Factor):
+    """A factor of whose argument a code is kept, from which value and derivative are looked up.
+
+    Attributes:
+        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
+        table: for each code the value and the derivative.
+
+    """
+
+    borders: tuple[float, ...]
+    table: tuple[tuple[float, float], ...]
+
+    @cached_property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return len(self.borders).bit_length()
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        """The values, by code."""
+        return tuple(value for value, _ in self.table)
+
+    @cached_property
+    def derivatives(self) -> tuple[float, ...]:
+        """The derivatives, by code."""
+        return tuple(derivative for _, derivative in self.table)
+
+    @cached_property
+    def _levels(self) -> reference.Levels:
+        return reference.Levels(self.derivatives)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the codes of x."""
+        return reference.encode(x.contiguous(), self.borders, self.bits, even=False)
+
+    def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the values of codes, of that size."""
+        return reference.look_up(self.values, kept, self.bits, size, dtype)
+
+    def gradient(self, dy: Tensor, kept: Tensor) -> Tensor:
+        """Return dy times the derivatives of codes."""
+        return reference.backward(dy.contiguous(), None, kept, self.bits, self._levels, dy.dtype)
+
+    def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a kernel takes to write codes of x: these, the first codes, and the borders."""
+        tables = self._on(x.device)
+        return codes, tables.codes[x.dtype], tables.borders
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return what a kernel takes to look up: values and derivatives, float32."""
+        tables = self._on(device)
+        return tables.values, tables.derivatives
+
+    def _on(self, device: torch.device) -> Tables:
+        if device not in self._tables:
+            self._tables[device] = Tables.on(device, self.borders, self.table)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tables]:
+        return {}

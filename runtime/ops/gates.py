@@ -1,0 +1,138 @@
+"""Gates h = a(g)·b(u) as functions of tensors, and their autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..recipes import note
+from .autograd import DTYPES, KERNEL_DEVICES, may_need_gradient, with_signature
+from .gate_ops import Gate, find, kept, like, ops, prepare, refuse_second_derivative
+
+
+def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
+    """Return the gate of g and u, keeping for backward what its kind keeps of them.
+
+    Args:
+        g: float16, bfloat16, float32 or float64, of any shape, strides and device.
+        u: of the shape, dtype and device of g; its strides may be others.
+        key: the key of a registered gate.
+
+    Returns:
+        A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
+        note of how to compute it again from what is kept, which layers that `fitact.rebuild` has changed find.
+
+    Raises:
+        TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device.
+        ValueError: they differ in shape.
+
+    """
+    gate = find(key)
+    _check(gate, g, u)
+    if not (may_need_gradient(g) or may_need_gradient(u)):
+        return like(gate.a.value(g) * gate.b.value(u), g)
+    if g.device.type in KERNEL_DEVICES:
+        prepare(key, str(g.device))
+    if torch.compiler.is_compiling():
+        compiled: Tensor = ops.gate_forward(g, u, key)[0]
+        return compiled
+    h, of_g, of_u, _ = _Gate.apply(g, u, key)
+    return note(h, Again(key, h.shape, h.dtype), *kept(gate, g, u, of_g, of_u), exact=gate.exact)
+
+
+@dataclass(frozen=True)
+class Again:
+    """An output computed again from what its gate keeps, or what stands in place of it, looked up by codes.
+
+    Attributes:
+        key: of the gate.
+        size: of the output.
+        dtype: of the output.
+
+    """
+
+    key: str
+    size: torch.Size
+    dtype: torch.dtype
+
+    def __call__(self, g: Tensor, u: Tensor) -> Tensor:
+        """Return the output."""
+        h: Tensor = ops.gate_value(g, u, self.size, self.dtype, self.key)
+        return h
+
+
+def _check(gate: Gate, g: Tensor, u: Tensor) -> None:
+    """Raise unless g and u are tensors of one shape, dtype and device."""
+    for name, tensor in (("g", g), ("u", u)):
+        if getattr(tensor, "dtype", None) not in DTYPES:
+            found = getattr(tensor, "dtype", type(tensor).__name__)
+            raise TypeError(
+                f"{gate.name}: expected {name} to be a tensor of float16, bfloat16, float32 or float64, "
+                f"got {found}"
+            )
+        if type(tensor).__name__ == "DTensor":
+            raise TypeError(
+                f"{gate.name}: expected {name} to be a local tensor, got a DTensor: use its to_local()"
+            )
+    if (g.dtype, g.device) != (u.dtype, u.device):
+        raise TypeError(
+            f"{gate.name}: expected g and u of one dtype and device, got {g.dtype} on {g.device} and {u.dtype} on "
+            f"{u.device}"
+        )
+    if g.shape != u.shape:
+        raise ValueError(
+            f"{gate.name}: expected g and u of one shape, got {tuple(g.shape)} and {tuple(u.shape)}: "
+            "expand one of them first"
+        )
+
+
+class _Gate(torch.autograd.Function):
+    """Saves what is kept, and an empty tensor that ties the gradients to g and u."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return *ops.gate_forward(g, u, key), g.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        (g, u, ctx.key), (_, codes_g, codes_u, autograd_anchor) = inputs, output
+        ctx.mark_non_differentiable(codes_g, codes_u)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*kept(find(ctx.key), g, u, codes_g, codes_u), autograd_anchor)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None]:
+        if dh is None:
+            return None, None, None
+        kept_g, kept_u, autograd_anchor = ctx.saved_tensors
+        wants_g, wants_u = ctx.needs_input_grad[:2]
+        dg, du = _Gradients.apply(dh, autograd_anchor, kept_g, kept_u, wants_g, wants_u, ctx.key)
+        return dg if wants_g else None, du if wants_u else None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients, which cannot be differentiated again: without this, second derivatives would be wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(
+        dh: Tensor, autograd_anchor: Tensor, g: Tensor, u: Tensor, wants_g: bool, wants_u: bool, key: str
+    ) -> tuple[Tensor, Tensor]:
+        dg, du = ops.gate_backward(dh, g, u, wants_g, wants_u, key)
+        return dg, du
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.key = inputs[6]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivative(ctx)
