@@ -17,7 +17,7 @@ from fitact.runtime.torch_internals import compiler_options, partitioner
 
 from .partition import Edit
 from .report import CompileReport
-from .tables import Table, shipped, table_of, wide
+from .tables import Code, Compander, table_of
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 BITS = {"rounding": (8,), "few-bit": (4, 8)}  # the default first
@@ -50,19 +50,20 @@ def compile_options(
     """Return options with which `torch.compile` keeps codes for backward.
 
     The compiler first chooses what to keep, as ever, and computes the rest again. Of what it keeps, masks become
-    bits and other tensors codes, each by the fit that serves best what backward computes of it. Encoding and
-    looking up are operators that the compiler sees and fuses.
+    bits and other tensors codes of the identity, whose rows are scaled by powers of two. Encoding and decoding are
+    operators that the compiler sees and fuses.
 
     Args:
         error: `"exact"` codes only masks, so that no value changes; `"rounding"` uses codes of 8 bits, whose error
             is a few times that of bfloat16's own rounding; `"few-bit"` uses codes of 4 bits.
-        bits: of a code; 8 for `"rounding"`, 4 or 8 for `"few-bit"`, None for `"exact"`. Sums always get 8.
+        bits: of a code; 8 for `"rounding"`, 4 or 8 for `"few-bit"`, None for `"exact"`.
         budget: how much the compiler may keep, from 0 (it computes everything again) to 1 (what is fastest): the
             value of `torch._functorch.config.activation_memory_budget` while it chooses. At 0.9 it computes no
             matrix product again.
         attention: whether queries, keys, values and outputs of fused attention become codes.
-        tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits: more to
-            choose from than those that ship.
+        tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits. Where
+            the code of one serves better what backward computes of a tensor alone, such as an activation's value
+            and derivative, it is used, without a scale. A CPU searches its table in an operator of its own.
 
     Returns:
         A dictionary for the argument `options` of `torch.compile`, with the `report`.
@@ -71,12 +72,11 @@ def compile_options(
         UsageError: an argument is not valid.
 
     """
-    found = _tables(error, bits, tables)
-    sums = wide() if found else None
+    found = _codes(error, bits, tables)
     budget = real("budget", budget, 0, 1)
     report = CompileReport()
-    edit = Edit(found, sums, bool(attention), lambda records: report.graphs.append(tuple(records)))
-    identity = _identity([*found, *([] if sums is None else [sums])], budget, edit.attention)
+    edit = Edit(found, bool(attention), lambda records: report.graphs.append(tuple(records)))
+    identity = _identity(found, budget, edit.attention)
     return CompileOptions({OPTION: partitioner(edit, budget, identity)}, report)
 
 
@@ -133,8 +133,8 @@ def compile_report(compiled: Callable[..., Any]) -> CompileReport:
         ) from None
 
 
-def _tables(error: str, bits: int | None, more: Sequence[type[nn.Module]]) -> tuple[Table, ...]:
-    """Return the tables that the arguments ask for."""
+def _codes(error: str, bits: int | None, more: Sequence[type[nn.Module]]) -> tuple[Code, ...]:
+    """Return the codes that the arguments ask for."""
     if error == "exact":
         if bits is not None or more:
             raise UsageError("error='exact' codes only masks: leave out bits and tables")
@@ -149,12 +149,12 @@ def _tables(error: str, bits: int | None, more: Sequence[type[nn.Module]]) -> tu
     for table in own:
         if table.bits != width:
             raise UsageError(f"tables: {table.name} has {table.bits} bits, and {width} are asked for")
-    return shipped(width) + own
+    return Compander("identity", width), *own
 
 
-def _identity(tables: Sequence[Table], budget: float, attention: bool) -> str:
+def _identity(codes: Sequence[Code], budget: float, attention: bool) -> str:
     """Return what names everything that the changed graphs depend on."""
     sources = sorted(files(__package__).iterdir(), key=lambda file: file.name)
     texts = [file.read_text(encoding="utf-8") for file in sources if file.name.endswith(".py")]
-    parts = [*texts, *(table.digest() for table in tables), repr(budget), repr(attention)]
+    parts = [*texts, *(code.digest() for code in codes), repr(budget), repr(attention)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -24,8 +24,6 @@ class Kept(NamedTuple):
         node: of the forward graph.
         place: the placeholder of the backward graph that receives it.
         base: what it is a view of, perhaps itself.
-        summed: whether the forward pass adds it to another tensor of its shape, as residual sums are made. Some
-            elements of such sums are hundreds of times as large as the rest.
         reason: why it stays as it is; `""` if it may become a code.
 
     """
@@ -33,7 +31,6 @@ class Kept(NamedTuple):
     node: fx.Node
     place: fx.Node
     base: fx.Node
-    summed: bool
     reason: str
 
 
@@ -87,7 +84,7 @@ def kept(
     places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for node in graph.results[outputs:]:
         if value_of(node) is not None:
-            yield Kept(node, places[node.name], base_of(node), _is_summed(node), graph.reason(node, attention))
+            yield Kept(node, places[node.name], base_of(node), graph.reason(node, attention))
 
 
 class _Graph:
@@ -185,20 +182,6 @@ def _adds_tensors(node: fx.Node) -> bool:
     """Whether a node is the sum of two tensors of one shape."""
     shapes = [value.shape for one in node.all_input_nodes if (value := value_of(one)) is not None]
     return node.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
-
-
-def _is_summed(node: fx.Node) -> bool:
-    """Whether a node is a sum of two tensors, or a term of one, or only the dtype or the shape differs."""
-    todo, seen = [base_of(node)], set[fx.Node]()
-    while todo:
-        one = todo.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if any(map(_adds_tensors, [one, *one.users])):
-            return True
-        todo += [user for user in one.users if is_view(user) or user.target is CAST]
-    return False
 
 
 def _is_statistic(node: fx.Node) -> bool:

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from fitact.runtime.torch_internals import schema_name
 
-from .codes import BYTE, Graph, encode, look_up, pack, scale, scaled, unpack
+from .codes import BYTE, Graph, exponents, pack, scaled, unpack
 from .kept import CAST, Kept, elements, kept, value_of
 from .report import KeptRecord
-from .tables import Table, best
+from .tables import Code, best, first_of
 
 UNCHECKED = "saved_tensor_with_no_vc_check"  # the partitioner's mark of tensors that may be changed in place
 
@@ -24,15 +24,13 @@ class Edit:
     """Changes graphs as the partitioner returns them.
 
     Attributes:
-        tables: the codes to choose from, the identity's first; empty if values may not change.
-        wide: the code for sums; None if values may not change.
+        codes: to choose from, that of any numbers first; empty if values may not change.
         attention: whether queries, keys, values and outputs of attention become codes.
         record: receives the records of a graph.
 
     """
 
-    tables: Sequence[Table]
-    wide: Table | None
+    codes: Sequence[Code]
     attention: bool
     record: Callable[[Sequence[KeptRecord]], None] = field(repr=False)
 
@@ -51,31 +49,33 @@ class Edit:
         self, forward: fx.GraphModule, backward: fx.GraphModule, group: list[Kept]
     ) -> Iterator[KeptRecord]:
         """Let what is kept of one storage become a code, and return the records, the first with the bytes."""
-        first = group[0]
-        value = value_of(first.node)
+        whole = group[0].node if len(group) == 1 else group[0].base
+        value = value_of(whole)
         assert value is not None
+        name = _operation(group[0].base)
+        chains = [_views(one.node, whole) for one in group]
         reason = next((one.reason for one in group if one.reason), "")
-        if not reason and len(group) > 1:
-            reason = "kept under several shapes"
-        name = _operation(first.base)
+        if not reason and None in chains:
+            reason = "kept under several shapes that vary"
+        code, error = None, 0.0
+        if not reason and value.dtype is not torch.bool:
+            if self.codes:
+                code, error = best(group[0].place, self.codes) if len(group) == 1 else first_of(self.codes)
+            else:
+                reason = "a code would change it"
+        bits = 1 if code is None else code.bits
+        row = value.shape[-1] if value.dim() else 1
+        if not reason and bits < BYTE and not (isinstance(row, int) and row % (BYTE // bits) == 0):
+            reason = "its rows do not fill whole bytes"
         if reason:
             return _left(group, name, reason)
-        table, error = None, 0.0
-        if value.dtype is not torch.bool:
-            if self.wide is None:
-                return _left(group, name, "a code would change it")
-            table, error = (self.wide, self.wide.error()) if first.summed else best(first.place, self.tables)
-        bits = 1 if table is None else table.bits
-        row = value.shape[-1] if value.dim() else 1
-        if bits < BYTE and not (isinstance(row, int) and row % (BYTE // bits) == 0):
-            return _left(group, name, "its rows do not fill whole bytes")
         before = _bytes(value)
-        parts = _encode(forward, first.node, table, bits)
-        places = _hand_over(forward, backward, first, parts)
-        _decode(backward, places, value, table, bits)
+        parts = _encode(forward, whole, code)
+        places = _hand_over(forward, backward, group, parts)
+        _decode(backward, group, places, value, code, chains)
         after = sum(_bytes(part.meta["val"]) for part in parts)
-        code = "bits" if table is None else table.name
-        return iter([KeptRecord(name, tuple(map(str, value.shape)), value.dtype, before, after, code, error)])
+        label = "bits" if code is None else f"{code.name}, {bits} bits" if code.scaled else code.name
+        return iter([KeptRecord(name, tuple(map(str, value.shape)), value.dtype, before, after, label, error)])
 
 
 def _left(group: Sequence[Kept], name: str, reason: str) -> Iterator[KeptRecord]:
@@ -99,51 +99,82 @@ def _bytes(value: Tensor) -> int:
     return elements(value) * value.element_size()
 
 
-def _encode(module: fx.GraphModule, node: fx.Node, table: Table | None, bits: int) -> list[fx.Node]:
-    """Return what is kept in place of a node: its codes, and the scales of its rows if the table wants them."""
+def _encode(module: fx.GraphModule, node: fx.Node, code: Code | None) -> list[fx.Node]:
+    """Return what is kept in place of a node: its codes, and the powers of two of its rows if they are scaled."""
     graph = Graph(module, node.next)
-    if table is None:
-        return [pack(graph, node, bits)]
-    scales = [scale(graph, node)] if table.scaled else []
-    codes = encode(graph, scaled(graph, node, scales[0], -1) if scales else node, table.name, table.borders)
-    return [codes if bits == BYTE else pack(graph, codes, bits), *scales]
+    if code is None:
+        return [pack(graph, node, 1)]
+    scales = [exponents(graph, node)] if code.scaled else []
+    codes = code.encode(graph, scaled(graph, node, scales[0], -1) if scales else node)
+    return [codes if code.bits == BYTE else pack(graph, codes, code.bits), *scales]
+
+
+def _views(node: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
+    """Return the views that make a node of another, the first first; None if their shapes vary."""
+    chain: list[fx.Node] = []
+    while node is not whole:
+        chain.insert(0, node)
+        if len(node.all_input_nodes) > 1:
+            return None
+        node = node.all_input_nodes[0]
+    return chain
 
 
 def _hand_over(
-    forward: fx.GraphModule, backward: fx.GraphModule, one: Kept, parts: Sequence[fx.Node]
+    forward: fx.GraphModule, backward: fx.GraphModule, group: Sequence[Kept], parts: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Let the forward graph return parts in place of a node, and return the placeholders that receive them."""
+    """Let the forward graph return parts in place of a group, and return the placeholders that receive them."""
+    first, *others = group
     (end,) = forward.graph.find_nodes(op="output")
     (results,) = end.args
-    at = results.index(one.node)
-    end.args = ((*results[:at], *parts, *results[at + 1 :]),)
+    described = end.meta.get("desc") or [None] * len(results)
+    kept_results: list[Any] = []
+    kept_described: list[Any] = []
+    gone = {one.node for one in others}
+    for result, description in zip(results, described, strict=True):
+        if result is first.node:
+            kept_results += parts
+            kept_described += [description] * len(parts)
+        elif result not in gone:
+            kept_results.append(result)
+            kept_described.append(description)
+    end.args = (tuple(kept_results),)
     if "desc" in end.meta:
-        described = list(end.meta["desc"])
-        end.meta["desc"] = [*described[:at], *(described[at] for _ in parts), *described[at + 1 :]]
-    places = [one.place]
+        end.meta["desc"] = kept_described
+    places = [first.place]
     for i in range(1, len(parts)):
         with backward.graph.inserting_after(places[-1]):
-            places.append(backward.graph.placeholder(f"{one.place.name}_{i}"))
+            places.append(backward.graph.placeholder(f"fitact_part_{i}_of_{first.place.name}"))
     for place, part in zip(places, parts, strict=True):
-        place.meta = {**one.place.meta, "val": part.meta["val"]}
+        place.meta = {**first.place.meta, "val": part.meta["val"]}
         place.meta.pop("tensor_meta", None)
-        if UNCHECKED in one.node.meta:
-            part.meta[UNCHECKED] = one.node.meta[UNCHECKED]
+        if UNCHECKED in first.node.meta:
+            part.meta[UNCHECKED] = first.node.meta[UNCHECKED]
     return places
 
 
 def _decode(
-    module: fx.GraphModule, places: Sequence[fx.Node], value: Tensor, table: Table | None, bits: int
+    module: fx.GraphModule,
+    group: Sequence[Kept],
+    places: Sequence[fx.Node],
+    value: Tensor,
+    code: Code | None,
+    chains: Sequence[Sequence[fx.Node]],
 ) -> None:
-    """Let the readers of the first placeholder read what is looked up by the codes that it receives now."""
-    place = places[0]
-    readers = list(place.users)
-    graph = Graph(module, min(readers, key=list(module.graph.nodes).index))
-    codes = place if bits == BYTE else unpack(graph, place, bits)
-    if table is None:
-        found = graph(torch.ops.aten.ne.Scalar, codes, 0)
+    """Let the readers of a group's placeholders read what stands for the codes that the first receives now."""
+    readers = [(one.place, [*one.place.users]) for one in group]
+    place, order = places[0], [*module.graph.nodes]
+    graph = Graph(module, min((user for _, users in readers for user in users), key=order.index))
+    if code is None:
+        found = graph(torch.ops.aten.ne.Scalar, unpack(graph, place, 1), 0)
     else:
-        found = look_up(graph, codes, f"{table.name}_points", table.points)
-        found = graph(CAST, scaled(graph, found, places[1], 1) if table.scaled else found, value.dtype)
-    for reader in readers:
-        reader.replace_input_with(place, found)
+        found = code.decode(graph, place if code.bits == BYTE else unpack(graph, place, code.bits))
+        found = graph(CAST, scaled(graph, found, places[1], 1) if code.scaled else found, value.dtype)
+    for (old, users), chain in zip(readers, chains, strict=True):
+        new = found
+        for view in chain:
+            new = graph(view.target, new, *view.args[1:], **view.kwargs)
+        for user in users:
+            user.replace_input_with(old, new)
+        if old is not place:
+            module.graph.erase_node(old)

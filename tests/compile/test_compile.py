@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
-from torch._inductor import metrics
+from torch._inductor.utils import run_and_get_code
 
 import fitact
 from fitact.errors import UsageError
 from fitact.generated.gelu_coded4 import GeluCoded4
 from fitact.generated.gelu_coded8 import GeluCoded8
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
+from fitact.generated.silu_coded8 import SiluCoded8
 from fitact.runtime.torch_internals import storage_id
 from tests.support.compilers import needs_compiler
 
@@ -100,6 +102,11 @@ def plain(budget: float, model: nn.Module, shape: tuple[int, ...]) -> tuple[int,
         return step(model, torch.compile(model, fullgraph=True), shape)
 
 
+def fused(texts: list[str]) -> int:
+    """How many fused kernels generated code calls."""
+    return sum(len(re.findall(r"^        cpp_fused\w*\(", text, re.MULTILINE)) for text in texts)
+
+
 def off(found: list[Tensor], stock: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, stock, strict=True) if b.norm() > 1e-6)
 
@@ -108,24 +115,22 @@ def off(found: list[Tensor], stock: list[Tensor]) -> float:
 @pytest.mark.parametrize(
     ("block", "stock", "coded", "error", "tensors"),
     [
-        pytest.param(Gelu, 2312, 1161, 0.010, 3, id="gelu"),
-        pytest.param(SwiGLU, 3076, 1542, 0.018, 5, id="swiglu", marks=pytest.mark.full),
+        pytest.param(Gelu, 2312, 1161.5, 0.008, 3, id="gelu"),
+        pytest.param(SwiGLU, 3076, 1542.5, 0.015, 5, id="swiglu", marks=pytest.mark.full),
     ],
 )
-def test_blocks(block: Callable[[], nn.Module], stock: int, coded: int, error: float, tensors: int) -> None:
-    """Half of what the compiler's best keeps, at most two kernels more for each code, one in each direction."""
-    metrics.reset()
-    kept, expected = plain(0.9, made(block, block), (TOKENS, 256))
-    kernels = metrics.generated_kernel_count
+def test_blocks(block: Callable[[], nn.Module], stock: int, coded: float, error: float, tensors: int) -> None:
+    """Half of what the compiler's best keeps, a byte a row apart, and at most one kernel more for each code."""
+    (kept, expected), texts = run_and_get_code(lambda: plain(0.9, made(block, block), (TOKENS, 256)))
+    kernels = fused(texts)
     assert kept == 2 * TOKENS * stock
     torch._dynamo.reset()
-    metrics.reset()
     model = made(block, block)
     compiled = fitact.compile(model, fullgraph=True)
-    kept, found = step(model, compiled, (TOKENS, 256))
+    (kept, found), texts = run_and_get_code(lambda: step(model, compiled, (TOKENS, 256)))
     assert kept <= 2 * TOKENS * coded
     assert off(found, expected) <= error
-    assert metrics.generated_kernel_count <= kernels + 2 * tensors
+    assert fused(texts) <= kernels + tensors
     report = fitact.compile_report(compiled)
     (records,) = report.graphs
     assert sum(record.code is not None for record in records) == tensors
@@ -137,8 +142,8 @@ def test_few_bits() -> None:
     compiled = fitact.compile(model, error="few-bit", fullgraph=True)
     kept, _ = step(model, compiled, (TOKENS, 256))
     codes = {record.code for record in fitact.compile_report(compiled).graphs[0]} - {None}
-    assert codes == {"gelu_coded4"}
-    assert kept == TOKENS * (1024 // 2 + 8)  # and two statistics
+    assert codes == {"identity, 4 bits"}
+    assert kept == TOKENS * (1024 // 2 + 1 + 8)  # an exponent, and two statistics
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,16 +160,13 @@ def test_exact(dtype: torch.dtype) -> None:
     assert kept - less == TOKENS * 224
 
 
-@pytest.mark.parametrize("rows", [None, 300])
-def test_dynamic_shapes(rows: int | None) -> None:
-    """Rows and, without a number of them, the batch vary, and nothing is compiled again."""
+def test_dynamic_shapes() -> None:
+    """The number of tokens varies, and nothing is compiled again."""
     model = made(Gelu)
     compiled = fitact.compile(model, fullgraph=True, dynamic=True)
-    for tokens in (128, 200, rows or 77):
-        kept, found = step(model, compiled, (tokens, 256))
-        assert kept == tokens * (1024 + 8)
-        expected = step(model, model, (tokens, 256))[1] if False else None
-        del expected, found
+    for tokens in (128, 200, 77):
+        kept, _ = step(model, compiled, (tokens, 256))
+        assert kept == tokens * (1024 + 1 + 8)
     assert len(fitact.compile_report(compiled).graphs) == 1
 
 
@@ -207,9 +209,10 @@ def test_huge_and_tiny_numbers() -> None:
             for block in model:
                 block.down.weight.mul_(factor)
                 block.gate.weight.mul_(0.1)
-        _, expected = step(model, model, (TOKENS, 256))
+        _, expected = plain(0.9, model, (TOKENS, 256))
+        torch._dynamo.reset()
         _, found = step(model, fitact.compile(model, fullgraph=True), (TOKENS, 256))
-        assert off(found, expected) < 0.06, factor
+        assert off(found, expected) < 0.02, factor
 
 
 def test_not_finite() -> None:
@@ -240,11 +243,13 @@ def test_autocast(dtype: torch.dtype) -> None:
     kept, found = step(model, run, (TOKENS, 256))
     assert off(found, expected) < 0.012
     codes = [record.code for record in fitact.compile_report(compiled).graphs[0] if record.code]
-    assert codes == ["gelu_coded8"]
+    assert codes == ["identity, 8 bits"]
     # The weights' casts may be kept; no code is made of a weight.
-    assert kept <= TOKENS * (1024 + 8) + 2 * 2 * 256 * 1024
+    assert kept <= TOKENS * (1024 + 1 + 8) + 2 * 2 * 256 * 1024
 
 
+# PyTorch's compiler looks at the gradient of a tensor that is no leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_graph_breaks_and_accumulation() -> None:
     class Broken(Gelu):
         def forward(self, x: Tensor) -> Tensor:
@@ -266,15 +271,15 @@ def test_regional_and_by_hand() -> None:
     for block in model:
         block.compile(fullgraph=True, options=options)
     step(model, model, (TOKENS, 256))
-    assert any(record.code == "gelu_coded8" for record in options.report.graphs[0])
-    assert "gelu_coded8" in str(options.report)
+    assert any(record.code == "identity, 8 bits" for record in options.report.graphs[0])
+    assert "identity, 8 bits" in str(options.report)
 
 
 def test_mode_and_other_options() -> None:
     model = made(Gelu)
     compiled = fitact.compile(model, mode="max-autotune-no-cudagraphs", options={"max_autotune": False})
     kept, _ = step(model, compiled, (TOKENS, 256))
-    assert kept == TOKENS * (1024 + 8)
+    assert kept == TOKENS * (1024 + 1 + 8)
 
 
 def test_beside_converted_activations() -> None:
@@ -300,8 +305,14 @@ def test_beside_converted_activations() -> None:
 
 
 def test_own_table() -> None:
-    options = fitact.compile_options(tables=[GeluCoded8])
-    assert fitact.compile_options(tables=[GeluCoded8]).keys() == options.keys()
+    """A table is used for the tensor that its activation is computed of, and for no other."""
+    model = made(Gelu, Gelu)
+    compiled = fitact.compile(model, tables=[GeluCoded8, SiluCoded8], fullgraph=True)
+    _, expected = plain(0.9, made(Gelu, Gelu), (TOKENS, 256))
+    _, found = step(model, compiled, (TOKENS, 256))
+    assert off(found, expected) < 0.008
+    codes = [record.code for record in fitact.compile_report(compiled).graphs[0] if record.code]
+    assert sorted(codes) == ["gelu_coded8", "gelu_coded8", "identity, 8 bits"]
 
 
 @pytest.mark.parametrize(
@@ -357,4 +368,4 @@ def test_caches_of_other_options(tmp_path: Path) -> None:
     for first, second in found.values():
         assert first[:2] == second[:2]
         assert (first[2], second[2]) == ("0", "1")
-    assert len({runs[0][0] for runs in found.values()}) == 4 - 1  # exact keeps what the compiler does, without masks
+    assert len({runs[0][0] for runs in found.values()}) == 3  # without masks, exact keeps what the compiler does
