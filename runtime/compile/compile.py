@@ -59,7 +59,7 @@ def compile_options(
         bits: of a code; 8 for `"rounding"`, 4 or 8 for `"few-bit"`, None for `"exact"`.
         budget: how much the compiler may keep, from 0 (it computes everything again) to 1 (what is fastest): the
             value of `torch._functorch.config.activation_memory_budget` while it chooses. At 0.9 it computes no
-            matrix product again.
+            matrix product of a transformer's blocks again.
         attention: whether queries, keys, values and outputs of fused attention become codes.
         tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits. Where
             the code of one serves better what backward computes of a tensor alone, such as an activation's value
