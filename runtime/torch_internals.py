@@ -138,6 +138,15 @@ ATTENTION: Mapping[Any, Any] = {
     ),
 }
 
+# A view of contiguous tensors, which Inductor takes for one though it is not declared as such.
+UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
+# Products of matrices and convolutions, below autograd.
+PRODUCTS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+)
+
 
 def is_operator(function: Any) -> bool:
     """Return whether a function is an operator of `torch.ops`, or one of its overloads."""
@@ -315,6 +324,67 @@ def min_cut(graph: fx.GraphModule, inputs: Sequence[Any], budget: float, **optio
 
     with config.patch(activation_memory_budget=budget):
         return min_cut_rematerialization_partition(graph, inputs, **options)
+
+
+def compiler_options(mode: str | None) -> dict[str, Any]:
+    """Return the options of a mode of `torch.compile`, which takes no mode and options together.
+
+    PyTorch documents `torch._inductor.list_mode_options` under this name.
+    """
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(mode)) if mode else {}
+
+
+def partitioner(edit: Callable[..., Any], budget: float, identity: str) -> Any:
+    """Return what Inductor takes for its option `custom_partitioner_fn`: its own partitioner, and then an edit.
+
+    Args:
+        edit: called with the forward and the backward graph, how many outputs of the forward graph are the model's
+            own, and which of its inputs are parameters and buffers; changes the graphs.
+        budget: the value of `torch._functorch.config.activation_memory_budget`, between 0 and 1.
+        identity: names all that the edit depends on. Compiled code is kept in caches under it.
+
+    """
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **given: Any) -> Any:
+            forward, backward = min_cut(gm, joint_inputs, budget, **given)
+            owned = given.get("static_lifetime_input_indices") or ()
+            with unset_fake_temporarily():
+                edit(forward, backward, given["num_fwd_outputs"], owned)
+            for module in (forward, backward):
+                module.graph.lint()
+                module.recompile()
+            return forward, backward
+
+        def uuid(self) -> str:
+            return identity
+
+        def __reduce__(self) -> Any:
+            """Stand as the identity in the keys of caches, which hold all options."""
+            return str, (identity,)
+
+    return Partitioner()
+
+
+def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
+    """Return the mode of the fake tensors that stand for a graph's inputs."""
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+
+def fake_constant(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a fake tensor for a constant of a graph, in the mode of another."""
+    assert isinstance(like, FakeTensor)
+    return like.fake_mode.from_tensor(tensor, static_shapes=True)
+
+
+def size_hint(size: Any) -> int:
+    """Return a size as it was when a graph was traced."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(size) if hint is None else int(hint)
 
 
 # ------------------------------------------------------------------------------------------------------- measuring

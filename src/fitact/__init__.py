@@ -17,6 +17,7 @@ from fitact.errors import FitactError, FitWarning, JobError, UsageError
 
 if TYPE_CHECKING:
     from fitact.calibration import calibrate
+    from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.convert.convert import convert, revert
     from fitact.runtime.convert.functional import converted_functions
     from fitact.runtime.convert.rebuild import rebuild
@@ -28,6 +29,9 @@ __all__ = [
     "UsageError",
     "activation",
     "calibrate",
+    "compile",
+    "compile_options",
+    "compile_report",
     "convert",
     "converted_functions",
     "rebuild",
@@ -37,6 +41,9 @@ __all__ = [
 # Names that need PyTorch, with the modules they are imported from on first use.
 LAZY = {
     "calibrate": "fitact.calibration",
+    "compile": "fitact.runtime.compile.compile",
+    "compile_options": "fitact.runtime.compile.compile",
+    "compile_report": "fitact.runtime.compile.compile",
     "convert": "fitact.runtime.convert.convert",
     "converted_functions": "fitact.runtime.convert.functional",
     "rebuild": "fitact.runtime.convert.rebuild",

@@ -15,7 +15,10 @@ import fitact
 # The rooms from the bottom up: a module imports from its own room and from those before it.
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
 RUNTIME = ("torch_internals", "kernels", "recipes", "ops")
-MODELS = ("records", "restore", "norms", "memory", "models", "rebuild", "convert.probe", "convert.wrappers")
+MODELS = (
+    *("records", "restore", "norms", "memory", "models", "compile"),
+    *("rebuild", "convert.probe", "convert.wrappers"),
+)
 CONVERSION = (
     *("convert", "rebuild.found", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild"),
     "calibration",

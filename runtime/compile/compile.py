@@ -1,0 +1,160 @@
+"""Compiling with codes: the options, and `torch.compile` with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fitact.arguments import integer, real
+from fitact.errors import UsageError, quote
+from fitact.runtime.torch_internals import compiler_options, partitioner
+
+from .partition import Edit
+from .report import CompileReport
+from .tables import Code, Compander, table_of
+
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+BITS = {"rounding": (8,), "few-bit": (4, 8)}  # the default first
+OPTION = "custom_partitioner_fn"
+BUDGET = 0.9
+_reports: WeakKeyDictionary[Any, CompileReport] = WeakKeyDictionary()
+
+
+class CompileOptions(dict[str, Any]):
+    """Options of `torch.compile`.
+
+    Attributes:
+        report: what became codes, filled in as graphs are compiled.
+
+    """
+
+    def __init__(self, options: dict[str, Any], report: CompileReport) -> None:
+        super().__init__(options)
+        self.report = report
+
+
+def compile_options(
+    *,
+    error: str = "rounding",
+    bits: int | None = None,
+    budget: float = BUDGET,
+    attention: bool = False,
+    tables: Sequence[type[nn.Module]] = (),
+) -> CompileOptions:
+    """Return options with which `torch.compile` keeps codes for backward.
+
+    The compiler first chooses what to keep, as ever, and computes the rest again. Of what it keeps, masks become
+    bits and other tensors codes of the identity, whose rows are scaled by powers of two. Encoding and decoding are
+    operators that the compiler sees and fuses.
+
+    Args:
+        error: `"exact"` codes only masks, so that no value changes; `"rounding"` uses codes of 8 bits, whose error
+            is a few times that of bfloat16's own rounding; `"few-bit"` uses codes of 4 bits.
+        bits: of a code; 8 for `"rounding"`, 4 or 8 for `"few-bit"`, None for `"exact"`.
+        budget: how much the compiler may keep, from 0 (it computes everything again) to 1 (what is fastest): the
+            value of `torch._functorch.config.activation_memory_budget` while it chooses. At 0.9 it computes no
+            matrix product of a transformer's blocks again.
+        attention: whether queries, keys, values and outputs of fused attention become codes.
+        tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits. Where
+            the code of one serves better what backward computes of a tensor alone, such as an activation's value
+            and derivative, it is used, without a scale. A CPU searches its table in an operator of its own.
+
+    Returns:
+        A dictionary for the argument `options` of `torch.compile`, with the `report`.
+
+    Raises:
+        UsageError: an argument is not valid.
+
+    """
+    found = _codes(error, bits, tables)
+    budget = real("budget", budget, 0, 1)
+    report = CompileReport()
+    edit = Edit(found, bool(attention), lambda records: report.graphs.append(tuple(records)))
+    identity = _identity(found, budget, edit.attention)
+    return CompileOptions({OPTION: partitioner(edit, budget, identity)}, report)
+
+
+def compile(  # noqa: A001  it stands for torch.compile
+    model: Compiled,
+    *,
+    error: str = "rounding",
+    bits: int | None = None,
+    budget: float = BUDGET,
+    attention: bool = False,
+    tables: Sequence[type[nn.Module]] = (),
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    **others: Any,
+) -> Compiled:
+    """Return the compiled model, which keeps codes for backward.
+
+    Args:
+        model: a module or a function, as `torch.compile` takes it.
+        error: as for `compile_options`, like the next four.
+        bits: of a code.
+        budget: how much the compiler may keep.
+        attention: whether tensors of attention become codes.
+        tables: more codes to choose from.
+        mode: of `torch.compile`, such as `"max-autotune"`.
+        options: more options of `torch.compile`.
+        others: other arguments of `torch.compile`, such as `fullgraph` and `dynamic`.
+
+    Returns:
+        What `torch.compile` returns; `compile_report` tells what became codes.
+
+    Raises:
+        UsageError: an argument is not valid.
+
+    """
+    if others.get("backend", "inductor") != "inductor":
+        raise UsageError(f"backend: expected 'inductor', whose graphs are changed, got {quote(others['backend'])}")
+    if OPTION in (options or {}):
+        raise UsageError(f"options: {OPTION} is what fitact sets; leave it out, or use torch.compile")
+    own = compile_options(error=error, bits=bits, budget=budget, attention=attention, tables=tables)
+    given = {**compiler_options(mode), **(options or {}), **own}
+    compiled: Compiled = torch.compile(model, options=given, **others)
+    _reports[compiled] = own.report
+    return compiled
+
+
+def compile_report(compiled: Callable[..., Any]) -> CompileReport:
+    """Return what became codes in what `compile` returned; UsageError for anything else."""
+    try:
+        return _reports[compiled]
+    except (KeyError, TypeError):
+        raise UsageError(
+            "compile_report: expected what fitact.compile returned; with torch.compile, keep the options' report"
+        ) from None
+
+
+def _codes(error: str, bits: int | None, more: Sequence[type[nn.Module]]) -> tuple[Code, ...]:
+    """Return the codes that the arguments ask for."""
+    if error == "exact":
+        if bits is not None or more:
+            raise UsageError("error='exact' codes only masks: leave out bits and tables")
+        return ()
+    if error not in BITS:
+        raise UsageError(f"error: expected 'exact', 'rounding' or 'few-bit', got {quote(error)}")
+    allowed = BITS[error]
+    width = allowed[0] if bits is None else integer("bits", bits, 1)
+    if width not in allowed:
+        raise UsageError(f"bits: expected {' or '.join(map(str, allowed))} for error={error!r}, got {width}")
+    own = tuple(map(table_of, more))
+    for table in own:
+        if table.bits != width:
+            raise UsageError(f"tables: {table.name} has {table.bits} bits, and {width} are asked for")
+    return Compander("identity", width), *own
+
+
+def _identity(codes: Sequence[Code], budget: float, attention: bool) -> str:
+    """Return what names everything that the changed graphs depend on."""
+    sources = sorted(files(__package__).iterdir(), key=lambda file: file.name)
+    texts = [file.read_text(encoding="utf-8") for file in sources if file.name.endswith(".py")]
+    parts = [*texts, *(code.digest() for code in codes), repr(budget), repr(attention)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,0 +1,180 @@
+"""The change to the graphs: what the forward graph hands on becomes codes, looked up in the backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fitact.runtime.torch_internals import schema_name
+
+from .codes import BYTE, Graph, exponents, pack, scaled, unpack
+from .kept import CAST, Kept, elements, kept, value_of
+from .report import KeptRecord
+from .tables import Code, best, first_of
+
+UNCHECKED = "saved_tensor_with_no_vc_check"  # the partitioner's mark of tensors that may be changed in place
+
+
+@dataclass
+class Edit:
+    """Changes graphs as the partitioner returns them.
+
+    Attributes:
+        codes: to choose from, that of any numbers first; empty if values may not change.
+        attention: whether queries, keys, values and outputs of attention become codes.
+        record: receives the records of a graph.
+
+    """
+
+    codes: Sequence[Code]
+    attention: bool
+    record: Callable[[Sequence[KeptRecord]], None] = field(repr=False)
+
+    def __call__(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, owned: Collection[int]
+    ) -> None:
+        """Change both graphs, and record each tensor that one hands to the other."""
+        found = list(kept(forward, backward, outputs, owned, self.attention))
+        likes: dict[fx.Node, list[Kept]] = {}
+        for one in found:
+            likes.setdefault(one.base, []).append(one)
+        records = [self._change(forward, backward, group) for group in likes.values()]
+        self.record([record for group in records for record in group])
+
+    def _change(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, group: list[Kept]
+    ) -> Iterator[KeptRecord]:
+        """Let what is kept of one storage become a code, and return the records, the first with the bytes."""
+        whole = group[0].node if len(group) == 1 else group[0].base
+        value = value_of(whole)
+        assert value is not None
+        name = _operation(group[0].base)
+        chains = [_views(one.node, whole) for one in group]
+        reason = next((one.reason for one in group if one.reason), "")
+        if not reason and None in chains:
+            reason = "kept under several shapes that vary"
+        code, error = None, 0.0
+        if not reason and value.dtype is not torch.bool:
+            if self.codes:
+                code, error = best(group[0].place, self.codes) if len(group) == 1 else first_of(self.codes)
+            else:
+                reason = "a code would change it"
+        bits = 1 if code is None else code.bits
+        row = value.shape[-1] if value.dim() else 1
+        if not reason and bits < BYTE and not (isinstance(row, int) and row % (BYTE // bits) == 0):
+            reason = "its rows do not fill whole bytes"
+        if reason:
+            return _left(group, name, reason)
+        before = _bytes(value)
+        parts = _encode(forward, whole, code)
+        places = _hand_over(forward, backward, group, parts)
+        _decode(backward, group, places, value, code, chains)
+        after = sum(_bytes(part.meta["val"]) for part in parts)
+        label = "bits" if code is None else f"{code.name}, {bits} bits" if code.scaled else code.name
+        return iter([KeptRecord(name, tuple(map(str, value.shape)), value.dtype, before, after, label, error)])
+
+
+def _left(group: Sequence[Kept], name: str, reason: str) -> Iterator[KeptRecord]:
+    for i, one in enumerate(group):
+        value = value_of(one.node)
+        assert value is not None
+        size = 0 if i else _bytes(value)
+        yield KeptRecord(name, tuple(map(str, value.shape)), value.dtype, size, size, None, 0.0, reason)
+
+
+def _operation(base: fx.Node) -> str:
+    if base.op == "placeholder":
+        return "input"
+    source: Any = base.args[0] if base.target is getattr else base
+    while source.op == "call_function" and source.target.__name__ == "getitem":
+        source = source.args[0]
+    return schema_name(source.target).partition("::")[2] or str(source.target)
+
+
+def _bytes(value: Tensor) -> int:
+    return elements(value) * value.element_size()
+
+
+def _encode(module: fx.GraphModule, node: fx.Node, code: Code | None) -> list[fx.Node]:
+    """Return what is kept in place of a node: its codes, and the powers of two of its rows if they are scaled."""
+    graph = Graph(module, node.next)
+    if code is None:
+        return [pack(graph, node, 1)]
+    scales = [exponents(graph, node)] if code.scaled else []
+    codes = code.encode(graph, scaled(graph, node, scales[0], -1) if scales else node)
+    return [codes if code.bits == BYTE else pack(graph, codes, code.bits), *scales]
+
+
+def _views(node: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
+    """Return the views that make a node of another, the first first; None if their shapes vary."""
+    chain: list[fx.Node] = []
+    while node is not whole:
+        chain.insert(0, node)
+        if len(node.all_input_nodes) > 1:
+            return None
+        node = node.all_input_nodes[0]
+    return chain
+
+
+def _hand_over(
+    forward: fx.GraphModule, backward: fx.GraphModule, group: Sequence[Kept], parts: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Let the forward graph return parts in place of a group, and return the placeholders that receive them."""
+    first, *others = group
+    (end,) = forward.graph.find_nodes(op="output")
+    (results,) = end.args
+    described = end.meta.get("desc") or [None] * len(results)
+    kept_results: list[Any] = []
+    kept_described: list[Any] = []
+    gone = {one.node for one in others}
+    for result, description in zip(results, described, strict=True):
+        if result is first.node:
+            kept_results += parts
+            kept_described += [description] * len(parts)
+        elif result not in gone:
+            kept_results.append(result)
+            kept_described.append(description)
+    end.args = (tuple(kept_results),)
+    if "desc" in end.meta:
+        end.meta["desc"] = kept_described
+    places = [first.place]
+    for i in range(1, len(parts)):
+        with backward.graph.inserting_after(places[-1]):
+            places.append(backward.graph.placeholder(f"fitact_part_{i}_of_{first.place.name}"))
+    for place, part in zip(places, parts, strict=True):
+        place.meta = {**first.place.meta, "val": part.meta["val"]}
+        place.meta.pop("tensor_meta", None)
+        if UNCHECKED in first.node.meta:
+            part.meta[UNCHECKED] = first.node.meta[UNCHECKED]
+    return places
+
+
+def _decode(
+    module: fx.GraphModule,
+    group: Sequence[Kept],
+    places: Sequence[fx.Node],
+    value: Tensor,
+    code: Code | None,
+    chains: Sequence[Sequence[fx.Node]],
+) -> None:
+    """Let the readers of a group's placeholders read what stands for the codes that the first receives now."""
+    readers = [(one.place, [*one.place.users]) for one in group]
+    place, order = places[0], [*module.graph.nodes]
+    graph = Graph(module, min((user for _, users in readers for user in users), key=order.index))
+    if code is None:
+        found = graph(torch.ops.aten.ne.Scalar, unpack(graph, place, 1), 0)
+    else:
+        found = code.decode(graph, place if code.bits == BYTE else unpack(graph, place, code.bits))
+        found = graph(CAST, scaled(graph, found, places[1], 1) if code.scaled else found, value.dtype)
+    for (old, users), chain in zip(readers, chains, strict=True):
+        new = found
+        for view in chain:
+            new = graph(view.target, new, *view.args[1:], **view.kwargs)
+        for user in users:
+            user.replace_input_with(old, new)
+        if old is not place:
+            module.graph.erase_node(old)
