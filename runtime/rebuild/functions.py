@@ -26,7 +26,7 @@ def once() -> None:
         raise RuntimeError("a rebuilt output has no second derivative: call backward without create_graph")
 
 
-def _recorded(*inputs: Tensor) -> bool:
+def recorded(*inputs: Tensor) -> bool:
     """Whether autograd alone, and no transform of `torch.func`, looks at what is computed of inputs."""
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
     return wanted and not in_functorch_transform()
@@ -235,7 +235,7 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
         u: of the shape and dtype of g.
 
     """
-    if not _recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
+    if not recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
         return function(g) * u
     h: Tensor = applied(_Gate, g, u, function)
     return noted(h, lambda g, u: function(g) * u, g, u)
@@ -266,7 +266,7 @@ class _Again(torch.autograd.Function):
 
 def again(function: Function, *inputs: Tensor) -> Tensor:
     """Return a function of inputs that keeps these alone, its output to be rebuilt from them."""
-    if not _recorded(*inputs):
+    if not recorded(*inputs):
         return function(*inputs)
     y: Tensor = applied(_Again, function, *inputs)
     return noted(y, function, *inputs)
@@ -325,7 +325,7 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
 
     If x can be rebuilt, so can the output, from that and the mask.
     """
-    if not (_recorded(x) and plain(x) and 0 < p < 1):
+    if not (recorded(x) and plain(x) and 0 < p < 1):
         return None
     found = source(x, exact=False)
     y, bits = applied(_Dropout, x, p)

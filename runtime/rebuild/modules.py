@@ -22,6 +22,8 @@ from fitact.runtime.torch_internals import has_hooks, in_functorch_transform, pa
 from . import functions
 from .calls import Looking, here
 from .chains import chained
+from .codes import Codes
+from .codes import gate as coded_gate
 from .convolution import convolution
 
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
@@ -234,15 +236,16 @@ class Gate(NamedTuple):
     dropout: str | None
     turned: bool
 
-    def compute(self, module: Any, x: Tensor) -> Tensor:
-        """Return down(dropout(f(g) · u))."""
+    def compute(self, module: Any, x: Tensor, codes: Codes | None = None) -> Tensor:
+        """Return down(dropout(f(g) · u)), keeping codes if there are some."""
         if self.up is None:
             parts = getattr(module, self.gate)(x).chunk(2, -1)
         else:
             order = [self.up, self.gate] if self.turned else [self.gate, self.up]
             parts = [getattr(module, name)(x) for name in order]
         g, u = reversed(parts) if self.turned else parts
-        h = functions.gate(getattr(module, self.activation), g, u)
+        f = getattr(module, self.activation)
+        h = functions.gate(f, g, u) if codes is None else coded_gate(codes, f, g, u)
         if self.dropout is not None:
             h = getattr(module, self.dropout)(h)
         result: Tensor = getattr(module, self.down)(h)
@@ -250,14 +253,16 @@ class Gate(NamedTuple):
 
 
 class GatedMLP(Rebuilding):
-    """down(f(g) · u), of which g and u are kept; f itself is not called where its hooks would notice."""
+    """down(f(g) · u), of which g and u are kept, or codes; f itself is not called where its hooks would notice."""
+
+    fitact_codes: Codes | None = None
 
     def _fitact_forward(self: Any, x: Tensor) -> Tensor:
         gate: Gate = self.fitact_gate
         if has_hooks(getattr(self, gate.activation)):
             output: Tensor = self.fitact_stock.forward(self, x)
             return output
-        return gate.compute(self, x)
+        return gate.compute(self, x, self.fitact_codes)
 
 
 class Calls(Rebuilding):
@@ -321,7 +326,15 @@ def _empty(kind: str, stock: Any) -> Any:
     return made.__new__(made)
 
 
-def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None, *, exact: bool = True) -> None:
+def swap(
+    module: nn.Module,
+    kind: str,
+    path: str,
+    gate: Gate | None = None,
+    codes: Codes | None = None,
+    *,
+    exact: bool = True,
+) -> None:
     """Give a module the class of a kind.
 
     Args:
@@ -329,6 +342,7 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None, *, e
         kind: a key of CLASSES.
         path: its path in the model.
         gate: what its children are, if it is a gated MLP.
+        codes: which codes that keeps; None to keep none.
         exact: whether gradients stay stock's; if not, the codes of a coded activation are kept for its output.
 
     """
@@ -337,6 +351,8 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None, *, e
     vars(module)[PATH] = path
     if gate is not None:
         vars(module)["fitact_gate"] = gate
+    if codes is not None:
+        vars(module)["fitact_codes"] = codes
     if not exact:
         vars(module)["fitact_exact"] = False
 
@@ -350,7 +366,7 @@ def put_back(module: Any) -> None:
     """Give a module its own class again."""
     if isinstance(module, Rebuilding):
         module.__class__ = module.fitact_stock
-        for name in (PATH, "fitact_gate", "fitact_exact"):
+        for name in (PATH, "fitact_gate", "fitact_codes", "fitact_exact"):
             vars(module).pop(name, None)
 
 

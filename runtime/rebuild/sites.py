@@ -14,10 +14,12 @@ from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_si
 from fitact.runtime.convert.measure import Run
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
+from fitact.runtime.ops.registry import find
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
 from fitact.text import starred
 
+from .codes import Codes
 from .convolution import CONVOLUTIONS
 from .found import check_calls, find_calls
 from .modules import KINDS, REBUILT, Gate, Rebuilding, put_back, swap
@@ -36,6 +38,8 @@ class Swap(NamedTuple):
         module: the module.
         kind: the new class, a key of CLASSES.
         gate: what its children are, if it is a gated MLP.
+        codes: which codes that keeps; None to keep g and u.
+        exact: whether gradients stay stock's; if not, codes are kept for the output of a coded activation.
 
     """
 
@@ -43,6 +47,8 @@ class Swap(NamedTuple):
     module: nn.Module
     kind: str
     gate: Gate | None = None
+    codes: Codes | None = None
+    exact: bool = True
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -58,7 +64,12 @@ class Swap(NamedTuple):
     def record(self) -> SiteRecord | None:
         """The record of a site whose output is rebuilt; None for layers that keep less and for dropout."""
         kind = KINDS.get(self.kind)
-        return None if kind is None else SiteRecord(self.path, kind, type(self.module).__name__, REBUILT)
+        return None if kind is None else SiteRecord(self.path, kind, type(self.module).__name__, self._label)
+
+    @property
+    def _label(self) -> str:
+        keys = () if self.codes is None else filter(None, self.codes)
+        return ", ".join(find(key).name for key in keys) or REBUILT
 
 
 def swaps(
@@ -125,6 +136,30 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
     return [one for one in found if one.kind not in NOTED or _like(one) in likes]
 
 
+def likes(found: Sequence[Swap]) -> list[tuple[str, str]]:
+    """Return what gates have in common with the same gates in other layers."""
+    return [*dict.fromkeys(_like(one) for one in found if one.gate)]
+
+
+def coded(
+    found: Sequence[Swap],
+    codes: Callable[[nn.Module], Codes | None],
+    like: tuple[str, str] | None = None,
+) -> list[Swap]:
+    """Let gates keep codes.
+
+    Args:
+        found: the modules.
+        codes: of the activation of a gate; None where there are none.
+        like: as from `likes`; None for all gates.
+
+    """
+    return [
+        one._replace(codes=codes(one.activation) or one.codes) if one.gate and like in (None, _like(one)) else one
+        for one in found
+    ]
+
+
 def _like(one: Swap) -> tuple[str, str]:
     """Return what a module has in common with the same module in other layers."""
     return type(one.module).__name__, starred(one.path)
@@ -133,7 +168,7 @@ def _like(one: Swap) -> tuple[str, str]:
 def put(found: Sequence[Swap]) -> None:
     """Let modules rebuild outputs, in place."""
     for one in found:
-        swap(one.module, one.kind, one.path, one.gate)
+        swap(one.module, one.kind, one.path, one.gate, one.codes, exact=one.exact)
 
 
 @contextmanager

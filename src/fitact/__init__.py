@@ -16,9 +16,10 @@ from fitact.api import activation, shipped
 from fitact.errors import FitactError, FitWarning, JobError, UsageError
 
 if TYPE_CHECKING:
-    from fitact.runtime.convert.convert import convert, revert
+    from fitact.runtime.convert.convert import convert
     from fitact.runtime.convert.functional import converted_functions
     from fitact.runtime.convert.rebuild import rebuild
+    from fitact.runtime.convert.replacement import revert
 
 __all__ = [
     "FitWarning",
@@ -37,7 +38,7 @@ LAZY = {
     "convert": "fitact.runtime.convert.convert",
     "converted_functions": "fitact.runtime.convert.functional",
     "rebuild": "fitact.runtime.convert.rebuild",
-    "revert": "fitact.runtime.convert.convert",
+    "revert": "fitact.runtime.convert.replacement",
 }
 
 

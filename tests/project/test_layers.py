@@ -16,7 +16,7 @@ import fitact
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
 RUNTIME = ("torch_internals", "kernels", "recipes", "ops")
 MODELS = (
-    *("records", "restore", "norms", "memory", "models"),
+    *("records", "restore", "wrappers", "norms", "memory", "models"),
     *(
         "rebuild",
         "convert",
