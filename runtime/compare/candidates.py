@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ def rebuilding(model: nn.Module) -> Iterator[Candidate]:
         return
     yield Candidate("rebuilt, exact", lambda saved: swapped(found), again=True)
     (coding,) = codings("coded", "", None, None)
-    near = coded([one._replace(exact=False) for one in found], coding.codes)
+    near = coded([replace(one, exact=False) for one in found], coding.codes)
 
     @contextmanager
     def done(_: Saved) -> Iterator[int]:

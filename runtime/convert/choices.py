@@ -106,7 +106,7 @@ class Policy:
         narrow = self.bits is not None and 0 < width < self.bits and not self.measured
         note = f"{width} bit{'s' if width > 1 else ''}: none of {self.bits} is shipped" if narrow else ""
         if method == "coded":
-            note = "; ".join(filter(None, (note, stated_errors(kind))))
+            note = "; ".join(filter(None, (note, stated_errors(registered(kind).name))))
         return self._in_place(Replacement(kind, found.in_place, note), found)
 
     def _allows(self, site: ActivationSite) -> bool:

@@ -67,14 +67,15 @@ def convert(
     This replaces activation modules of PyTorch, transformers and timm, your own modules that compute an activation
     of the catalog and nothing else, and functions that a module holds, such as `self.act = F.gelu`. For
     activations that a `forward` calls, use `converted_functions`; with `example_inputs` the report names the
-    modules that compute some themselves. `"auto"`, `"rebuild"` and `"coded"` also rebuild outputs of activations,
-    gates and norms in backward (`fitact.rebuild`). The state dict stays the same; `revert` puts the originals back.
+    modules that compute some themselves. `"auto"`, `"rebuild"` and `"coded"` also rebuild outputs of
+    activations, gates and norms in backward (`fitact.rebuild`). The state dict stays the same; `revert` puts the
+    originals back.
 
     Args:
         model: the model, which is changed in place.
         method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`, as in `fitact.activation`; `"rebuild"`, which
-            only rebuilds outputs; `"coded"`, which rebuilds outputs too, those of activations and gates from codes:
-            an activation keeps a code of its input, by which its derivative is looked up, and the next trained
+            only rebuilds outputs; `"coded"`, which rebuilds those of activations and gates from codes instead: an
+            activation keeps a code of its input, by which its derivative is looked up, and the next trained
             layer looks up its own input by the same code, in place of keeping it. A gate f(g)·u keeps a code of g,
             and u. Everything else is rebuilt exactly. A layer that `rebuild` has changed must be reverted before.
             Or `"auto"`, which rebuilds what pays, and then chooses for each activation
@@ -237,7 +238,7 @@ class _Job:
         if self.rebuilds:
             allowed = partial(self.chosen.rebuilt, own=self.own)
             self.rebuilt, refused = rebuilding.swaps(self.model, self.run, allowed)
-            self.rebuilt = [one._replace(exact=not self.codings) for one in self.rebuilt]
+            self.rebuilt = [dataclasses.replace(one, exact=not self.codings) for one in self.rebuilt]
         if not self.rebuilt and self.method == "rebuild":
             raise UsageError(nothing_to_rebuild(refused, self.run))
         if not (self.rebuilt or self.sites or norms):

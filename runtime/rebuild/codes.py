@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fitact.runtime.ops.autograd import DTYPES, KERNEL_DEVICES, NAMESPACE, Decoded
 from fitact.runtime.ops.decode import prepare
+from fitact.runtime.ops.registry import find
 from fitact.runtime.recipes import note, plain
 
 from . import functions
@@ -29,6 +30,11 @@ class Codes(NamedTuple):
 
     g: str
     u: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fits."""
+        return tuple(find(key).name for key in self if key is not None)
 
 
 class _Product:

@@ -375,6 +375,8 @@ def restore(model: nn.Module) -> Iterator[SiteRecord]:
     for path, module in model.named_modules():
         if isinstance(module, Rebuilding):
             kind = KINDS.get(module.fitact_kind)
+            codes: Codes | None = vars(module).get("fitact_codes")
+            before = REBUILT if codes is None else ", ".join(codes.names)
             put_back(module)
             if kind is not None:
-                yield SiteRecord(path, kind, REBUILT, type(module).__name__)
+                yield SiteRecord(path, kind, before, type(module).__name__)

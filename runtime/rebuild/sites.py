@@ -5,16 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites
+from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites, stated_errors
 from fitact.runtime.convert.measure import Run
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
-from fitact.runtime.ops.registry import find
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
 from fitact.text import starred
@@ -30,7 +30,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
 
 
-class Swap(NamedTuple):
+@dataclass(frozen=True)
+class Swap:
     """A module that gets another class, so that it keeps less.
 
     Attributes:
@@ -64,12 +65,12 @@ class Swap(NamedTuple):
     def record(self) -> SiteRecord | None:
         """The record of a site whose output is rebuilt; None for layers that keep less and for dropout."""
         kind = KINDS.get(self.kind)
-        return None if kind is None else SiteRecord(self.path, kind, type(self.module).__name__, self._label)
-
-    @property
-    def _label(self) -> str:
-        keys = () if self.codes is None else filter(None, self.codes)
-        return ", ".join(find(key).name for key in keys) or REBUILT
+        if kind is None:
+            return None
+        names = () if self.codes is None else self.codes.names
+        errors = (stated_errors(name, what) for name, what in zip(names, ("value", "u"), strict=False))
+        label = ", ".join(names) or REBUILT
+        return SiteRecord(self.path, kind, type(self.module).__name__, label, "; ".join(filter(None, errors)))
 
 
 def swaps(
@@ -155,7 +156,7 @@ def coded(
 
     """
     return [
-        one._replace(codes=codes(one.activation) or one.codes) if one.gate and like in (None, _like(one)) else one
+        replace(one, codes=codes(one.activation) or one.codes) if one.gate and like in (None, _like(one)) else one
         for one in found
     ]
 
