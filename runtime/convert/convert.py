@@ -139,8 +139,8 @@ def convert(
     if dry_run and norms:  # the gain of activations depends on what merged norms keep
         model = copy.deepcopy(model)
     job = _Job(model, method, bits, replace or {}, error or ERRORS[1], example_inputs)
-    job.codings = codings(method, job.error, bits, bits_u)
     rebuilds = method in ("coded", "rebuild") or (method == "auto" and not compiled)
+    job.codings = codings(method, job.error, bits, bits_u) if rebuilds else []
     job.choose(include, exclude, norms=norms, rebuilds=rebuilds)
     job.measure_stock()
     refused = job.find_rebuilt(norms=norms)
@@ -307,7 +307,7 @@ class _Job:
             step
             for coding in self.codings
             for step in (
-                *(partial(_code, self.sites, coding, group) for group in groups_of(self.sites)),
+                *(partial(_code, self.sites, coding, group) for group in groups_of(self.sites, self.replacements)),
                 *(partial(_code_gates, coding, like) for like in rebuilding.likes(self.rebuilt)),
             )
         ]

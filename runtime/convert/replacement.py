@@ -190,9 +190,10 @@ def _like(site: ActivationSite) -> tuple[str, str]:
     return site.found.before, starred(site.path)
 
 
-def groups_of(sites: Sequence[ActivationSite]) -> list[frozenset[int]]:
-    """Return groups of sites, by their places: the same activation in every layer, and what shares a module."""
-    likes, keys = [_like(site) for site in sites], [site.key for site in sites]
+def groups_of(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> list[frozenset[int]]:
+    """Return groups of sites, by their places: of the same activation and replacement, and of shared modules."""
+    likes = [(_like(site), one.kind) for site, one in zip(sites, replacements, strict=True)]
+    keys = [site.key for site in sites]
     found = []
     for like in dict.fromkeys(likes):
         shared = {key for key, one in zip(keys, likes, strict=True) if one == like}
