@@ -323,7 +323,7 @@ def stated_errors(name: str, what: str = "value") -> str:
     file = files("fitact.generated").joinpath("fits", f"{name}.json")
     if not file.is_file():
         return ""
-    error = json.loads(file.read_text(encoding="utf-8"))["error"]
+    error: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["error"]
     value, derivative = (f"{100 * error[one]:.2g} %" for one in ("value_1", "derivative_1"))
     return f"{what} off by {value}" + f", derivative by {derivative}" * (error["derivative_1"] > 0)
 
