@@ -201,7 +201,7 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
 
 def _producers(model: nn.Module) -> Iterator[Swap]:
     chains = any(isinstance(one, (nn.GroupNorm, *BATCH_NORMS)) for one in model.modules())
-    for site in activation_sites(model):
+    for site in {site.key: site for site in reversed(activation_sites(model))}.values():  # the first of a module's
         held = site.held
         if isinstance(held, nn.Module) and _free(held) and not site.found.converted and not site.found.refusal:
             kind = _keeps(held)

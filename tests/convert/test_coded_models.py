@@ -355,6 +355,19 @@ def test_the_compiler_traces(make: Callable[[], nn.Module]) -> None:
         assert (a - b).norm() < 0.01 * b.norm()
 
 
+def test_a_module_at_two_sites() -> None:
+    act = nn.GELU()
+    model = nn.Sequential(made(lambda: MLP(act)), made(lambda: MLP(act)))
+    stock = gradients(model)
+    exact = fitact.rebuild(model)
+    assert [site.after for site in exact] == ["rebuilt", "rebuilt"]
+    assert equal(gradients(model), stock)
+    fitact.revert(model)
+    assert after(model) == {"0.act": "gelu_coded8", "1.act": "gelu_coded8"}
+    assert model[0].act is act
+    assert model[1].act is act
+
+
 def test_hooks_of_the_activation_are_called() -> None:
     model = made(Gated)
     fitact.convert(model, "coded")
