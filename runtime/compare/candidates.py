@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fitact.runtime.convert.choices import Policy, putting
+from fitact.runtime.convert.choices import Policy, codings
 from fitact.runtime.convert.detect import REFUSED, ActivationSite, activation_sites
+from fitact.runtime.convert.replacement import putting
 from fitact.runtime.memory.saved import Saved
-from fitact.runtime.rebuild.sites import swapped, swaps
+from fitact.runtime.rebuild.sites import coded, swapped, swaps
 
 from .baselines import checkpointed
 
@@ -63,10 +64,23 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
 
 
 def rebuilding(model: nn.Module) -> Iterator[Candidate]:
-    """Yield the rebuilding of outputs, if a model has any to rebuild."""
+    """Yield the rebuilding of outputs, if a model has any to rebuild, and with codes, if it has fits for these."""
     found, _ = swaps(model)
-    if found:
-        yield Candidate("rebuilt, exact", lambda saved: swapped(found), again=True)
+    if not found:
+        return
+    yield Candidate("rebuilt, exact", lambda saved: swapped(found), again=True)
+    (coding,) = codings("coded", "", None, None)
+    near = coded([replace(one, exact=False) for one in found], coding.codes)
+
+    @contextmanager
+    def done(_: Saved) -> Iterator[int]:
+        with swapped(near), replaced(model, "coded", coding.bits) as count:
+            yield count + sum(one.codes is not None for one in near)
+
+    with done(Saved()) as count:
+        pass
+    if count:
+        yield Candidate(f"coded, {coding.bits} bits", done, count, again=True)
 
 
 def checkpoints(blocks: Sequence[nn.Module]) -> Iterator[Candidate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -118,9 +118,9 @@ def compile(  # noqa: A001  it stands for torch.compile
         raise UsageError(f"options: {OPTION} is what fitact sets; leave it out, or use torch.compile")
     own = compile_options(error=error, bits=bits, budget=budget, attention=attention, tables=tables)
     given = {**compiler_options(mode), **(options or {}), **own}
-    compiled: Compiled = torch.compile(model, options=given, **others)
+    compiled: Any = torch.compile(model, options=given, **others)
     _reports[compiled] = own.report
-    return compiled
+    return cast("Compiled", compiled)
 
 
 def compile_report(compiled: Callable[..., Any]) -> CompileReport:

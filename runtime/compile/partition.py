@@ -53,21 +53,10 @@ class Edit:
         value = value_of(whole)
         assert value is not None
         name = _operation(group[0].base)
-        chains = [_views(one.node, whole) for one in group]
-        reason = next((one.reason for one in group if one.reason), "")
-        if not reason and None in chains:
-            reason = "kept under several shapes that vary"
-        code, error = None, 0.0
-        if not reason and value.dtype is not torch.bool:
-            if self.codes:
-                code, error = best(group[0].place, self.codes) if len(group) == 1 else first_of(self.codes)
-            else:
-                reason = "a code would change it"
+        code, error = self._code(group, value)
         bits = 1 if code is None else code.bits
-        row = value.shape[-1] if value.dim() else 1
-        if not reason and bits < BYTE and not (isinstance(row, int) and row % (BYTE // bits) == 0):
-            reason = "its rows do not fill whole bytes"
-        if reason:
+        chains = [chain for one in group if (chain := _views(one.node, whole)) is not None]
+        if reason := self._blocker(group, value, bits, len(chains)):
             return _left(group, name, reason)
         before = _bytes(value)
         parts = _encode(forward, whole, code)
@@ -76,6 +65,25 @@ class Edit:
         after = sum(_bytes(part.meta["val"]) for part in parts)
         label = "bits" if code is None else f"{code.name}, {bits} bits" if code.scaled else code.name
         return iter([KeptRecord(name, tuple(map(str, value.shape)), value.dtype, before, after, label, error)])
+
+    def _code(self, group: Sequence[Kept], value: Tensor) -> tuple[Code | None, float]:
+        """Return the code for a group and its error, None for a mask or if there is no code."""
+        if value.dtype is torch.bool or not self.codes or group[0].reason:
+            return None, 0.0
+        return best(group[0].place, self.codes) if len(group) == 1 else first_of(self.codes)
+
+    def _blocker(self, group: Sequence[Kept], value: Tensor, bits: int, chains: int) -> str:
+        """Return why a group stays as it is; `""` if it becomes a code."""
+        reasons = [one.reason for one in group if one.reason]
+        if reasons:
+            return reasons[0]
+        if chains < len(group):
+            return "kept under several shapes that vary"
+        if value.dtype is not torch.bool and not self.codes:
+            return "a code would change it"
+        row: Any = value.shape[-1] if value.dim() else 1
+        fills = isinstance(row, int) and row % (BYTE // bits) == 0
+        return "" if bits == BYTE or fills else "its rows do not fill whole bytes"
 
 
 def _left(group: Sequence[Kept], name: str, reason: str) -> Iterator[KeptRecord]:

@@ -70,9 +70,8 @@ def _lines(report: CompileReport) -> Iterator[str]:
     for record in (record for records in report.graphs for record in records):
         like = (record.operation, record.shape, record.dtype, record.code, record.reason)
         groups.setdefault(like, []).append(record)
-    rows = [("kept", "", "shape", "dtype", "bytes", "then", "code", "error", "note")]
-    rows += [_row(group) for group in groups.values()]
-    yield from columns(rows, "<><<>><><")
+    head = ("kept", "", "shape", "dtype", "bytes", "then", "code", "error", "note")
+    yield from columns([head, *map(_row, groups.values())], "<><<>><><")
     share = 100 * report.after / max(report.before, 1)
     yield f"kept for backward: {report.after:,} bytes instead of {report.before:,}, {share:.1f} %"
 

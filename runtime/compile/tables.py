@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -245,10 +245,16 @@ def _functions(place: fx.Node) -> Iterator[Function]:
             if user not in alone:
                 factors.setdefault(_last_product(user, alone), []).append(node)
     for last, nodes in factors.items():
-        if last.target is torch.ops.aten.mul.Tensor:
-            yield lambda x, nodes=nodes: math.prod(_evaluate(node, place, x) for node in nodes)
-        else:
-            yield from (lambda x, node=node: _evaluate(node, place, x) for node in nodes)
+        groups = [nodes] if last.target is torch.ops.aten.mul.Tensor else [[node] for node in nodes]
+        yield from (partial(_product, group, place) for group in groups)
+
+
+def _product(nodes: Sequence[fx.Node], place: fx.Node, x: Tensor) -> Tensor:
+    """Return the product of nodes' results if a tensor has the numbers x."""
+    product = torch.ones_like(x)
+    for node in nodes:
+        product = product * _evaluate(node, place, x)
+    return product
 
 
 def _last_product(node: fx.Node, alone: Collection[fx.Node]) -> fx.Node:

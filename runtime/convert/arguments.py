@@ -12,14 +12,15 @@ from torch import nn
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import is_generated
-from fitact.runtime.rebuild.modules import original_class
+from fitact.runtime.rebuild.modules import Rebuilding, original_class
 from fitact.runtime.rebuild.sites import Swap
 from fitact.runtime.records import SiteRecord
 from fitact.text import few
 
-from .choices import ERRORS, METHODS, Replacement, Substitutes, check_bits
+from .choices import ERRORS, METHODS, Substitutes, check_bits
 from .detect import ActivationSite, recognise
 from .measure import Run, stock, traces
+from .replacement import Replacement
 
 Patterns = str | Sequence[str] | None
 
@@ -34,8 +35,8 @@ def check(
     gradients: bool,
 ) -> None:
     """Raise a UsageError if the arguments of `convert` do not go together."""
-    if method not in (*METHODS, "rebuild", "auto"):
-        raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)}, rebuild or auto")
+    if method not in (*METHODS, "coded", "rebuild", "auto"):
+        raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)}, coded, rebuild or auto")
     check_bits(method, bits)
     if error is not None and error not in ERRORS:
         raise UsageError(f"error {quote(error)}: expected {', '.join(ERRORS[:-1])} or {ERRORS[-1]}")
@@ -52,6 +53,8 @@ def check(
             else "norms=True looks at the model's graph"
         )
         raise UsageError(f"{what}: pass example_inputs, the arguments of the model")
+    if method == "coded" and any(isinstance(one, Rebuilding) and one.fitact_exact for one in model.modules()):
+        raise UsageError("layers of the model rebuild exactly what they keep: call fitact.revert first")
     found = recognise(model)
     if found is not None:
         raise UsageError(f"the model is itself an activation, {found.before}: use fitact.activation instead")

@@ -2,107 +2,61 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import registered
+from fitact.runtime.rebuild.codes import Codes
 from fitact.runtime.rebuild.modules import original_class
-from fitact.text import starred
 
-from .detect import MODULES, ActivationSite, Found, recipe, shipped_class
+from .detect import MODULES, ActivationSite, Found, recipe, recognise, shipped_class, stated_errors
 from .measure import Plan, Trace, Usage
-from .wrappers import Held, InPlace
+from .replacement import Replacement, plan
 
 METHODS = ("fewbit", "relumix", "inverted", "exact")
-WIDTHS = (1, 2, 3, 4)
+WIDTHS = {"coded": range(3, 9), "auto": range(1, 9)}
 ERRORS = ("exact", "rounding", "few-bit")  # what auto may choose among; each allows all before it
 # Piecewise linear: their derivatives are step functions, so Few-Bit and exact give PyTorch's own gradients.
 PIECEWISE = frozenset(
     ("hardshrink", "hardsigmoid", "hardtanh", "leaky_relu", "relu", "relu6", "softshrink", "threshold")
 )
-ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules
 STEPS = 3  # bits of Few-Bit by default
+CODES, FEW_CODES = 8, 6  # bits of codes by default, and with error="few-bit"
 
 Substitutes = Mapping[type[nn.Module], type[nn.Module]]
 Measure = Callable[[Sequence[Plan]], list[Trace]]
+State = TypeVar("State")
 
 
 def check_bits(method: str, bits: object) -> None:
     """Raise a UsageError if a method's fits cannot have this number of bits."""
-    known = type(bits) is not bool and isinstance(bits, Integral) and bits in WIDTHS
+    widths = WIDTHS.get(method, range(1, 5))
+    known = type(bits) is not bool and isinstance(bits, Integral) and bits in widths
     none = method in ("exact", "rebuild")
     if bits is not None and (none or not known):
-        expected = f"none for {method}, which keeps no bits" if none else "1, 2, 3 or 4"
+        *first, last = widths
+        some = f"{', '.join(map(str, first))} or {last}"
+        expected = f"none for {method}, which keeps no bits" if none else some
         raise UsageError(f"bits {quote(bits)}: expected {expected}")
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """What replaces the activation at a site.
-
-    Attributes:
-        kind: the class of the replacement; None to leave the activation alone.
-        in_place: whether it must overwrite its input.
-        reason: why it is left alone, or another note.
-        missing: whether it is left alone because nothing is shipped.
-
-    """
-
-    kind: type[nn.Module] | None = None
-    in_place: bool = False
-    reason: str = ""
-    missing: bool = False
-
-    @property
-    def label(self) -> str | None:
-        """The name of the fit, None where nothing is replaced."""
-        if self.kind is None:
-            return None
-        return registered(self.kind).name + ", in place" * self.in_place
-
-    def make(self, held: Any) -> nn.Module:
-        """Return a replacement for a module or a function."""
-        assert self.kind is not None
-        made = InPlace(self.kind()) if self.in_place else self.kind()
-        return made if isinstance(held, nn.Module) else Held(made, held)
-
-
-def put(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> None:
-    """Replace what is chosen; a module at several sites gets a single replacement."""
-    made: dict[Any, nn.Module] = {}
-    for site, replacement in zip(sites, replacements, strict=True):
-        if replacement.kind is None:
-            continue
-        if site.key not in made:
-            made[site.key] = replacement.make(site.held)
-            vars(made[site.key])[ORIGINAL] = site.held
-            if isinstance(site.held, nn.Module):
-                made[site.key].train(site.held.training)
-        site.put(made[site.key])
-
-
-@contextmanager
-def putting(replacements: Sequence[Replacement], sites: Sequence[ActivationSite]) -> Iterator[None]:
-    """Replace what is chosen until the context ends."""
-    put(sites, replacements)
-    try:
-        yield
-    finally:
-        for site in sites:
-            site.put(site.held)
-
-
-def plan(replacements: Sequence[Replacement]) -> Plan:
-    """Return replacements as a plan for a measurement."""
-    return partial(putting, replacements)
+def check_bits_u(method: str, error: str | None, bits_u: object) -> None:
+    """Raise a UsageError if gates cannot keep codes of u of this number of bits."""
+    if bits_u is None:
+        return
+    if method not in ("coded", "auto") or error == "exact":
+        raise UsageError(f'bits_u {quote(bits_u)}: no gate keeps codes by this method: expected method="coded"')
+    widths = WIDTHS["coded"]
+    if type(bits_u) is bool or not isinstance(bits_u, Integral) or bits_u not in widths:
+        raise UsageError(f"bits_u {quote(bits_u)}: expected {', '.join(map(str, widths[:-1]))} or {widths[-1]}")
+    if shipped_class("identity", "coded", int(bits_u)) is None:
+        raise UsageError(f"bits_u {quote(bits_u)}: no code of the identity of so few bits is shipped")
 
 
 @dataclass(frozen=True)
@@ -151,6 +105,8 @@ class Policy:
         width = registered(kind).bits
         narrow = self.bits is not None and 0 < width < self.bits and not self.measured
         note = f"{width} bit{'s' if width > 1 else ''}: none of {self.bits} is shipped" if narrow else ""
+        if method == "coded":
+            note = "; ".join(filter(None, (note, stated_errors(registered(kind).name))))
         return self._in_place(Replacement(kind, found.in_place, note), found)
 
     def _allows(self, site: ActivationSite) -> bool:
@@ -182,62 +138,6 @@ def missing(found: Found, method: str, bits: int | None) -> str:
     if found.activation and not found.parameters:
         return f"{method}: nothing is shipped for {found.activation}; if there is a fit, {command} makes it"
     return f"not shipped: {command}; then fitact codegen, and pass replace={{its class: yours}}"
-
-
-# ----------------------------------------------------------------------------------- sites that no example reaches
-
-ATTEMPTS = 8  # a layer that is left out every other time is run in one of them, except for 1 in 256
-
-
-def attempt(sites: Sequence[ActivationSite], measure: Callable[[int], Trace]) -> tuple[int, Trace]:
-    """Find random numbers with which the model runs each activation or one like it; return them and the trace.
-
-    Otherwise layers that a model leaves out at random would be measured as keeping nothing.
-
-    Args:
-        sites: where the activations are.
-        measure: runs the stock model with the random numbers of an attempt.
-
-    """
-    likes = [_like(site) for site in sites]
-    reached = dict.fromkeys(range(ATTEMPTS), 0)
-    found: dict[int, Trace] = {}
-    for i in reached:
-        found[i] = measure(i)
-        usages = found[i].usages
-        reached[i] = len({like for like, usage in zip(likes, usages, strict=True) if usage.shared is not None})
-        if reached[i] == len({*likes}) or not found[i].random:
-            break
-    most = max(found, key=reached.__getitem__)  # the first of equals
-    return most, found[most]
-
-
-def as_likes(
-    sites: Sequence[ActivationSite], replacements: Sequence[Replacement], stock: Trace
-) -> list[Replacement]:
-    """Give each unreached site what most sites like it get; sites of one module get the same."""
-    reached = [usage.shared is not None for usage in stock.usages]
-    models: dict[Any, list[tuple[Replacement, ActivationSite]]] = {}
-    for site, replacement, was in zip(sites, replacements, reached, strict=True):
-        if was and not site.found.refusal and not site.found.converted:
-            models.setdefault(_like(site), []).append((replacement, site))
-    given: dict[Any, Replacement] = {}
-    found = []
-    for site, replacement, was in zip(sites, replacements, reached, strict=True):
-        likes = models.get(_like(site))
-        if likes and not was and not site.found.refusal and not site.found.converted:
-            counts = Counter((like.kind, like.in_place) for like, _ in likes)
-            (kind, in_place), _ = counts.most_common(1)[0]
-            model = next(one.path for like, one in likes if (like.kind, like.in_place) == (kind, in_place))
-            reason = f"example_inputs do not reach it: treated as {model}"
-            replacement = given.setdefault(site.key, Replacement(kind, in_place, reason))
-        found.append(replacement)
-    return found
-
-
-def _like(site: ActivationSite) -> tuple[str, str]:
-    """Return a key that the same activation has in every layer."""
-    return site.found.before, starred(site.path)
 
 
 # ------------------------------------------------------------------------------------------------------------ auto
@@ -304,6 +204,80 @@ def _wishes(width: int, error: str, substitutes: Substitutes) -> tuple[list[Poli
     if error == "rounding":
         return [*most, policy(("fewbit",), width, linear=True)], []
     return [*most, policy(("fewbit", "relumix"), width)], [policy(("fewbit",), width)]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Codes that may be kept in place of inputs and outputs.
+
+    Attributes:
+        bits: the most bits of a code.
+        least: codes with fewer bits are left out.
+        bits_u: the most bits of a code of the factor u of a gate; None to keep u.
+
+    """
+
+    bits: int
+    least: int = 1
+    bits_u: int | None = None
+
+    def replacements(
+        self, sites: Sequence[ActivationSite], group: Collection[int], now: Sequence[Replacement]
+    ) -> list[Replacement]:
+        """Return replacements, coded ones in a group of sites, given by their places."""
+        coded = Policy(("coded",), self.bits, measured=True).replacements(sites)
+        return [
+            one if i in group and one.kind and registered(one.kind).bits >= self.least else was
+            for i, (one, was) in enumerate(zip(coded, now, strict=True))
+        ]
+
+    def codes(self, activation: Any) -> Codes | None:
+        """Return the codes for a gate with an activation; None if there are none."""
+        found = recognise(activation)
+        name = None if found is None or found.parameters or found.refusal else found.activation
+        kind = None if name is None else shipped_class(name, "coded", self.bits)
+        if kind is None or registered(kind).bits < self.least:
+            return None
+        of_u = None if self.bits_u is None else shipped_class("identity", "coded", self.bits_u)
+        return Codes(registered(kind).key, None if of_u is None else registered(of_u).key)
+
+
+def codings(method: str, error: str, bits: int | None, bits_u: int | None) -> list[Coding]:
+    """Return the codes that a conversion may keep, each to be compared with what the ones before it keep.
+
+    Codes of 8 bits err by less than 1 %, where bfloat16's rounding errs by up to 0.4 %: `"rounding"` has these
+    alone, and u of gates as it is. `"few-bit"` also has fewer bits, 6 by default, and u in 8 bits.
+    """
+    if method == "coded":
+        return [Coding(bits or CODES, bits_u=bits_u)]
+    if method != "auto" or error == "exact":
+        return []
+    if error == "rounding":
+        return [Coding(CODES, CODES, bits_u)] if bits is None or bits >= CODES else []
+    of_u = bits_u or CODES
+    return [Coding(one, bits_u=of_u) for one in ((CODES, FEW_CODES) if bits is None else (bits,))]
+
+
+def least(
+    start: State, stock: Trace, steps: Sequence[Callable[[State], State]], measure: Callable[[State], Trace]
+) -> tuple[State, Trace]:
+    """Return the state that keeps least, and what it keeps: each step is taken if less is kept then.
+
+    Args:
+        start: where to start.
+        stock: what it keeps.
+        steps: of a state, each gives another.
+        measure: runs the model in a state.
+
+    """
+    for step in steps:
+        state = step(start)
+        if state == start:
+            continue
+        trace = measure(state)
+        if trace.kept < stock.kept:
+            start, stock = state, trace
+    return start, stock
 
 
 def lasting(replacements: Sequence[Replacement], trace: Trace) -> list[Replacement]:

@@ -7,10 +7,12 @@ are not seen.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib.resources import files
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -23,9 +25,9 @@ from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import is_generated, registered
 from fitact.runtime.rebuild.modules import Rebuilding, activation_of, is_activation, original_class
 from fitact.runtime.torch_internals import has_hooks, modules_in
+from fitact.runtime.wrappers import Held, InPlace
 
 from .probe import computes
-from .wrappers import Held, InPlace
 
 # PyTorch's modules, and the parameters with which they ship; the functions have the same.
 MODULES: dict[type[nn.Module], tuple[str, dict[str, Any]]] = {
@@ -305,7 +307,7 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
     Args:
         name: its name in the catalog.
         method: as in `fitact.activation`.
-        bits: the most bits kept per element; None for 3, or the fewest that ship if 3 does not.
+        bits: the most bits kept per element; None for the default of `fitact.activation`.
 
     """
     for width in [None] if bits is None or method == "exact" else range(bits, 0, -1):
@@ -314,6 +316,16 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
         except UsageError:
             continue
     return None
+
+
+def stated_errors(name: str, what: str = "value") -> str:
+    """Return the errors that a shipped coded fit states for normal inputs; `""` for fits of one's own."""
+    file = files("fitact.generated").joinpath("fits", f"{name}.json")
+    if not file.is_file():
+        return ""
+    error: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["error"]
+    value, derivative = (f"{100 * error[one]:.2g} %" for one in ("value_1", "derivative_1"))
+    return f"{what} off by {value}" + f", derivative by {derivative}" * (error["derivative_1"] > 0)
 
 
 def recipe(found: Found, method: str, bits: int | None) -> str:
@@ -340,4 +352,4 @@ def recipe(found: Found, method: str, bits: int | None) -> str:
 def _usual_width(activation: str | None, method: str) -> int | None:
     """Return the bits of the shipped fit with the usual parameters."""
     kind = None if activation is None else shipped_class(activation, method, None)
-    return {"fewbit": 3, "relumix": 2}.get(method) if kind is None else registered(kind).bits or None
+    return {"fewbit": 3, "relumix": 2, "coded": 8}.get(method) if kind is None else registered(kind).bits or None

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.autograd import DTYPES
 from fitact.runtime.ops.registry import registered
+from fitact.runtime.wrappers import overwrite
 
 from .choices import METHODS, check_bits
 from .detect import FUNCTIONS, SHIPPED, parametrised, shipped_class
-from .wrappers import overwrite
 
 IN_PLACE = frozenset(
     [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import autocast_of, in_functorch_transform
@@ -18,7 +19,7 @@ from .derivatives import READS, Reads, autocast, differentiable, once
 from .recipes import Function, Source, applied, kept_source, source, use
 
 
-def _recorded(*inputs: Tensor) -> bool:
+def recorded(*inputs: Tensor) -> bool:
     """Whether autograd alone, and no transform of `torch.func`, looks at what is computed of inputs."""
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
     return wanted and not in_functorch_transform()
@@ -191,7 +192,7 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
         u: of the shape and dtype of g.
 
     """
-    if not _recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
+    if not recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
         return function(g) * u
     h: Tensor = applied(_Gate, function, u, *[g] * READS)
     return noted(h, lambda g, u: function(g) * u, g, u)
@@ -221,7 +222,7 @@ class _Again(torch.autograd.Function):
 
 def again(function: Function, *inputs: Tensor) -> Tensor:
     """Return a function of inputs that keeps these alone, its output to be rebuilt from them."""
-    if not _recorded(*inputs):
+    if not recorded(*inputs):
         return function(*inputs)
     y: Tensor = applied(_Again, function, *(one for one in inputs for _ in range(READS)))
     return noted(y, function, *inputs)
@@ -280,7 +281,7 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
 
     If x can be rebuilt, so can the output, from that and the mask.
     """
-    if not (_recorded(x) and plain(x) and 0 < p < 1):
+    if not (recorded(x) and plain(x) and 0 < p < 1):
         return None
     found = source(x, exact=False) or kept_source(x)
     y, bits = applied(_Dropout, x, p)
@@ -298,3 +299,63 @@ class _Dropped:
 
     def __call__(self, bits: Tensor, *state: Tensor) -> Tensor:
         return _dropped(self.rebuild(*state), bits, self.layout, self.p)
+
+
+# ------------------------------------------------------------------------- activations of what is rebuilt
+
+
+class _Chained(torch.autograd.Function):
+    """f(x), perhaps in place of x, which is rebuilt for the derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, run: Function, function: Function, rebuild: Function, *state: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.rebuild, ctx.autocast = function, rebuild, autocast(x.device.type)
+        ctx.save_for_backward(*state)
+        y = run(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        state = ctx.saved_tensors
+        x = ctx.rebuild(*state).detach().requires_grad_()
+        with differentiable(ctx.autocast):
+            edge = get_gradient_edge(ctx.function(x))
+        (dx,) = torch.autograd.grad(edge, x, grads)
+        return dx, None, None, None, *(None for _ in state)
+
+
+class _Of:
+    """A function of what is rebuilt."""
+
+    def __init__(self, function: Function, found: Source) -> None:
+        self.function, self.rebuild = function, found.function
+
+    def use(self) -> None:
+        use(self.rebuild)
+
+    def __call__(self, *state: Tensor) -> Tensor:
+        return self.function(self.rebuild(*state))
+
+
+def chained(run: Function, function: Function, x: Tensor, exact: bool = True) -> Tensor | None:
+    """Return f(x), which keeps what x is rebuilt from and is rebuilt from it too; None if x cannot be.
+
+    Args:
+        run: f, which may overwrite its argument and return that.
+        function: the same f, which does not.
+        x: its argument.
+        exact: whether to keep an argument that would not be rebuilt bit for bit.
+
+    """
+    found = source(x, exact) if torch.is_grad_enabled() else None
+    if found is None:
+        return None
+    use(found.function)
+    use(function)
+    y: Tensor = applied(_Chained, x, run, function, found.function, *found.state)
+    return note(y, _Of(Plain(function, x.device.type), found), *found.state, exact=found.exact)

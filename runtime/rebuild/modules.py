@@ -21,7 +21,8 @@ from fitact.runtime.torch_internals import has_hooks, in_functorch_transform, pa
 
 from . import functions
 from .calls import Looking, here
-from .chains import chained
+from .codes import Codes
+from .codes import gate as coded_gate
 from .convolution import convolution
 from .recipes import note_kept
 
@@ -89,7 +90,7 @@ class Activation(Rebuilding):
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         function = _Noticed(partial(self.fitact_stock.forward, self), self)
-        output = chained(function, function, input, self.fitact_exact)
+        output = functions.chained(function, function, input, self.fitact_exact)
         return functions.noted(function(input), function, input) if output is None else output
 
 
@@ -102,7 +103,7 @@ class Chained(Rebuilding):
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         run = partial(self.fitact_stock.forward, self)
         function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
-        output = chained(run, function, input, self.fitact_exact)
+        output = functions.chained(run, function, input, self.fitact_exact)
         return note_kept(run(input), function) if output is None else output
 
 
@@ -232,15 +233,16 @@ class Gate(NamedTuple):
     dropout: str | None
     turned: bool
 
-    def compute(self, module: Any, x: Tensor) -> Tensor:
-        """Return down(dropout(f(g) · u))."""
+    def compute(self, module: Any, x: Tensor, codes: Codes | None = None) -> Tensor:
+        """Return down(dropout(f(g) · u)), keeping codes if there are some."""
         if self.up is None:
             parts = getattr(module, self.gate)(x).chunk(2, -1)
         else:
             order = [self.up, self.gate] if self.turned else [self.gate, self.up]
             parts = [getattr(module, name)(x) for name in order]
         g, u = reversed(parts) if self.turned else parts
-        h = functions.gate(getattr(module, self.activation), g, u)
+        f = getattr(module, self.activation)
+        h = functions.gate(f, g, u) if codes is None else coded_gate(codes, f, g, u)
         if self.dropout is not None:
             h = getattr(module, self.dropout)(h)
         result: Tensor = getattr(module, self.down)(h)
@@ -248,14 +250,16 @@ class Gate(NamedTuple):
 
 
 class GatedMLP(Rebuilding):
-    """down(f(g) · u), of which g and u are kept; f itself is not called where its hooks would notice."""
+    """down(f(g) · u), of which g and u are kept, or codes; f itself is not called where its hooks would notice."""
+
+    fitact_codes: Codes | None = None
 
     def _fitact_forward(self: Any, x: Tensor) -> Tensor:
         gate: Gate = self.fitact_gate
         if has_hooks(getattr(self, gate.activation)):
             output: Tensor = self.fitact_stock.forward(self, x)
             return output
-        return gate.compute(self, x)
+        return gate.compute(self, x, self.fitact_codes)
 
 
 class OwnGate(Rebuilding):
@@ -323,7 +327,15 @@ def _empty(kind: str, stock: Any) -> Any:
     return made.__new__(made)
 
 
-def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None, *, exact: bool = True) -> None:
+def swap(
+    module: nn.Module,
+    kind: str,
+    path: str,
+    gate: Gate | None = None,
+    codes: Codes | None = None,
+    *,
+    exact: bool = True,
+) -> None:
     """Give a module the class of a kind.
 
     Args:
@@ -331,6 +343,7 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None, *, e
         kind: a key of CLASSES.
         path: its path in the model.
         gate: what its children are, if it is a gated MLP.
+        codes: which codes that keeps; None to keep none.
         exact: whether gradients stay stock's; if not, the codes of a coded activation are kept for its output.
 
     """
@@ -339,6 +352,8 @@ def swap(module: nn.Module, kind: str, path: str, gate: Gate | None = None, *, e
     vars(module)[PATH] = path
     if gate is not None:
         vars(module)["fitact_gate"] = gate
+    if codes is not None:
+        vars(module)["fitact_codes"] = codes
     if not exact:
         vars(module)["fitact_exact"] = False
 
@@ -352,7 +367,7 @@ def put_back(module: Any) -> None:
     """Give a module its own class again."""
     if isinstance(module, Rebuilding):
         module.__class__ = module.fitact_stock
-        for name in (PATH, "fitact_gate", "fitact_exact"):
+        for name in (PATH, "fitact_gate", "fitact_codes", "fitact_exact"):
             vars(module).pop(name, None)
 
 
@@ -361,6 +376,8 @@ def restore(model: nn.Module) -> Iterator[SiteRecord]:
     for path, module in model.named_modules():
         if isinstance(module, Rebuilding):
             kind = KINDS.get(module.fitact_kind)
+            codes: Codes | None = vars(module).get("fitact_codes")
+            before = REBUILT if codes is None else ", ".join(codes.names)
             put_back(module)
             if kind is not None:
-                yield SiteRecord(path, kind, REBUILT, type(module).__name__)
+                yield SiteRecord(path, kind, before, type(module).__name__)

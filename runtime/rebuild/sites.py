@@ -5,20 +5,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites
+from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites, stated_errors
 from fitact.runtime.convert.measure import Run
-from fitact.runtime.convert.wrappers import RebuiltGate
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
+from fitact.runtime.wrappers import RebuiltGate
 from fitact.text import starred
 
+from .codes import Codes
 from .convolution import CONVOLUTIONS
 from .derivatives import READS, count_reads
 from .found import check_calls, find_calls
@@ -31,7 +33,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
 
 
-class Swap(NamedTuple):
+@dataclass(frozen=True)
+class Swap:
     """A module that gets another class, so that it keeps less.
 
     Attributes:
@@ -39,6 +42,8 @@ class Swap(NamedTuple):
         module: the module.
         kind: the new class, a key of CLASSES.
         gate: what its children are, if it is a gated MLP.
+        codes: which codes that keeps; None to keep g and u.
+        exact: whether gradients stay stock's; if not, codes are kept for the output of a coded activation.
 
     """
 
@@ -46,6 +51,8 @@ class Swap(NamedTuple):
     module: nn.Module
     kind: str
     gate: Gate | None = None
+    codes: Codes | None = None
+    exact: bool = True
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -61,7 +68,12 @@ class Swap(NamedTuple):
     def record(self) -> SiteRecord | None:
         """The record of a site whose output is rebuilt; None for layers that keep less and for dropout."""
         kind = KINDS.get(self.kind)
-        return None if kind is None else SiteRecord(self.path, kind, type(self.module).__name__, REBUILT)
+        if kind is None:
+            return None
+        names = () if self.codes is None else self.codes.names
+        errors = (stated_errors(name, what) for name, what in zip(names, ("value", "u"), strict=False))
+        label = ", ".join(names) or REBUILT
+        return SiteRecord(self.path, kind, type(self.module).__name__, label, "; ".join(filter(None, errors)))
 
 
 def swaps(
@@ -128,6 +140,30 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
     return [one for one in found if one.kind not in NOTED or _like(one) in likes]
 
 
+def likes(found: Sequence[Swap]) -> list[tuple[str, str]]:
+    """Return what gates have in common with the same gates in other layers."""
+    return [*dict.fromkeys(_like(one) for one in found if one.gate)]
+
+
+def coded(
+    found: Sequence[Swap],
+    codes: Callable[[nn.Module], Codes | None],
+    like: tuple[str, str] | None = None,
+) -> list[Swap]:
+    """Let gates keep codes.
+
+    Args:
+        found: the modules.
+        codes: of the activation of a gate; None where there are none.
+        like: as from `likes`; None for all gates.
+
+    """
+    return [
+        replace(one, codes=codes(one.activation) or one.codes) if one.gate and like in (None, _like(one)) else one
+        for one in found
+    ]
+
+
 def _like(one: Swap) -> tuple[str, str]:
     """Return what a module has in common with the same module in other layers."""
     return type(one.module).__name__, starred(one.path)
@@ -136,7 +172,7 @@ def _like(one: Swap) -> tuple[str, str]:
 def put(found: Sequence[Swap]) -> None:
     """Let modules rebuild outputs, in place."""
     for one in found:
-        swap(one.module, one.kind, one.path, one.gate)
+        swap(one.module, one.kind, one.path, one.gate, one.codes, exact=one.exact)
 
 
 @contextmanager
@@ -168,7 +204,7 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
 
 def _producers(model: nn.Module) -> Iterator[Swap]:
     chains = any(isinstance(one, (nn.GroupNorm, nn.Dropout, *BATCH_NORMS)) for one in model.modules())
-    for site in activation_sites(model):
+    for site in {site.key: site for site in reversed(activation_sites(model))}.values():  # the first of a module's
         held = site.held
         if isinstance(held, nn.Module) and _free(held) and not site.found.converted and not site.found.refusal:
             kind = _keeps(held)

@@ -18,9 +18,10 @@ from fitact.errors import FitactError, FitWarning, JobError, UsageError
 if TYPE_CHECKING:
     from fitact.calibration import calibrate
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
-    from fitact.runtime.convert.convert import convert, revert
+    from fitact.runtime.convert.convert import convert
     from fitact.runtime.convert.functional import converted_functions
     from fitact.runtime.convert.rebuild import rebuild
+    from fitact.runtime.convert.replacement import revert
 
 __all__ = [
     "FitWarning",
@@ -47,7 +48,7 @@ LAZY = {
     "convert": "fitact.runtime.convert.convert",
     "converted_functions": "fitact.runtime.convert.functional",
     "rebuild": "fitact.runtime.convert.rebuild",
-    "revert": "fitact.runtime.convert.convert",
+    "revert": "fitact.runtime.convert.replacement",
 }
 
 

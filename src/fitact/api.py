@@ -28,10 +28,11 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None,
             `"gelu_regelu2_published"`.
         method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
             of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; `"exact"`,
-            the derivative as a function of the output; or `"rebuild"`, which keeps the input alone. By default
-            `"fewbit"`; for a gate `"rebuild"`, which is its only method.
-        bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not.
-            None for `"exact"` and `"rebuild"`, which keep no bits.
+            the derivative as a function of the output; `"rebuild"`, which keeps the input alone; or `"coded"`, the
+            derivative by a code of the input, by which a layer that `fitact.convert(model, "coded")` has changed
+            looks up the output too. By default `"fewbit"`; for a gate `"rebuild"`, which is its only method.
+        bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not; 8 for
+            `"coded"`. None for `"exact"` and `"rebuild"`, which keep no bits.
         gate: whether to return a module of two tensors g and u of one shape and dtype, which returns f(g)·u and
             keeps g and u.
 
@@ -50,7 +51,7 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None,
     if gate or method == "rebuild":
         if bits is not None:
             raise UsageError(f"method='rebuild' keeps no bits: expected bits=None, got {bits!r}")
-        wrappers = import_module("fitact.runtime.convert.wrappers")
+        wrappers = import_module("fitact.runtime.wrappers")
         rebuilt: nn.Module = (wrappers.RebuiltGate if gate else wrappers.Rebuilt)(name)
         return rebuilt
     return _shipped(name, method or "fewbit", bits)
@@ -65,7 +66,8 @@ def _shipped(name: str, method: str, bits: int | None) -> nn.Module:
         wanted = [f"{name}_exact"]
     else:
         own = [name] if method == "fewbit" else []  # the whole name of a fit says its method
-        wanted = [*(f"{name}_{method}{k}" for k in (3, 0, 1, 2, 4)), *own]
+        usual = (8,) if method == "coded" else (3, 0, 1, 2, 4)
+        wanted = [*(f"{name}_{method}{k}" for k in usual), *own]
     found = next((one for one in wanted if one in there), None)
     if found is None:
         raise UsageError(

@@ -17,7 +17,7 @@ FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "oper
 RUNTIME = ("torch_internals", "kernels", "recipes", "ops")
 MODELS = (
     *("records", "restore", "norms", "memory", "models", "compile"),
-    *("rebuild", "convert.probe", "convert.wrappers"),
+    *("rebuild", "convert.probe", "wrappers"),
 )
 CONVERSION = (
     *("convert", "rebuild.found", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild"),

@@ -44,6 +44,7 @@ def test_saved_bytes() -> None:
         "ReLU mixture, 2 bits": "relumix, 2 bits",
         "Inverted, output and 1 bit": "inverted",
         "Rebuilt outputs, exact gradients": "rebuilt, exact",
+        "Codes of 8 bits, for value and derivative": "coded, 8 bits",
         "PyTorch's compiler with a memory budget of 0.7, exact gradients": "compiler, budget 0.7",
     }
     found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", TEXT, re.MULTILINE)
@@ -170,7 +171,7 @@ def test_rebuilt(title: str, name: str, dropout: float | None) -> None:
     auto = fitact.convert(_small(name, dropout), "auto", norms=True, example_inputs=batch)
     inverted = fitact.convert(_small(name, dropout), "inverted", norms=True, example_inputs=batch)
     assert rebuilt.kept_before == inverted.kept_before == int(row[0].replace(",", ""))
-    assert auto.kept_after == rebuilt.kept_after
+    assert auto.kept_after < rebuilt.kept_after  # by codes; norms that are rebuilt are not merged
     for stated, found in zip(row[1:], (rebuilt, inverted), strict=True):
         assert f"{100 * found.kept_after / found.kept_before:.1f}" == stated
 

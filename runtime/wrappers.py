@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fitact.errors import UsageError, quote
+from fitact.runtime.convert.probe import FUNCTIONS
 from fitact.runtime.rebuild import functions
-
-from .probe import FUNCTIONS
 
 
 class Held(nn.Module):
