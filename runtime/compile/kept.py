@@ -211,9 +211,9 @@ def _is_statistic(node: fx.Node) -> bool:
         if one in seen:
             continue
         seen.add(one)
-        inputs = [other for other in one.all_input_nodes if value_of(other) is not None]
-        if one.target is operator.getitem:
-            inputs = inputs[0].all_input_nodes
+        made = one.args[0] if one.target is operator.getitem else one  # one of several results
+        assert isinstance(made, fx.Node)
+        inputs = [other for other in made.all_input_nodes if value_of(other) is not None]
         sizes = [elements(value) for other in inputs if (value := value_of(other)) is not None]
         if is_pointwise(one) or is_view(one):
             todo += [other for other, size in zip(inputs, sizes, strict=False) if size == elements(numbers)]
