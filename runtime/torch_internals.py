@@ -308,7 +308,7 @@ def compiler_options(mode: str | None) -> dict[str, Any]:
 
 
 def partitioner(edit: Callable[..., Any], budget: float, identity: str) -> Any:
-    """Return what Inductor's option `custom_partitioner_fn` takes: its own partitioner, with an edit of the result.
+    """Return what Inductor takes for its option `custom_partitioner_fn`: its own partitioner, and then an edit.
 
     Args:
         edit: called with the forward and the backward graph, how many outputs of the forward graph are the model's

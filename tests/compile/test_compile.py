@@ -1,0 +1,360 @@
+"""Codes under the compiler: what is kept, how far gradients are off, what is left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+from torch._inductor import metrics
+
+import fitact
+from fitact.errors import UsageError
+from fitact.generated.gelu_coded4 import GeluCoded4
+from fitact.generated.gelu_coded8 import GeluCoded8
+from fitact.generated.gelu_fewbit3 import GeluFewbit3
+from fitact.runtime.torch_internals import storage_id
+from tests.support.compilers import needs_compiler
+
+pytestmark = needs_compiler
+TOKENS = 512
+
+
+class Gelu(nn.Module):
+    def __init__(self, width: int = 256, hidden: int = 1024) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int = 256, hidden: int = 704) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down, self.norm = nn.Linear(hidden, width, bias=False), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        return x + self.down(F.silu(self.gate(z)) * self.up(z))
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(self.linear(x), 0.25))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(2, 128, 64))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+def made(*blocks: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(block() for block in blocks)).to(dtype)
+
+
+def step(model: nn.Module, run: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[int, list[Tensor]]:
+    """Bytes kept besides parameters and the input, and all gradients, in float32."""
+    torch.manual_seed(1)
+    x = torch.randn(shape, dtype=next(model.parameters()).dtype).requires_grad_()
+    own = {storage_id(one) for one in (x, *model.parameters())}
+    model.zero_grad()
+    y = run(x)
+    kept = {storage_id(one): one.untyped_storage().nbytes() for one in y.grad_fn.saved_tensors if one is not None}
+    y.float().square().mean().backward()
+    gradients = [one.grad.float() for one in (x, *model.parameters()) if one.grad is not None]
+    return sum(size for key, size in kept.items() if key not in own), gradients
+
+
+def plain(budget: float, model: nn.Module, shape: tuple[int, ...]) -> tuple[int, list[Tensor]]:
+    with functorch.patch(activation_memory_budget=budget):
+        return step(model, torch.compile(model, fullgraph=True), shape)
+
+
+def off(found: list[Tensor], stock: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, stock, strict=True) if b.norm() > 1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("block", "stock", "coded", "error", "tensors"),
+    [
+        pytest.param(Gelu, 2312, 1161, 0.010, 3, id="gelu"),
+        pytest.param(SwiGLU, 3076, 1542, 0.018, 5, id="swiglu", marks=pytest.mark.full),
+    ],
+)
+def test_blocks(block: Callable[[], nn.Module], stock: int, coded: int, error: float, tensors: int) -> None:
+    """Half of what the compiler's best keeps, at most two kernels more for each code, one in each direction."""
+    metrics.reset()
+    kept, expected = plain(0.9, made(block, block), (TOKENS, 256))
+    kernels = metrics.generated_kernel_count
+    assert kept == 2 * TOKENS * stock
+    torch._dynamo.reset()
+    metrics.reset()
+    model = made(block, block)
+    compiled = fitact.compile(model, fullgraph=True)
+    kept, found = step(model, compiled, (TOKENS, 256))
+    assert kept <= 2 * TOKENS * coded
+    assert off(found, expected) <= error
+    assert metrics.generated_kernel_count <= kernels + 2 * tensors
+    report = fitact.compile_report(compiled)
+    (records,) = report.graphs
+    assert sum(record.code is not None for record in records) == tensors
+    assert report.before - report.after == 2 * TOKENS * stock - kept
+
+
+def test_few_bits() -> None:
+    model = made(Gelu)
+    compiled = fitact.compile(model, error="few-bit", fullgraph=True)
+    kept, _ = step(model, compiled, (TOKENS, 256))
+    codes = {record.code for record in fitact.compile_report(compiled).graphs[0]} - {None}
+    assert codes == {"gelu_coded4"}
+    assert kept == TOKENS * (1024 // 2 + 8)  # and two statistics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact(dtype: torch.dtype) -> None:
+    """Masks become bits, and no gradient changes."""
+    kept, expected = plain(0.9, made(Dropped, dtype=dtype), (TOKENS, 256))
+    torch._dynamo.reset()
+    model = made(Dropped, dtype=dtype)
+    compiled = fitact.compile(model, error="exact", fullgraph=True)
+    less, found = step(model, compiled, (TOKENS, 256))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    (mask,) = (record for record in fitact.compile_report(compiled).graphs[0] if record.code)
+    assert (mask.code, mask.before, mask.after, mask.error) == ("bits", TOKENS * 256, TOKENS * 32, 0.0)
+    assert kept - less == TOKENS * 224
+
+
+@pytest.mark.parametrize("rows", [None, 300])
+def test_dynamic_shapes(rows: int | None) -> None:
+    """Rows and, without a number of them, the batch vary, and nothing is compiled again."""
+    model = made(Gelu)
+    compiled = fitact.compile(model, fullgraph=True, dynamic=True)
+    for tokens in (128, 200, rows or 77):
+        kept, found = step(model, compiled, (tokens, 256))
+        assert kept == tokens * (1024 + 8)
+        expected = step(model, model, (tokens, 256))[1] if False else None
+        del expected, found
+    assert len(fitact.compile_report(compiled).graphs) == 1
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_attention_on_request(attention: bool) -> None:
+    model = made(Attending)
+    compiled = fitact.compile(model, attention=attention, fullgraph=True)
+    step(model, compiled, (2, 128, 64))
+    (records,) = fitact.compile_report(compiled).graphs
+    large = [record for record in records if record.before >= 2 * 128 * 64 * 2 and record.operation != "input"]
+    assert large
+    assert {record.reason for record in large} == ({""} if attention else {"of attention"})
+
+
+def test_loss_and_outputs_are_left_alone() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 100)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = torch.tanh(self.hidden(x))
+            return F.cross_entropy(self.head(hidden), torch.zeros(len(x), dtype=torch.int64)), hidden
+
+    model = made(Model, dtype=torch.float32)
+    compiled = fitact.compile(model, fullgraph=True)
+    loss, _ = compiled(torch.randn(256, 64))
+    loss.backward()
+    reasons = {record.operation: record.reason for record in fitact.compile_report(compiled).graphs[0]}
+    assert reasons["addmm"] == "kept by the loss"
+    assert reasons["tanh"] == "an output of the model"
+
+
+def test_huge_and_tiny_numbers() -> None:
+    """A residual sum may have elements a thousand times as large as the rest, and a model may begin tiny."""
+    for factor in (1e-3, 1e3):
+        torch._dynamo.reset()
+        model = made(SwiGLU, SwiGLU, dtype=torch.float32)
+        with torch.no_grad():
+            for block in model:
+                block.down.weight.mul_(factor)
+                block.gate.weight.mul_(0.1)
+        _, expected = step(model, model, (TOKENS, 256))
+        _, found = step(model, fitact.compile(model, fullgraph=True), (TOKENS, 256))
+        assert off(found, expected) < 0.06, factor
+
+
+def test_not_finite() -> None:
+    """NaN and infinities in a forward pass leave the others' gradients finite, and show in the loss."""
+    model = made(Gelu)
+    compiled = fitact.compile(model, fullgraph=True)
+    x = torch.randn(TOKENS, 256, dtype=torch.bfloat16)
+    x[0, 0], x[1, 0] = torch.nan, torch.inf
+    y = compiled(x.requires_grad_())
+    assert not y[:2].isfinite().any()
+    y[2:].float().square().sum().backward()
+    assert x.grad is not None
+    assert x.grad[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    model = made(Gelu, dtype=torch.float32)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return compiled(x)
+
+    compiled: Any = torch.compile(model)
+    _, expected = step(model, run, (TOKENS, 256))
+    torch._dynamo.reset()
+    compiled = fitact.compile(model)
+    kept, found = step(model, run, (TOKENS, 256))
+    assert off(found, expected) < 0.012
+    codes = [record.code for record in fitact.compile_report(compiled).graphs[0] if record.code]
+    assert codes == ["gelu_coded8"]
+    # The weights' casts may be kept; no code is made of a weight.
+    assert kept <= TOKENS * (1024 + 8) + 2 * 2 * 256 * 1024
+
+
+def test_graph_breaks_and_accumulation() -> None:
+    class Broken(Gelu):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = made(Broken)
+    compiled = fitact.compile(model)
+    for _ in range(2):
+        step(model, compiled, (TOKENS, 256))
+    assert len(fitact.compile_report(compiled).graphs) == 2
+
+
+def test_regional_and_by_hand() -> None:
+    """`module.compile` and `torch.compile` take the options."""
+    model = made(Gelu, Gelu)
+    options = fitact.compile_options()
+    for block in model:
+        block.compile(fullgraph=True, options=options)
+    step(model, model, (TOKENS, 256))
+    assert any(record.code == "gelu_coded8" for record in options.report.graphs[0])
+    assert "gelu_coded8" in str(options.report)
+
+
+def test_mode_and_other_options() -> None:
+    model = made(Gelu)
+    compiled = fitact.compile(model, mode="max-autotune-no-cudagraphs", options={"max_autotune": False})
+    kept, _ = step(model, compiled, (TOKENS, 256))
+    assert kept == TOKENS * (1024 + 8)
+
+
+def test_beside_converted_activations() -> None:
+    """What a converted activation keeps is a code already, and stays."""
+    model = made(Gelu)
+    torch._dynamo.reset()
+
+    class Converted(Gelu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = GeluFewbit3()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.act(self.up(self.norm(x))))
+
+    model = made(Converted)
+    compiled = fitact.compile(model, fullgraph=True)
+    step(model, compiled, (TOKENS, 256))
+    (records,) = fitact.compile_report(compiled).graphs
+    codes = {record.operation: (record.code, record.reason) for record in records}
+    assert codes["forward"] in ((None, "of uint8"), ("identity_coded8", ""))
+    assert any(record.reason == "of uint8" for record in records)
+
+
+def test_own_table() -> None:
+    options = fitact.compile_options(tables=[GeluCoded8])
+    assert fitact.compile_options(tables=[GeluCoded8]).keys() == options.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"error": "none"}, "error: expected 'exact', 'rounding' or 'few-bit', got 'none'"),
+        ({"error": "exact", "bits": 8}, "leave out bits and tables"),
+        ({"bits": 4}, "bits: expected 8 for error='rounding', got 4"),
+        ({"error": "few-bit", "bits": 6}, "bits: expected 4 or 8"),
+        ({"bits": 8.0}, "bits: expected an integer"),
+        ({"budget": 1.5}, "budget: expected a number from 0 to 1, got 1.5"),
+        ({"tables": [nn.GELU]}, "tables: expected classes that fitact codegen made"),
+        ({"tables": [GeluFewbit3]}, "tables: expected classes that fitact codegen made"),
+        ({"tables": [GeluCoded4]}, "gelu_coded4 has 4 bits, and 8 are asked for"),
+        ({"backend": "eager"}, "backend: expected 'inductor'"),
+        ({"options": {"custom_partitioner_fn": None}}, "custom_partitioner_fn is what fitact sets"),
+    ],
+)
+def test_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        fitact.compile(nn.Linear(2, 2), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_report_of_others() -> None:
+    with pytest.raises(UsageError, match=r"compile_report: expected what fitact\.compile returned"):
+        fitact.compile_report(nn.Linear(2, 2))
+    assert "no graph was compiled" in str(fitact.compile_options().report)
+
+
+CACHED = """
+import sys, torch, fitact
+from tests.compile.test_compile import Gelu, made, step
+error = sys.argv[1]
+model = made(Gelu)
+compiled = torch.compile(model) if error == "none" else fitact.compile(model, error=error)
+kept, gradients = step(model, compiled, (512, 256))
+hits = sum(torch._dynamo.utils.counters["aot_autograd"][key] for key in ("autograd_cache_hit",))
+print(kept, sum(float(one.double().abs().sum()) for one in gradients), hits)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.full
+def test_caches_of_other_options(tmp_path: Path) -> None:
+    """Processes that share PyTorch's caches get each its own graphs, and the second time from the cache."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found: dict[str, list[list[str]]] = {}
+    for error in ("none", "exact", "rounding", "few-bit") * 2:
+        command = [sys.executable, "-W", "ignore", "-c", CACHED, error]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found.setdefault(error, []).append(result.stdout.split())
+    for first, second in found.values():
+        assert first[:2] == second[:2]
+        assert (first[2], second[2]) == ("0", "1")
+    assert len({runs[0][0] for runs in found.values()}) == 4 - 1  # exact keeps what the compiler does, without masks
