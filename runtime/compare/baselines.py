@@ -247,8 +247,8 @@ def compiled(
         coded: those of the budgets for which what is kept is also counted in codes, and in PyTorch's float8.
 
     Returns:
-        The result for each budget, and after it those in fewer bits. The graphs go through Inductor's own passes and partitioner; no code is
-        generated.
+        The result for each budget, and after it those in fewer bits. The graphs go through Inductor's own passes
+        and partitioner; no code is generated.
 
     """
     model = prepared.model
