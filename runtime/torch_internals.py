@@ -266,7 +266,7 @@ def partition_with(
 
 
 def min_cut(
-    graph: fx.GraphModule, inputs: Sequence[Any], budget: float, *, float8: bool = False, **options: Any
+    graph: fx.GraphModule, inputs: Sequence[Any], budget: float, float8: bool = False, **options: Any
 ) -> Any:
     """Return the forward and the backward graph that Inductor's partitioner makes under a memory budget.
 
@@ -282,18 +282,12 @@ def min_cut(
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    passes = dict(torch._inductor.config.post_grad_fusion_options)
+    passes: dict[str, Any] = dict(torch._inductor.config.post_grad_fusion_options)
     if float8:
-        passes["activation_quantization_aten_pass"] = {
-            "use_scaling": True,
-            "size_in_mb": 0.0,
-            "allowed_dtypes": "torch.bfloat16;torch.float16",
-            "quant_type": "torch.float8_e4m3fn",
-        }
-    with (
-        config.patch(activation_memory_budget=budget),
-        torch._inductor.config.patch(post_grad_fusion_options=passes),
-    ):
+        settings = {"use_scaling": True, "size_in_mb": 0.0, "quant_type": "torch.float8_e4m3fn"}
+        passes["activation_quantization_aten_pass"] = settings | {"allowed_dtypes": "torch.bfloat16;torch.float16"}
+    inductor = torch._inductor.config.patch(post_grad_fusion_options=passes)
+    with inductor, config.patch(activation_memory_budget=budget):
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
 
