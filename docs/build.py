@@ -54,6 +54,17 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "Compiling",
+        "`torch.compile` that keeps codes for backward. See compiler.md.",
+        (
+            "runtime.compile.compile.compile",
+            "runtime.compile.compile.compile_options",
+            "runtime.compile.compile.compile_report",
+            "runtime.compile.report.CompileReport",
+            "runtime.compile.report.KeptRecord",
+        ),
+    ),
+    (
         "Measuring",
         "What autograd keeps, and what it would keep with each method and baseline.",
         (

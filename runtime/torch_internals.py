@@ -309,20 +309,29 @@ def partition_with(
         return compile_fx.partition_fn(joint, inputs, **options)
 
 
-def min_cut(graph: fx.GraphModule, inputs: Sequence[Any], budget: float, **options: Any) -> Any:
+def min_cut(
+    graph: fx.GraphModule, inputs: Sequence[Any], budget: float, float8: bool = False, **options: Any
+) -> Any:
     """Return the forward and the backward graph that Inductor's partitioner makes under a memory budget.
 
     Args:
         graph: the joint graph.
         inputs: its inputs.
         budget: the value of `torch._functorch.config.activation_memory_budget`, between 0 and 1.
+        float8: whether PyTorch's own pass follows, after which tensors of 16 bits are kept in 8, with a scale.
         options: as `partition_with` passes them.
 
     """
+    import torch._inductor.config
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    with config.patch(activation_memory_budget=budget):
+    passes: dict[str, Any] = dict(torch._inductor.config.post_grad_fusion_options)
+    if float8:
+        settings = {"use_scaling": True, "size_in_mb": 0.0, "quant_type": "torch.float8_e4m3fn"}
+        passes["activation_quantization_aten_pass"] = settings | {"allowed_dtypes": "torch.bfloat16;torch.float16"}
+    inductor = torch._inductor.config.patch(post_grad_fusion_options=passes)
+    with inductor, config.patch(activation_memory_budget=budget):
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
 

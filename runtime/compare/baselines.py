@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from fitact.runtime.compile.partition import Edit
+from fitact.runtime.compile.tables import Compander
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
 from fitact.runtime.torch_internals import (
@@ -29,6 +32,7 @@ from fitact.runtime.torch_internals import (
     tree_iter,
     tree_leaves,
     tree_unflatten,
+    unset_fake_temporarily,
 )
 
 aten = torch.ops.aten
@@ -147,12 +151,15 @@ class Compiled:
         budget: the value of `torch._functorch.config.activation_memory_budget`.
         saved: the storages that the forward graph passes to the backward graph, without parameters and buffers.
         flops: FLOPs of both graphs.
+        kept: what is kept in fewer bits: `"codes"` of 8 bits as `fitact.compile` chooses them, `"float8"` by
+            PyTorch's own pass; `""` if nothing is.
 
     """
 
     budget: float
     saved: Saved
     flops: int
+    kept: str = ""
 
 
 class _DoneError(Exception):
@@ -163,6 +170,7 @@ class _DoneError(Exception):
 class _Partitions:
     owned: int
     budgets: Sequence[float]
+    coded: Sequence[float]
     advance: Callable[[], None]
     found: list[Compiled] = field(default_factory=list)
 
@@ -172,18 +180,26 @@ class _Partitions:
 
         def each(graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> Any:
             for budget in self.budgets:
-                copy = fx.Graph()
-                copy.output(copy.graph_copy(graph.graph, {}))
-                _copy_output(graph.graph, copy)
-                module = fx.GraphModule(graph, copy)
-                forward, backward = min_cut(module, given, budget, **more)
-                self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"]))
+                forward, backward = min_cut(_copy(graph), given, budget, **more)
+                read = partial(self.read, budget, forward, backward, more["num_fwd_outputs"])
+                self.found.append(read())
                 self.advance()
+                if budget in self.coded:
+                    with unset_fake_temporarily():
+                        edit = Edit((Compander("identity", 8),), False, lambda records: None)
+                        edit(forward, backward, more["num_fwd_outputs"], range(self.owned))
+                    self.found.append(read(kept="codes"))
+                    self.advance()
+                    forward, backward = min_cut(_copy(graph), given, budget, float8=True, **more)
+                    self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
+                    self.advance()
             raise _DoneError
 
         return partition_with(joint, inputs, self.owned, each, **options)
 
-    def read(self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Compiled:
+    def read(
+        self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, kept: str = ""
+    ) -> Compiled:
         places = [node for node in forward.graph.nodes if node.op == "placeholder"]
         saved = Saved(owned={storage_id(node.meta["val"]) for node in places[: self.owned]})
         (end,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -191,13 +207,16 @@ class _Partitions:
             value = node.meta.get("val") if isinstance(node, fx.Node) else None
             if isinstance(value, Tensor):
                 saved.add(value)
-        return Compiled(budget, saved, _flops(forward) + _flops(backward))
+        return Compiled(budget, saved, _flops(forward) + _flops(backward), kept)
 
 
-def _copy_output(source: fx.Graph, target: fx.Graph) -> None:
-    (old,) = (node for node in source.nodes if node.op == "output")
-    (new,) = (node for node in target.nodes if node.op == "output")
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    (old,) = module.graph.find_nodes(op="output")
+    (new,) = graph.find_nodes(op="output")
     new.meta = dict(old.meta)
+    return fx.GraphModule(module, graph)
 
 
 def _flops(module: fx.GraphModule) -> int:
@@ -215,6 +234,7 @@ def compiled(
     budgets: Sequence[float],
     advance: Callable[[], None] = lambda: None,
     around: Callable[[], Any] = nullcontext,
+    coded: Sequence[float] = (),
 ) -> list[Compiled]:
     """Trace a model as `torch.compile` does, and count in its graphs what each memory budget keeps.
 
@@ -222,12 +242,13 @@ def compiled(
         prepared: the model.
         inputs: its inputs.
         budgets: memory budgets between 0 and 1.
-        advance: called after the model has been traced, and after each budget.
+        advance: called after the model has been traced, and after each result.
         around: a context for the forward pass, such as autocast.
+        coded: those of the budgets for which what is kept is also counted in codes, and in PyTorch's float8.
 
     Returns:
-        The result for each budget. The graphs go through Inductor's own passes and partitioner; no code is
-        generated.
+        The result for each budget, and after it those in fewer bits. The graphs go through Inductor's own passes
+        and partitioner; no code is generated.
 
     """
     model = prepared.model
@@ -248,7 +269,7 @@ def compiled(
         found = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
         return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
 
-    partitions = _Partitions(len(values), budgets, advance)
+    partitions = _Partitions(len(values), budgets, coded, advance)
     mode = prepared.mode or FakeTensorMode(allow_non_fake_inputs=True)
     given = (*values, *(leaves[i] for i in places))
     with prepared.mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):

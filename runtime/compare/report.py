@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fitact.arguments import integer, real, several
 from fitact.errors import FitactError, UsageError, quote
+from fitact.runtime.compile.compile import BUDGET
 from fitact.runtime.convert.choices import check_bits
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
@@ -44,7 +45,7 @@ from .records import Report, Row, closed_form
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # tensors of a parameter's size; SGD with momentum
-BUDGETS = (1.0, 0.7)
+BUDGETS = (1.0, 0.9, 0.7)
 GIB = 2**30
 MOST_GIB = 2**20  # a pebibyte
 
@@ -78,7 +79,8 @@ def measure(
         autocast: a name in DTYPES; it casts what PyTorch's autocast casts on a CPU.
         bits: widths of Few-Bit activations, a row for each.
         budgets: memory budgets of the compiler, a row for each; an empty list leaves out the compiler, which takes
-            longest.
+            longest. With 0.9, which is the default of `fitact.compile`, rows follow for the same in codes of 8
+            bits and in PyTorch's float8.
         gib: memory for which to find the largest batch and the longest sequence, with parameters, gradients and
             the optimizer's state; None to leave these out.
         optimizer: a name in OPTIMIZERS.
@@ -183,7 +185,8 @@ class _Measurement:
             *rebuilding(self.model),
             *checkpoints(modules),
         ]
-        compiling = (8.0, *[4.0] * len(self.budgets)) if self.budgets else ()  # tracing, and each budget
+        results = len(self.budgets) + 2 * self.budgets.count(BUDGET)
+        compiling = (8.0, *[4.0] * results) if self.budgets else ()  # tracing, and each result
         self.work_in_all = 10 + len(candidates) * (1 + 6 * (self.gib is not None) + 8 * self.peak) + sum(compiling)
         self.advance()
         parameters = list(self.model.parameters())
@@ -285,14 +288,14 @@ class _Measurement:
         steps = iter(weights)
         try:
             found = compiled(
-                self.prepared, self.inputs, self.budgets, lambda: self.advance(next(steps)), self.around
+                self.prepared, self.inputs, self.budgets, lambda: self.advance(next(steps)), self.around, [BUDGET]
             )
         except Exception as error:  # whatever the compiler cannot do must not cost the other rows
             self.notes.append(f"the compiler cannot trace the model: {one_line(error)}")
             return
         for one in found:
             flops = max(one.flops - forward - backward, 0) / max(forward, 1)
-            name = f"compiler, budget {one.budget:g}"
+            name = f"compiler, {one.budget:g} and {one.kept}" if one.kept else f"compiler, budget {one.budget:g}"
             yield Row(name, one.saved.bytes, {"graph": one.saved.bytes}, flops=flops, traffic=None)
 
     def closed_form(self) -> dict[str, int] | None:

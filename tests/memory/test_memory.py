@@ -575,6 +575,18 @@ def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
     check_compiled(name, budget)
 
 
+def test_codes_under_the_compiler() -> None:
+    """Of an MLP's own tensors 8 bits an element, its input as it is; with float8 that too, and scales."""
+    unit = 2 * 4096 * 1024
+    for name, inside in (("gelu_mlp", 4), ("swiglu_mlp", 8)):
+        plain, codes, float8, low = compiled(*reference(name), [0.9, 0.7], coded=[0.9])
+        assert [one.kept for one in (plain, codes, float8, low)] == ["", "codes", "float8", ""]
+        assert plain.saved.bytes == low.saved.bytes == (inside + 1) * unit * 2
+        assert 0 <= codes.saved.bytes - (inside + 2) * unit <= 2 * 4096  # an exponent a row
+        assert 0 < float8.saved.bytes - (inside + 1) * unit < unit // 64
+        assert plain.flops == codes.flops == float8.flops
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "budget"), COMPILED_FULL)
 def test_graphs_are_those_of_torch_compile_full(name: str, budget: float) -> None:
@@ -1006,7 +1018,8 @@ def test_command(command: Call, tmp_path: Path) -> None:
     assert rows["stock"]["bytes"] == 3 * unit * 2
     assert rows["fewbit, 3 bits"]["bytes"] == 2 * unit * 2 + unit * 3 // 8
     assert rows["inverted"]["bytes"] == 2 * unit * 2 + unit // 8
-    assert rows["compiler, budget 0.7"]["bytes"] == 2 * unit * 2
+    assert rows["compiler, budget 0.7"]["bytes"] == rows["compiler, budget 0.9"]["bytes"] == 2 * unit * 2
+    assert unit * 3 <= rows["compiler, 0.9 and codes"]["bytes"] <= unit * 3 + 4096 * 16
     assert rows["checkpointing, full"]["bytes"] == unit * 2
     assert {row["scaled"] for name, row in rows.items() if "compiler" in name} == {True}
 

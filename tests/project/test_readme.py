@@ -45,7 +45,8 @@ def test_saved_bytes() -> None:
         "Inverted, output and 1 bit": "inverted",
         "Rebuilt outputs, exact gradients": "rebuilt, exact",
         "Codes of 8 bits, for value and derivative": "coded, 8 bits",
-        "PyTorch's compiler with a memory budget of 0.7, exact gradients": "compiler, budget 0.7",
+        "PyTorch's compiler with a memory budget of 0.9, exact gradients": "compiler, budget 0.9",
+        "The same with `fitact.compile`, codes of 8 bits": "compiler, 0.9 and codes",
     }
     found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", TEXT, re.MULTILINE)
     assert [name for name, _, _ in found] == list(names)
