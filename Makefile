@@ -75,7 +75,9 @@ bench: $(VENV)/.installed
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
 	$(BIN)/python -m benchmarks.rebuilding
 	$(BIN)/python benchmarks/conversion.py
+	$(BIN)/python -m benchmarks.coded_gradients
 	$(BIN)/python -m benchmarks.convergence
+	$(BIN)/python -m benchmarks.convergence --codes
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,7 +1,7 @@
 """What a layer may keep of an input x for backward, and what stands for f(x) and f′(x) then.
 
-Codes of fitact, and what they are compared with: x rounded to bfloat16, to float8, and to int8. f and f′ of a rounded
-x are computed again. Kept tensors have the size that is claimed: codes of k bits are packed.
+Codes of fitact, and what they are compared with: x rounded to bfloat16, to float8, and to int8. f and f′ of a
+rounded x are computed again. Kept tensors have the size that is claimed: codes of k bits are packed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import coded
+from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.reading import read
 
 BLOCK = 64  # numbers that share a scale
+WIDE = -65504.0, 65504.0  # the domain of wide fits
 Kept = tuple[Tensor, ...]
 StandIns = tuple[Tensor, Tensor]
 
@@ -60,23 +62,24 @@ class Keeper:
 
 
 @cache
-def fit(function: str, bits: int) -> CodedFit:
-    """Return the fit that ships, or else make it, which takes seconds."""
-    name = f"{function}_coded{bits}"
+def fit(function: str, bits: int, *, wide: bool = False) -> CodedFit:
+    """Return the fit that ships, or else make it, which takes seconds; a wide one has cells for all of float16."""
+    name = f"{function}_{'wide_' if wide else ''}coded{bits}"
     shipped = Path(str(files("fitact.generated") / "fits" / f"{name}.json"))
-    found = read(shipped) if shipped.exists() else coded.fit(Activation.of(function), bits, name)
+    options = {"domain": WIDE, "weight": Weight("student(2)")} if wide else {}
+    found = read(shipped) if shipped.exists() else coded.fit(Activation.of(function), bits, name, **options)
     assert isinstance(found, CodedFit)
     return found
 
 
 @cache
-def _borders(function: str, bits: int) -> Tensor:
-    return torch.tensor(fit(function, bits).borders, dtype=torch.float32)
+def _borders(function: str, bits: int, wide: bool) -> Tensor:
+    return torch.tensor(fit(function, bits, wide=wide).borders, dtype=torch.float32)
 
 
 @cache
-def _tables(function: str, bits: int, dtype: torch.dtype) -> Tensor:
-    made = fit(function, bits)
+def _tables(function: str, bits: int, wide: bool, dtype: torch.dtype) -> Tensor:
+    made = fit(function, bits, wide=wide)
     return torch.tensor([made.values, made.derivatives], dtype=dtype)
 
 
@@ -97,20 +100,23 @@ def unpack(planes: Tensor, count: int) -> Tensor:
     return codes.flatten()[:count].long()
 
 
-def _coded(bits: int) -> Keeper:
+def _coded(bits: int, *, wide: bool = False) -> Keeper:
     def keep(function: str, x: Tensor) -> Kept:
-        codes = torch.bucketize(x, _borders(function, bits).to(x.dtype), out_int32=True)
+        codes = torch.bucketize(x, _borders(function, bits, wide).to(x.dtype), out_int32=True)
         return (codes.to(torch.uint8) if bits == 8 else pack(codes, bits),)
 
     def restore(function: str, kept: Kept, shape: torch.Size, dtype: torch.dtype) -> StandIns:
         codes = kept[0].int() if bits == 8 else unpack(kept[0], shape.numel()).view(shape)
-        value, derivative = _tables(function, bits, dtype)
+        value, derivative = _tables(function, bits, wide, dtype)
         return value[codes], derivative[codes]
 
-    return Keeper(f"coded{bits}", f"codes of {bits} bits", bits, keep, restore)
+    kind = "_wide" if wide else ""
+    return Keeper(f"coded{bits}{kind}", f"codes of {bits} bits{', wide' if wide else ''}", bits, keep, restore)
 
 
-def _rounded(name: str, label: str, bits: int, keep: Callable[[Tensor], Kept], wide: Callable[..., Tensor]) -> Keeper:
+def _rounded(
+    name: str, label: str, bits: int, keep: Callable[[Tensor], Kept], wide: Callable[..., Tensor]
+) -> Keeper:
     """Return a keeper of a rounded x, of which f and f′ are computed; `wide` restores it from what is kept."""
 
     def restore(function: str, kept: Kept, shape: torch.Size, dtype: torch.dtype) -> StandIns:
@@ -158,6 +164,7 @@ KEEPERS = {
     for keeper in (
         _floating(torch.bfloat16, 16),
         *map(_coded, (8, 6, 5, 4)),
+        _coded(8, wide=True),
         _float8("e4m3", "float8 e4m3", torch.float8_e4m3fn, scaled=False),
         _float8("e4m3_scaled", "float8 e4m3, scale of the tensor", torch.float8_e4m3fn, scaled=True),
         _float8("e5m2", "float8 e5m2", torch.float8_e5m2, scaled=False),
@@ -166,7 +173,9 @@ KEEPERS = {
         _int8("int8_block", f"int8, scale of {BLOCK}", BLOCK),
     )
 }
-EXACT = Keeper("exact", "exact", 32, lambda _, x: (x,), _rounded("", "", 32, lambda x: (x,), lambda _, x: x).restore)
+EXACT = Keeper(
+    "exact", "exact", 32, lambda _, x: (x,), _rounded("", "", 32, lambda x: (x,), lambda _, x: x).restore
+)
 
 
 def backward(dz: Tensor, weight: Tensor, x: StandIns, u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -220,7 +229,9 @@ class _Product(torch.autograd.Function):
         return None, None, dw, dz.flatten(0, -2).sum(0), dx, du
 
 
-def product(layer: nn.Linear, function: str, keepers: Sequence[Keeper], x: Tensor, u: Tensor | None = None) -> Tensor:
-    """Return layer(f(x)), or layer(f(x) · u), exactly; for backward only what `keepers` keep of x and u is kept."""
+def product(
+    layer: nn.Linear, function: str, keepers: Sequence[Keeper], x: Tensor, u: Tensor | None = None
+) -> Tensor:
+    """Return layer(f(x)), or layer(f(x) · u), exactly; for backward, what `keepers` keep of x and u is kept."""
     z: Tensor = _Product.apply(function, keepers, layer.weight, layer.bias, x, u)
     return z

@@ -29,8 +29,8 @@ class Method:
         activation: makes what takes the place of GELU.
         norm: makes, of a shape and ε, what takes the place of LayerNorm, whose affine part is merged into the next
             linear layer and no longer trained by itself; None leaves norms as they are.
-        keepers: names of what an MLP keeps of its activation's input, for the activation and the layer that follows,
-            and of the other factor if it is gated; None leaves MLPs as they are.
+        keepers: names of what an MLP keeps of its activation's input, for the activation and the next layer, and
+            of the other factor if it is gated; None leaves MLPs as they are.
 
     """
 

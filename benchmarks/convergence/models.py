@@ -15,8 +15,8 @@ from ..keeping import Keeper, product
 class Block(nn.Module):
     """Attention and MLP, (batch, length, width) → the same.
 
-    Methods replace its activation and its norms, or say what the MLP keeps of the activation's input and, if the MLP
-    is gated, of the other factor.
+    Methods replace its activation and its norms, or say what the MLP keeps of the activation's input and, if it is
+    gated, of the other factor.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool, gated: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Train every task with every method from every seed, in parallel; write numbers, pictures and sentences.
 
-    python -m benchmarks.convergence [--large | --codes] [--task NAME ...] [--method NAME ...] [--seeds N] [-o RESULTS.json]
+    python -m benchmarks.convergence [--large | --codes] [--task NAME ...] [--method NAME ...] [--seeds N] [-o F]
 
-from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--codes` trains MLPs, gated
-and not, that keep only codes or float8 of what goes into their activation, half an hour. Every finished run is
+from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--codes`, half an hour,
+trains MLPs, gated and not, that keep only codes or float8 of what goes into their activation. Every finished run is
 written at once: the same command goes on after an interrupt, and more seeds are added to those that are there.
 """
 
