@@ -3,8 +3,8 @@
     python -m benchmarks.convergence [--large | --codes] [--task NAME ...] [--method NAME ...] [--seeds N] [-o F]
 
 from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--codes`, half an hour,
-trains MLPs, gated and not, that keep only codes or float8 of what goes into their activation. Every finished run is
-written at once: the same command goes on after an interrupt, and more seeds are added to those that are there.
+trains MLPs, gated and not, that keep only codes or float8 of what goes into their activation. Every finished run
+is written at once: the same command goes on after an interrupt, and more seeds are added to those that are there.
 """
 
 from __future__ import annotations
