@@ -3,12 +3,12 @@
     python -m benchmarks.coded_gradients [--steps N] [-o RESULTS.json]
 
 from the root of the repository; a minute. The small transformers of benchmarks/convergence are trained on
-characters, one with GELU, one with SwiGLU. Of a batch that they have not seen, each MLP's pre-activations, weights
-and gradient of the output are taken. Then the gradients of down(f(x)) or down(f(x) · u) are computed in float64,
-from x and u themselves and from what was kept of them. An error is the norm of the difference over that of the
-gradient (Frobenius), its root mean square over the layers. The same follows for pre-activations of which four channels of x
-and four others of u are multiplied by 30 to 100, or by 3 to 10, and for pre-activations multiplied to have a given
-standard deviation.
+characters, one with GELU, one with SwiGLU. Of a batch that they have not seen, each MLP's pre-activations,
+weights and gradient of the output are taken. Then the gradients of down(f(x)) or down(f(x) · u) are computed in
+float64, from x and u themselves and from what was kept of them. An error is the norm of the difference over that
+of the gradient (Frobenius), its root mean square over the layers. The same follows for pre-activations of which
+four channels of x and four others of u are multiplied by 30 to 100, or by 3 to 10, and for pre-activations
+multiplied to have a given standard deviation.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from benchmarks.convergence.tasks import SMALL
 from benchmarks.keeping import BLOCK, DERIVATIVES, EXACT, FUNCTIONS, KEEPERS, backward, fit, pack, product, unpack
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.rebuild.modules import swap
+from tests.conftest import ROOT
 
 EVERY = pytest.mark.parametrize("name", KEEPERS)
 CODED = [name for name in KEEPERS if name.startswith("coded")]
@@ -185,3 +187,51 @@ def test_variants(found: dict[str, list[Site]]) -> None:
         for site in variants[f"deviation {deviation:g}"]:
             assert site.u is not None
             assert float(site.x.std()) == pytest.approx(deviation) == float(site.u.std())
+
+
+def test_the_documents_table() -> None:
+    """It is that of the committed results."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "coded_gradients.json").read_text())
+    rows = {(row["function"], row["inputs"], row["x"], row.get("u", "exact")): row for row in results["rows"]}
+    columns = [
+        *(("gelu", "trained", name) for name in ("dx", "dw")),
+        *(("silu", "trained", name) for name in ("dx", "du", "dw")),
+        *(("gelu", inputs, name) for inputs in ("outliers", "deviation 0.1") for name in ("dx", "dw")),
+    ]
+    labels = {
+        **{f"codes, {k} bits": f"coded{k}" for k in (8, 6, 4)},
+        "codes, 8 bits, wide": "coded8_wide",
+        "bfloat16": "bfloat16",
+        "int8 per row": "int8_row",
+        **{f"float8 {name}": name for name in ("e4m3", "e5m2")},
+    }
+    lines = (ROOT / "docs" / "coded.md").read_text("utf-8").splitlines()
+    for label, name in labels.items():
+        cells = [f"{100 * rows[function, inputs, name, 'exact'][one]:.2g}" for function, inputs, one in columns]
+        assert f"| {label} | {' | '.join(cells)} |" in lines
+    text = " ".join(lines)
+    both = [
+        [f"{100 * rows['silu', 'trained', n, n][one]:.1f} %" for one in ("dx", "du", "dw")]
+        for n in ("coded8", "e4m3")
+    ]
+    assert (
+        "leave `dx` {} off, `du` {} and `dW` {}; float8 e4m3 for both {}, {} and {}.".format(*both[0], *both[1])
+        in text
+    )
+    small = [rows["gelu", "deviation 0.05", name, "exact"]["dw"] for name in ("coded8", "e4m3")]
+    assert 2.7 < small[0] / small[1] < 3.3
+    ratios = [
+        rows[function, "trained", "e4m3", "exact"][one] / rows[function, "trained", "coded8", "exact"][one]
+        for function, inputs, one in columns[:5]
+    ]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times nearer" in text
+    assert rows.keys() == {
+        (function, inputs, keep_x.name, keep_u.name)
+        for function in coded_gradients.MODELS
+        for inputs in (
+            "trained",
+            *coded_gradients.FACTORS,
+            *(f"deviation {d:g}" for d in coded_gradients.DEVIATIONS),
+        )
+        for keep_x, keep_u in coded_gradients.pairs(function)
+    }
