@@ -15,6 +15,7 @@ from torch import nn
 import fitact
 from benchmarks import coded_gradients
 from benchmarks.coded_gradients import Site
+from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.tasks import SMALL
 from benchmarks.keeping import BLOCK, DERIVATIVES, EXACT, FUNCTIONS, KEEPERS, backward, fit, pack, product, unpack
 from fitact.runtime.memory.saved import count_saved
@@ -235,3 +236,23 @@ def test_the_documents_table() -> None:
         )
         for keep_x, keep_u in coded_gradients.pairs(function)
     }
+
+
+def test_the_documents_trainings() -> None:
+    """The table of final losses is that of the committed runs, and so is what could have been told apart."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "convergence_codes.json").read_text())
+    found = {(one["task"], one["method"]): one for one in results["comparisons"] if one["family"] == "exact"}
+    text = (ROOT / "docs" / "coded.md").read_text("utf-8")
+    for name, method in METHODS.items():
+        if method.keepers is not None:
+            cells = []
+            for task in ("characters", "gated"):
+                one = found.get((task, name))
+                number = "" if one is None else f"{one['difference']:+.4f} ± {one['half']:.4f}".replace("-", "−")
+                cells.append(f"**{number}**" if one is not None and one["distinguishable"] else number)
+            assert f"| {method.label} | {' | '.join(cells)} |".replace("|  |", "| |") in text
+    for task in ("characters", "gated"):
+        sizes = [one["detectable"] for (of, _), one in found.items() if of == task]
+        assert f"{min(sizes):.3f} to {max(sizes):.3f}" in text
+    (pairs,) = {one["pairs"] for one in found.values()}
+    assert f"{pairs} seeds" in text
