@@ -76,7 +76,9 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.rebuilding
 	$(BIN)/python -m benchmarks.compiled
 	$(BIN)/python benchmarks/conversion.py
+	$(BIN)/python -m benchmarks.coded_gradients
 	$(BIN)/python -m benchmarks.convergence
+	$(BIN)/python -m benchmarks.convergence --codes
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -12,6 +12,8 @@ from torch import nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
 
+from ..keeping import EXACT as WHOLE
+from ..keeping import KEEPERS
 from .models import Block, Transformer
 from .quantised import QuantisedGelu
 
@@ -27,6 +29,8 @@ class Method:
         activation: makes what takes the place of GELU.
         norm: makes, of a shape and ε, what takes the place of LayerNorm, whose affine part is merged into the next
             linear layer and no longer trained by itself; None leaves norms as they are.
+        keepers: names of what an MLP keeps of its activation's input, for the activation and the next layer, and
+            of the other factor if it is gated; None leaves MLPs as they are.
 
     """
 
@@ -35,11 +39,18 @@ class Method:
     family: str
     activation: Callable[[], nn.Module] = nn.GELU
     norm: Callable[[tuple[int, ...], float], nn.Module] | None = None
+    keepers: tuple[str, str] | None = None
 
     def apply(self, model: Transformer) -> None:
         """Change a model in place; it goes on computing the same function, up to rounding."""
         for block in model.blocks:
-            block.activation = self.activation()
+            assert isinstance(block, Block)
+            if self.keepers is not None:
+                block.keepers = tuple(_KEEPERS[name] for name in self.keepers)
+            elif block.gate is None:
+                block.activation = self.activation()
+            elif self.activation is not nn.GELU:
+                raise ValueError(f"{self.name}: expected an MLP with GELU, got a gated one")
         if self.norm is not None:
             for owner, name, linear in _norms(model):
                 norm = getattr(owner, name)
@@ -71,7 +82,14 @@ def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
 
-FAMILIES = FEW_BIT, OTHER, RANDOM = "Few-Bit", "other methods", "stochastic quantisation of the input"
+FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, FACTORS = (
+    "Few-Bit",
+    "other methods",
+    "stochastic quantisation of the input",
+    "codes of the input, and float8",
+    "both factors of a gate coded",
+)
+_KEEPERS = {**KEEPERS, WHOLE.name: WHOLE}
 EXACT = Method("exact", "exact", "exact")
 METHODS = {
     method.name: method
@@ -93,5 +111,16 @@ METHODS = {
             Method(f"stochastic{k}", f"stochastic, {_plural(k)}", RANDOM, partial(QuantisedGelu, k))
             for k in (1, 2, 3, 4)
         ),
+        *(Method(f"coded{k}", f"codes, {k} bits", CODES, keepers=(f"coded{k}", "exact")) for k in (8, 6, 4)),
+        Method("float8", "float8 e4m3", CODES, keepers=("e4m3", "exact")),
+        Method("coded6-8", "codes, 6 and 8 bits", FACTORS, keepers=("coded6", "coded8")),
+        Method("float8-8", "float8 e4m3, both", FACTORS, keepers=("e4m3", "e4m3")),
     )
 }
+
+
+def methods_of(task: str, setting: str) -> tuple[str, ...]:
+    """Return which methods a task is trained with in a setting, by their names."""
+    families = (EXACT.family, CODES, *([FACTORS] if task == "gated" else []))
+    coded = tuple(name for name, method in METHODS.items() if method.family in families)
+    return coded if setting == "codes" else tuple(n for n in METHODS if METHODS[n].family not in (CODES, FACTORS))

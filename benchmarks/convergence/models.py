@@ -1,4 +1,7 @@
-"""A small pre-norm transformer: causal over characters, or over an image's patches, with their mean read out."""
+"""A small pre-norm transformer: causal over characters, or over an image's patches, with their mean read out.
+
+Its MLPs have GELU, or are gated by SiLU.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..keeping import Keeper, product
+
 
 class Block(nn.Module):
-    """Attention and MLP, (batch, length, width) → the same. Methods replace its activation and its norms."""
+    """Attention and MLP, (batch, length, width) → the same.
 
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+    Methods replace its activation and its norms, or say what the MLP keeps of the activation's input and, if it is
+    gated, of the other factor.
+    """
+
+    def __init__(self, width: int, heads: int, *, causal: bool, gated: bool = False) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
         self.attention_norm: nn.Module = nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp_norm: nn.Module = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.activation: nn.Module = nn.GELU()
+        hidden = 8 * width // 3 if gated else 4 * width  # as many weights
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.activation: nn.Module = nn.SiLU() if gated else nn.GELU()
+        self.gate = nn.Linear(width, hidden) if gated else None
+        self.keepers: tuple[Keeper, Keeper] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with what attention and MLP add to it."""
@@ -25,8 +37,16 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        added: Tensor = self.down(self.activation(self.up(self.mlp_norm(x))))
-        return x + added
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds for normed x."""
+        g, u = (self.up(x), None) if self.gate is None else (self.gate(x), self.up(x))
+        if self.keepers is not None:
+            return product(self.down, "gelu" if u is None else "silu", self.keepers, g, u)
+        y = self.activation(g)
+        z: Tensor = self.down(y if u is None else y * u)
+        return z
 
 
 class Transformer(nn.Module):
@@ -38,15 +58,25 @@ class Transformer(nn.Module):
         width, heads, layers: of the blocks.
         outputs: logits at each place; of the mean over places if not causal.
         causal: whether a place sees only those before it.
+        gated: whether MLPs are down(silu(gate(x)) · up(x)) rather than down(gelu(up(x))).
 
     """
 
     def __init__(
-        self, embedding: nn.Module, *, length: int, width: int, heads: int, layers: int, outputs: int, causal: bool
+        self,
+        embedding: nn.Module,
+        *,
+        length: int,
+        width: int,
+        heads: int,
+        layers: int,
+        outputs: int,
+        causal: bool,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         self.embedding, self.position, self.causal = embedding, nn.Embedding(length, width), causal
-        self.blocks = nn.ModuleList(Block(width, heads, causal=causal) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, causal=causal, gated=gated) for _ in range(layers))
         self.norm: nn.Module = nn.LayerNorm(width)
         self.head = nn.Linear(width, outputs)
 

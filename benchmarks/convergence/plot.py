@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from .methods import EXACT, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
+from .methods import CODES, EXACT, FACTORS, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
 from .summary import Comparison
 from .tasks import TASKS
 from .training import Run
@@ -22,6 +22,8 @@ COLORS = {
     FEW_BIT: ("#9ecae1", "#6baed6", "#3182bd", "#08306b"),
     OTHER: ("#7b3294", "#1b9e77", "#999999", "#b8860b", "#d6604d"),
     RANDOM: ("#fdbe85", "#fd8d3c", "#d94701", "#7f2704"),
+    CODES: ("#08306b", "#3182bd", "#9ecae1", "#d94701"),
+    FACTORS: ("#3182bd", "#d94701"),
 }
 COLOR = {
     method.name: COLORS[family][i]
@@ -73,7 +75,7 @@ def curves(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
-    for (task, _), axes in list(panels.items())[:: len(FAMILIES)]:
+    for task, axes in _first(panels).items():
         axes.set_ylabel(f"{TASKS[task].title}\nloss, nats", fontsize=8)
     return figure
 
@@ -93,7 +95,7 @@ def gaps(runs: Sequence[Run], steps: dict[str, int]) -> Figure:
             x = _steps(gap.shape[1], steps[task])
             axes.fill_between(x, gap.min(0), gap.max(0), color=COLOR[method], alpha=0.15, linewidth=0)
             axes.plot(x, gap.mean(0), color=COLOR[method], linewidth=1.3)
-    for (task, _), axes in list(panels.items())[:: len(FAMILIES)]:
+    for task, axes in _first(panels).items():
         axes.set_ylabel(f"{TASKS[task].title}\ndifference, nats", fontsize=8)
     return figure
 
@@ -103,7 +105,7 @@ def final(comparisons: Sequence[Comparison]) -> Figure:
     kinds = list(dict.fromkeys((one.task, one.metric) for one in comparisons))
     figure = Figure(figsize=(max(6.5, 3.2 * len(kinds) + 1.6), 4.6), layout="constrained")
     panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
-    methods = [name for name in METHODS if name != EXACT.name]
+    methods = [name for name in METHODS if any((o.method, o.family) == (name, "exact") for o in comparisons)]
     for axes, (task, metric) in zip(panels, kinds, strict=True):
         axes.axvline(0, color=BLACK, linewidth=1.2)
         for one in comparisons:
@@ -141,9 +143,11 @@ def _interval(axes: Axes, one: Comparison, place: int) -> None:
 def _grid(runs: Sequence[Run], title: str) -> tuple[Figure, dict[tuple[str, str], Axes]]:
     """Return panels by task and family, with the legend of each family over its column."""
     tasks = [name for name in TASKS if any(run.task == name for run in runs)]
-    figure = Figure(figsize=(10.5, 2.3 * len(tasks) + 1.5), layout="constrained")
-    grid = figure.subplots(len(tasks), len(FAMILIES), sharey="row", squeeze=False)
-    panels = {(task, family): grid[i, j] for i, task in enumerate(tasks) for j, family in enumerate(FAMILIES)}
+    there = {METHODS[run.method].family for run in runs}
+    families = [family for family in FAMILIES if family in there]
+    figure = Figure(figsize=(max(6.5, 3.5 * len(families)), 2.3 * len(tasks) + 1.5), layout="constrained")
+    grid = figure.subplots(len(tasks), len(families), sharey="row", squeeze=False)
+    panels = {(task, family): grid[i, j] for i, task in enumerate(tasks) for j, family in enumerate(families)}
     for (task, family), axes in panels.items():
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7)
@@ -158,6 +162,14 @@ def _grid(runs: Sequence[Run], title: str) -> tuple[Figure, dict[tuple[str, str]
             )
     figure.suptitle(title, fontsize=11)
     return figure, panels
+
+
+def _first(panels: dict[tuple[str, str], Axes]) -> dict[str, Axes]:
+    """Return the leftmost panel of each task."""
+    first: dict[str, Axes] = {}
+    for (task, _), axes in panels.items():
+        first.setdefault(task, axes)
+    return first
 
 
 def _curves(runs: Sequence[Run], task: str) -> Curves:

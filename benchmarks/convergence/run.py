@@ -1,9 +1,10 @@
 """Train every task with every method from every seed, in parallel; write numbers, pictures and sentences.
 
-    python -m benchmarks.convergence [--large] [--task NAME ...] [--method NAME ...] [--seeds N] [-o RESULTS.json]
+    python -m benchmarks.convergence [--large | --codes] [--task NAME ...] [--method NAME ...] [--seeds N] [-o F]
 
-from the root of the repository. Less than an hour on two cores; `--large` wants a GPU. Every finished run is
-written at once: the same command goes on after an interrupt, and more seeds are added to those that are there.
+from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--codes`, half an hour,
+trains MLPs, gated and not, that keep only codes or float8 of what goes into their activation. Every finished run
+is written at once: the same command goes on after an interrupt, and more seeds are added to those that are there.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from fitact.errors import FitactError, UsageError
 from fitact.files import write
 
 from . import plot
-from .methods import METHODS
+from .methods import METHODS, methods_of
 from .summary import LEAST, as_record, compare, sentences, table
-from .tasks import LARGE, SMALL, TASKS, Setting, code, prose
+from .tasks import CODES, LARGE, SMALL, TASKS, Setting, code, prose
 from .training import Run, train
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +131,7 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option("--large", is_flag=True, help="Larger models, on a GPU, under autocast to bfloat16.")
+@click.option("--codes", is_flag=True, help="MLPs that keep codes of their activation's input, and float8.")
 @click.option("--task", "tasks", type=click.Choice(list(TASKS)), multiple=True, help="By default all.")
 @click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, help="By default all.")
 @click.option("--seeds", type=click.IntRange(min=LEAST), default=5, show_default=True, help="From 0 on.")
@@ -137,6 +139,7 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="The results, JSON.")
 def main(
     large: bool,
+    codes: bool,
     tasks: tuple[str, ...],
     methods: tuple[str, ...],
     seeds: int,
@@ -144,15 +147,17 @@ def main(
     output: Path | None,
 ) -> None:
     """Do what is not done yet."""
-    setting = LARGE if large else SMALL
+    if large and codes:
+        raise click.UsageError("expected --large or --codes, got both: leave one out")
+    setting = LARGE if large else CODES if codes else SMALL
     if setting.device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--large expects a GPU that PyTorch can use, and there is none: leave it out")
-    name = "convergence_large.json" if large else "convergence.json"
+    name = "convergence.json" if setting is SMALL else f"convergence_{setting.name}.json"
     path = output or ROOT / "benchmarks" / "results" / name
     now = circumstances(setting)
     print(f"{setting.name} setting on {setting.device}; texts of {len(code()):,} and {len(prose()):,} characters")
     try:
-        _work(path, now, setting, tasks or tuple(TASKS), methods or tuple(METHODS), seeds, workers)
+        _work(path, now, setting, tasks or tuple(setting.recipes), methods or tuple(METHODS), seeds, workers)
     except FitactError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -170,9 +175,9 @@ def _work(
     runs = {(run.task, run.method, run.seed): run for run in read(path, now)}
     wanted = [
         (task, method, seed)
-        for task in TASKS
         for seed in range(seeds)
-        for method in METHODS
+        for task in setting.recipes
+        for method in methods_of(task, setting.name)
         if task in tasks and method in methods
     ]
     jobs = [job for job in wanted if job not in runs]

@@ -97,9 +97,11 @@ def _family(
             if not diverged:
                 result = paired((SCALE[metric] * np.array(both[0]) - other).tolist())
                 row |= {"difference": result.mean, "half": result.half, "p": result.p}
-                row["detectable"] = detectable(result.deviation, result.pairs, len(pairs))
+                row["deviation"], row["n"] = result.deviation, result.pairs
         rows.append(row)
     tested = [row for row in rows if "p" in row]
+    for row in tested:
+        row["detectable"] = detectable(row.pop("deviation"), row.pop("n"), len(tested))
     for row, adjusted in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row |= {"adjusted": adjusted, "distinguishable": adjusted < LEVEL}
     return [Comparison(task, metric, family, **row) for row in rows]

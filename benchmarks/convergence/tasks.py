@@ -160,12 +160,20 @@ def text_model(recipe: Recipe) -> Transformer:
     return _transformer(recipe, nn.Embedding(len(ALPHABET), recipe.width), len(ALPHABET), causal=True)
 
 
+def gated_model(recipe: Recipe) -> Transformer:
+    """Return a transformer with SwiGLU MLPs that predicts the next character."""
+    embedding = nn.Embedding(len(ALPHABET), recipe.width)
+    return _transformer(recipe, embedding, len(ALPHABET), causal=True, gated=True)
+
+
 def image_model(recipe: Recipe) -> Transformer:
     """Return a vision transformer that tells digits apart."""
     return _transformer(recipe, nn.Linear(PATCH**2, recipe.width), CLASSES, causal=False)
 
 
-def _transformer(recipe: Recipe, embedding: nn.Module, outputs: int, *, causal: bool) -> Transformer:
+def _transformer(
+    recipe: Recipe, embedding: nn.Module, outputs: int, *, causal: bool, gated: bool = False
+) -> Transformer:
     return Transformer(
         embedding,
         length=recipe.length,
@@ -174,6 +182,7 @@ def _transformer(recipe: Recipe, embedding: nn.Module, outputs: int, *, causal: 
         layers=recipe.layers,
         outputs=outputs,
         causal=causal,
+        gated=gated,
     )
 
 
@@ -193,6 +202,12 @@ TASKS = {
             text_model,
             lambda recipe, seed, device: text_data(prose, recipe, seed, device),
             begins_with="characters",
+        ),
+        Task(
+            "gated",
+            "characters of source code, SwiGLU",
+            gated_model,
+            lambda recipe, seed, device: text_data(code, recipe, seed, device),
         ),
     )
 }
@@ -216,4 +231,10 @@ LARGE = Setting(
         "digits": Recipe(192, 6, 6, PATCHES, 256, 2000, 1e-3, 500),
         "lora": Recipe(384, 6, 6, 256, 64, 1500, 1e-3, 512, rank=16),
     },
+)
+CODES = Setting(
+    "codes",
+    "cpu",
+    False,
+    {name: Recipe(64, 4, 2, 64, 8, 500, 8e-3, 512) for name in ("characters", "gated")},
 )

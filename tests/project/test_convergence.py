@@ -17,7 +17,7 @@ from scipy import stats
 from torch import nn
 
 from benchmarks.convergence import plot, run, statistics, summary, tasks, training
-from benchmarks.convergence.methods import METHODS
+from benchmarks.convergence.methods import FACTORS, METHODS, methods_of
 from benchmarks.convergence.models import Transformer
 from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, restore
 from benchmarks.convergence.tasks import PATCHES, TASKS, Recipe, Setting
@@ -34,10 +34,19 @@ TINY = Setting(
         "characters": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8),
         "digits": Recipe(16, 2, 1, PATCHES, 4, 1, 1e-3, 8),
         "lora": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8, rank=2),
+        "gated": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8),
     },
 )
 THREE_STEPS = dataclasses.replace(
     TINY, recipes={name: dataclasses.replace(recipe, steps=3) for name, recipe in TINY.recipes.items()}
+)
+PAIRS = sorted(
+    {
+        (task, method)
+        for setting in (tasks.SMALL, tasks.CODES)
+        for task in setting.recipes
+        for method in methods_of(task, setting.name)
+    }
 )
 
 
@@ -174,8 +183,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("task", TASKS)
+def test_every_task_and_every_method_is_in_a_setting() -> None:
+    assert {task for task, _ in PAIRS} == set(TASKS)
+    assert {method for _, method in PAIRS} == set(METHODS)
+    assert ("digits", "coded8") not in PAIRS and ("gated", "fewbit3") not in PAIRS
+    assert {task for task, method in PAIRS if METHODS[method].family == FACTORS} == {"gated"}
+
+
+@pytest.mark.parametrize(("task", "method"), PAIRS)
 def test_one_step(task: str, method: str, store: Path) -> None:
     result = training.train(TASKS[task], METHODS[method], TINY, 0, store)
     assert (result.task, result.method, result.seed, result.diverged) == (task, method, 0, None)
@@ -185,8 +200,10 @@ def test_one_step(task: str, method: str, store: Path) -> None:
     assert result.kept_bytes > 0
 
 
-@pytest.mark.parametrize("method", ["exact", "fewbit3", "stochastic2", "norms"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "method"),
+    [pair for pair in PAIRS if pair[1] in ("exact", "fewbit3", "stochastic2", "norms", "coded6", "coded6-8")],
+)
 def test_same_seed_same_numbers(task: str, method: str, store: Path) -> None:
     first, again, other = (
         dataclasses.replace(training.train(TASKS[task], METHODS[method], THREE_STEPS, seed, folder), seconds=0.0)
@@ -201,8 +218,13 @@ def test_methods_are_paired(task: str, store: Path) -> None:
     """They see the same first batch with the same weights, so their first losses agree."""
     losses = {
         method: training.train(TASKS[task], METHODS[method], THREE_STEPS, 0, store / "3").curve[0]
-        for method in ("exact", "fewbit1", "relumix2", "inverted1", "stochastic1", "norms-fewbit3")
+        for method in (
+            *("exact", "fewbit1", "relumix2", "inverted1", "stochastic1", "norms-fewbit3"),
+            *("coded8", "coded4", "coded6-8", "float8", "float8-8"),
+        )
+        if (task, method) in PAIRS
     }
+    assert len(losses) > 1
     assert list(losses.values()) == pytest.approx([losses["exact"]] * len(losses), rel=2e-5)
 
 
@@ -228,9 +250,15 @@ def test_methods_change_what_they_say(method: str, make: Callable[[Recipe], Tran
     kinds = [type(module).__name__ for module in model.modules()]
     stock = 0 if method in ("norms", "norms-fewbit3") else 5
     assert (kinds.count("LayerNorm"), kinds.count("MSLayerNorm")) == (stock, 5 - stock)
-    assert kinds.count("GELU") == (2 if method in ("exact", "norms-stock", "norms") else 0)
+    there = method in ("exact", "norms-stock", "norms") or METHODS[method].keepers is not None
+    assert kinds.count("GELU") == (2 if there else 0)
     affine = sum(isinstance(module, nn.LayerNorm) and module.elementwise_affine for module in model.modules())
     assert affine == (0 if method.startswith("norms") else 5)
+
+
+def test_methods_of_one_argument_are_refused_for_gates() -> None:
+    with pytest.raises(ValueError, match="fewbit3: expected an MLP with GELU, got a gated one"):
+        METHODS["fewbit3"].apply(tasks.gated_model(TINY.recipes["gated"]))
 
 
 def test_adapters_alone_are_trained(store: Path) -> None:
