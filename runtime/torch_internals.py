@@ -262,19 +262,9 @@ def trace_joint(
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
 
-    def nothing(*_: Any) -> Any:
-        raise AssertionError("only the joint graph is wanted: the partition has to raise")
-
-    compiler: Any = nothing
-
-    compile_ = aot_function(
-        function,
-        compiler,
-        compiler,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-        num_params_buffers=owned,
-    )
+    never: Any = None  # only the joint graph is wanted: the partition raises before anything is compiled
+    options: dict[str, Any] = {"decompositions": select_decomp_table(), "num_params_buffers": owned}
+    compile_ = aot_function(function, never, never, partition_fn=partition, **options)
     with V.set_fake_mode(mode):
         compile_(*tensors)
 
@@ -282,30 +272,14 @@ def trace_joint(
 def partition_with(
     joint: fx.GraphModule, inputs: Sequence[Any], owned: int, partition: Callable[..., Any], **options: Any
 ) -> Any:
-    """Run Inductor's passes over a joint graph, and then `partition` in place of its partitioner.
+    """Run the passes of Inductor over a joint graph, and then `partition`, called as `partitioner` calls it.
 
-    Inductor has an option for this, `torch._inductor.config.custom_partitioner_fn`, in all versions tried.
-
-    Args:
-        joint: the graph.
-        inputs: its inputs.
-        owned: how many of its inputs, from the first on, are parameters and buffers.
-        partition: called with the graph, its inputs and options by name, for `min_cut`.
-        options: the options that came with the joint graph.
-
+    The first `owned` inputs are parameters and buffers.
     """
     from torch._inductor import compile_fx, config
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    class Partition(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **given: Any) -> Any:
-            return partition(gm, joint_inputs, **given)
-
-        def uuid(self) -> None:
-            """Nothing is compiled, so nothing is cached."""
 
     options["static_lifetime_input_indices"] = list(range(owned))
-    with config.patch(custom_partitioner_fn=Partition()):
+    with config.patch(custom_partitioner_fn=partitioner(partition, None)):
         return compile_fx.partition_fn(joint, inputs, **options)
 
 
@@ -345,49 +319,33 @@ def compiler_options(mode: str | None) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode)) if mode else {}
 
 
-def partitioner(edit: Callable[..., Any], budget: float, identity: str) -> Any:
-    """Return what Inductor takes for its option `custom_partitioner_fn`: its own partitioner, and then an edit.
+def partitioner(partition: Callable[..., Any], identity: str | None) -> Any:
+    """Return what Inductor takes for its option `custom_partitioner_fn`.
 
     Args:
-        edit: called with the forward and the backward graph, how many outputs of the forward graph are the model's
-            own, and which of its inputs are parameters and buffers; changes the graphs.
-        budget: the value of `torch._functorch.config.activation_memory_budget`, between 0 and 1.
-        identity: names all that the edit depends on. Compiled code is kept in caches under it.
+        partition: called with the joint graph, its inputs and options by name, for `min_cut`.
+        identity: names all that it depends on, in the keys of caches of compiled code; None to cache nothing.
 
     """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **given: Any) -> Any:
-            forward, backward = min_cut(gm, joint_inputs, budget, **given)
-            owned = given.get("static_lifetime_input_indices") or ()
-            with unset_fake_temporarily():
-                edit(forward, backward, given["num_fwd_outputs"], owned)
-            for module in (forward, backward):
-                module.graph.lint()
-                module.recompile()
-            return forward, backward
+            return partition(gm, joint_inputs, **given)
 
-        def uuid(self) -> str:
+        def uuid(self) -> str | None:
             return identity
 
-        def __reduce__(self) -> Any:
-            """Stand as the identity in the keys of caches, which hold all options."""
+        def __reduce__(self) -> Any:  # keys of caches hold all options
             return str, (identity,)
 
     return Partitioner()
 
 
-def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """Return the mode of the fake tensors that stand for a graph's inputs."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-
-
-def fake_constant(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a fake tensor for a constant of a graph, in the mode of another."""
-    assert isinstance(like, FakeTensor)
-    return like.fake_mode.from_tensor(tensor, static_shapes=True)
 
 
 def size_hint(size: Any) -> int:

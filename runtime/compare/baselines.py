@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from fitact.runtime.compile.partition import Edit
+from fitact.runtime.compile.partition import Partition
 from fitact.runtime.compile.tables import Compander
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
@@ -185,9 +185,9 @@ class _Partitions:
                 self.found.append(read())
                 self.advance()
                 if budget in self.coded:
+                    coded = Partition(budget, (Compander("identity", 8),), False, lambda records: None)
                     with unset_fake_temporarily():
-                        edit = Edit((Compander("identity", 8),), False, lambda records: None)
-                        edit(forward, backward, more["num_fwd_outputs"], range(self.owned))
+                        coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
                     self.found.append(read(kept="codes"))
                     self.advance()
                     forward, backward = min_cut(_copy(graph), given, budget, float8=True, **more)

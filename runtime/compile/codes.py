@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.torch_internals import fake_constant, fake_mode_of, size_hint
+from fitact.runtime.torch_internals import fake_mode_of, size_hint
 
 from .kept import CAST, value_of
 
@@ -48,7 +48,7 @@ class Graph:
             self.module.register_buffer(name, tensor.to(value.device))
         with self.module.graph.inserting_before(self.before):
             held = self.module.graph.get_attr(name)
-        held.meta["val"] = fake_constant(getattr(self.module, name), value)
+        held.meta["val"] = self.mode.from_tensor(getattr(self.module, name), static_shapes=True)
         return self(aten.lift_fresh_copy.default, held)
 
 

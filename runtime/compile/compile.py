@@ -15,7 +15,7 @@ from fitact.arguments import integer, real
 from fitact.errors import UsageError, quote
 from fitact.runtime.torch_internals import compiler_options, partitioner
 
-from .partition import Edit
+from .partition import Partition
 from .report import CompileReport
 from .tables import Code, Compander, table_of
 
@@ -75,9 +75,8 @@ def compile_options(
     found = _codes(error, bits, tables)
     budget = real("budget", budget, 0, 1)
     report = CompileReport()
-    edit = Edit(found, bool(attention), lambda records: report.graphs.append(tuple(records)))
-    identity = _identity(found, budget, edit.attention)
-    return CompileOptions({OPTION: partitioner(edit, budget, identity)}, report)
+    partition = Partition(budget, found, bool(attention), lambda records: report.graphs.append(tuple(records)))
+    return CompileOptions({OPTION: partitioner(partition, _identity(found, budget, bool(attention)))}, report)
 
 
 def compile(  # noqa: A001  it stands for torch.compile

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.torch_internals import schema_name
+from fitact.runtime.torch_internals import min_cut, schema_name, unset_fake_temporarily
 
 from .codes import BYTE, Graph, exponents, pack, scaled, unpack
 from .kept import CAST, Kept, elements, kept, value_of
@@ -20,21 +20,34 @@ UNCHECKED = "saved_tensor_with_no_vc_check"  # the partitioner's mark of tensors
 
 
 @dataclass
-class Edit:
-    """Changes graphs as the partitioner returns them.
+class Partition:
+    """The compiler's own partition of a joint graph, with codes.
 
     Attributes:
+        budget: how much the compiler may keep, from 0 to 1.
         codes: to choose from, that of any numbers first; empty if values may not change.
         attention: whether queries, keys, values and outputs of attention become codes.
         record: receives the records of a graph.
 
     """
 
+    budget: float
     codes: Sequence[Code]
     attention: bool
     record: Callable[[Sequence[KeptRecord]], None] = field(repr=False)
 
-    def __call__(
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """Return the forward and the backward graph; arguments are those of `min_cut`."""
+        forward, backward = min_cut(graph, inputs, self.budget, **options)
+        owned = options.get("static_lifetime_input_indices") or ()
+        with unset_fake_temporarily():
+            self.change(forward, backward, options["num_fwd_outputs"], owned)
+        for module in (forward, backward):
+            module.graph.lint()
+            module.recompile()
+        return forward, backward
+
+    def change(
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, owned: Collection[int]
     ) -> None:
         """Change both graphs, and record each tensor that one hands to the other."""

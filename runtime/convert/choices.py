@@ -221,15 +221,17 @@ class Coding:
     least: int = 1
     bits_u: int | None = None
 
-    def replacements(
-        self, sites: Sequence[ActivationSite], group: Collection[int], now: Sequence[Replacement]
-    ) -> list[Replacement]:
-        """Return replacements, coded ones in a group of sites, given by their places."""
+    def code(
+        self, sites: Sequence[ActivationSite], group: Collection[int], state: tuple[Sequence[Replacement], Any]
+    ) -> tuple[tuple[Replacement, ...], Any]:
+        """Let a group of sites, given by their places, keep codes."""
+        now, rebuilt = state
         coded = Policy(("coded",), self.bits, measured=True).replacements(sites)
-        return [
+        replacements = (
             one if i in group and one.kind and registered(one.kind).bits >= self.least else was
             for i, (one, was) in enumerate(zip(coded, now, strict=True))
-        ]
+        )
+        return tuple(replacements), rebuilt
 
     def codes(self, activation: Any) -> Codes | None:
         """Return the codes for a gate with an activation; None if there are none."""

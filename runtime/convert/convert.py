@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fitact.errors import UsageError
 from fitact.runtime.norms.fold import merge_norms
+from fitact.runtime.ops.registry import Coded, find
 from fitact.runtime.rebuild import sites as rebuilding
 from fitact.runtime.rebuild.modules import REBUILT, put_back, reading
 from fitact.runtime.records import Conversion, Gradient, SiteRecord, Unseen
@@ -42,7 +43,7 @@ from .choices import (
     paying,
 )
 from .detect import ActivationSite, activation_sites
-from .gradients import gradient_error
+from .gradients import gradient_error, too_far
 from .measure import Plan, Trace, Usage, runner, stock, traces
 from .replacement import Replacement, as_likes, attempt, groups_of, inner, plan, put, putting
 
@@ -303,17 +304,33 @@ class _Job:
                 self.rebuilt = rebuilding.coded(self.rebuilt, coding.codes)
             return
         assert self.after is not None
+        far = self._too_far()
+        alike = groups_of(self.sites, self.replacements)
+        groups = [frozenset(i for i in group if self.sites[i].held not in far) for group in alike]
+        likes = rebuilding.likes(self.rebuilt, without=far)
         steps = [
             step
             for coding in self.codings
             for step in (
-                *(partial(_code, self.sites, coding, group) for group in groups_of(self.sites, self.replacements)),
-                *(partial(_code_gates, coding, like) for like in rebuilding.likes(self.rebuilt)),
+                *(partial(coding.code, self.sites, group) for group in groups),
+                *(partial(_code_gates, coding, like) for like in likes),
             )
         ]
         start = tuple(self.replacements), tuple(self.rebuilt)
         (replacements, rebuilt), self.after = least(start, self.after, steps, self._measured)
         self.replacements, self.rebuilt = [*as_likes(self.sites, replacements, self.before)], [*rebuilt]
+
+    def _too_far(self) -> Collection[nn.Module]:
+        """Return the activations that `auto` leaves without codes, because these do not suit the inputs."""
+        if self.method != "auto" or not self.codings:
+            return ()
+        assert self.run is not None
+        coded: dict[nn.Module, Coded] = {}
+        for site in self.sites:
+            codes = self.codings[0].codes(site.held) if isinstance(site.held, nn.Module) else None
+            if codes is not None:
+                coded[site.held] = cast("Coded", find(codes.g))
+        return too_far(self.model, self.run, coded, attempt=self.attempt)
 
     def _measured(self, state: State) -> Trace:
         replacements, rebuilt = state
@@ -334,12 +351,6 @@ class _Job:
         for site, replacement in zip(self.sites, self.replacements, strict=True):
             if replacement.kind:
                 put_back(site.held)  # the original is as it was
-
-
-def _code(sites: Sequence[ActivationSite], coding: Coding, group: frozenset[int], state: State) -> State:
-    """Let a group of activations keep codes."""
-    replacements, rebuilt = state
-    return tuple(coding.replacements(sites, group, replacements)), rebuilt
 
 
 def _code_gates(coding: Coding, like: tuple[str, str], state: State) -> State:
@@ -377,9 +388,8 @@ def _records(job: _Job) -> Iterator[SiteRecord]:
     """Yield the records; a module at several sites has its bytes at the first of them."""
     first: dict[Any, ActivationSite] = {}
     for i, (site, replacement) in enumerate(zip(job.sites, job.replacements, strict=True)):
-        label, reason = replacement.label, replacement.reason
-        if label is None and site.found.rebuilt:
-            label, reason = REBUILT, ""
+        rebuilt = replacement.label is None and site.found.rebuilt
+        label, reason = (REBUILT, "") if rebuilt else (replacement.label, replacement.reason)
         record = SiteRecord(site.path, "activation", site.found.before, label, reason)
         if first.setdefault(site.key, site) is not site:
             same = f"the same module as {first[site.key].path}"

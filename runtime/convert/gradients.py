@@ -1,14 +1,16 @@
-"""How far the gradient of a whole model is from stock's when its activations are replaced: by running both."""
+"""How far gradients are from stock's when activations are replaced, and values when inputs are coded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fitact.runtime.ops.registry import Coded
 from fitact.runtime.records import Gradient
 from fitact.runtime.restore import generators, unchanged
 from fitact.runtime.torch_internals import FakeTensor, tree_leaves
@@ -81,3 +83,57 @@ def compared(expected: Gradients, found: Gradients) -> Gradient:
     if not squares.isfinite().all() or not one or not other:
         return Gradient(note="the gradient is zero or not finite")
     return Gradient((difference / one) ** 0.5, product / (one * other) ** 0.5)
+
+
+# ------------------------------------------------------------------------------------------- inputs of activations
+
+FAR = 3.0  # times as far off as for normal inputs: codes are not used then
+NUMBERS = 1 << 16  # of an input that are looked at
+
+
+def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Coded], *, attempt: int = 0) -> set[nn.Module]:
+    """Return the activations whose codes do not suit what a run gives them.
+
+    Codes are made for deviations of 0.5 to 4. Values of inputs that are much smaller, or have elements beyond the
+    reach of the codes, are further off: more than three times as far as for normal inputs of deviation 1.
+
+    Args:
+        model: the model, which is unchanged in the end.
+        run: runs it.
+        coded: the codes for modules of the model.
+        attempt: chooses the random numbers, as in `traces`.
+
+    Returns:
+        The modules; none if the model's tensors have no values.
+
+    """
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in model.parameters()):
+        return set()
+    errors: dict[nn.Module, float] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            error = _value_error(coded[module], args[0].detach().reshape(-1))
+            errors[module] = max(error, errors.get(module, 0.0))
+
+    with torch.no_grad(), generators(model, attempt), unchanged(model), ExitStack() as hooks:
+        model.train()
+        for module in coded:
+            hooks.callback(module.register_forward_pre_hook(look).remove)
+        real(run)(model)
+    return {module for module, error in errors.items() if error > FAR * _normal_error(coded[module])}
+
+
+def _value_error(activation: Coded, x: Tensor) -> float:
+    x = x[:: max(len(x) // NUMBERS, 1)].to("cpu", torch.float64)
+    x = x[x.isfinite()]
+    code = torch.bucketize(x, torch.tensor(activation.borders, dtype=x.dtype))
+    values = activation.value(x).to(x.dtype)
+    miss = torch.tensor(activation.values, dtype=x.dtype)[code] - values
+    return float(miss.norm() / values.norm()) if values.any() else 0.0
+
+
+@lru_cache
+def _normal_error(activation: Coded) -> float:
+    share = (torch.arange(NUMBERS, dtype=torch.float64) + 0.5) / NUMBERS
+    return _value_error(activation, torch.special.ndtri(share))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,9 +140,10 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
     return [one for one in found if one.kind not in NOTED or _like(one) in likes]
 
 
-def likes(found: Sequence[Swap]) -> list[tuple[str, str]]:
-    """Return what gates have in common with the same gates in other layers."""
-    return [*dict.fromkeys(_like(one) for one in found if one.gate)]
+def likes(found: Sequence[Swap], without: Container[nn.Module] = ()) -> list[tuple[str, str]]:
+    """Return what gates have in common with the same in other layers, if none has an activation to leave out."""
+    left = {_like(one) for one in found if one.gate and one.activation in without}
+    return [*dict.fromkeys(like for one in found if one.gate and (like := _like(one)) not in left)]
 
 
 def coded(

@@ -259,9 +259,19 @@ def test_what_auto_takes() -> None:
     assert after(gated, error="exact") == {"": "rebuilt"}
 
 
+def suited(model: nn.Sequential) -> nn.Sequential:
+    """Let inputs of activations have a deviation near 1; without norms they get smaller from layer to layer."""
+    x = X
+    with torch.no_grad():
+        for part in model:
+            part.fc1.weight /= part.fc1(x).std()
+            x = part(x)
+    return model
+
+
 def test_auto_mixes() -> None:
     """Where a frozen layer follows, three bits are less than six; where nothing is gained, nothing is done."""
-    model = nn.Sequential(made(MLP), made(lambda: MLP(nn.ReLU())), made(MLP))
+    model = suited(nn.Sequential(made(MLP), made(lambda: MLP(nn.ReLU())), made(MLP)))
     model[2].fc2.requires_grad_(False)
     assert after(model, error="few-bit") == {"0.act": "gelu_coded6", "1.act": None, "2.act": "gelu_fewbit3"}
     assert after(model) == {"0.act": "gelu_coded8", "1.act": None, "2.act": "gelu_coded8"}
@@ -357,7 +367,7 @@ def test_the_compiler_traces(make: Callable[[], nn.Module]) -> None:
 
 def test_a_module_at_two_sites() -> None:
     act = nn.GELU()
-    model = nn.Sequential(made(lambda: MLP(act)), made(lambda: MLP(act)))
+    model = suited(nn.Sequential(made(lambda: MLP(act)), made(lambda: MLP(act))))
     stock = gradients(model)
     exact = fitact.rebuild(model)
     assert [site.after for site in exact] == ["rebuilt", "rebuilt"]
@@ -449,3 +459,18 @@ def test_fewer_bits_are_told() -> None:
 
 def test_the_default_width() -> None:
     assert type(fitact.activation("gelu", method="coded")).__name__ == "GeluCoded8"
+
+
+@pytest.mark.parametrize(("scale", "outliers"), [(0.05, 1.0), (1.7, 60.0)])
+def test_auto_leaves_inputs_that_codes_do_not_suit(scale: float, outliers: float) -> None:
+    """Codes have a fixed range: tiny inputs fall into few cells, and outlier channels lie beyond the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    with torch.no_grad():
+        model[0].weight.mul_(scale)
+        model[0].weight[:4] *= outliers
+    conversion = fitact.convert(model, error="rounding", example_inputs=torch.randn(512, 64))
+    assert [site.after for site in conversion.sites if site.kind == "activation"] == ["rebuilt"]
+    fitact.revert(model)
+    asked = fitact.convert(model, "coded", example_inputs=torch.randn(512, 64))
+    assert [site.after for site in asked.sites if site.kind == "activation"] == ["gelu_coded8"]
