@@ -146,12 +146,11 @@ def test_few_bits() -> None:
     assert kept == TOKENS * (1024 // 2 + 1 + 8)  # an exponent, and two statistics
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact(dtype: torch.dtype) -> None:
+def test_exact() -> None:
     """Masks become bits, and no gradient changes."""
-    kept, expected = plain(0.9, made(Dropped, dtype=dtype), (TOKENS, 256))
+    kept, expected = plain(0.9, made(Dropped), (TOKENS, 256))
     torch._dynamo.reset()
-    model = made(Dropped, dtype=dtype)
+    model = made(Dropped)
     compiled = fitact.compile(model, error="exact", fullgraph=True)
     less, found = step(model, compiled, (TOKENS, 256))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
