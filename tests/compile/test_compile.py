@@ -227,7 +227,7 @@ def test_not_finite() -> None:
     assert x.grad[2:].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_autocast(dtype: torch.dtype) -> None:
     model = made(Gelu, dtype=torch.float32)
 
