@@ -366,4 +366,4 @@ def test_caches_of_other_options(tmp_path: Path) -> None:
     for first, second in found.values():
         assert first[:2] == second[:2]
         assert (first[2], second[2]) == ("0", "1")
-    assert len({runs[0][0] for runs in found.values()}) == 3  # without masks, exact keeps what the compiler does
+    assert len({runs[0][0] for runs in found.values()}) == 4
