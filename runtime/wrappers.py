@@ -57,8 +57,8 @@ def overwrite(input: Tensor, activation: nn.Module) -> Tensor:
     return result
 
 
-class Rebuilt(nn.Module):
-    """An activation that keeps its input alone; layers that `fitact.rebuild` has prepared rebuild its output.
+class _Alone(nn.Module):
+    """A module around a function of the catalog.
 
     Args:
         name: of the activation in the catalog.
@@ -75,16 +75,20 @@ class Rebuilt(nn.Module):
         """Return the name."""
         return repr(self.name)
 
+
+class Rebuilt(_Alone):
+    """An activation that keeps its input alone; layers that `fitact.rebuild` has prepared rebuild its output."""
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the activation of a tensor of any shape and floating dtype, PyTorch's own bit for bit."""
         function = FUNCTIONS[self.name]
         return function(input) if torch.compiler.is_compiling() else functions.again(function, input)
 
 
-class RebuiltGate(Rebuilt):
+class RebuiltGate(_Alone):
     """f(g)·u that keeps g and u alone; layers that `fitact.rebuild` has prepared rebuild its output."""
 
-    def forward(self, g: Tensor, u: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, g: Tensor, u: Tensor) -> Tensor:
         """Return f(g)·u, PyTorch's own bit for bit, of two tensors of any shape and floating dtype."""
         function = FUNCTIONS[self.name]
         return function(g) * u if torch.compiler.is_compiling() else functions.gate(function, g, u)

@@ -63,7 +63,7 @@ CAST = torch.ops.prims.convert_element_type.default
 def base_of(node: fx.Node) -> fx.Node:
     """Return what a node is a view of, perhaps itself."""
     while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.all_input_nodes[0]
     return node
 
 

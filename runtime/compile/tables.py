@@ -276,7 +276,7 @@ def _evaluate(node: fx.Node, place: fx.Node, x: Tensor) -> Tensor:
         if one not in known:
             target: Any = one.target
             if is_view(one) or target is CAST:
-                known[one] = value(one.args[0])  # type: ignore[arg-type]
+                known[one] = value(one.all_input_nodes[0])
             else:
                 args, kwargs = fx.map_arg((one.args, one.kwargs), value)
                 known[one] = target(*args, **kwargs)

@@ -132,7 +132,7 @@ def test_a_fit_with_the_weight_of_a_site(models: Command) -> None:
     Path("w.json").unlink()
     fits = {name: read(Path(f"generated/fits/{name}.json")) for name in ("data", "only", "normal", "flat")}
     f, x = Activation.of("gelu"), np.random.default_rng(0).normal(-1, 0.7, 100_000)
-    error = {name: float(np.mean((f.derivative(x) - fit(x)) ** 2)) for name, fit in fits.items()}  # type: ignore[operator]
+    error = {name: float(np.mean((f.derivative(x) - fit(x)) ** 2)) for name, fit in fits.items()}
     assert error["data"] < 1.04 * error["normal"]
     assert error["data"] < 0.9 * error["flat"]
     record = Path("generated/fits/data.json").read_text("utf-8")
@@ -146,7 +146,7 @@ def test_a_coded_fit(models: Command) -> None:
     status, _, err = models('fit --fn gelu --method coded --bits 4 --weight "weights.json#*.act" --name a')
     assert (status, err) == (0, "")
     fit = read(Path("generated/fits/a.json"))
-    assert fit.weight == read_weights(Path("weights.json")).weight("*.act")  # type: ignore[union-attr]
+    assert fit.weight == read_weights(Path("weights.json")).weight("*.act")
     assert again(fit).to_json() == Path("generated/fits/a.json").read_text("utf-8")
 
 

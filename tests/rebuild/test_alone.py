@@ -83,7 +83,7 @@ class Plain(nn.Module):
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "gate": lambda: (MLP(Plain()), MLP(fitact.activation("silu", gate=True))),
-    "activation": lambda: tuple(  # type: ignore[return-value]
+    "activation": lambda: tuple(
         nn.Sequential(nn.Linear(16, 48), act, nn.Dropout(0.2), nn.Linear(48, 16))
         for act in (nn.SiLU(), fitact.activation("silu", method="rebuild"))
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm
 from fitact.runtime.ops import registry, shipped
+from tests.support.compilers import needs_compiler
 
 
 class Turned(nn.Module):
@@ -41,7 +41,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 QUICK = ("fewbit", "exact, turned", "rms norm")
 SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in LAYERS]
 BATCH = ({0: torch.export.Dim("batch")},)
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 
 
 def between_layers(*names: str) -> nn.Sequential:
