@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,15 @@ TSECH2_PEAK = 0.7717023192091042  # where 2u tanh u = 1
 LARGEST = float(np.finfo(np.float64).max)
 
 
-def _down(value: Any, slack: float = 0.0) -> Any:
+def _down(value: Any, slack: Any = None) -> Any:
+    if slack is None:
+        return np.nextafter(value, -math.inf)
     lower = np.nextafter(value - np.abs(value) * slack, -math.inf)
-    return np.where(value == -math.inf, value, np.where(value == math.inf, LARGEST, lower))
+    return np.where(value == math.inf, LARGEST, lower)
 
 
-def _up(value: Any, slack: float = 0.0) -> Any:
-    return -_down(-value, slack)
+def _up(value: Any, slack: Any = None) -> Any:
+    return np.nextafter(value, math.inf) if slack is None else -_down(-value, slack)
 
 
 @lru_cache(maxsize=10_000)
@@ -64,16 +66,24 @@ def _add(a: Pair, b: Pair) -> Pair:
 
 def _multiply(a: Pair, b: Pair) -> Pair:
     empty = np.isnan(a[0]) | np.isnan(b[0])
-    lows, highs = [], []
-    for u in a:
-        for v in b:
-            zero = (u == 0) | (v == 0)  # times an infinite bound, too: the numbers themselves are finite
-            product = np.where(zero, 0.0, u * v)
-            exact = zero | (np.abs(u) == 1) | (np.abs(v) == 1)
-            lows.append(np.where(exact, product, _down(product)))
-            highs.append(np.where(exact, product, _up(product)))
-    low, high = np.minimum.reduce(np.broadcast_arrays(*lows)), np.maximum.reduce(np.broadcast_arrays(*highs))
+    products, rounded = [], []
+    for u, u_zero, u_one in _ends(a):
+        for v, v_zero, v_one in _ends(b):
+            zero = u_zero | v_zero  # times an infinite bound, too: the numbers themselves are finite
+            products.append(np.where(zero, 0.0, u * v))
+            rounded.append(~(zero | u_one | v_one))
+    low, high = reduce(np.minimum, products), reduce(np.maximum, products)
+    below, above = (
+        reduce(np.logical_or, [r & (one == end) for one, r in zip(products, rounded, strict=True)])
+        for end in (low, high)
+    )
+    low, high = np.where(below, _down(low), low), np.where(above, _up(high), high)
     return np.where(empty, math.nan, low), np.where(empty, math.nan, high)
+
+
+def _ends(u: Pair) -> list[tuple[Any, Any, Any]]:
+    """Return each end of a pair, where it is 0 and where ±1; one end of a number, which has twice the same."""
+    return [(end, end == 0, np.abs(end) == 1) for end in (u[:1] if u[0] is u[1] else u)]
 
 
 def _sizes(u: Pair) -> Pair:

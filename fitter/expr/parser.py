@@ -34,6 +34,8 @@ MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may ov
 MIN_NUMBER = 1e-300  # and below it underflow
 MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
 MAX_BITS = 1024  # of an exact power of a number
+MAX_READ = 256  # formulas that are remembered
+_READ: dict[tuple[str, str], Expr] = {}  # formulas read lately, by their text and what that calls x
 
 
 def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
@@ -51,7 +53,13 @@ def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
         UsageError: the text is not a formula of this language; the message gives the reason and the column.
 
     """
-    return Parser(text, what, variable).parse()
+    if not isinstance(text, str):
+        raise UsageError(f"{what}: expected text, got {quote(text)}")
+    if (known := _READ.get((text, variable))) is None:
+        if len(_READ) >= MAX_READ:
+            _READ.clear()
+        known = _READ[text, variable] = Parser(text, what, variable).parse()
+    return known
 
 
 def text_of(expr: Expr, variable: str = "x") -> str:
@@ -102,8 +110,6 @@ class Parser:
     def tree(self) -> ast.expr:
         """Return the syntax tree of the text, of which only the characters and the brackets were checked."""
         text = self.text
-        if not isinstance(text, str):
-            raise UsageError(f"{self.what}: expected text, got {quote(text)}")
         if len(text) > MAX_LENGTH:
             raise UsageError(f"{self.what}: {len(text)} characters are too many; at most {MAX_LENGTH} are read")
         for column, character in enumerate(text, 1):
@@ -199,7 +205,7 @@ class Parser:
         if self.size(expr) > MAX_NODES:
             self.refuse(node, f"too long: written out, it has more than {MAX_NODES} parts")
         if expr.is_number:
-            value = evaluate_multiprecision(expr, 0)
+            value = MP.mpf(expr.p) / expr.q if expr.is_Rational else evaluate_multiprecision(expr, 0)
             if not MP.isfinite(value) or abs(value) > MAX_NUMBER:
                 self.refuse(node, f"the constant {quote(str(expr))} is not a real number below {MAX_NUMBER:g}")
             if not value:  # as sin(pi) is, and erfc(1e9): dividing by it is refused, and nothing else keeps it
@@ -208,7 +214,7 @@ class Parser:
                 self.refuse(node, f"the constant {quote(str(expr))} is too small: at least {MIN_NUMBER:g} in size")
         else:
             for term in sympy.Add.make_args(expr):
-                size = abs(term.as_coeff_Mul()[0])
+                size = _size(term.as_coeff_Mul()[0])
                 if size > MAX_NUMBER or size < MIN_NUMBER:
                     self.refuse(node, f"a coefficient is out of range: {MIN_NUMBER:g} to {MAX_NUMBER:g} in size")
         return expr
@@ -335,3 +341,11 @@ def _bits(number: Expr) -> int:
     if number.is_Rational:
         return int(max(abs(number.p).bit_length(), number.q.bit_length()))
     return 53
+
+
+def _size(number: Expr) -> float:
+    """Return the size of an exact number, rounded to float64: infinite and 0 beyond its range."""
+    try:
+        return float(abs(number.p / number.q)) if number.is_Rational else math.inf
+    except OverflowError:
+        return math.inf

@@ -397,6 +397,18 @@ def test_refusal(text, reason):
     assert message.startswith("activation")
 
 
+def test_what_was_read_is_read_again_by_its_own_variable() -> None:
+    """A formula that was read is remembered; one that was refused is refused again, in the new words."""
+    assert parse("y*2", variable="y") == parse("x*2")
+    assert parse("y*2", variable="y") == parse("x*2")
+    with pytest.raises(UsageError, match=r"unknown name 'y'"):
+        parse("y*2")
+    for what in ("weight", "derivative"):
+        with pytest.raises(UsageError, match=f"{what} 'z'"):
+            parse("z", what=what)
+
+
+
 @pytest.mark.parametrize("text", [None, 3, b"x", ["x"]])
 def test_only_text_is_read(text):
     with pytest.raises(UsageError, match="expected text"):
