@@ -145,4 +145,5 @@ def readers(end: Any, inputs: Sequence[Tensor]) -> Iterator[tuple[Any, dict[int,
 def count_reads(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
     """Return how often a function reads x, which is detached: how many gradients autograd would add."""
     leaf = x.detach().requires_grad_()
-    return sum(len(places) for _, places in readers(function(leaf).grad_fn, [leaf]))
+    y = function(leaf)  # before PyTorch 2.13, a node of an `autograd.Function` lives no longer than its output
+    return sum(len(places) for _, places in readers(y.grad_fn, [leaf]))
