@@ -18,6 +18,8 @@ Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]
 # Some virtual machines announce AMX and then trap on it: a bfloat16 product would end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# Each process that compiles would start others to do it, which find no core that is free.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Results that all processes of a run share (tests/support/shared.py); the first process makes the folder.
 if "FITACT_TESTS_SHARED" not in os.environ:
     os.environ["FITACT_TESTS_SHARED"] = tempfile.mkdtemp()
@@ -63,7 +65,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _seed() -> None:
     import torch
 
-    torch.manual_seed(0)
+    # As torch.manual_seed does, which formats the stack once for each kind of device that is not there.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -791,24 +792,38 @@ HOSTILE_JSON = {
     "megabyte of fields": json.dumps({f"field{i}": i for i in range(60_000)}),
     "megabyte of the same field": "{" + '"schema": 1, ' * 80_000 + '"schema": 1}',
     "megabyte of fits": FITS[0] * (1_000_000 // len(FITS[0])),
-    **{f"megabyte of numbers in {name}": replaced(**{name: [0.5] * 200_000}) for name in RECORD},
-    **{f"megabyte of text in {name}": replaced(**{name: "x" * 1_000_000}) for name in RECORD},
-    **{f"megabyte of fields in {name}": replaced(**{name: {str(i): i for i in range(80_000)}}) for name in RECORD},
-    **{f"long integer in {name}": replaced(**{name: RAW + "9" * 4300}) for name in RECORD},
-    **{f"too long an integer in {name}": replaced(**{name: RAW + "9" * 4301}) for name in RECORD},
-    **{f"long fraction in {name}": replaced(**{name: RAW + "0." + "3" * 900_000}) for name in RECORD},
-    **{f"{number} in {name}": replaced(**{name: RAW + number}) for number in NUMBERS[:3] for name in RECORD},
-    **{f"weight is {name}": replaced(weight=text) for name, text in FORMULAS.items()},
-    **{
-        f"activation is {name}": replaced(activation={"name": None, "expression": text})
-        for name, text in FORMULAS.items()
-    },
+}
+# What each field of a record is replaced by; made when it is tested, as much of it is large.
+VALUES: dict[str, Callable[[], object]] = {
+    "megabyte of numbers": lambda: [0.5] * 200_000,
+    "megabyte of text": lambda: "x" * 1_000_000,
+    "megabyte of fields": lambda: {str(i): i for i in range(80_000)},
+    "long integer": lambda: RAW + "9" * 4300,
+    "too long an integer": lambda: RAW + "9" * 4301,
+    "long fraction": lambda: RAW + "0." + "3" * 900_000,
+    **{number: partial(str.__add__, RAW, number) for number in NUMBERS[:3]},
 }
 
 
 @identifiers(HOSTILE_JSON)
 def test_hostile_json(text):
     check_json(text)
+
+
+@pytest.mark.parametrize("name", RECORD)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_hostile_field(value, name):
+    check_json(replaced(**{name: value()}))
+
+
+@identifiers(FORMULAS)
+def test_hostile_weight(text):
+    check_json(replaced(weight=text))
+
+
+@identifiers(FORMULAS)
+def test_hostile_activation(text):
+    check_json(replaced(activation={"name": None, "expression": text}))
 
 
 @pytest.mark.parametrize("brackets", [("[", "", "]"), ('{"a":', "1", "}"), ('[{"a":', "1", "}]")], ids="".join)
