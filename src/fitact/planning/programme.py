@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-SLACK = 1e-9  # of the time: among ways that take equally long, the first is taken
+from fitact.errors import JobError
+TOLERANCE = 10**6  # of the solver, as a part of the room
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Stage:
     Attributes:
         count: how many there are.
         grads: bytes of gradients that each leaves.
-        options: what each may become; the first of those that are equal wins.
+        options: what each may become; of those that are equal only the first is taken.
 
     """
 
@@ -62,6 +63,18 @@ class Stage:
             return (0, one.high) if one.keep < self.grads else (1, one.keep - one.high)
 
         return sorted(range(len(self.options)), key=rank)
+
+    def useful(self) -> list[int]:
+        """Return the options that no other one beats or equals in all three numbers."""
+        numbers = [(one.keep, one.high, one.seconds) for one in self.options]
+
+        def beats(i: int, j: int) -> bool:
+            return all(a <= b for a, b in zip(numbers[i], numbers[j], strict=True)) and (
+                numbers[i] != numbers[j] or i < j
+            )
+
+        every = range(len(numbers))
+        return [j for j in every if not any(beats(i, j) for i in every if i != j)]
 
 
 Counts = tuple[tuple[int, ...], ...]  # for each stage and option, of how many blocks
@@ -102,7 +115,8 @@ def seconds(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> float:
 def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
     """Return the options with which a step takes least and its peak is at most `room` bytes.
 
-    The optimum is exact: the programme is solved by branch and bound, by SciPy's `milp`.
+    The optimum is exact, up to a few millionths of `room`, which is the solver's tolerance: the programme is solved
+    by branch and bound, by SciPy's `milp`.
 
     Args:
         stages: the stages.
@@ -114,14 +128,14 @@ def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
     """
     limit = room
     for _ in range(8):
-        found = _solved(stages, limit, [[one.seconds for one in stage.options] for stage in stages])
+        found = _solved(stages, limit)
         if found is None:
             return None
         options = arranged(stages, found)
         over = peak(stages, options) - room
         if over <= 0:
             return options
-        limit -= over  # the solver's tolerance let it pass: ask for that much less
+        limit -= over + room // TOLERANCE  # the solver let it pass: ask for that much less
     return None
 
 
@@ -159,7 +173,7 @@ def _fits(stages: Sequence[Stage], room: int) -> int | None:
     return most
 
 
-def _solved(stages: Sequence[Stage], room: int, costs: Sequence[Sequence[float]]) -> Counts | None:
+def _solved(stages: Sequence[Stage], room: int) -> Counts | None:
     """Solve the programme; bytes and seconds are scaled to numbers near 1.
 
     Variables: for each stage and option the number n of blocks, an integer, and whether there are any, u.
@@ -183,21 +197,28 @@ def _solved(stages: Sequence[Stage], room: int, costs: Sequence[Sequence[float]]
 
     before = np.zeros(2 * total)  # bytes kept by earlier stages
     grads = sum(stage.count * stage.grads for stage in stages)
-    worst = grads + sum(stage.count * max(one.keep for one in stage.options) for stage in stages)
+    worst = 0  # the most that they can keep
     for stage, place in zip(stages, places, strict=True):
         row = np.zeros(2 * total)
         row[place] = 1
         constrain(row, stage.count, stage.count)
         grads -= stage.count * stage.grads
         ahead = before.copy()  # kept and given up by the blocks before, of this stage too
+        useful, most = stage.useful(), 0
         for i in stage.order():
+            if i not in useful:
+                unused = np.zeros(2 * total)
+                unused[place[i]] = 1
+                constrain(unused, 0, 0)
+                continue
             one, n, u = stage.options[i], place[i], total + place[i]
             link = np.zeros(2 * total)
             link[n], link[u] = 1, -stage.count
             constrain(link, -np.inf, 0)
-            big = worst + one.high
             base = grads + (stage.count - 1) * stage.grads + one.high
             gain = one.keep - stage.grads
+            most = max(most, gain)
+            big = max(0, worst + stage.count * most + base + max(-gain, 0) - room)  # lifts the limit where u is 0
             first = ahead.copy()
             first[u] += big
             constrain(first / scale, -np.inf, (room - base + big) / scale)
@@ -207,18 +228,20 @@ def _solved(stages: Sequence[Stage], room: int, costs: Sequence[Sequence[float]]
             constrain(last / scale, -np.inf, (room - base + gain + big) / scale)
         for i in place:
             before[i] += stage.options[i - place[0]].keep
-    times = np.array([time for some in costs for time in some])
+        worst += stage.count * max(one.keep for one in stage.options)
+    times = np.array([one.seconds for stage in stages for one in stage.options])
     unit = max(float(times.max()), 1e-30)
-    nudge = SLACK * np.array([i for stage in stages for i in range(len(stage.options))])
     bounds = np.array([stage.count for stage in stages for _ in stage.options] + [1] * total, dtype=float)
     result = milp(
-        np.concatenate([times / unit + nudge, np.zeros(total)]),
+        np.concatenate([times / unit, np.zeros(total)]),
         constraints=LinearConstraint(np.array(rows), lower, upper),
         bounds=Bounds(0, bounds),
         integrality=np.ones(2 * total),
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None:
+        if result.status != 2:  # it is not that nothing fits
+            raise JobError(f"the integer programme could not be solved: {result.message}")
         return None
     numbers = np.rint(result.x[:total]).astype(int)
     return tuple(tuple(int(numbers[i]) for i in place) for place in places)
