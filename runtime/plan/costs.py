@@ -218,9 +218,7 @@ def _pass(
     return [{way: parts.blocks[i].cost for way, i in found.items()} for found in where]
 
 
-def _marks(
-    subject: Subject, device: Device, blocks: Sequence[nn.Module], ways: Sequence[Way]
-) -> list[Mark]:
+def _marks(subject: Subject, device: Device, blocks: Sequence[nn.Module], ways: Sequence[Way]) -> list[Mark]:
     """Run a step and return its moments."""
     model = subject.model
     there = [*model.parameters(), *model.buffers()]

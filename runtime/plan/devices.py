@@ -128,7 +128,9 @@ def measured(where: str | None = None) -> Device:
     gpu = where == "cuda"
     size = SIZE * (4 if gpu else 1)
     with torch.no_grad():
-        half, single = (torch.randn(size, size, device=where).to(dtype) for dtype in (torch.bfloat16, torch.float32))
+        half, single = (
+            torch.randn(size, size, device=where).to(dtype) for dtype in (torch.bfloat16, torch.float32)
+        )
         products, products32 = (2 * size**3 / _seconds(torch.mm, one, one) for one in (half, single))
         large = torch.randn(2**28 if gpu else 2**25, device=where)
         bandwidth = 2 * large.nbytes / _seconds(torch.neg, large)

@@ -17,7 +17,21 @@ from fitact.runtime.torch_internals import TorchDispatchMode, storage_id, tree_i
 from .devices import CURVED, Device
 
 # Operations that take about CURVED FLOPs for each element; the others count one.
-HEAVY = ("exp", "erf", "tanh", "gelu", "silu", "sigmoid", "softmax", "mish", "softplus", "pow", "log", "sin", "cos")
+HEAVY = (
+    "exp",
+    "erf",
+    "tanh",
+    "gelu",
+    "silu",
+    "sigmoid",
+    "softmax",
+    "mish",
+    "softplus",
+    "pow",
+    "log",
+    "sin",
+    "cos",
+)
 
 
 @dataclass(frozen=True)

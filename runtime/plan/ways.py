@@ -11,10 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fitact.errors import UsageError, quote
 from fitact.runtime.compare.baselines import UNSEEN, selectively
 from fitact.runtime.convert.choices import ERRORS
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
+from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.rebuild.modules import Rebuilding
 from fitact.runtime.torch_internals import FakeTensor, tree_iter
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
@@ -147,3 +150,49 @@ def _class(kind: str, inner: Any) -> Any:
 def _again(kind: str, inner: Any) -> Any:
     made = _class(kind, inner)
     return made.__new__(made)
+
+
+def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Change the blocks of a model, in place; where one cannot be changed, the model stays as it was.
+
+    Args:
+        model: the model.
+        groups: names of ways, and the paths of the blocks that go them.
+
+    Raises:
+        UsageError: the model has no such block, is changed already, or a block cannot be changed so.
+
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    if any(isinstance(one, (Checkpointed, Rebuilding)) or is_generated(type(one)) for one in model.modules()):
+        raise UsageError("the model is converted or planned already: call fitact.revert_plan(model) first")
+    there = dict(model.named_modules())
+    done: list[nn.Module] = []
+    try:
+        for name, paths in groups:
+            for path in paths:
+                if path not in there:
+                    raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
+                done.append(there[path])
+                try:
+                    put(there[path], WAYS[name])
+                except UsageError as error:
+                    raise UsageError(f"{path or 'the model'}: {name}: {error}") from None
+    except BaseException:
+        for block in done:
+            put_back(block)
+        raise
+
+
+def revert_plan(model: nn.Module) -> None:
+    """Put back in place what `Plan.apply` changed, and whatever else `fitact.revert` puts back.
+
+    Args:
+        model: the model, which is changed in place; one that is not changed stays as it is.
+
+    """
+    for module in [*model.modules()]:
+        if isinstance(module, Checkpointed):
+            module.__class__ = module.fitact_inner  # type: ignore[assignment]
+    revert(model)

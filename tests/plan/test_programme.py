@@ -67,4 +67,3 @@ def test_many_blocks_of_many_ways_in_gigabytes() -> None:
         chosen = fastest(given, room)
         assert chosen is not None
         assert peak(given, chosen) <= room
-        assert room - peak(given, chosen) < gib // 4

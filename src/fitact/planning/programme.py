@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from fitact.errors import JobError
+
 TOLERANCE = 10**6  # of the solver, as a part of the room
 
 
@@ -83,7 +84,8 @@ Counts = tuple[tuple[int, ...], ...]  # for each stage and option, of how many b
 def arranged(stages: Sequence[Stage], counts: Counts) -> list[list[int]]:
     """Return the option of each block of each stage, in the order with the lowest peak."""
     return [
-        [i for i in stage.order() for _ in range(numbers[i])] for stage, numbers in zip(stages, counts, strict=True)
+        [i for i in stage.order() for _ in range(numbers[i])]
+        for stage, numbers in zip(stages, counts, strict=True)
     ]
 
 
@@ -107,9 +109,7 @@ def peak(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> int:
 
 def seconds(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> float:
     """Return what a step takes."""
-    return sum(
-        stage.options[i].seconds for stage, chosen in zip(stages, options, strict=True) for i in chosen
-    )
+    return sum(stage.options[i].seconds for stage, chosen in zip(stages, options, strict=True) for i in chosen)
 
 
 def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
