@@ -81,7 +81,7 @@ class Stack(nn.Module):
 
 def stack() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return Stack(), torch.randn(8, 64, 64)
+    return Stack(), torch.randn(2, 64, 64)
 
 
 @cache
@@ -115,7 +115,7 @@ def budgets(stock: Plan, model: nn.Module, inputs: Any) -> Iterator[Plan]:
         model, gib=1e-9, error="few-bit", example_inputs=inputs, device=CPU, optimizer="none", front=False
     )
     assert not tiny.fits
-    for share in (0.0, 0.3, 0.6):
+    for share in (0.1, 0.5):
         gib = (tiny.peak + share * (stock.peak - tiny.peak)) * 1.0001 / GIB
         for error in ("exact", "few-bit"):
             yield fitact.plan(
@@ -188,14 +188,14 @@ def test_no_baseline_is_faster_at_any_budget(error: str) -> None:
 
 @pytest.mark.parametrize("way", [STOCK, FULL, SELECTIVE, WAYS["rebuilt"], WAYS["codes of 8 bits"]])
 def test_costs_of_blocks_add_up_to_the_peak_of_the_model(way: Way) -> None:
-    """By PyTorch's tracker on real tensors."""
+    """By PyTorch's tracker on real tensors; what is kept where a run ends may differ by a block's output."""
     problem = Problem(costs(), "few-bit")
     model, x = stack()
     blocks = [*model.first, *model.second]  # type: ignore[misc]
     with changed(blocks, [way] * len(blocks)):
         tracked = peak_memory(lambda: step(model, Inputs((x,))), model)
     own = tracked["total"] - tracked["parameters"] - tracked["buffers"]
-    assert peak(problem.stages, problem.all(way)) == pytest.approx(own, rel=0.01)
+    assert peak(problem.stages, problem.all(way)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
 
 
 # --------------------------------------------------------------------------------------------------- kept as a file

@@ -39,7 +39,7 @@ def draw(plan: Plan, format: str = "png") -> bytes:
     for error, color in LINES.items():
         line = [p for p in plan.points if p.name == "plan" and p.error == error]
         if line:
-            style: dict[str, Any] = {"color": color, "linewidth": 2, "drawstyle": "steps-post", "marker": "."}
+            style: dict[str, Any] = {"color": color, "linewidth": 2, "marker": "."}
             xs, ys = [p.peak / GIB for p in line], [p.seconds / stock for p in line]
             axes.plot(xs, ys, label=f"plans, gradients {error}", **style)
     others = [p for p in plan.points if p.name != "plan"]
