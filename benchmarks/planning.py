@@ -2,9 +2,9 @@
 
     python -m benchmarks.planning
 
-A GPT-like model is trained as planned at three budgets, each in a process of its own. The kernel's count of the
-process's largest memory, less what it was after the model was built, is the peak; times are medians, as ratios to the
-stock model's.
+A GPT-like model is trained as planned at three budgets, each in a process of its own. The peak is the largest
+memory of the process, as the kernel counts it, less what it was after the model was built. Times are medians, as
+ratios to the first budget's, which the stock model fits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ import torch
 from torch import Tensor, nn
 
 import fitact
+from fitact.planning.make import Planner
 from fitact.planning.record import GIB
 from fitact.runtime.models.reference import Block
 from fitact.runtime.plan.devices import measured
+from fitact.runtime.plan.subjects import of_model
 
 RESULTS = Path(__file__).parent / "results" / "planning_cpu.json"
 BLOCKS, HIDDEN, BATCH, SEQ = 8, 256, 8, 512
-STEPS = 5
+STEPS = 3
 MIB = 2**20
 
 
 class Model(nn.Module):
+    """Blocks and a loss."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(nn.GELU(), 4, HIDDEN) for _ in range(BLOCKS))
@@ -49,6 +53,7 @@ class Model(nn.Module):
 
 
 def made() -> tuple[Model, Tensor]:
+    """Return the model and its input."""
     torch.manual_seed(0)
     return Model(), torch.randn(BATCH, SEQ, HIDDEN)
 
@@ -89,14 +94,13 @@ def main() -> None:
     torch.set_num_threads(1)
     model, x = made()
     device = measured("cpu")
-    given: dict[str, Any] = {"example_inputs": x, "device": device, "optimizer": "none", "front": False}
-    stock = fitact.plan(model, gib=64, error="exact", **given)
-    low = fitact.plan(model, gib=1e-9, error="exact", **given)
+    planner = Planner(of_model(model, x, None, "cpu"), "none", device)
+    stock, low = (planner.plan(gib, "exact", front=False) for gib in (64, 1e-9))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for share in (1.0, 0.55, 0.1):
             gib = (low.peak + share * (stock.stock_peak - low.peak)) * 1.0001 / GIB
-            plan = fitact.plan(model, gib=gib, error="exact", **given)
+            plan = planner.plan(gib, "exact", front=False)
             plan.save(Path(folder) / "plan.json")
             peak, times = in_process(trained, str(Path(folder) / "plan.json"))
             row = {

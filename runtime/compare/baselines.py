@@ -100,7 +100,7 @@ def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool =
 
 
 def selectively() -> tuple[Any, Any]:
-    """Return the contexts of a checkpoint that keeps results of matrix products, convolutions and fused attention."""
+    """Return contexts of a checkpoint that keeps results of matrix products, convolutions and attention."""
     pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
     return pair
 

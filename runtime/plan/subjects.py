@@ -1,4 +1,4 @@
-"""A model that is going to be planned: without memory, with what runs it, and its blocks in the order they run in."""
+"""A model that is going to be planned: without memory, with what runs it, and its blocks as they run."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ MODEL_OPTIONS = (
     click.option(
         "--lora",
         metavar="NAMES",
-        help="Train only adapters, on the linear layers with these names, e.g. q_proj,v_proj; with 'all', on those of "
-        "all blocks.",
+        help="Train only adapters, on the linear layers with these names, e.g. q_proj,v_proj; with 'all', on "
+        "those of all blocks.",
     ),
     click.option(
         "--rank", type=click.IntRange(1), default=8, show_default=True, metavar="R", help="Rank of the adapters."

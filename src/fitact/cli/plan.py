@@ -66,10 +66,10 @@ def plan(
 ) -> None:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
-    Each repeated block may be left as it is, convert its activations, gates and norms, or be checkpointed, fully or
-    selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is foretold by a
-    model of the device. MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may take
-    batch and seq.
+    Each repeated block may be left as it is, convert its activations, gates and norms, or be checkpointed, fully
+    or selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is foretold
+    by a model of the device. MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may
+    take batch and seq.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def plan(
       fitact plan --hf bert --batch 32 --gib 16 --error exact --device t4 -o plan.json
       fitact plan my_models:tiny --batch 8 --measure --plot plan.png
     """
-    from fitact.planning.make import Words, planned
+    from fitact.planning.make import Planner, Words
     from fitact.runtime.compare.report import DTYPES
     from fitact.runtime.models.prepare import Training, prepare
     from fitact.runtime.plan.devices import device_of, measured
@@ -100,16 +100,14 @@ def plan(
     given = [f"{name} {size}" for name, size in (("batch", batch), ("seq", seq)) if name in source.varies]
     cpu = where.name.startswith("CPU")
     with progress(1, "planning") as bar:
-        result = planned(
+        planner = Planner(
             of_prepared(prepared, inputs, DTYPES[autocast] if autocast else None, "cpu" if cpu else "cuda"),
-            gib=gib,
-            error=error,
-            optimizer=optimizer,
-            device=where,
-            front=not no_front,
-            words=Words(str(training), ", ".join(given) or "inputs as given"),
-            progress=partial(advance, bar, 0),
+            optimizer,
+            where,
+            Words(str(training), ", ".join(given) or "inputs as given"),
+            partial(advance, bar, 0),
         )
+    result = planner.plan(gib, error, front=not no_front)
     if output is not None:
         result.save(output)
     if picture is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fitact.arguments import real
@@ -46,14 +46,14 @@ def plan(
 
     Args:
         model: the model, with its adapters and frozen layers, in its dtype.
-        gib: the memory of a step in GiB: parameters, gradients, the optimizer's state, and what is kept for backward
-            and needed meanwhile. PyTorch's allocator and CUDA's context need some more.
+        gib: the memory of a step in GiB: parameters, gradients, the optimizer's state, and what is kept for
+            backward and needed meanwhile. PyTorch's allocator and CUDA's context need some more.
         error: how far gradients may be off: `"exact"`, `"rounding"` or `"few-bit"`, as for `fitact.convert`.
-        example_inputs: inputs to run the model with, as for `fitact.convert`. The loss is `output.loss` if there is
-            one, else all outputs.
+        example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from `output.loss`
+            if there is one, else from all outputs; of a model of transformers keep the loss alone.
         optimizer: `"adamw"`, `"sgd"` (with momentum) or `"none"`.
-        device: for which time is foretold: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured` there
-            returns.
+        device: for which time is foretold: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
+            there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
         front: whether to find the least time for other memories, too.
 
@@ -64,6 +64,7 @@ def plan(
         UsageError: an argument is not valid, or the model cannot be run with fake tensors.
 
     """
+    check(gib, error)
     where = device_of(device) if isinstance(device, str) else device
     if not isinstance(where, Device):
         raise UsageError(f"device {quote(device)}: expected a name or a Device")
@@ -71,7 +72,7 @@ def plan(
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
     subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
-    return planned(subject, gib=gib, error=error, optimizer=optimizer, device=where, front=front)
+    return Planner(subject, optimizer, where).plan(gib, error, front=front)
 
 
 @dataclass(frozen=True)
@@ -82,62 +83,80 @@ class Words:
     inputs: str = "inputs as given"
 
 
-def planned(
-    subject: Subject,
-    *,
-    gib: float,
-    error: str,
-    optimizer: str,
-    device: Device,
-    front: bool = True,
-    words: Words | None = None,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Plan:
-    """Plan a subject; arguments as for `plan`."""
-    words = words or Words()
-    gib = real("gib", gib, 0, MOST_GIB)
-    for value, known in ((error, ERRORS), (optimizer, tuple(OPTIMIZERS))):
-        if value not in known:
-            raise UsageError(f"{quote(value)}: expected {', '.join(known)}")
-    parameters = list(subject.model.parameters())
-    trained = sum(one.nbytes for one in parameters if one.requires_grad)
-    if not trained:
-        raise UsageError(f"{subject.name}: nothing in it is trained")
-    fixed = sum(one.nbytes for one in (*parameters, *subject.model.buffers())) + OPTIMIZERS[optimizer] * trained
-    costs = measure(subject, device, list(WAYS.values()), lambda share: progress(0.7 * share))
-    problem = Problem(costs, error)
-    room = int(gib * GIB) - fixed
-    answer, done = _answer(subject, device, problem, room)
-    progress(0.9)
-    again = done.work - costs.stock.work
-    dtype = str(parameters[0].dtype).removeprefix("torch.")
-    if subject.autocast is not None:
-        dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
-    result = Plan(
-        model=subject.name,
-        training=words.training,
-        inputs=words.inputs,
-        dtype=dtype,
-        optimizer=optimizer,
-        gib=gib,
-        error=error,
-        device=device.name,
-        fixed=fixed,
-        gradients=trained,
-        peak=fixed + done.peak,
-        kept=done.kept,
-        seconds=done.work.seconds,
-        flops_again=max(again.flops, 0),
-        traffic_again=max(again.traffic, 0),
-        stock_peak=fixed + costs.stock.peak,
-        stock_seconds=costs.stock.work.seconds,
-        groups=tuple(problem.groups(answer)) if done.peak <= room and answer else (),
-        notes=costs.notes,
-    )
-    if front:
-        result = replace(result, points=tuple(_points(costs, fixed)))
-    progress(1.0)
-    return result
+class Planner:
+    """The costs of a subject, measured once, and plans for any memory and error.
+
+    Args:
+        subject: the model.
+        optimizer: as for `plan`.
+        device: for which time is foretold.
+        words: what plans say of the model.
+        progress: called with the share of the measuring that is done.
+
+    Raises:
+        UsageError: the optimizer is unknown, nothing is trained, or the model cannot be run.
+
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        optimizer: str,
+        device: Device,
+        words: Words | None = None,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        if optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
+        self.subject, self.optimizer, self.device, self.words = subject, optimizer, device, words or Words()
+        parameters = list(subject.model.parameters())
+        self.trained = sum(one.nbytes for one in parameters if one.requires_grad)
+        if not self.trained:
+            raise UsageError(f"{subject.name}: nothing in it is trained")
+        state = OPTIMIZERS[optimizer] * self.trained
+        self.fixed = sum(one.nbytes for one in (*parameters, *subject.model.buffers())) + state
+        self.dtype = str(parameters[0].dtype).removeprefix("torch.")
+        if subject.autocast is not None:
+            self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
+        self.costs = measure(subject, device, list(WAYS.values()), progress)
+
+    def plan(self, gib: float, error: str, *, front: bool = True) -> Plan:
+        """Return the plan for a memory; arguments as for the function `plan`."""
+        check(gib, error)
+        problem = Problem(self.costs, error)
+        room = int(gib * GIB) - self.fixed
+        answer, done = _answer(self.subject, self.device, problem, room)
+        stock = self.costs.stock
+        again = done.work - stock.work
+        return Plan(
+            model=self.subject.name,
+            training=self.words.training,
+            inputs=self.words.inputs,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            gib=float(gib),
+            error=error,
+            device=self.device.name,
+            fixed=self.fixed,
+            gradients=self.trained,
+            peak=self.fixed + done.peak,
+            kept=done.kept,
+            seconds=done.work.seconds,
+            flops_again=max(again.flops, 0),
+            traffic_again=max(again.traffic, 0),
+            stock_peak=self.fixed + stock.peak,
+            stock_seconds=stock.work.seconds,
+            groups=tuple(problem.groups(answer)) if answer else (),
+            points=tuple(_points(self.costs, self.fixed)) if front else (),
+            notes=self.costs.notes,
+        )
+
+
+def check(gib: float, error: str) -> None:
+    """Raise UsageError unless these are a memory in GiB and an error of gradients."""
+    real("gib", gib, 0, MOST_GIB)
+    if error not in ERRORS:
+        raise UsageError(f"error {quote(error)}: expected {', '.join(ERRORS)}")
 
 
 Answer = list[list[int]]
@@ -218,7 +237,7 @@ def _option(cost: Cost) -> Option:
 
 
 def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer | None, Step]:
-    """Return the fastest answer that fits as measured, and its step; else None, and the step of the lowest peak."""
+    """Return the fastest answer that fits as measured, and its step; else None, and the lowest peak's step."""
     stock = problem.costs.stock
     paths = [path for segment in problem.costs.segments for path in segment.paths]
     blocks = [subject.model.get_submodule(path) for path in paths]
@@ -238,7 +257,9 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
         return best
     answer = problem.frugal()
     done = step(subject, device, blocks, problem.taken(answer))
-    return (answer if done.peak <= room else None), done
+    if done.peak <= room:
+        return answer, done
+    return None, min(done, stock, key=lambda one: one.peak)
 
 
 def _points(costs: Costs, fixed: int) -> list[Point]:

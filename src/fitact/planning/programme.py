@@ -1,15 +1,15 @@
-"""The integer programme: how many blocks of each run are trained which way, so that a step takes the least time.
+"""The integer programme: how many blocks of each run are trained which way, so that a step takes least time.
 
-A step's memory, above what is fixed, is followed from block to block. Let the blocks be numbered as the forward pass
-reaches them, and let block i keep kᵢ bytes, rise to at most hᵢ bytes above what was there before it, and leave
-gradients of gᵢ bytes. While block j runs backward, the blocks before it still keep what they keep, and those after it
-have left their gradients:
+A step's memory, above what is fixed, is followed from block to block. Let the blocks be numbered as the forward
+pass reaches them. Let block i keep kᵢ bytes, rise to at most hᵢ bytes above what was there before it, and leave
+gradients of gᵢ bytes. While block j runs backward, the blocks before it still keep what they keep, and those after
+it have left their gradients:
 
     memory(j) = k₁ + … + k₍ⱼ₋₁₎ + hⱼ + g₍ⱼ₊₁₎ + … + gₙ
 
-and the peak is the largest of these. In a run of like blocks only the number of blocks that go each way matters, once
-their order is fixed: the order with the lowest peak has first the ways whose k is below g, by rising h, then the
-others, by falling h − k. (Two neighbours that are the other way round can be swapped, and the peak does not rise.)
+and the peak is the largest of these. In a run of like blocks only the number of blocks that go each way matters,
+once their order is fixed: the order with the lowest peak has first the ways whose k is below g, by rising h, then
+the others, by falling h − k. (Two neighbours that are the other way round can be swapped, and the peak does not rise.)
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def seconds(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> float:
 def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
     """Return the options with which a step takes least and its peak is at most `room` bytes.
 
-    The optimum is exact, up to a few millionths of `room`, which is the solver's tolerance: the programme is solved
-    by branch and bound, by SciPy's `milp`.
+    SciPy's `milp` solves the programme by branch and bound. The optimum is exact, but for a few millionths of
+    `room`, which is the solver's tolerance.
 
     Args:
         stages: the stages.

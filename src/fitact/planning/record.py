@@ -170,8 +170,8 @@ def sentence(plan: Plan) -> str:
     if not plan.fits:
         rest = plan.fixed + plan.gradients
         return (
-            f"does not fit: {plan.peak / GIB:.3g} GiB are the least; {rest / GIB:.3g} of them are weights, gradients "
-            "and optimizer"
+            f"does not fit: {plan.peak / GIB:.3g} GiB are the least; {rest / GIB:.3g} of them are weights, "
+            "gradients and optimizer"
         )
     used = [WAYS[group.way] for group in plan.groups]
     wide = max(used, key=lambda way: ("exact", "rounding", "few-bit").index(way.error))
@@ -198,7 +198,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
     yield (
         f"peak of a step {_gib(plan.peak)}: {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} "
-        f"gradients, {_gib(plan.kept)} kept for backward at the end of forward; stock's peak {_gib(plan.stock_peak)}"
+        f"gradients, {_gib(plan.kept)} kept for backward at the end of forward; stock's peak "
+        f"{_gib(plan.stock_peak)}"
     )
     if plan.groups:
         yield (
