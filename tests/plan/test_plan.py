@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fitact
+from fitact.cli import main
 from fitact.errors import UsageError
 from fitact.planning.make import Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds
@@ -182,7 +183,7 @@ def test_no_baseline_is_faster_at_any_budget(error: str) -> None:
 
 @pytest.mark.parametrize("way", [STOCK, FULL, SELECTIVE, WAYS["rebuilt"], WAYS["codes of 8 bits"]])
 def test_costs_of_blocks_add_up_to_the_peak_of_the_model(way: Way) -> None:
-    """By PyTorch's tracker on real tensors; where a run ends, a block's output may be kept or not."""
+    """By PyTorch's tracker on real tensors; where a run ends, its output may be kept or not."""
     problem = Problem(costs(), "few-bit")
     model, x = stack()
     blocks = [*model.first, *model.second]  # type: ignore[misc]
@@ -192,7 +193,7 @@ def test_costs_of_blocks_add_up_to_the_peak_of_the_model(way: Way) -> None:
     assert peak(problem.stages, problem.all(way)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
 
 
-# --------------------------------------------------------------------------------------------------- kept as a file
+# ------------------------------------------------------------------------------------------------- kept as a file
 
 
 @cache
@@ -300,3 +301,26 @@ def test_a_checkpointed_block_is_copied_and_kept() -> None:
     twin = pickle.loads(pickle.dumps(model))
     assert torch.equal(twin(x), model(x))
     assert [type(m).__name__ for m in twin.modules()] == [type(m).__name__ for m in model.modules()]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that repeats nothing is one block."""
+    path = tmp_path / "plan.json"
+    model = ["fitact.runtime.models.reference:relu_mlp", "--batch", "1", "--seq", "64"]
+    assert main(["plan", *model, "--gib", "8", "--device", "t4", "-o", str(path)]) == 0
+    assert "fits as it is" in capsys.readouterr().out
+    assert [group.blocks for group in fitact.load_plan(path).groups] == [("",)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--gib", "8"], "plan takes one model"),
+        (["fitact.runtime.models.reference:relu_mlp", "--device", "abacus"], "device 'abacus': expected a100"),
+        (["fitact.runtime.models.reference:relu_mlp", "--plot", "plan.txt"], "ends in .png, .svg or .pdf"),
+        (["fitact.runtime.models.reference:relu_mlp", "--gib", "0"], "gib"),
+    ],
+)
+def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *given]) == 2
+    assert message in capsys.readouterr().err

@@ -9,7 +9,8 @@ it have left their gradients:
 
 and the peak is the largest of these. In a run of like blocks only the number of blocks that go each way matters,
 once their order is fixed: the order with the lowest peak has first the ways whose k is below g, by rising h, then
-the others, by falling h − k. (Two neighbours that are the other way round can be swapped, and the peak does not rise.)
+the others, by falling h − k. (Two neighbours that are the other way round can be swapped, and the peak does not
+rise.)
 """
 
 from __future__ import annotations
