@@ -74,6 +74,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/activations.py
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
 	$(BIN)/python -m benchmarks.rebuilding
+	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.compiled
 	$(BIN)/python benchmarks/conversion.py
 	$(BIN)/python -m benchmarks.coded_gradients

@@ -86,6 +86,23 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "Planning",
+        "How to train each block of a model within a memory. See plan.md.",
+        (
+            "plan",
+            "load_plan",
+            "revert_plan",
+            "planning.record.Plan",
+            "planning.record.Plan.apply",
+            "planning.record.Plan.save",
+            "planning.record.Plan.plot",
+            "planning.record.Group",
+            "planning.record.Point",
+            "runtime.plan.devices.Device",
+            "runtime.plan.devices.measured",
+        ),
+    ),
+    (
         "Fitting",
         "From a formula to a fit, and its JSON. None of this imports PyTorch.",
         (

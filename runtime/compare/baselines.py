@@ -65,7 +65,7 @@ def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool =
     caches: list[Any] = []
 
     def contexts() -> tuple[Any, Any]:
-        pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
+        pair = selectively()
         caches.append(pair[0])
         return pair
 
@@ -97,6 +97,12 @@ def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool =
                 del vars(block)["forward"]
             else:
                 vars(block)["forward"] = old
+
+
+def selectively() -> tuple[Any, Any]:
+    """Return contexts of a checkpoint that keeps results of matrix products, convolutions and attention."""
+    pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
+    return pair
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

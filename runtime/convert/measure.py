@@ -194,6 +194,19 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return twin.requires_grad_(tensor.requires_grad)
 
 
+def fake_twin(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
+    """Return a copy of a model whose tensors are fake, and their mode."""
+    modes = [tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    with _Faking(mode):
+        return copy.deepcopy(model), mode
+
+
+def faked_run(run: Run, mode: FakeTensorMode) -> Run:
+    """Return what runs a model with fake inputs; a function of the user's makes its own."""
+    return run.mapped(partial(_fake, mode)) if isinstance(run, _Call) else run
+
+
 class _UntrainedError(UsageError):
     """Nothing that is trained has a part in the output."""
 
@@ -206,13 +219,10 @@ def _copied(tensor: Tensor) -> Tensor:
 def _fake_traces(
     model: nn.Module, run: Run, plans: Sequence[Plan], own: frozenset[type], attempt: int, detail: bool
 ) -> list[Trace]:
-    modes = [tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor)]
-    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
-    with _Faking(mode):
-        twin = copy.deepcopy(model)
+    twin, mode = fake_twin(model)
     found = []
     for plan in plans:
-        faked = run.mapped(partial(_fake, mode)) if isinstance(run, _Call) else run
+        faked = faked_run(run, mode)
         with generators(model, attempt) as draws:
             with mode, Statistics(), without_packing(), quiet_fake_tensors(), unchanged(twin):
                 trace = _planned_trace(twin, faked, plan, own, detail)

@@ -148,12 +148,23 @@ class Prepared:
         statistics = nullcontext() if self.mode is None else Statistics()
         with self.mode or nullcontext(), statistics, without_packing(), quiet_fake_tensors():
             output = self.model(*inputs.args, **inputs.kwargs)
-        loss = getattr(output, "loss", None)
-        leaves = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not tensors:
-            raise UsageError(f"{self.name}: no output depends on what is trained")
-        return tensors
+        return starts(output, self.name)
+
+
+def starts(output: Any, name: str) -> list[Tensor]:
+    """Return what backward starts from: the loss of a model's output if there is one, or all its tensors.
+
+    Args:
+        output: what the model returned.
+        name: of the model, for the UsageError that no tensor depends on what is trained.
+
+    """
+    loss = getattr(output, "loss", None)
+    leaves = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not tensors:
+        raise UsageError(f"{name}: no output depends on what is trained")
+    return tensors
 
 
 def prepare(

@@ -17,11 +17,14 @@ from fitact.errors import FitactError, FitWarning, JobError, UsageError
 
 if TYPE_CHECKING:
     from fitact.calibration import calibrate
+    from fitact.planning.make import plan
+    from fitact.planning.record import load_plan
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.convert.convert import convert
     from fitact.runtime.convert.functional import converted_functions
     from fitact.runtime.convert.rebuild import rebuild
     from fitact.runtime.convert.replacement import revert
+    from fitact.runtime.plan.ways import revert_plan
 
 __all__ = [
     "FitWarning",
@@ -35,8 +38,11 @@ __all__ = [
     "compile_report",
     "convert",
     "converted_functions",
+    "load_plan",
+    "plan",
     "rebuild",
     "revert",
+    "revert_plan",
     "shipped",
 ]
 # Names that need PyTorch, with the modules they are imported from on first use.
@@ -47,8 +53,11 @@ LAZY = {
     "compile_report": "fitact.runtime.compile.compile",
     "convert": "fitact.runtime.convert.convert",
     "converted_functions": "fitact.runtime.convert.functional",
+    "load_plan": "fitact.planning.record",
+    "plan": "fitact.planning.make",
     "rebuild": "fitact.runtime.convert.rebuild",
     "revert": "fitact.runtime.convert.replacement",
+    "revert_plan": "fitact.runtime.plan.ways",
 }
 
 

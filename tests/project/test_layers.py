@@ -23,6 +23,7 @@ CONVERSION = (
     *("convert", "rebuild.found", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild"),
     "calibration",
     "compare",
+    "plan",
 )
 CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
@@ -37,6 +38,7 @@ ORDER = [
     "fitact.api",
     *(f"fitact.runtime.{name}" for name in CONVERSION),
     "fitact.calibration",
+    "fitact.planning",
     "fitact",
     "fitact.cli",
     "fitact.__main__",

@@ -1,4 +1,4 @@
-"""The command line: `calibrate`, `fit`, `codegen`, `plot`, `show`, `memory`.
+"""The command line: `calibrate`, `fit`, `codegen`, `plot`, `show`, `memory`, `plan`.
 
 Errors are one line on standard error: status 2 for wrong use, 1 for a job that failed. Commands import what they
 need only when they run, so `--help` is instant.
@@ -15,7 +15,7 @@ from fitact.errors import FitactError
 from fitact.files import reason
 from fitact.interrupts import MESSAGE, STATUS
 
-from . import calibrate, codegen, fit, memory, plot, show
+from . import calibrate, codegen, fit, memory, plan, plot, show
 
 
 class _Commands(click.Group):
@@ -41,6 +41,7 @@ cli.add_command(calibrate.calibrate)
 cli.add_command(codegen.codegen)
 cli.add_command(fit.fit)
 cli.add_command(memory.memory)
+cli.add_command(plan.plan)
 cli.add_command(plot.plot)
 cli.add_command(show.show)
 

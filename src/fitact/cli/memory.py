@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,55 +14,86 @@ from fitact.errors import UsageError, quote
 
 from .options import FILE, Finite, advance, named, once, progress
 
+if TYPE_CHECKING:
+    from fitact.runtime.models.prepare import Source
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 MOST_GIB = 2**20  # a pebibyte, the limit of `measure`
 
 
-class _FiniteRange(Finite, click.FloatRange):
+class FiniteRange(Finite, click.FloatRange):
     """A finite number in a range."""
 
 
+# The options that say which model, of commands that measure or plan one.
+MODEL_OPTIONS = (
+    click.argument("call", required=False, metavar="[MODULE:CALLABLE]"),
+    click.option(
+        "--hf", metavar="TYPE", help="Model type of transformers, e.g. llama, bert, vit; random weights."
+    ),
+    click.option("--timm", metavar="NAME", help="Model of timm, e.g. efficientnet_b0; random weights."),
+    click.option(
+        "--set",
+        "sizes",
+        multiple=True,
+        metavar="K=V",
+        help="A size of the --hf model, e.g. num_hidden_layers=24. Repeatable.",
+    ),
+    click.option(
+        "--head",
+        type=click.Choice(["none", "causal-lm", "masked-lm", "sequence", "image"]),
+        help="Head of the --hf model, with its loss.  [default: by the model]",
+    ),
+    click.option(
+        "--attention",
+        type=click.Choice(["sdpa", "eager"]),
+        help="Attention of the --hf model: fused (sdpa), or composed of operations (eager).  [default: sdpa]",
+    ),
+    click.option("--image", type=click.IntRange(1), metavar="N", help="Height and width of images, in pixels."),
+    click.option("--batch", type=click.IntRange(1), default=1, show_default=True, metavar="N"),
+    click.option(
+        "--seq", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens per row."
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Dtype of parameters and inputs.  [default: bfloat16; with --autocast, float32]",
+    ),
+    click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Dtype that autocast casts to."),
+    click.option(
+        "--lora",
+        metavar="NAMES",
+        help="Train only adapters, on the linear layers with these names, e.g. q_proj,v_proj; with 'all', on "
+        "those of all blocks.",
+    ),
+    click.option(
+        "--rank", type=click.IntRange(1), default=8, show_default=True, metavar="R", help="Rank of the adapters."
+    ),
+    click.option(
+        "--freeze",
+        multiple=True,
+        metavar="PATTERN",
+        help="Parameters not to train, e.g. 'embeddings.*'. Repeatable.",
+    ),
+    click.option(
+        "--optimizer",
+        type=click.Choice(["adamw", "sgd", "none"]),
+        default="adamw",
+        show_default=True,
+        help="Optimizer whose state must fit too; sgd has momentum.",
+    ),
+)
+
+
+def model_options(command: Command) -> Command:
+    """Give a command the options of a model."""
+    for option in reversed(MODEL_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.argument("call", required=False, metavar="[MODULE:CALLABLE]")
-@click.option("--hf", metavar="TYPE", help="Model type of transformers, e.g. llama, bert, vit; random weights.")
-@click.option("--timm", metavar="NAME", help="Model of timm, e.g. efficientnet_b0; random weights.")
-@click.option(
-    "--set",
-    "sizes",
-    multiple=True,
-    metavar="K=V",
-    help="A size of the --hf model, e.g. num_hidden_layers=24. Repeatable.",
-)
-@click.option(
-    "--head",
-    type=click.Choice(["none", "causal-lm", "masked-lm", "sequence", "image"]),
-    help="Head of the --hf model, with its loss.  [default: by the model]",
-)
-@click.option(
-    "--attention",
-    type=click.Choice(["sdpa", "eager"]),
-    help="Attention of the --hf model: fused (sdpa), or composed of operations (eager).  [default: sdpa]",
-)
-@click.option("--image", type=click.IntRange(1), metavar="N", help="Height and width of images, in pixels.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, metavar="N")
-@click.option("--seq", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens per row.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Dtype of parameters and inputs.  [default: bfloat16; with --autocast, float32]",
-)
-@click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Dtype that autocast casts to.")
-@click.option(
-    "--lora",
-    metavar="NAMES",
-    help="Train only adapters, on the linear layers with these names, e.g. q_proj,v_proj; with 'all', on those of "
-    "all blocks.",
-)
-@click.option(
-    "--rank", type=click.IntRange(1), default=8, show_default=True, metavar="R", help="Rank of the adapters."
-)
-@click.option(
-    "--freeze", multiple=True, metavar="PATTERN", help="Parameters not to train, e.g. 'embeddings.*'. Repeatable."
-)
+@model_options
 @click.option(
     "--bits",
     type=click.IntRange(1, 4),
@@ -75,7 +106,7 @@ class _FiniteRange(Finite, click.FloatRange):
 @click.option(
     "--budget",
     "budgets",
-    type=_FiniteRange(0, 1),
+    type=FiniteRange(0, 1),
     multiple=True,
     default=(1.0, 0.9, 0.7),
     show_default=True,
@@ -85,16 +116,9 @@ class _FiniteRange(Finite, click.FloatRange):
 @click.option("--no-compiler", is_flag=True, help="Leave out the compiler, which takes most of the time.")
 @click.option(
     "--gib",
-    type=_FiniteRange(0, MOST_GIB, min_open=True),
+    type=FiniteRange(0, MOST_GIB, min_open=True),
     metavar="G",
     help="Also find the largest batch and the longest sequence that fit in this many GiB.",
-)
-@click.option(
-    "--optimizer",
-    type=click.Choice(["adamw", "sgd", "none"]),
-    default="adamw",
-    show_default=True,
-    help="Optimizer whose state must fit too; sgd has momentum.",
 )
 @click.option(
     "--peak", is_flag=True, help="Also track the peak of a training step; takes minutes for large models."
@@ -142,27 +166,15 @@ def memory(
     from fitact.files import write
     from fitact.runtime.compare.report import measure
     from fitact.runtime.models.prepare import Training
-    from fitact.runtime.models.sources import from_callable, hugging_face, timm_model
 
     from . import charts, memory_tables
 
-    if sum(given is not None for given in (call, hf, timm)) != 1:
-        raise UsageError("memory takes one model: MODULE:CALLABLE, --hf TYPE or --timm NAME")
-    foreign = {"--set": bool(sizes), "--head": head is not None, "--attention": attention is not None}
-    for option, given in foreign.items():
-        if given and hf is None:
-            raise UsageError(f"{option} is for --hf")
-    if image is not None and call is not None:
-        raise UsageError(f"--image is for --hf and --timm: {call} makes its own inputs")
+    source = source_of("memory", call, hf, timm, sizes, head, attention, image)
     kind = "" if output is None else output.suffix[1:].lower()
     if output is not None and kind not in ("png", "svg", "pdf"):
         raise UsageError(f"{output}: expected a file name that ends in .png, .svg or .pdf")
     if output is not None and output == numbers:
         raise UsageError(f"-o and --json: expected two files, got {output} for both")
-    if hf is not None:
-        source = hugging_face(hf, named("--set", map(_size, sizes)), head=head, attention=attention, image=image)
-    else:
-        source = timm_model(timm, image=image) if timm is not None else from_callable(call or "")
     layers = tuple(name.strip() for name in (lora or "").split(",") if name.strip())
     with progress(1, "measuring") as bar:
         report = measure(
@@ -187,6 +199,32 @@ def memory(
     for path in (output, numbers):
         if path is not None:
             click.echo(f"wrote {path}")
+
+
+def source_of(
+    command: str,
+    call: str | None,
+    hf: str | None,
+    timm: str | None,
+    sizes: Sequence[str],
+    head: str | None,
+    attention: str | None,
+    image: int | None,
+) -> Source:
+    """Return the source of the model that a command's options name; UsageError if they name none, or several."""
+    from fitact.runtime.models.sources import from_callable, hugging_face, timm_model
+
+    if sum(given is not None for given in (call, hf, timm)) != 1:
+        raise UsageError(f"{command} takes one model: MODULE:CALLABLE, --hf TYPE or --timm NAME")
+    foreign = {"--set": bool(sizes), "--head": head is not None, "--attention": attention is not None}
+    for option, given in foreign.items():
+        if given and hf is None:
+            raise UsageError(f"{option} is for --hf")
+    if image is not None and call is not None:
+        raise UsageError(f"--image is for --hf and --timm: {call} makes its own inputs")
+    if hf is not None:
+        return hugging_face(hf, named("--set", map(_size, sizes)), head=head, attention=attention, image=image)
+    return timm_model(timm, image=image) if timm is not None else from_callable(call or "")
 
 
 def _size(text: str) -> tuple[str, Any]:

@@ -1,0 +1,130 @@
+"""A plan's promises against real training on this CPU: peak by the allocator, and time of a step.
+
+    python -m benchmarks.planning
+
+A GPT-like model is trained as planned at three budgets, each in a process of its own. The peak is the largest
+memory of the process, as the kernel counts it, less what it was after the model was built. Times are medians, as
+ratios to the first budget's, which the stock model fits.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fitact
+from fitact.planning.make import Planner
+from fitact.planning.record import GIB
+from fitact.runtime.models.reference import Block
+from fitact.runtime.plan.devices import measured
+from fitact.runtime.plan.subjects import of_model
+
+RESULTS = Path(__file__).parent / "results" / "planning_cpu.json"
+BLOCKS, HIDDEN, BATCH, SEQ = 8, 256, 8, 512
+STEPS = 3
+MIB = 2**20
+
+
+class Model(nn.Module):
+    """Blocks and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(nn.GELU(), 4, HIDDEN) for _ in range(BLOCKS))
+        self.head = nn.Linear(HIDDEN, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a loss."""
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def made() -> tuple[Model, Tensor]:
+    """Return the model and its input."""
+    torch.manual_seed(0)
+    return Model(), torch.randn(BATCH, SEQ, HIDDEN)
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def trained(path: str | None) -> tuple[int, list[float]]:
+    """Train as a plan says; return the peak in bytes above the model, and seconds of steps."""
+    torch.set_num_threads(1)
+    model, x = made()
+    if path is not None:
+        fitact.load_plan(path).apply(model)
+    small = x[:1, :8]
+    model(small).backward()  # loads what the first call loads
+    model.zero_grad(set_to_none=True)
+    before = resident()
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        model(x).backward()
+        model.zero_grad(set_to_none=True)
+        times.append(time.perf_counter() - start)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, times
+
+
+def resident() -> int:
+    """Return the bytes that this process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Plan, train, print and write."""
+    torch.set_num_threads(1)
+    model, x = made()
+    device = measured("cpu")
+    planner = Planner(of_model(model, x, None, "cpu"), "none", device)
+    stock, low = (planner.plan(gib, "exact", front=False) for gib in (64, 1e-9))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for share in (1.0, 0.55, 0.1):
+            gib = (low.peak + share * (stock.stock_peak - low.peak)) * 1.0001 / GIB
+            plan = planner.plan(gib, "exact", front=False)
+            plan.save(Path(folder) / "plan.json")
+            peak, times = in_process(trained, str(Path(folder) / "plan.json"))
+            row = {
+                "budget_mib": round(gib * 1024, 1),
+                "ways": {group.way: len(group.blocks) for group in plan.groups},
+                "foretold_peak_mib": round((plan.peak - plan.fixed) / MIB, 1),
+                "peak_mib": round(peak / MIB, 1),
+                "foretold_seconds": plan.seconds,
+                "seconds": statistics.median(times),
+            }
+            rows.append(row)
+    first = rows[0]
+    for row in rows:
+        row["foretold_time"] = round(row.pop("foretold_seconds") / stock.stock_seconds, 3)
+        row["seconds"] = round(row["seconds"], 3)
+        row["time"] = round(row["seconds"] / first["seconds"], 3)
+        print(row)
+    ordered = {
+        name: sorted(rows, key=lambda row: row[name]) == sorted(rows, key=lambda row: row[f"foretold_{name}"])
+        for name in ("peak_mib", "time")
+    }
+    RESULTS.write_text(json.dumps({"device": device.name, "rows": rows, "in_order": ordered}, indent=2) + "\n")
+    print("in the order foretold:", ordered)
+
+
+if __name__ == "__main__":
+    main()

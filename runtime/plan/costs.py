@@ -1,0 +1,293 @@
+"""What each way to train each block costs: bytes kept, bytes at its peak, time; measured by running the model.
+
+A pass runs the whole model once, forward and backward, with several ways at once: like blocks follow one another,
+and each way gets two of them, of which the second is measured, so that its neighbour is changed as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fitact.errors import FitactError, UsageError
+from fitact.runtime.restore import generators
+from fitact.text import one_line
+
+from .devices import Device
+from .subjects import Hooks, Run, Subject, runs_of
+from .timeline import Mark, Timeline, Work
+from .ways import STOCK, Way, changed, put, put_back
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a way costs, of one block.
+
+    Attributes:
+        keep: bytes that stay alive from its forward pass to its backward pass.
+        high: the most bytes alive in its own forward and backward pass, above what was there before it ran.
+        work: of both passes.
+
+    """
+
+    keep: int
+    high: int
+    work: Work
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of blocks that are alike, or what lies between two of them.
+
+    Attributes:
+        paths: of the blocks; empty for what lies between, which is there once.
+        grads: bytes of the gradients that the backward pass of one block leaves.
+        costs: by way; of what lies between, stock's alone.
+
+    """
+
+    paths: tuple[str, ...]
+    grads: int
+    costs: dict[Way, Cost]
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return max(len(self.paths), 1)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A model's segments, in the order in which the forward pass reaches them.
+
+    Attributes:
+        segments: the runs of blocks, and what lies between, before and after.
+        stock: the step of the stock model.
+        notes: ways that a block refuses, and why.
+
+    """
+
+    segments: tuple[Segment, ...]
+    stock: Step
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as measured.
+
+    Attributes:
+        kept: bytes alive at the end of the forward pass.
+        peak: the most bytes alive, without parameters, buffers and inputs.
+        work: of both passes.
+
+    """
+
+    kept: int
+    peak: int
+    work: Work
+
+
+def measure(
+    subject: Subject,
+    device: Device,
+    ways: Sequence[Way],
+    progress: Callable[[float], None] = lambda share: None,
+) -> Costs:
+    """Measure what each way costs in each run of blocks.
+
+    Args:
+        subject: the model.
+        device: how long operations take.
+        ways: the ways, stock first.
+        progress: called with the share that is done.
+
+    Returns:
+        The costs. Ways that a block refuses are left out; those that fail are noted, too.
+
+    Raises:
+        UsageError: the stock model cannot be run.
+
+    """
+    runs = runs_of(subject)
+    wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
+    passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
+    notes: list[str] = []
+    blocks = [block for run in runs for block in run.blocks]
+    marks = _marks(subject, device, blocks, [STOCK] * len(blocks))
+    progress(1 / (1 + passes))
+    parts = _Parts(marks, [len(run.blocks) for run in runs])
+    ends = [sum(len(run.blocks) for run in runs[: i + 1]) for i in range(len(runs))]
+    stock = [parts.blocks[end - (len(run.blocks) + 1) // 2] for run, end in zip(runs, ends, strict=True)]
+    found = [{STOCK: span.cost} for span in stock]
+    for i in range(passes):
+        given = [
+            some[i * _slots(run) : (i + 1) * _slots(run)] or [STOCK]
+            for run, some in zip(runs, wanted, strict=True)
+        ]
+        for costs in _tried(subject, device, runs, given, notes):
+            found = [new | known for known, new in zip(found, costs, strict=True)]
+        progress((2 + i) / (1 + passes))
+    segments = [_between(parts.between[0])]
+    for run, span, costs, after in zip(runs, stock, found, parts.between[1:], strict=True):
+        segments += [Segment(run.paths, span.grads, costs), _between(after)]
+    return Costs(tuple(segments), _step(marks), tuple(notes))
+
+
+def step(subject: Subject, device: Device, blocks: Sequence[nn.Module], ways: Sequence[Way]) -> Step:
+    """Measure a training step of the whole model, with a way for each block."""
+    return _step(_marks(subject, device, blocks, ways))
+
+
+def _step(marks: Sequence[Mark]) -> Step:
+    (loss,) = (mark for mark in marks if mark.what == "loss")
+    return Step(loss.level, max(mark.peak for mark in marks), sum((mark.work for mark in marks), Work()))
+
+
+def _between(span: _Span) -> Segment:
+    return Segment((), span.grads, {STOCK: span.cost})
+
+
+def _possible(run: Run, ways: Sequence[Way]) -> list[Way]:
+    """Return the ways that the blocks of a run do not refuse."""
+    found = []
+    for way in ways:
+        try:
+            put(run.blocks[0], way)
+        except UsageError:  # there is nothing in the block that it changes
+            continue
+        finally:
+            put_back(run.blocks[0])
+        found.append(way)
+    return found
+
+
+def _slots(run: Run) -> int:
+    """Return how many ways a run measures at once."""
+    return max(len(run.blocks) // 2, 1)
+
+
+# --------------------------------------------------------------------------------------------------------- a pass
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A part of a step: what a block, or what lies between, does in both passes."""
+
+    cost: Cost
+    grads: int
+
+
+def _tried(
+    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Way]], notes: list[str]
+) -> Iterator[list[dict[Way, Cost]]]:
+    """Yield what passes measure; if one fails, each of its ways gets a pass of its own."""
+    try:
+        yield _pass(subject, device, runs, given)
+        return
+    except FitactError:
+        every = list(dict.fromkeys(way for some in given for way in some))
+        if every == [STOCK]:
+            raise
+    for way in every:
+        try:
+            yield _pass(subject, device, runs, [[way] if way in some else [STOCK] for some in given])
+        except FitactError as error:
+            if way == STOCK:
+                raise
+            notes.append(f"{way.name}: it fails: {one_line(error.__cause__ or error)}")
+
+
+def _pass(
+    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Way]]
+) -> list[dict[Way, Cost]]:
+    """Return the costs that a pass measures, in each run of each way."""
+    blocks = [block for run in runs for block in run.blocks]
+    ways = [STOCK] * len(blocks)
+    where: list[dict[Way, int]] = []
+    first = 0
+    for run, some in zip(runs, given, strict=True):
+        width = min(len(run.blocks), 2)
+        for i, way in enumerate(some):
+            ways[first + width * i : first + width * (i + 1)] = [way] * width
+        where.append({way: first + width * (i + 1) - 1 for i, way in enumerate(some)})
+        first += len(run.blocks)
+    parts = _Parts(_marks(subject, device, blocks, ways), [len(run.blocks) for run in runs])
+    return [{way: parts.blocks[i].cost for way, i in found.items()} for found in where]
+
+
+def _marks(subject: Subject, device: Device, blocks: Sequence[nn.Module], ways: Sequence[Way]) -> list[Mark]:
+    """Run a step and return its moments."""
+    model = subject.model
+    there = [*model.parameters(), *model.buffers()]
+    with generators(model), subject.environment(), changed(blocks, ways):
+        timeline = Timeline(device, there)
+        with timeline, Hooks(blocks, timeline.mark):
+            timeline.mark("start")
+            outputs = subject.run()
+            timeline.mark("loss")
+            subject.differentiate(outputs)
+            timeline.mark("end")
+        model.zero_grad(set_to_none=True)
+    return timeline.marks
+
+
+class _Parts:
+    """The parts of a step, found by its marks.
+
+    Attributes:
+        blocks: a part for each block.
+        between: parts before, between and after the runs.
+
+    """
+
+    def __init__(self, marks: Sequence[Mark], sizes: Sequence[int]) -> None:
+        self.marks = marks
+        self.places: dict[tuple[str, int], int] = {}
+        for i, mark in enumerate(marks):
+            self.places.setdefault((mark.what, mark.block), i)
+        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.blocks: list[_Span] = []
+        self.between: list[_Span] = []
+        forwards: list[tuple[int, int]] = []  # of both kinds, in the order of the forward pass
+        backwards: list[tuple[int, int]] = []  # in the order of the backward pass
+        left = self._at("start")
+        for first, size in zip(firsts, sizes, strict=True):
+            forwards.append((left, self._at("in", first)))
+            left = self._at("in", first)
+            for i in range(first, first + size):
+                forwards.append((left, self._at("out", i)))
+                left = self._at("out", i)
+        forwards.append((left, self._at("loss")))
+        begin, end = self._at("loss"), self._at("end")
+        for first, size in reversed([*zip(firsts, sizes, strict=True)]):
+            backwards.append((begin, begin := self.places.get(("grad out", first + size - 1), begin)))
+            for i in reversed(range(first, first + size)):
+                what = ("grad in", i) if i == first else ("grad out", i - 1)
+                before = self.places.get(("grad out", i - 1), end)
+                backwards.append((begin, begin := max(begin, self.places.get(what, before))))
+        backwards.append((begin, end))
+        spans = iter(
+            self._span(forward, backward) for forward, backward in zip(forwards, reversed(backwards), strict=True)
+        )
+        for size in sizes:
+            self.between.append(next(spans))
+            self.blocks += (next(spans) for _ in range(size))
+        self.between.append(next(spans))
+
+    def _at(self, what: str, block: int = -1) -> int:
+        return self.places[what, block]
+
+    def _peak(self, begin: int, end: int) -> int:
+        return max([self.marks[begin].level, *(mark.peak for mark in self.marks[begin + 1 : end + 1])])
+
+    def _span(self, forward: tuple[int, int], backward: tuple[int, int]) -> _Span:
+        """Return a part by the places where its passes begin and end."""
+        (a, b), (c, d) = forward, backward
+        level = [mark.level for mark in self.marks]
+        keep = level[b] - level[a]
+        high = max(self._peak(a, b) - level[a], self._peak(c, d) - level[c] + keep)
+        work = sum((mark.work for i, j in (forward, backward) for mark in self.marks[i + 1 : j + 1]), Work())
+        return _Span(Cost(keep, high, work), (level[d] - level[a]) - (level[c] - level[b]))

@@ -1,0 +1,213 @@
+"""A model that is going to be planned: without memory, with what runs it, and its blocks as they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fitact.errors import FitactError, UsageError
+from fitact.runtime.convert.measure import fake_twin, faked_run, runner
+from fitact.runtime.memory.saved import gpu_kernels
+from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
+from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
+from fitact.text import one_line
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with what runs it.
+
+    Attributes:
+        name: its name in tables.
+        model: the model, in training mode.
+        forward: runs it forward; returns what backward starts from.
+        mode: the mode of its fake tensors; None if they are real.
+        autocast: the dtype of autocast; None if it is off.
+        device: `"cuda"` to keep what a GPU's kernels keep, or `"cpu"`.
+
+    """
+
+    name: str
+    model: nn.Module
+    forward: Callable[[], list[Tensor]]
+    mode: FakeTensorMode | None
+    autocast: torch.dtype | None = None
+    device: str = "cuda"
+
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """Enter what surrounds a step."""
+        with ExitStack() as stack:
+            stack.enter_context(self.mode or nullcontext())
+            stack.enter_context(quiet_fake_tensors())
+            stack.enter_context(gpu_kernels() if self.device == "cuda" else nullcontext())
+            yield
+
+    def casting(self) -> AbstractContextManager[Any]:
+        """Return a context of the subject's autocast."""
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+
+    def run(self) -> list[Tensor]:
+        """Run forward, and return what backward starts from."""
+        try:
+            with self.casting():
+                return self.forward()
+        except FitactError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{self.name}: its forward pass failed: {one_line(error)}") from error
+
+    def differentiate(self, outputs: Sequence[Tensor]) -> None:
+        """Run backward, and leave the gradients at the parameters."""
+        try:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        except Exception as error:
+            raise UsageError(f"{self.name}: its backward pass failed: {one_line(error)}") from error
+
+
+def of_prepared(
+    prepared: Prepared, inputs: Inputs, autocast: torch.dtype | None = None, device: str = "cuda"
+) -> Subject:
+    """Return a prepared model as a subject."""
+    run = partial(prepared.run, inputs)
+    return Subject(prepared.name, prepared.model, run, prepared.mode, autocast, device)
+
+
+def of_model(model: nn.Module, example_inputs: Any, autocast: torch.dtype | None, device: str) -> Subject:
+    """Return a user's model as a subject, copied as fake tensors; the model is not changed.
+
+    Args:
+        model: the model.
+        example_inputs: as for `fitact.convert`.
+        autocast: the dtype of autocast; None if it is off.
+        device: as in `Subject`.
+
+    Raises:
+        UsageError: it is no nn.Module, or cannot be copied as fake tensors.
+
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    run = runner(example_inputs)
+    name = type(model).__name__
+    try:
+        twin, mode = fake_twin(model)
+        faked = faked_run(run, mode)
+    except Exception as error:
+        raise UsageError(f"{name}: it cannot be copied without memory: {one_line(error)}") from error
+    twin.train()
+
+    def forward() -> list[Tensor]:
+        with mode, Statistics(), without_packing():
+            return starts(faked(twin), name)
+
+    return Subject(name, twin, forward, mode, autocast, device)
+
+
+# --------------------------------------------------------------------------------------------------------- blocks
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks that are alike and follow one another.
+
+    Attributes:
+        paths: their paths in the model, in the order they run in.
+        blocks: the modules.
+
+    """
+
+    paths: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
+
+
+def runs_of(subject: Subject) -> list[Run]:
+    """Return the repeated blocks of a model by runs; a model that repeats nothing is one run of itself."""
+    found = blocks_of(subject.model)
+    calls: list[tuple[int, Any]] = []
+    with ExitStack() as stack:
+        for i, (_, block) in enumerate(found):
+            enter = partial(_note, calls, i)
+            stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        with subject.environment(), torch.no_grad():
+            _forward_untrained(subject)
+    order = [i for i, _ in calls]
+    if len({*order}) != len(order) or not order:
+        return [Run(("",), (subject.model,))]
+    likes = dict(calls)
+    runs: list[list[int]] = []
+    for i in order:
+        like = _signature(found[i][1]), likes[i]
+        if runs and like == (_signature(found[runs[-1][0]][1]), likes[runs[-1][0]]):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return [Run(tuple(found[i][0] for i in run), tuple(found[i][1] for i in run)) for run in runs]
+
+
+def _note(calls: list[tuple[int, Any]], i: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    calls.append((i, tuple((tuple(one.shape), one.dtype) for one in tensors)))
+
+
+def _forward_untrained(subject: Subject) -> None:
+    """Run forward without gradients; that no output needs one does not matter here."""
+    try:
+        subject.run()
+    except UsageError as error:
+        if "no output depends" not in str(error):
+            raise
+
+
+def _signature(block: nn.Module) -> Any:
+    """Return what blocks that are alike have in common."""
+    modules = tuple((path, type(module).__qualname__) for path, module in block.named_modules())
+    parameters = tuple(
+        (name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in block.named_parameters()
+    )
+    return type(block), modules, parameters
+
+
+class Hooks:
+    """Calls a function when a block's forward and backward pass begin and end.
+
+    Args:
+        blocks: the blocks.
+        mark: called with `"in"` and `"out"` in the forward pass, with `"grad out"` and `"grad in"` in the backward
+            pass, and with the block's place.
+
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], mark: Callable[[str, int], None]) -> None:
+        self.mark = mark
+        self.handles: list[RemovableHandle] = []
+        for i, block in enumerate(blocks):
+            self.handles.append(block.register_forward_pre_hook(partial(self._enter, i), with_kwargs=True))
+            self.handles.append(block.register_forward_hook(partial(self._leave, i)))
+
+    def __enter__(self) -> Hooks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, i: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.mark("in", i)
+        self._watch("grad in", i, (args, kwargs))
+
+    def _leave(self, i: int, _: nn.Module, args: Any, output: Any) -> None:
+        self.mark("out", i)
+        self._watch("grad out", i, output)
+
+    def _watch(self, what: str, i: int, tree: Any) -> None:
+        for leaf in tree_iter(tree):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                leaf.register_hook(lambda _: self.mark(what, i))

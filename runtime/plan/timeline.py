@@ -1,0 +1,138 @@
+"""Following a training step: the bytes that are alive, and the work, from mark to mark."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fitact.runtime.compare.baselines import FLOPS
+from fitact.runtime.torch_internals import TorchDispatchMode, storage_id, tree_iter
+
+from .devices import CURVED, Device
+
+# Operations that take about CURVED FLOPs for each element; the others count one.
+HEAVY = (
+    "exp",
+    "erf",
+    "tanh",
+    "gelu",
+    "silu",
+    "sigmoid",
+    "softmax",
+    "mish",
+    "softplus",
+    "pow",
+    "log",
+    "sin",
+    "cos",
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What operations do.
+
+    Attributes:
+        seconds: how long they take on a device.
+        flops: FLOPs of matrix products, convolutions and attention.
+        traffic: bytes that they read and write, without fusion.
+
+    """
+
+    seconds: float = 0.0
+    flops: int = 0
+    traffic: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.seconds + other.seconds, self.flops + other.flops, self.traffic + other.traffic)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.seconds - other.seconds, self.flops - other.flops, self.traffic - other.traffic)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a step.
+
+    Attributes:
+        what: what happens at this moment.
+        block: at which block; -1 for none.
+        level: bytes that are alive, without parameters, buffers and inputs.
+        peak: the most bytes that were alive since the mark before.
+        work: what has been done since.
+
+    """
+
+    what: str
+    block: int
+    level: int
+    peak: int
+    work: Work
+
+
+class Timeline(TorchDispatchMode):
+    """Counts storages while they are alive, and the work of operations.
+
+    Args:
+        device: how long operations take.
+        there: tensors that are there before and are not counted.
+
+    """
+
+    def __init__(self, device: Device, there: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.level = self.peak = 0
+        self.work = Work()
+        self.marks: list[Mark] = []
+        self.there = {storage_id(tensor): tensor.untyped_storage() for tensor in there}
+        self.alive: dict[int, Any] = {}
+
+    def mark(self, what: str, block: int = -1) -> None:
+        """Note that something happens now."""
+        self.marks.append(Mark(what, block, self.level, self.peak, self.work))
+        self.peak, self.work = self.level, Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor):
+                self._born(leaf)
+        if func.namespace != "prim" and not func.is_view and func is not torch.ops.aten.detach.default:
+            self.work += self._work(func, args, kwargs, result)
+        return result
+
+    def _born(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage_id(storage), storage.nbytes()
+        if key in self.there or key in self.alive:
+            return
+        self.alive[key] = weakref.ref(storage, partial(self._dead, key, size))
+        self.level += size
+        self.peak = max(self.peak, self.level)
+
+    def _dead(self, key: int, size: int, _: Any) -> None:
+        self.level -= size
+        del self.alive[key]
+
+    def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+        tensors = [leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        traffic = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+        count = FLOPS.get(func.overloadpacket)
+        if count is not None:
+            flops = int(count(*args, **kwargs, out_val=result))
+            half = any(leaf.dtype in (torch.bfloat16, torch.float16) for leaf in tensors)
+            seconds = self.device.seconds(traffic, flops if half else 0, 0 if half else flops, 0)
+            return Work(seconds, flops, traffic)
+        elements = max((leaf.numel() for leaf in tensors), default=0)
+        name = func.overloadpacket.__name__
+        heavy = func.namespace == "fitact" or any(word in name for word in HEAVY)
+        rest = elements * (CURVED if heavy else 1)
+        return Work(self.device.seconds(traffic, 0, 0, rest), 0, traffic)

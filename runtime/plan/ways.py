@@ -1,0 +1,198 @@
+"""The ways to train a block: what is replaced or rebuilt in it, and whether it is run again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fitact.errors import UsageError, quote
+from fitact.runtime.compare.baselines import UNSEEN, selectively
+from fitact.runtime.convert.choices import ERRORS
+from fitact.runtime.convert.convert import convert
+from fitact.runtime.convert.replacement import revert
+from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.rebuild.modules import Rebuilding
+from fitact.runtime.torch_internals import FakeTensor, tree_iter
+
+CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train a block.
+
+    Attributes:
+        name: in plans and tables.
+        error: one of ERRORS, what it does to gradients.
+        conversion: arguments of `fitact.convert`; None to replace and rebuild nothing.
+        checkpoint: one of CHECKPOINTS: whether the block is run again in backward, wholly or but for matrix
+            products, convolutions and fused attention.
+        words: what it does, for a sentence.
+
+    """
+
+    name: str
+    error: str
+    conversion: Mapping[str, Any] | None = field(default=None, compare=False)
+    checkpoint: str = ""
+    words: str = field(default="", compare=False)
+
+
+def _converted() -> Iterator[Way]:
+    yield Way("stock", "exact", None, words="as it is")
+    yield Way("rebuilt", "exact", {"method": "rebuild"}, words="rebuilt outputs")
+    yield Way("inverted", "rounding", {"method": "inverted"}, words="derivatives by the output")
+    yield Way("exact", "rounding", {"method": "exact"}, words="derivatives by the output")
+    yield Way("codes of 8 bits", "rounding", {"method": "coded", "bits": 8}, words="codes of 8 bits")
+    for g, u in ((8, 8), (6, 8), (4, 8)):
+        given = {"method": "coded", "bits": g, "bits_u": u}
+        yield Way(f"codes of {g} and {u} bits", "few-bit", given, words=f"codes of {g} bits")
+    yield Way("steps of 3 bits", "few-bit", {"method": "fewbit", "bits": 3}, words="derivatives in 3 bits")
+
+
+def _all() -> Iterator[Way]:
+    for way in _converted():
+        yield way
+        if way.name in ("stock", "rebuilt", "codes of 8 bits"):
+            for kind in CHECKPOINTS[1:]:
+                name = kind if way.conversion is None else f"{way.name}, {kind}"
+                words = kind if way.conversion is None else f"{way.words}, {kind}"
+                yield Way(name, way.error, way.conversion, kind, words)
+
+
+WAYS: dict[str, Way] = {way.name: way for way in _all()}
+STOCK, FULL, SELECTIVE = WAYS["stock"], WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
+
+
+def allowed(error: str) -> list[Way]:
+    """Return the ways whose errors are no larger than `error`, one of ERRORS."""
+    return [way for way in WAYS.values() if ERRORS.index(way.error) <= ERRORS.index(error)]
+
+
+def put(block: nn.Module, way: Way) -> None:
+    """Change a block, in place.
+
+    Args:
+        block: a stock block.
+        way: what it becomes.
+
+    Raises:
+        UsageError: nothing in the block can be changed so.
+
+    """
+    if way.conversion is not None:
+        convert(block, **way.conversion)
+    if way.checkpoint:
+        block.__class__ = _class(way.checkpoint, type(block))
+
+
+def put_back(block: nn.Module) -> None:
+    """Put a block back as it was before `put`."""
+    if isinstance(block, Checkpointed):
+        block.__class__ = block.fitact_inner
+    revert(block)
+
+
+@contextmanager
+def changed(blocks: Sequence[nn.Module], ways: Sequence[Way]) -> Iterator[None]:
+    """Change blocks until the context ends."""
+    done: list[nn.Module] = []
+    try:
+        for block, way in zip(blocks, ways, strict=True):
+            if way != STOCK:
+                done.append(block)
+                put(block, way)
+        yield
+    finally:
+        for block in done:
+            put_back(block)
+
+
+class Checkpointed:
+    """A block that is run again in backward; its class is a subclass of the block's own, with the same name.
+
+    Attributes:
+        fitact_inner: the class that the block had.
+        fitact_checkpoint: one of CHECKPOINTS.
+
+    """
+
+    fitact_inner: type[Any]
+    fitact_checkpoint: str
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what the block does, and keep only its arguments, or also the results of products."""
+        fake = any(isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
+        options: dict[str, Any] = {"preserve_rng_state": not fake}  # fake tensors have no random numbers
+        if self.fitact_checkpoint == CHECKPOINTS[2]:
+            options |= {"context_fn": selectively, **UNSEEN}
+        run = partial(self.fitact_inner.forward, self)
+        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make the block again: its class is nowhere to be imported from."""
+        return _again, (self.fitact_checkpoint, self.fitact_inner), self.__dict__.copy()
+
+
+@cache
+def _class(kind: str, inner: Any) -> Any:
+    names = {"fitact_inner": inner, "fitact_checkpoint": kind}
+    names |= {"__module__": inner.__module__, "__qualname__": inner.__qualname__}
+    return type(inner.__name__, (Checkpointed, inner), names)
+
+
+def _again(kind: str, inner: Any) -> Any:
+    made = _class(kind, inner)
+    return made.__new__(made)
+
+
+def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Change the blocks of a model, in place; where one cannot be changed, the model stays as it was.
+
+    Args:
+        model: the model.
+        groups: names of ways, and the paths of the blocks that go them.
+
+    Raises:
+        UsageError: the model has no such block, is changed already, or a block cannot be changed so.
+
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    if any(isinstance(one, (Checkpointed, Rebuilding)) or is_generated(type(one)) for one in model.modules()):
+        raise UsageError("the model is converted or planned already: call fitact.revert_plan(model) first")
+    there = dict(model.named_modules())
+    done: list[nn.Module] = []
+    try:
+        for name, paths in groups:
+            for path in paths:
+                if path not in there:
+                    raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
+                done.append(there[path])
+                try:
+                    put(there[path], WAYS[name])
+                except UsageError as error:
+                    raise UsageError(f"{path or 'the model'}: {name}: {error}") from None
+    except BaseException:
+        for block in done:
+            put_back(block)
+        raise
+
+
+def revert_plan(model: nn.Module) -> None:
+    """Put back in place what `Plan.apply` changed, and whatever else `fitact.revert` puts back.
+
+    Args:
+        model: the model, which is changed in place; one that is not changed stays as it is.
+
+    """
+    for module in [*model.modules()]:
+        if isinstance(module, Checkpointed):
+            module.__class__ = module.fitact_inner  # type: ignore[assignment]
+    revert(model)

@@ -1,0 +1,118 @@
+"""The command `fitact plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+
+from fitact.errors import UsageError
+
+from .memory import MOST_GIB, FiniteRange, model_options, source_of
+from .options import FILE, advance, progress
+
+
+@click.command()
+@model_options
+@click.option(
+    "--gib",
+    type=FiniteRange(0, MOST_GIB, min_open=True),
+    metavar="G",
+    help="Memory of a step, in GiB.  [default: the device's]",
+)
+@click.option(
+    "--error",
+    type=click.Choice(["exact", "rounding", "few-bit"]),
+    default="rounding",
+    show_default=True,
+    help="How far gradients may be off.",
+)
+@click.option(
+    "--device",
+    default="a100",
+    show_default=True,
+    metavar="NAME",
+    help="Device to foretell time for: a100, h100, h200, b200, mi300x, rtx4090, rtx3090, t4.",
+)
+@click.option("--measure", "measures", is_flag=True, help="Measure this machine's device instead, in ten seconds.")
+@click.option("--no-front", is_flag=True, help="Leave out other ways, and plans for other memories.")
+@click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
+@click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
+def plan(
+    gib: float | None,
+    error: str,
+    device: str,
+    measures: bool,
+    no_front: bool,
+    output: Path | None,
+    picture: Path | None,
+    call: str | None,
+    hf: str | None,
+    timm: str | None,
+    sizes: Sequence[str],
+    head: str | None,
+    attention: str | None,
+    image: int | None,
+    batch: int,
+    seq: int,
+    dtype: str | None,
+    autocast: str | None,
+    lora: str | None,
+    rank: int,
+    freeze: Sequence[str],
+    optimizer: str,
+) -> None:
+    """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
+
+    Each repeated block may be left as it is, convert its activations, gates and norms, or be checkpointed, fully
+    or selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is foretold
+    by a model of the device. MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may
+    take batch and seq.
+
+    \b
+    Examples:
+      fitact plan --hf llama --lora all --batch 8 --seq 2048 --gib 24
+      fitact plan --hf bert --batch 32 --gib 16 --error exact --device t4 -o plan.json
+      fitact plan my_models:tiny --batch 8 --measure --plot plan.png
+    """
+    from fitact.planning.make import Planner, Words
+    from fitact.runtime.compare.report import DTYPES
+    from fitact.runtime.models.prepare import Training, prepare
+    from fitact.runtime.plan.devices import device_of, measured
+    from fitact.runtime.plan.subjects import of_prepared
+
+    if picture is not None and picture.suffix[1:].lower() not in ("png", "svg", "pdf"):
+        raise UsageError(f"{picture}: expected a file name that ends in .png, .svg or .pdf")
+    if output is not None and output == picture:
+        raise UsageError(f"-o and --plot: expected two files, got {output} for both")
+    where = measured() if measures else device_of(device)
+    if gib is None:
+        if where.memory is None:
+            raise UsageError(f"{where.name}: its memory is not known: give --gib")
+        gib = where.memory / 2**30
+    source = source_of("plan", call, hf, timm, sizes, head, attention, image)
+    layers = tuple(name.strip() for name in (lora or "").split(",") if name.strip())
+    training = Training(layers, rank, tuple(freeze))
+    of = DTYPES[dtype or ("bfloat16" if autocast is None else "float32")]
+    prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=of)
+    given = [f"{name} {size}" for name, size in (("batch", batch), ("seq", seq)) if name in source.varies]
+    cpu = where.name.startswith("CPU")
+    with progress(1, "planning") as bar:
+        planner = Planner(
+            of_prepared(prepared, inputs, DTYPES[autocast] if autocast else None, "cpu" if cpu else "cuda"),
+            optimizer,
+            where,
+            Words(str(training), ", ".join(given) or "inputs as given"),
+            partial(advance, bar, 0),
+        )
+    result = planner.plan(gib, error, front=not no_front)
+    if output is not None:
+        result.save(output)
+    if picture is not None:
+        result.plot(picture)
+    click.echo(str(result))
+    for path in (output, picture):
+        if path is not None:
+            click.echo(f"wrote {path}")

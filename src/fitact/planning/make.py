@@ -1,0 +1,290 @@
+"""Making a plan: the costs of all ways, the programme for the budget, the check of its answer, and the front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fitact.arguments import real
+from fitact.errors import UsageError, quote
+from fitact.runtime.compare.report import DTYPES, MOST_GIB, OPTIMIZERS
+from fitact.runtime.convert.choices import ERRORS
+from fitact.runtime.plan.costs import Cost, Costs, Step, measure, step
+from fitact.runtime.plan.devices import USUAL, Device, device_of
+from fitact.runtime.plan.subjects import Subject, of_model
+from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Way
+
+from .programme import Option, Stage, fastest, least, peak, seconds
+from .record import GIB, Group, Plan, Point
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TRIES = 6  # of budgets, until what the programme answers also fits as measured
+FRONT = 9  # budgets of each line of the front
+EVERY = {2: "second", 3: "third", 4: "fourth"}  # block is checkpointed
+
+
+def plan(
+    model: nn.Module,
+    *,
+    gib: float,
+    error: str = "rounding",
+    example_inputs: Any,
+    optimizer: str = "adamw",
+    device: str | Device = USUAL,
+    autocast: str | None = None,
+    front: bool = True,
+) -> Plan:
+    """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
+
+    The model is copied as fake tensors: this takes no memory, and does not change the model. Its repeated blocks
+    may each be left as they are, convert their activations, gates and norms (see `fitact.convert`), or be
+    checkpointed, fully or selectively. What each choice keeps, needs at its peak and computes again is counted by
+    running the model. An integer programme finds the choices with the least time.
+
+    Args:
+        model: the model, with its adapters and frozen layers, in its dtype.
+        gib: the memory of a step in GiB: parameters, gradients, the optimizer's state, and what is kept for
+            backward and needed meanwhile. PyTorch's allocator and CUDA's context need some more.
+        error: how far gradients may be off: `"exact"`, `"rounding"` or `"few-bit"`, as for `fitact.convert`.
+        example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from `output.loss`
+            if there is one, else from all outputs; of a model of transformers keep the loss alone.
+        optimizer: `"adamw"`, `"sgd"` (with momentum) or `"none"`.
+        device: for which time is foretold: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
+            there returns.
+        autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
+        front: whether to find the least time for other memories, too.
+
+    Returns:
+        The plan, which prints, draws (`plot`), applies to a model (`apply`), and can be kept (`save`).
+
+    Raises:
+        UsageError: an argument is not valid, or the model cannot be run with fake tensors.
+
+    """
+    check(gib, error)
+    where = device_of(device) if isinstance(device, str) else device
+    if not isinstance(where, Device):
+        raise UsageError(f"device {quote(device)}: expected a name or a Device")
+    casting = None if autocast is None else DTYPES.get(autocast)
+    if autocast is not None and casting is None:
+        raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
+    subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
+    return Planner(subject, optimizer, where).plan(gib, error, front=front)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a plan says of its model: what is trained, and the sizes of its inputs."""
+
+    training: str = "what needs gradients is trained"
+    inputs: str = "inputs as given"
+
+
+class Planner:
+    """The costs of a subject, measured once, and plans for any memory and error.
+
+    Args:
+        subject: the model.
+        optimizer: as for `plan`.
+        device: for which time is foretold.
+        words: what plans say of the model.
+        progress: called with the share of the measuring that is done.
+
+    Raises:
+        UsageError: the optimizer is unknown, nothing is trained, or the model cannot be run.
+
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        optimizer: str,
+        device: Device,
+        words: Words | None = None,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        if optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
+        self.subject, self.optimizer, self.device, self.words = subject, optimizer, device, words or Words()
+        parameters = list(subject.model.parameters())
+        self.trained = sum(one.nbytes for one in parameters if one.requires_grad)
+        if not self.trained:
+            raise UsageError(f"{subject.name}: nothing in it is trained")
+        state = OPTIMIZERS[optimizer] * self.trained
+        self.fixed = sum(one.nbytes for one in (*parameters, *subject.model.buffers())) + state
+        self.dtype = str(parameters[0].dtype).removeprefix("torch.")
+        if subject.autocast is not None:
+            self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
+        self.costs = measure(subject, device, list(WAYS.values()), progress)
+
+    def plan(self, gib: float, error: str, *, front: bool = True) -> Plan:
+        """Return the plan for a memory; arguments as for the function `plan`."""
+        check(gib, error)
+        problem = Problem(self.costs, error)
+        room = int(gib * GIB) - self.fixed
+        answer, done = _answer(self.subject, self.device, problem, room)
+        stock = self.costs.stock
+        again = done.work - stock.work
+        return Plan(
+            model=self.subject.name,
+            training=self.words.training,
+            inputs=self.words.inputs,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            gib=float(gib),
+            error=error,
+            device=self.device.name,
+            fixed=self.fixed,
+            gradients=self.trained,
+            peak=self.fixed + done.peak,
+            kept=done.kept,
+            seconds=done.work.seconds,
+            flops_again=max(again.flops, 0),
+            traffic_again=max(again.traffic, 0),
+            stock_peak=self.fixed + stock.peak,
+            stock_seconds=stock.work.seconds,
+            groups=tuple(problem.groups(answer)) if answer else (),
+            points=tuple(_points(self.costs, self.fixed)) if front else (),
+            notes=self.costs.notes,
+        )
+
+
+def check(gib: float, error: str) -> None:
+    """Raise UsageError unless these are a memory in GiB and an error of gradients."""
+    real("gib", gib, 0, MOST_GIB)
+    if error not in ERRORS:
+        raise UsageError(f"error {quote(error)}: expected {', '.join(ERRORS)}")
+
+
+Answer = list[list[int]]
+
+
+class Problem:
+    """The programme of a model's costs, with the ways that an error allows.
+
+    Attributes:
+        costs: the costs.
+        ways: for each segment the ways, in the order of the stages' options.
+        stages: the programme's stages.
+
+    """
+
+    def __init__(self, costs: Costs, error: str) -> None:
+        self.costs = costs
+        most = ERRORS.index(error)
+        self.ways = [
+            [way for way in WAYS.values() if way in one.costs and ERRORS.index(way.error) <= most]
+            for one in costs.segments
+        ]
+        self.stages = [
+            Stage(one.count, one.grads, tuple(_option(one.costs[way]) for way in ways))
+            for one, ways in zip(costs.segments, self.ways, strict=True)
+        ]
+
+    def all(self, way: Way) -> Answer:
+        """Return the answer in which all blocks go one way, or stock's where they cannot."""
+        return self.every(way, 1)
+
+    def every(self, way: Way, n: int) -> Answer:
+        """Return the answer in which every n-th block goes a way."""
+        answer: Answer = []
+        block = 0
+        for segment, ways in zip(self.costs.segments, self.ways, strict=True):
+            chosen = []
+            for _ in range(segment.count):
+                goes = way in ways and bool(segment.paths) and block % n == 0
+                chosen.append(ways.index(way) if goes else 0)
+                block += bool(segment.paths)
+            answer.append(chosen)
+        return answer
+
+    def groups(self, answer: Answer) -> list[Group]:
+        """Return the groups of blocks that go the same way, each in one part of the model."""
+        found: list[Group] = []
+        for segment, ways, chosen in zip(self.costs.segments, self.ways, answer, strict=True):
+            for path, i in zip(segment.paths, chosen, strict=False):
+                name = ways[i].name
+                if found and found[-1].way == name:
+                    found[-1] = Group(name, (*found[-1].blocks, path))
+                else:
+                    found.append(Group(name, (path,)))
+        return found
+
+    def taken(self, answer: Answer) -> list[Way]:
+        """Return the way of each block."""
+        return [
+            ways[i]
+            for segment, ways, chosen in zip(self.costs.segments, self.ways, answer, strict=True)
+            for i in chosen[: len(segment.paths)]
+        ]
+
+    def frugal(self) -> Answer:
+        """Return an answer with the lowest peak."""
+        found = fastest(self.stages, slack(least(self.stages)))
+        return found if found is not None else self.all(FULL)
+
+
+def slack(room: int) -> int:
+    """Return a little more room than is needed, for the solver's tolerance."""
+    return room + room // 10**5
+
+
+def _option(cost: Cost) -> Option:
+    return Option(cost.keep, cost.high, cost.work.seconds)
+
+
+def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer | None, Step]:
+    """Return the fastest answer that fits as measured, and its step; else None, and the lowest peak's step."""
+    stock = problem.costs.stock
+    paths = [path for segment in problem.costs.segments for path in segment.paths]
+    blocks = [subject.model.get_submodule(path) for path in paths]
+    limit = room
+    best: tuple[Answer, Step] | None = (problem.all(STOCK), stock) if stock.peak <= room else None
+    for _ in range(TRIES):
+        answer = fastest(problem.stages, limit)
+        if answer is None:
+            break
+        done = step(subject, device, blocks, problem.taken(answer))
+        if done.peak <= room:
+            if best is None or done.work.seconds < best[1].work.seconds:
+                best = answer, done
+            break
+        limit -= done.peak - room
+    if best is not None:
+        return best
+    answer = problem.frugal()
+    done = step(subject, device, blocks, problem.taken(answer))
+    if done.peak <= room:
+        return answer, done
+    return None, min(done, stock, key=lambda one: one.peak)
+
+
+def _points(costs: Costs, fixed: int) -> list[Point]:
+    """Return the baselines, and the front of each error, by the costs of single blocks."""
+    problem = Problem(costs, "exact")
+
+    def point(name: str, answer: Answer, error: str = "exact", of: Problem = problem) -> Point:
+        return Point(name, error, fixed + peak(of.stages, answer), seconds(of.stages, answer))
+
+    points = [
+        point("stock", problem.all(STOCK)),
+        point(FULL.name, problem.all(FULL)),
+        point(SELECTIVE.name, problem.all(SELECTIVE)),
+        *(point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()),
+    ]
+    for error in ERRORS:
+        one = Problem(costs, error)
+        low, high = least(one.stages), points[0].peak - fixed
+        line: list[Point] = []
+        for k in range(FRONT):
+            answer = fastest(one.stages, slack(low + (high - low) * k // (FRONT - 1)))
+            if answer is None:
+                continue
+            new = point("plan", answer, error, one)
+            if not line or new.seconds < line[-1].seconds:
+                line.append(new)
+        points += line
+    return points

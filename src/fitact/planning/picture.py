@@ -1,0 +1,77 @@
+"""The picture of a plan: memory against time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fitact.pictures import check_format, literal, save
+
+if TYPE_CHECKING:
+    from .record import Plan
+
+GIB = 2**30
+LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "few-bit": "#e09f3e"}
+MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
+
+
+def draw(plan: Plan, format: str = "png") -> bytes:
+    """Draw the least time for each memory, a line for each error of gradients, and other ways as points.
+
+    Args:
+        plan: what to draw.
+        format: `png`, `svg` or `pdf`.
+
+    Returns:
+        The picture's bytes; the same plan gives the same bytes.
+
+    Raises:
+        UsageError: the format is another one.
+
+    """
+    check_format(format)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    stock = plan.stock_seconds
+    for error, color in LINES.items():
+        line = [p for p in plan.points if p.name == "plan" and p.error == error]
+        if line:
+            style: dict[str, Any] = {"color": color, "linewidth": 2, "marker": "."}
+            xs, ys = [p.peak / GIB for p in line], [p.seconds / stock for p in line]
+            axes.plot(xs, ys, label=f"plans, gradients {error}", **style)
+    others = [p for p in plan.points if p.name != "plan"]
+    for mark, p in zip(MARKS, others, strict=False):
+        shade: dict[str, Any] = {"color": "#5c677d" if p.error == "exact" else LINES[p.error], "linestyle": "none"}
+        axes.plot([p.peak / GIB], [p.seconds / stock], marker=mark, label=literal(p.name), **shade)
+    if plan.groups:
+        style = {
+            "color": "#d1495b",
+            "marker": "o",
+            "markersize": 11,
+            "markerfacecolor": "none",
+            "linestyle": "none",
+        }
+        label = f"this plan, gradients {plan.error}"
+        axes.plot([plan.peak / GIB], [plan.seconds / stock], markeredgewidth=2, label=label, **style)
+    axes.axvline(plan.gib, color="#d1495b", linewidth=1, linestyle="--")
+    axes.annotate(
+        f" {plan.gib:g} GiB", (plan.gib, 0.98), xycoords=("data", "axes fraction"), va="top", color="#d1495b"
+    )
+    rest = (plan.fixed + plan.gradients) / GIB
+    axes.axvspan(0, rest, color="#eeeeee", zorder=0, label="parameters, gradients, optimizer")
+    axes.set_xlim(0, 1.05 * max([plan.gib, plan.peak / GIB, *(p.peak / GIB for p in plan.points)]))
+    axes.set_xlabel("peak of a training step, GiB")
+    axes.set_ylabel("time of a step, of stock's")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        literal(f"{plan.model}: memory against time on {plan.device}", 90),
+        loc="left",
+        fontweight="bold",
+        fontsize=11,
+    )
+    axes.legend(frameon=False, fontsize=8.5, loc="upper right")
+    return save(figure, format)

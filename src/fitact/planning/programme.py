@@ -1,0 +1,248 @@
+"""The integer programme: how many blocks of each run are trained which way, so that a step takes least time.
+
+A step's memory, above what is fixed, is followed from block to block. Let the blocks be numbered as the forward
+pass reaches them. Let block i keep kᵢ bytes, rise to at most hᵢ bytes above what was there before it, and leave
+gradients of gᵢ bytes. While block j runs backward, the blocks before it still keep what they keep, and those after
+it have left their gradients:
+
+    memory(j) = k₁ + … + k₍ⱼ₋₁₎ + hⱼ + g₍ⱼ₊₁₎ + … + gₙ
+
+and the peak is the largest of these. In a run of like blocks only the number of blocks that go each way matters,
+once their order is fixed: the order with the lowest peak has first the ways whose k is below g, by rising h, then
+the others, by falling h − k. (Two neighbours that are the other way round can be swapped, and the peak does not
+rise.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fitact.errors import JobError
+
+TOLERANCE = 10**6  # of the solver, as a part of the room
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to train one block of a run.
+
+    Attributes:
+        keep: bytes that it keeps from its forward to its backward pass.
+        high: the most bytes alive in either of its passes, above what was there before it ran forward.
+        seconds: what both passes take.
+
+    """
+
+    keep: int
+    high: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks that are alike and follow one another.
+
+    Attributes:
+        count: how many there are.
+        grads: bytes of gradients that each leaves.
+        options: what each may become; of those that are equal only the first is taken.
+
+    """
+
+    count: int
+    grads: int
+    options: tuple[Option, ...]
+
+    def order(self) -> list[int]:
+        """Return the options in the order in which the blocks of the stage should have them."""
+
+        def rank(i: int) -> tuple[int, int]:
+            one = self.options[i]
+            return (0, one.high) if one.keep < self.grads else (1, one.keep - one.high)
+
+        return sorted(range(len(self.options)), key=rank)
+
+    def useful(self) -> list[int]:
+        """Return the options that no other one beats or equals in all three numbers."""
+        numbers = [(one.keep, one.high, one.seconds) for one in self.options]
+
+        def beats(i: int, j: int) -> bool:
+            return all(a <= b for a, b in zip(numbers[i], numbers[j], strict=True)) and (
+                numbers[i] != numbers[j] or i < j
+            )
+
+        every = range(len(numbers))
+        return [j for j in every if not any(beats(i, j) for i in every if i != j)]
+
+
+Counts = tuple[tuple[int, ...], ...]  # for each stage and option, of how many blocks
+
+
+def arranged(stages: Sequence[Stage], counts: Counts) -> list[list[int]]:
+    """Return the option of each block of each stage, in the order with the lowest peak."""
+    return [
+        [i for i in stage.order() for _ in range(numbers[i])]
+        for stage, numbers in zip(stages, counts, strict=True)
+    ]
+
+
+def peak(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> int:
+    """Return the most bytes alive in a step.
+
+    Args:
+        stages: the stages.
+        options: the option of each block of each stage, in the order of the blocks.
+
+    """
+    level, most = 0, 0
+    grads = sum(stage.count * stage.grads for stage in stages)
+    for stage, chosen in zip(stages, options, strict=True):
+        for i in chosen:
+            grads -= stage.grads
+            most = max(most, level + stage.options[i].high + grads)
+            level += stage.options[i].keep
+    return most
+
+
+def seconds(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> float:
+    """Return what a step takes."""
+    return sum(stage.options[i].seconds for stage, chosen in zip(stages, options, strict=True) for i in chosen)
+
+
+def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
+    """Return the options with which a step takes least and its peak is at most `room` bytes.
+
+    SciPy's `milp` solves the programme by branch and bound. The optimum is exact, but for a few millionths of
+    `room`, which is the solver's tolerance.
+
+    Args:
+        stages: the stages.
+        room: bytes.
+
+    Returns:
+        The option of each block of each stage; None if nothing fits.
+
+    """
+    limit = room
+    for _ in range(8):
+        found = _solved(stages, limit)
+        if found is None:
+            return None
+        options = arranged(stages, found)
+        over = peak(stages, options) - room
+        if over <= 0:
+            return options
+        limit -= over + room // TOLERANCE  # the solver let it pass: ask for that much less
+    return None
+
+
+def least(stages: Sequence[Stage]) -> int:
+    """Return the lowest peak of all options."""
+    low, high = 0, peak(stages, [[0] * stage.count for stage in stages])
+    best = high
+    while low < high:
+        middle = (low + high) // 2
+        found = _fits(stages, middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best = high = min(found, middle)
+    return best
+
+
+def _fits(stages: Sequence[Stage], room: int) -> int | None:
+    """Return a peak that is at most `room`, if there are options for it, keeping as little as possible."""
+    options: list[list[int]] = []
+    level, most = 0, 0
+    grads = sum(stage.count * stage.grads for stage in stages)
+    for stage in stages:
+        chosen = []
+        for _ in range(stage.count):
+            grads -= stage.grads
+            can = [i for i, one in enumerate(stage.options) if level + one.high + grads <= room]
+            if not can:
+                return None
+            i = min(can, key=lambda i: stage.options[i].keep)
+            most = max(most, level + stage.options[i].high + grads)
+            level += stage.options[i].keep
+            chosen.append(i)
+        options.append(chosen)
+    return most
+
+
+def _solved(stages: Sequence[Stage], room: int) -> Counts | None:
+    """Solve the programme; bytes and seconds are scaled to numbers near 1.
+
+    Variables: for each stage and option the number n of blocks, an integer, and whether there are any, u.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    places: list[list[int]] = []
+    total = 0
+    for stage in stages:
+        places.append(list(range(total, total + len(stage.options))))
+        total += len(stage.options)
+    scale = max(room, 1)
+    rows: list[Any] = []
+    lower: list[float] = []
+    upper: list[float] = []
+
+    def constrain(row: Any, low: float, high: float) -> None:
+        rows.append(row)
+        lower.append(low)
+        upper.append(high)
+
+    before = np.zeros(2 * total)  # bytes kept by earlier stages
+    grads = sum(stage.count * stage.grads for stage in stages)
+    worst = 0  # the most that they can keep
+    for stage, place in zip(stages, places, strict=True):
+        row = np.zeros(2 * total)
+        row[place] = 1
+        constrain(row, stage.count, stage.count)
+        grads -= stage.count * stage.grads
+        ahead = before.copy()  # kept and given up by the blocks before, of this stage too
+        useful, most = stage.useful(), 0
+        for i in stage.order():
+            if i not in useful:
+                unused = np.zeros(2 * total)
+                unused[place[i]] = 1
+                constrain(unused, 0, 0)
+                continue
+            one, n, u = stage.options[i], place[i], total + place[i]
+            link = np.zeros(2 * total)
+            link[n], link[u] = 1, -stage.count
+            constrain(link, -np.inf, 0)
+            base = grads + (stage.count - 1) * stage.grads + one.high
+            gain = one.keep - stage.grads
+            most = max(most, gain)
+            big = max(0, worst + stage.count * most + base + max(-gain, 0) - room)  # lifts the limit where u is 0
+            first = ahead.copy()
+            first[u] += big
+            constrain(first / scale, -np.inf, (room - base + big) / scale)
+            ahead[n] += gain
+            last = ahead.copy()
+            last[u] += big
+            constrain(last / scale, -np.inf, (room - base + gain + big) / scale)
+        for i in place:
+            before[i] += stage.options[i - place[0]].keep
+        worst += stage.count * max(one.keep for one in stage.options)
+    times = np.array([one.seconds for stage in stages for one in stage.options])
+    unit = max(float(times.max()), 1e-30)
+    bounds = np.array([stage.count for stage in stages for _ in stage.options] + [1] * total, dtype=float)
+    result = milp(
+        np.concatenate([times / unit, np.zeros(total)]),
+        constraints=LinearConstraint(np.array(rows), lower, upper),
+        bounds=Bounds(0, bounds),
+        integrality=np.ones(2 * total),
+        options={"mip_rel_gap": 0.0},
+    )
+    if result.x is None:
+        if result.status != 2:  # it is not that nothing fits
+            raise JobError(f"the integer programme could not be solved: {result.message}")
+        return None
+    numbers = np.rint(result.x[:total]).astype(int)
+    return tuple(tuple(int(numbers[i]) for i in place) for place in places)

@@ -1,0 +1,331 @@
+"""The record of a plan: what it prints, its JSON, and putting it into a model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fitact.errors import JobError, UsageError, quote
+from fitact.files import reason, write
+from fitact.text import columns
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SCHEMA = "fitact.plan/1"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks that are trained the same way.
+
+    Attributes:
+        way: its name, one of `fitact.runtime.plan.ways.WAYS`.
+        blocks: the paths of the blocks in the model; `""` is the model itself.
+
+    """
+
+    way: str
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A way to train the whole model, or a plan for one budget.
+
+    Attributes:
+        name: of the way, such as `"stock"`; `"plan"` for plans.
+        error: what it does to gradients: `"exact"`, `"rounding"` or `"few-bit"`.
+        peak: the most bytes of a step, parameters and the optimizer's state among them.
+        seconds: of a step, by the model of the device.
+
+    """
+
+    name: str
+    error: str
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train each block of a model, so that a step fits a memory and takes the least time.
+
+    Attributes:
+        model, training: names of the model and of what is trained.
+        inputs: sizes of the inputs, such as `"batch 8, seq 2048"`.
+        dtype: of the parameters; with autocast also its dtype.
+        optimizer: whose state must fit.
+        gib: the memory, in GiB.
+        error: the largest error of gradients that was allowed.
+        device: the device for which time was foretold.
+        fixed: bytes of parameters, buffers and the optimizer's state.
+        gradients: bytes of the gradients.
+        peak: the most bytes of a step, `fixed` among them; of what needs least if nothing fits.
+        kept: bytes kept for backward at the end of the forward pass.
+        seconds: of a forward and backward pass, by the model of the device.
+        flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the stock model.
+        stock_peak, stock_seconds: the same of the stock model.
+        groups: how each block is trained; empty if nothing fits.
+        points: other ways to train the model, and the least time for other memories.
+        notes: further remarks.
+
+    """
+
+    model: str
+    training: str
+    inputs: str
+    dtype: str
+    optimizer: str
+    gib: float
+    error: str
+    device: str
+    fixed: int
+    gradients: int
+    peak: int
+    kept: int
+    seconds: float
+    flops_again: int
+    traffic_again: int
+    stock_peak: int
+    stock_seconds: float
+    groups: tuple[Group, ...]
+    points: tuple[Point, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits the memory."""
+        return self.peak <= self.gib * GIB
+
+    @property
+    def slower(self) -> float:
+        """How much longer a step takes than the stock model's, as a share; below 0 if it is faster."""
+        return self.seconds / self.stock_seconds - 1 if self.stock_seconds else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; the same plan gives the same text."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2, sort_keys=True) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, for `load_plan`."""
+        write(Path(path), self.to_json())
+
+    def plot(self, path: str | Path | None = None, format: str = "png") -> bytes:
+        """Draw memory against time: the plans for each error, and other ways as points.
+
+        Args:
+            path: where to write the picture; its ending gives the format. By default it is only returned.
+            format: `png`, `svg` or `pdf`, without a path.
+
+        Returns:
+            The picture's bytes; the same plan gives the same bytes.
+
+        Raises:
+            UsageError: the format is another one.
+
+        """
+        from .picture import draw
+
+        data = draw(self, format if path is None else Path(path).suffix[1:].lower())
+        if path is not None:
+            write(Path(path), data)
+        return data
+
+    def apply(self, model: nn.Module) -> None:
+        """Change the blocks of a model as planned, in place; `fitact.revert_plan` puts them back.
+
+        Add adapters, freeze layers and choose the dtype first, as when the plan was made.
+
+        Args:
+            model: the model that the plan was made for, or one with the same blocks.
+
+        Raises:
+            UsageError: the plan does not fit its memory, the model has no such block, or a block cannot be changed
+                so; the model is then unchanged.
+
+        """
+        from fitact.runtime.plan.ways import apply
+
+        if not self.fits:
+            raise UsageError(f"the plan {sentence(self)}: there is nothing to apply")
+        apply(model, [(group.way, group.blocks) for group in self.groups])
+
+
+# ----------------------------------------------------------------------------------------------------------- words
+
+
+def sentence(plan: Plan) -> str:
+    """Return in a few words whether a step fits, and what it costs."""
+    from fitact.runtime.plan.ways import WAYS
+
+    if not plan.fits:
+        rest = plan.fixed + plan.gradients
+        return (
+            f"does not fit: {plan.peak / GIB:.3g} GiB are the least; {rest / GIB:.3g} of them are weights, "
+            "gradients and optimizer"
+        )
+    used = [WAYS[group.way] for group in plan.groups]
+    wide = max(used, key=lambda way: ("exact", "rounding", "few-bit").index(way.error))
+    if all(group.way == "stock" for group in plan.groups):
+        return "fits as it is"
+    prefix = "fits as it is, and " if plan.stock_peak <= plan.gib * GIB else "fits "
+    if wide.error == "exact":
+        return f"{prefix}with exact gradients, {_pace(plan)}"
+    return f"{prefix}with {wide.words}, {_pace(plan)}"
+
+
+def _pace(plan: Plan) -> str:
+    share = 100 * plan.slower
+    return f"{abs(share):.{0 if abs(share) >= 9.5 else 1}f} % {'faster' if share < 0 else 'slower'}"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"{plan.model}: {plan.inputs}, {plan.dtype}; {plan.training}; {plan.optimizer}"
+    yield f"{plan.gib:g} GiB, gradients {plan.error}, time on {plan.device}: {sentence(plan)}"
+    yield ""
+    if plan.groups:
+        rows = [(group.way, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
+        yield from columns(rows, "<><")
+        yield ""
+    yield (
+        f"peak of a step {_gib(plan.peak)}: {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} "
+        f"gradients, {_gib(plan.kept)} kept for backward at the end of forward; stock's peak "
+        f"{_gib(plan.stock_peak)}"
+    )
+    if plan.groups:
+        yield (
+            f"{1e3 * plan.seconds:,.3g} ms a step, stock {1e3 * plan.stock_seconds:,.3g} ms; computed again: "
+            f"{plan.flops_again / 1e12:,.3g} TFLOP of products; moved again: {_gib(plan.traffic_again)}"
+        )
+    if plan.points:
+        yield ""
+        yield from table(plan.points, plan.stock_seconds)
+    for note in plan.notes:
+        yield f"note: {note}"
+
+
+def table(points: Sequence[Point], stock: float) -> list[str]:
+    """Return the lines of a table of points: memory against time."""
+    head = ("", "gradients", "peak", "time, of stock")
+    rows = [(p.name, p.error, _gib(p.peak), f"{100 * p.seconds / stock:.1f} %") for p in points]
+    return columns([head, *rows], "<<>>")
+
+
+def _span(blocks: Sequence[str]) -> str:
+    if len(blocks) == 1:
+        return blocks[0] or "the whole model"
+    return f"{blocks[0]} to {blocks[-1]}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:,.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:,.2f} MiB"
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan from the file that `Plan.save` or `fitact plan -o` wrote. This runs no code of the file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The plan, checked.
+
+    Raises:
+        UsageError: the file is no plan; the message names what is wrong.
+        JobError: it cannot be read.
+
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"{path}: {reason(error)}") from error
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: no plan: it is not UTF-8 text") from None
+    try:
+        return from_json(text)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def from_json(text: str) -> Plan:
+    """Return the plan of a JSON text; UsageError if it is none, which names what is wrong."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UsageError("no plan: it is not JSON") from None
+    if not isinstance(given, dict) or given.get("schema") != SCHEMA:
+        found = given.get("schema") if isinstance(given, dict) else given
+        raise UsageError(f"no plan: expected the schema {quote(SCHEMA)}, got {quote(found)}")
+    values = _checked(Plan, {key: value for key, value in given.items() if key != "schema"}, "")
+    plan = Plan(**values)
+    _check_ways(plan)
+    return plan
+
+
+def _checked(kind: type[Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of a record's fields, each checked by the type that the record states."""
+    names = [field.name for field in fields(kind)]
+    for name in (*given, *names):
+        if (name in given) != (name in names):
+            problem = "is unknown" if name in given else "is missing"
+            raise UsageError(f"no plan: {where}{name} {problem}")
+    return {field.name: _value(str(field.type), given[field.name], where + field.name) for field in fields(kind)}
+
+
+def _value(kind: str, value: Any, where: str) -> Any:
+    if kind.startswith("tuple["):
+        inner = kind[len("tuple[") : -len(", ...]")]
+        if not isinstance(value, list):
+            raise UsageError(f"no plan: {where}: expected a list, got {quote(value)}")
+        return tuple(_value(inner, one, f"{where}[{i}]") for i, one in enumerate(value))
+    if kind in ("Group", "Point"):
+        if not isinstance(value, dict):
+            raise UsageError(f"no plan: {where}: expected an object, got {quote(value)}")
+        record: type[Any] = Group if kind == "Group" else Point
+        return record(**_checked(record, value, f"{where}."))
+    if kind == "str" and isinstance(value, str) and value.isprintable():
+        return value
+    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if (
+        kind == "float"
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    ):
+        return float(value)
+    names = {"str": "a printable text", "int": "an integer", "float": "a finite number"}
+    raise UsageError(f"no plan: {where}: expected {names[kind]}, got {quote(value)}")
+
+
+def _check_ways(plan: Plan) -> None:
+    from fitact.runtime.convert.choices import ERRORS
+    from fitact.runtime.plan.ways import WAYS
+
+    seen: set[str] = set()
+    for i, group in enumerate(plan.groups):
+        if group.way not in WAYS:
+            raise UsageError(f"no plan: groups[{i}].way: expected {', '.join(WAYS)}, got {quote(group.way)}")
+        for path in group.blocks:
+            if path in seen:
+                raise UsageError(f"no plan: groups[{i}].blocks: {quote(path)} is there twice")
+            seen.add(path)
+        if not group.blocks:
+            raise UsageError(f"no plan: groups[{i}].blocks: expected some paths, got none")
+    for where, error in (("error", plan.error), *((f"points[{i}]", p.error) for i, p in enumerate(plan.points))):
+        if error not in ERRORS:
+            raise UsageError(f"no plan: {where}: expected {', '.join(ERRORS)}, got {quote(error)}")
+    if plan.fits and not plan.groups:
+        raise UsageError("no plan: groups: expected some, since its peak fits its memory")

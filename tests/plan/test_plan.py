@@ -1,0 +1,326 @@
+"""A plan applied to a model keeps and peaks at what it said; it is as fast as the best of what it may be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fitact
+from fitact.cli import main
+from fitact.errors import UsageError
+from fitact.planning.make import Planner, Problem
+from fitact.planning.programme import fastest, least, peak, seconds
+from fitact.planning.record import GIB, Plan, from_json, sentence
+from fitact.runtime.memory.peak import peak_memory
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.models.prepare import Inputs, Training, prepare
+from fitact.runtime.models.sources import hugging_face
+from fitact.runtime.plan.costs import Costs
+from fitact.runtime.plan.devices import DEVICES, Device
+from fitact.runtime.plan.subjects import of_model
+from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Checkpointed, Way, changed
+
+CPU = dataclasses.replace(DEVICES["t4"], name="CPU of a test")
+LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": LAYERS | {"intermediate_size": 176, "vocab_size": 128, "num_key_value_heads": 4},
+    "vit": LAYERS | {"intermediate_size": 256},
+    "gpt2": {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 128}
+    | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
+    "bert": LAYERS
+    | {"intermediate_size": 256, "vocab_size": 128}
+    | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    "qwen2_moe": LAYERS
+    | {"intermediate_size": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128, "num_key_value_heads": 4},
+}
+FAMILIES = [("llama", True), ("vit", False), ("gpt2", False), ("bert", False), ("qwen2_moe", False)]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.act(self.up(self.norm(x))))
+        return y
+
+
+class Stack(nn.Module):
+    """Two runs of blocks of different widths, with a layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Block(64) for _ in range(4))
+        self.between = nn.Linear(64, 32)
+        self.second = nn.ModuleList(Block(32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.first:
+            x = block(x)
+        x = self.between(x)
+        for block in self.second:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def stack() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Stack(), torch.randn(2, 64, 64)
+
+
+@cache
+def small(kind: str, lora: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a small model of a family with values, and its inputs."""
+    torch.manual_seed(0)
+    training = Training(("all",)) if lora else None
+    source = hugging_face(kind, SMALL[kind], image=128 if kind == "vit" else None)
+    prepared, inputs = prepare(source, training, batch=8, seq=64, dtype=torch.float32, fake=False)
+    return prepared.model, dict(inputs.kwargs)
+
+
+def step(model: nn.Module, inputs: Inputs) -> None:
+    loss_of(model, inputs).backward()  # which keeps no logits, as the output of a model of transformers would
+
+
+def loss_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    output = model(*inputs.args, **inputs.kwargs)
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+def real(model: nn.Module, inputs: Inputs) -> tuple[int, int]:
+    """Return the peak of a real step by PyTorch's tracker; and what count_saved finds."""
+    total = peak_memory(lambda: step(model, inputs), model)["total"]
+    model.zero_grad(set_to_none=True)
+    with count_saved(model) as saved:
+        output = model(*inputs.args, **inputs.kwargs)
+    del output
+    return total, saved.bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "lora"), FAMILIES)
+def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
+    model, inputs = small(kind, lora)
+    planner = Planner(of_model(model, inputs, None, "cpu"), "none", CPU)
+    assert sentence(planner.plan(64, "exact", front=False)).startswith("fits as it is")
+    low = planner.plan(1e-9, "few-bit", front=False)
+    assert not low.fits
+    for share, error in ((0.15, "exact"), (0.5, "rounding"), (0.5, "few-bit")):
+        gib = (low.peak + share * (low.stock_peak - low.peak)) / GIB
+        plan = planner.plan(gib, error, front=False)
+        assert plan.fits
+        assert any(group.way != "stock" for group in plan.groups)
+        twin = copy.deepcopy(model)
+        plan.apply(twin)
+        peak_now, saved = real(twin, Inputs((), inputs))
+        assert peak_now == pytest.approx(plan.peak, rel=0.01)
+        if not any(isinstance(one, Checkpointed) for one in twin.modules()):
+            assert saved == pytest.approx(plan.kept, rel=0.01)
+        fitact.revert_plan(twin)
+        assert [type(one) for one in twin.modules()] == [type(one) for one in model.modules()]
+
+
+@cache
+def planner() -> Planner:
+    model, x = stack()
+    return Planner(of_model(model, x, None, "cpu"), "none", CPU)
+
+
+def planned(error: str, front: bool = False) -> Plan:
+    """Return the plan for a little more than the least memory."""
+    low = planner().plan(1e-9, error, front=False)
+    return planner().plan(low.peak * 1.1 / GIB, error, front=front)
+
+
+def test_exact_plans_have_the_gradients_of_the_stock_model() -> None:
+    model, x = stack()
+    plan = planned("exact")
+    assert plan.fits
+    step(model, Inputs((x,)))
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    plan.apply(model)
+    assert any(isinstance(one, Checkpointed) for one in model.modules())
+    step(model, Inputs((x,)))
+    after = [parameter.grad for parameter in model.parameters()]
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def costs() -> Costs:
+    return planner().costs
+
+
+@pytest.mark.parametrize("error", ["exact", "rounding", "few-bit"])
+def test_no_baseline_is_faster_at_any_budget(error: str) -> None:
+    problem = Problem(costs(), error)
+    baselines = [problem.all(STOCK), problem.all(FULL), problem.all(SELECTIVE)]
+    baselines += [problem.every(FULL, n) for n in (2, 3, 4)]
+    points = [(peak(problem.stages, one), seconds(problem.stages, one)) for one in baselines]
+    low, high = least(problem.stages), max(most for most, _ in points)
+    wins = 0
+    for k in range(11):
+        room = low + (high - low) * k // 10 + low // 10**5
+        answer = fastest(problem.stages, room)
+        assert answer is not None
+        assert peak(problem.stages, answer) <= room
+        best = min((time for most, time in points if most <= room), default=float("inf"))
+        assert seconds(problem.stages, answer) <= best * (1 + 1e-9)
+        wins += seconds(problem.stages, answer) < best
+    assert wins
+
+
+@pytest.mark.parametrize("way", [STOCK, FULL, SELECTIVE, WAYS["rebuilt"], WAYS["codes of 8 bits"]])
+def test_costs_of_blocks_add_up_to_the_peak_of_the_model(way: Way) -> None:
+    """By PyTorch's tracker on real tensors; where a run ends, its output may be kept or not."""
+    problem = Problem(costs(), "few-bit")
+    model, x = stack()
+    blocks = [*model.first, *model.second]  # type: ignore[misc]
+    with changed(blocks, [way] * len(blocks)):
+        tracked = peak_memory(lambda: step(model, Inputs((x,))), model)
+    own = tracked["total"] - tracked["parameters"] - tracked["buffers"]
+    assert peak(problem.stages, problem.all(way)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
+
+
+# ------------------------------------------------------------------------------------------------- kept as a file
+
+
+@cache
+def a_plan() -> Plan:
+    return planned("rounding", front=True)
+
+
+def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
+    plan = a_plan()
+    plan.save(tmp_path / "plan.json")
+    again = fitact.load_plan(tmp_path / "plan.json")
+    assert again == plan
+    assert str(again) == str(plan)
+    one, other = stack()[0], stack()[0]
+    plan.apply(one)
+    again.apply(other)
+    assert [type(m).__name__ for m in one.modules()] == [type(m).__name__ for m in other.modules()]
+    with pytest.raises(UsageError, match="revert_plan"):
+        plan.apply(one)
+    for data in (plan.plot(), plan.plot(tmp_path / "plan.png")):
+        assert data.startswith(b"\x89PNG")
+    assert plan.plot(format="svg") == plan.plot(format="svg")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "other/1"}, "expected the schema"),
+        ({"gib": "24"}, "gib: expected a finite number, got '24'"),
+        ({"gib": float("nan")}, "gib: expected a finite number"),
+        ({"peak": 1.5}, "peak: expected an integer, got 1.5"),
+        ({"more": 1}, "more is unknown"),
+        ({"error": "none"}, "error: expected exact, rounding, few-bit, got 'none'"),
+        ({"model": "a\nb"}, "model: expected a printable text"),
+        ({"groups": [{"way": "__import__('os')", "blocks": ["first.0"]}]}, r"groups\[0\].way: expected stock"),
+        ({"groups": [{"way": "stock", "blocks": ["a", "a"]}]}, "is there twice"),
+        ({"groups": [{"way": "stock"}]}, r"groups\[0\].blocks is missing"),
+        ({"groups": 3}, "groups: expected a list, got 3"),
+        ({"groups": []}, "groups: expected some"),
+    ],
+)
+def test_bad_files_get_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(a_plan().to_json()) | change))
+    with pytest.raises(UsageError, match=message) as raised:
+        fitact.load_plan(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_other_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not JSON"):
+        from_json("{")
+    with pytest.raises(fitact.JobError, match="no such file"):
+        fitact.load_plan(tmp_path / "none.json")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="UTF-8"):
+        fitact.load_plan(tmp_path / "bytes")
+
+
+def test_a_plan_for_another_model_changes_nothing() -> None:
+    plan = a_plan()
+    model = nn.Sequential(Block(64), Block(64))
+    with pytest.raises(UsageError, match=r"no block 'first\.0'"):
+        plan.apply(model)
+    assert type(model[0]) is Block
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    model, x = stack()
+    plan = fitact.plan(model, gib=1e-6, example_inputs=x, device=CPU, front=False)
+    assert not plan.groups
+    assert "does not fit" in str(plan)
+    assert "are weights, gradients and optimizer" in str(plan)
+    with pytest.raises(UsageError, match="does not fit"):
+        plan.apply(model)
+
+
+def test_wrong_arguments() -> None:
+    model, x = stack()
+    for given, message in (
+        ({"gib": -1}, "gib"),
+        ({"error": "none"}, "expected exact"),
+        ({"device": "abacus"}, "expected a100"),
+        ({"optimizer": "lion"}, "expected adamw"),
+        ({"autocast": "int8"}, "autocast"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            fitact.plan(model, **({"gib": 1, "example_inputs": x, "front": False} | given))  # type: ignore[arg-type]
+
+
+def test_devices() -> None:
+    for device in DEVICES.values():
+        assert device.source
+        assert device.seconds(int(device.bandwidth), 0, 0, 0) == pytest.approx(1)
+        assert device.seconds(0, int(device.products), 0, 0) == pytest.approx(1)
+        assert device.seconds(1, int(device.products), int(device.products32), 0) == pytest.approx(2)
+    assert isinstance(CPU, Device)
+
+
+def test_a_checkpointed_block_is_copied_and_kept() -> None:
+    import pickle
+
+    model, x = stack()
+    a_plan().apply(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(x), model(x))
+    assert [type(m).__name__ for m in twin.modules()] == [type(m).__name__ for m in model.modules()]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that repeats nothing is one block."""
+    path = tmp_path / "plan.json"
+    model = ["fitact.runtime.models.reference:relu_mlp", "--batch", "1", "--seq", "64"]
+    assert main(["plan", *model, "--gib", "8", "--device", "t4", "-o", str(path)]) == 0
+    assert "fits as it is" in capsys.readouterr().out
+    assert [group.blocks for group in fitact.load_plan(path).groups] == [("",)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--gib", "8"], "plan takes one model"),
+        (["fitact.runtime.models.reference:relu_mlp", "--device", "abacus"], "device 'abacus': expected a100"),
+        (["fitact.runtime.models.reference:relu_mlp", "--plot", "plan.txt"], "ends in .png, .svg or .pdf"),
+        (["fitact.runtime.models.reference:relu_mlp", "--gib", "0"], "gib"),
+    ],
+)
+def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *given]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""The programme's optimum is that of all choices for all blocks, one by one."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from fitact.planning.programme import Option, Stage, fastest, least, peak, seconds
+
+
+def stages(seed: int, counts: tuple[int, ...], options: int) -> list[Stage]:
+    rng = random.Random(seed)
+    grads = rng.choice([0, 5, 60])
+
+    def option() -> Option:
+        keep = rng.randrange(1, 100)
+        return Option(keep, keep + rng.randrange(80), rng.randrange(1, 40) / 7)
+
+    return [Stage(n, rng.randrange(grads + 1), tuple(option() for _ in range(options))) for n in counts]
+
+
+def everything(given: list[Stage]) -> list[tuple[int, float]]:
+    """Return peak and time of every sequence of options."""
+    found = []
+    for chosen in product(*(product(range(len(s.options)), repeat=s.count) for s in given)):
+        level, most = 0, 0
+        blocks = [(s, s.options[i]) for s, some in zip(given, chosen, strict=True) for i in some]
+        for at, (_, one) in enumerate(blocks):
+            later = sum(s.grads for s, _ in blocks[at + 1 :])
+            most = max(most, level + one.high + later)
+            level += one.keep
+        found.append((most, sum(one.seconds for _, one in blocks)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("counts", [(5,), (1, 2, 1, 1)])
+def test_the_optimum_is_that_of_brute_force(seed: int, counts: tuple[int, ...]) -> None:
+    given = stages(seed, counts, 3)
+    every = everything(given)
+    low = min(most for most, _ in every)
+    assert least(given) == low
+    assert fastest(given, low - 1) is None
+    high = max(most for most, _ in every)
+    for room in (low, *(low + (high - low) * k // 4 for k in range(1, 4)), high):
+        options = fastest(given, room)
+        assert options is not None
+        assert [len(some) for some in options] == [s.count for s in given]
+        assert peak(given, options) <= room
+        best = min(time for most, time in every if most <= room)
+        assert seconds(given, options) == pytest.approx(best, rel=1e-9)
+
+
+def test_of_equals_the_first_is_taken() -> None:
+    given = [Stage(4, 0, (Option(9, 9, 1.0), Option(8, 9, 1.0), Option(8, 9, 1.0)))]
+    assert fastest(given, 33) == [[1, 1, 1, 1]]
+
+
+def test_many_blocks_of_many_ways_in_gigabytes() -> None:
+    """A budget of a model's size is met to the byte, though the solver works with a tolerance."""
+    gib = 2**30
+    options = tuple(Option(gib * (13 - k) // 5 + k, 3 * gib + k, 1 + k * k / 100) for k in range(0, 12, 3))
+    given = [Stage(1, gib, (Option(gib, gib, 0.1),)), Stage(32, 7 * 2**20, options)]
+    for room in (40 * gib, 70 * gib - 1):
+        chosen = fastest(given, room)
+        assert chosen is not None
+        assert peak(given, chosen) <= room
