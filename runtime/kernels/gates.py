@@ -166,10 +166,15 @@ def _words(codes, first, bits: tl.constexpr):
 def _factor(
     kept, at, left, word, table, width, stride, function: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr
 ):
-    """Return the numbers of a row: looked up in a table by codes, or `function` of the argument that was kept."""
+    """Return the numbers of a row: looked up in a table by codes, or `function` of the argument that was kept.
+
+    Codes without a table stand for 1.
+    """
     column = tl.arange(0, COLUMNS)
     if bits == 0:
         return function(_load(kept, at, left, width, stride, whole).to(tl.float32))
+    elif table is None:
+        return tl.full((COLUMNS,), 1.0, tl.float32)
     elif bits < 8:
         return tl.load(table + (word & ((1 << bits) - 1)))
     elif whole:
@@ -231,9 +236,9 @@ def gate_backward_tile(
 ):  # fmt: skip
     """Backward on the tile of this program: dh (n,) and what is kept → dg and du (n,), each None if not wanted.
 
-    g, u: the arguments, or their codes if `bits` is not 0. values, derivatives: the tables of these,
-    else None. da,
-    db: device functions like a and b, their derivatives; None where codes are kept.
+    g, u: the arguments, or their codes if `bits` is not 0. values, derivatives: the tables of these, else None;
+    derivatives that are all 1 have none. da, db: device functions like a and b, their derivatives; None where
+    codes are kept.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipes import note
+from ..recipes import note, plain
+from ..torch_internals import in_functorch_transform
 from .autograd import DTYPES, KERNEL_DEVICES, may_need_gradient, with_signature
 from .gate_ops import Gate, find, kept, like, ops, prepare, refuse_second_derivative
 
@@ -20,6 +21,9 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
         g: float16, bfloat16, float32 or float64, of any shape, strides and device.
         u: of the shape, dtype and device of g; its strides may be others.
         key: the key of a registered gate.
+
+    Where codes of g are kept and u as it is, a u that is a part of a larger tensor is copied, so that the rest of
+    that is not kept.
 
     Returns:
         A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
@@ -36,11 +40,20 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
         return like(gate.a.value(g) * gate.b.value(u), g)
     if g.device.type in KERNEL_DEVICES:
         prepare(key, str(g.device))
+    if gate.a.bits and not gate.b.bits:
+        u = _by_itself(u)
     if torch.compiler.is_compiling():
         compiled: Tensor = ops.gate_forward(g, u, key)[0]
         return compiled
     h, of_g, of_u, _ = _Gate.apply(g, u, key)
     return note(h, Again(key, h.shape, h.dtype), *kept(gate, g, u, of_g, of_u), exact=gate.exact)
+
+
+def _by_itself(u: Tensor) -> Tensor:
+    """Return u, or a copy of it if it is a part of a tensor: kept as a view it would hold the rest, such as g."""
+    if torch.compiler.is_compiling() or in_functorch_transform() or not plain(u):
+        return u
+    return u if u.nbytes == u.untyped_storage().nbytes() else u.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
