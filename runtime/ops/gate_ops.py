@@ -195,8 +195,13 @@ def _value_triton(g: Tensor, u: Tensor, size: Sequence[int], dtype: torch.dtype,
 
 
 def _launch(over: Tensor) -> Launch:
-    """Return what launches kernels over the tiles of a tensor, such that a thread has 16 bytes of a row."""
-    return Launch(over, 256 if over.dtype == torch.float32 else 128)
+    """Return what launches kernels over the tiles of a tensor."""
+    return Launch(over, threads(over.dtype))
+
+
+def threads(dtype: torch.dtype) -> int:
+    """Return the threads of a program, such that each has 16 bytes of a row."""
+    return 256 if dtype == torch.float32 else 128
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int | None, int | None]:
