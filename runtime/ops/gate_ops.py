@@ -28,7 +28,7 @@ from . import reference
 from .autograd import KERNEL_DEVICES, NAMESPACE
 from .factors import Factor
 from .launch import Launch
-from .registry import KERNEL_DTYPES, sources
+from .registry import KERNEL_DTYPES, home_of, sources
 
 ops: Any = getattr(torch.ops, NAMESPACE)
 
@@ -84,6 +84,11 @@ def find(key: str) -> Gate:
         raise RuntimeError(
             f"no gate is registered under the key {key!r}: import the generated module it comes from"
         ) from None
+
+
+def is_gate(kind: type) -> bool:
+    """Return whether a class is that of a generated gate."""
+    return home_of(kind).get("_KEY") in _registry
 
 
 def kept(gate: Gate, g: Tensor, u: Tensor, codes_g: Tensor, codes_u: Tensor) -> tuple[Tensor, Tensor]:

@@ -356,9 +356,7 @@ class GateKernel:
     @classmethod
     def of(cls, module: str, pass_: str, view: bool = False) -> GateKernel:
         """Return a kernel of a generated module."""
-        return cls(
-            module, pass_, gate_ops.find(importlib.import_module(f"fitact.generated.{module}")._KEY), view
-        )
+        return cls(module, pass_, gate_ops.find(importlib.import_module(f"fitact.generated.{module}")._KEY), view)
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
