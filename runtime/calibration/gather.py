@@ -1,6 +1,6 @@
 """What goes into a model's activations: modules, functions that modules hold, and functions that they call.
 
-Of a gate f(g)·u, which a gated MLP or a module of its own computes, what goes into f is g; u is gathered beside it.
+Of a gate f(g)·u, which a gated MLP or a module of its own computes, what goes into f is g; u is gathered too.
 """
 
 from __future__ import annotations

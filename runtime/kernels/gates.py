@@ -95,7 +95,7 @@ def _forward_row(
 
 @jit
 def _of_tile(codes, first, bits: tl.constexpr):
-    """Return where the codes of a tile begin; those of 8 bits are a byte an element, without codes there are none."""
+    """Return where the codes of a tile begin; without bits there are none."""
     if bits == 0:
         return codes
     else:

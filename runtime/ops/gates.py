@@ -20,8 +20,8 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     Args:
         g: float16, bfloat16, float32 or float64, of any shape, strides and device. Of a DTensor, each process
             codes its own shard; a partial one is summed over the processes first.
-        u: of the shape, dtype and device of g; its strides may be others. A DTensor if g is one, of its mesh; it is
-            brought to the placements of g.
+        u: of the shape, dtype and device of g; its strides may be others. A DTensor if g is one, of its mesh; it
+            is brought to the placements of g.
         key: the key of a registered gate.
 
     Where codes of g are kept and u as it is, a u that is a part of a larger tensor is copied, so that the rest of

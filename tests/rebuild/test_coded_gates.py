@@ -37,7 +37,7 @@ def inputs(dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def composed(codes: Codes, g: Tensor, u: Tensor, dh: Tensor) -> list[Tensor]:
-    """The gradients of g and u, and what stands for the output in backward, by the ops of the activations alone."""
+    """The gradients of g and u, and what stands for the output in backward, by the activations' ops alone."""
     with torch.no_grad():
         of_g = ops.forward(g.contiguous(), None, g.dtype, codes.g)[1]
         again = u

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from fitact.runtime.ops import gate_ops  # noqa: E402
-from tests.support.gates import coded, rebuilt  # noqa: E402
-from tests.support.generated import load  # noqa: E402
-from tests.support.instructions import DTYPES, TARGETS, GateKernel, measure  # noqa: E402
+from fitact.runtime.ops import gate_ops
+from tests.support.gates import coded, rebuilt
+from tests.support.generated import load
+from tests.support.instructions import DTYPES, TARGETS, GateKernel, measure
 
 FITS = {
     "rebuild": rebuilt("geglu", "own_rebuild"),

@@ -242,8 +242,8 @@ def _loops(program: Program) -> set[frozenset[int]]:
 def full_tile(program: Program, work: Work) -> tuple[Way, int]:
     """Return the way that a thread takes in a full tile, and how often it runs the loop.
 
-    Of the ways that do the work, the one with the fewest accesses to memory. Ways to one loop may differ before it,
-    where a division of large numbers has a short way for small ones: the longest counts.
+    Of the ways that do the work, the one with the fewest accesses to memory. Ways to one loop may differ before
+    it, where a division of large numbers has a short way for small ones: the longest counts.
 
     Raises:
         ValueError: there is no such way, or more than one loop.
