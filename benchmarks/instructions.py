@@ -1,8 +1,8 @@
 """What the compiled kernels cost: registers, spills, widths of accesses, instructions an element. Needs no GPU.
 
-One module of each method and width; coded ones with the borders of the tests; and, to compare gradients from the
-output with, two that evaluate f′ from the input. Run by `make bench`; writes benchmarks/results/instructions.json,
-which the tests compare with. What is counted, and how: tests/support/instructions.py.
+One module of each method and width; gates that are rebuilt, with a code of g, and of both; and, to compare
+gradients from the output with, two kernels that evaluate f′ from the input. Run by `make bench`; writes
+benchmarks/results/instructions.json, which the tests compare with. What is counted, and how: tests/support/instructions.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import triton
 from fitact.runtime.kernels.math import erfc
 from fitact.runtime.kernels.tiles import backward_tile
 from fitact.runtime.kernels.triton_compat import jit, tl
-from fitact.runtime.ops import registry
 
 ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from tests.support.codes import coded  # noqa: E402
-from tests.support.instructions import DTYPES, TARGETS, Cost, Kernel, measure  # noqa: E402
+from tests.support.instructions import DTYPES, TARGETS, Cost, GateKernel, Kernel, measure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "instructions.json"
 MODULES = (
@@ -47,9 +45,8 @@ MODULES = (
     "gelu_inverted_published",
     "silu_inverted_published",
 )
-
-
-CODED_PASSES = ("forward", "backward", "decode")
+CODED = ("gelu_coded6", "gelu_coded8")  # in words, and a byte each
+GATES = ("geglu_rebuild", "swiglu_coded8", "swiglu_coded6_8")
 
 
 @jit
@@ -78,10 +75,10 @@ def silu_from_input_backward(dy, x, dx, n):
 
 
 _WITHOUT_CODES = Kernel.of("relu2_exact", "backward").activation  # the references are launched as its kernels are
-_CODED = [registry.find(coded(bits).key) for bits in (6, 8)]  # in words, and a byte each
-KERNELS = (
+KERNELS: tuple[Kernel | GateKernel, ...] = (
     *(Kernel.of(module, pass_) for module in MODULES for pass_ in ("forward", "backward")),
-    *(Kernel(one.name, pass_, getattr(one, pass_), one) for one in _CODED for pass_ in CODED_PASSES),
+    *(Kernel.of(module, pass_) for module in CODED for pass_ in ("forward", "backward", "decode")),
+    *(GateKernel.of(module, pass_) for module in GATES for pass_ in ("forward", "backward", "again")),
     Kernel("gelu_from_input", "backward", gelu_from_input_backward, _WITHOUT_CODES),
     Kernel("silu_from_input", "backward", silu_from_input_backward, _WITHOUT_CODES),
 )

@@ -233,7 +233,15 @@ def _warn(fit: CodedFit) -> None:
             return
 
 
-def fit_gate(gate: Gate, bits: int, name: str, *, bits_u: int = KEPT) -> CodedGateFit:
+def fit_gate(
+    gate: Gate,
+    bits: int,
+    name: str,
+    *,
+    bits_u: int = KEPT,
+    weight: Weight | None = None,
+    weight_u: Weight | None = None,
+) -> CodedGateFit:
     """Fit the code of g of a gate a(g)·b(u), and that of u if it is to have one.
 
     Args:
@@ -241,6 +249,8 @@ def fit_gate(gate: Gate, bits: int, name: str, *, bits_u: int = KEPT) -> CodedGa
         bits: of a code of g, 3 to 8.
         name: the fit's name, a Python identifier.
         bits_u: 6 or 8, of a code of u; 16 to keep u as it is.
+        weight: how much an error counts by g; as in `fit`.
+        weight_u: by u, where that is coded; likewise.
 
     Returns:
         The fit, whose parts are those of `fit` for a and b.
@@ -253,7 +263,8 @@ def fit_gate(gate: Gate, bits: int, name: str, *, bits_u: int = KEPT) -> CodedGa
         raise UsageError(
             f"--bits-u: expected {', '.join(map(str, BITS_U))}, or {KEPT} to keep u as it is, got {quote(bits_u)}"
         )
-    return _gate_of(gate, fit(gate.a, bits, name), None if bits_u == KEPT else fit(gate.b, bits_u, name))
+    code_u = None if bits_u == KEPT else fit(gate.b, bits_u, name, weight=weight_u)
+    return _gate_of(gate, fit(gate.a, bits, name, weight=weight), code_u)
 
 
 def fit_gate_again(gate_fit: CodedGateFit) -> CodedGateFit:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
@@ -22,7 +23,7 @@ OPTIONS = {
     "coded": ("bits", "domain", "weight"),
 }
 # Those of gates.
-GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u")}
+GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u")}
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
 # What the options are by default, where the method has them.
 DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
@@ -46,13 +47,20 @@ def make(method: str, activation: Activation, name: str, **options: Any) -> AnyF
 
 
 def make_gate(
-    method: str, gate: Gate, name: str, bits: int | None = None, bits_u: int | None = None
+    method: str,
+    gate: Gate,
+    name: str,
+    bits: int | None = None,
+    bits_u: int | None = None,
+    weights: tuple[Weight | None, Weight | None] = (None, None),
 ) -> AnyGateFit:
-    """Fit a gate by the method of that name, which has `bits` if it is coded."""
+    """Fit a gate by the method of that name, which has `bits`, and weights of g and u, if it is coded."""
     if method == "rebuild":
         return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
     assert bits is not None
-    return coded.fit_gate(gate, bits, name, bits_u=KEPT if bits_u is None else bits_u)
+    of_g, of_u = weights
+    kept = KEPT if bits_u is None else bits_u
+    return coded.fit_gate(gate, bits, name, bits_u=kept, weight=of_g, weight_u=of_u)
 
 
 def again(fit: AnyFit) -> AnyFit:

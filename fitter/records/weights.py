@@ -36,8 +36,9 @@ class Site:
     """What goes into one activation of a model.
 
     Attributes:
-        path: of the activation in the model; of a function that a module calls itself, `path:function`.
-        activation: its name in the catalog, or its formula or class.
+        path: of the activation in the model; of a function that a module calls itself, `path:function`; of the
+            factor u of a gate f(g)·u, `path:u` with the path of f.
+        activation: its name in the catalog, or its formula or class; of u, `identity`.
         count: how many numbers were seen, at least one.
         left_out: how many were NaN, infinite or huge, and are not counted.
         mean, deviation, least, largest: of the numbers.

@@ -1,4 +1,7 @@
-"""What goes into a model's activations: modules, functions that modules hold, and functions that they call."""
+"""What goes into a model's activations: modules, functions that modules hold, and functions that they call.
+
+Of a gate f(g)·u, which a gated MLP or a module of its own computes, what goes into f is g; u is gathered too.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,16 @@ from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.convert.detect import FUNCTIONS, ActivationSite, Found, activation_sites, parametrised
 from fitact.runtime.convert.functional import ARGUMENTS
 from fitact.runtime.convert.measure import real, runner
+from fitact.runtime.ops.gate_ops import is_gate
+from fitact.runtime.rebuild.sites import Swap, gated
 from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import FakeTensor, is_compiled, without_torch_function
-from fitact.text import one_line
+from fitact.runtime.wrappers import RebuiltGate
+from fitact.text import OF_U, one_line
 
 from .sketch import Sketch
+
+IDENTITY = "identity"  # of u of gates
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,9 @@ class Gathered:
     """What went into one activation.
 
     Attributes:
-        path: of the module in the model; of a function that it calls itself, `path:function`.
-        activation: its name in the catalog, or else its formula or class.
+        path: of the module in the model; of a function that it calls itself, `path:function`; of the factor u of a
+            gate, `path:u` with the path of its activation.
+        activation: its name in the catalog, or else its formula or class; of u `identity`.
         sketch: the distribution of its inputs.
 
     """
@@ -126,11 +135,16 @@ class _Watch:
             stack.callback(entered.remove)
             left = hooks.register_module_forward_hook(self._leave, always_call=True)
             stack.callback(left.remove)
-            keys = set()
+            keys, gates = set(), [*gated(model)]  # before the activations get hooks
             for site in activation_sites(model):
                 if site.key not in keys:  # one module may be at several places
                     keys.add(site.key)
                     self._watch(site, stack)
+            for one in gates:
+                self._watch_u(one, stack)
+            for path, module in model.named_modules():
+                if isinstance(module, RebuiltGate) or is_gate(type(module)):
+                    self._watch_gate(path, module, stack)
             stack.enter_context(_Calls(self))
             yield
 
@@ -148,6 +162,35 @@ class _Watch:
         else:
             stack.callback(site.put, held)
             site.put(partial(self._called, held, site.path))
+
+    def _watch_u(self, one: Swap, stack: ExitStack) -> None:
+        """Gather u of a gated MLP: the output of a layer, or half of it."""
+        gate = one.gate
+        assert gate is not None
+        path = f"{one.paths[1].lstrip('.')}{OF_U}"
+        self.activations[path] = IDENTITY
+
+        def left(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            self.add(path, (output if gate.up else output.chunk(2, -1)[not gate.turned],), {})
+
+        hook = one.module.get_submodule(gate.up or gate.gate).register_forward_hook(left)
+        stack.callback(hook.remove)
+
+    def _watch_gate(self, path: str, module: nn.Module, stack: ExitStack) -> None:
+        """Gather both inputs of a module that is a gate and nothing else."""
+        self.activations |= {path: type(module).__name__, f"{path}{OF_U}": IDENTITY}
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.inside += 1
+            g, u = (*args, *(kwargs[name] for name in ("g", "u") if name in kwargs))
+            self.add(path, (g,), {})
+            self.add(f"{path}{OF_U}", (u,), {})
+
+        for hook in (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ):
+            stack.callback(hook.remove)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.running.append(self.names.get(id(module), ""))

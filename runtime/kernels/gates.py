@@ -15,36 +15,50 @@ from .triton_compat import jit, tl
 
 
 @jit
-def _load(x, start, left, width, stride, whole: tl.constexpr):
-    """Return a row of elements from `start` on as they are stored, 0 where the tensor has ended."""
+def _start(x, first, width, stride):
+    """Return from where a tile is read that begins at an element, and how far behind that it begins.
+
+    With a width that is the row of `first`: to divide numbers of 64 bits takes long, and is done once a tile.
+    """
+    if width is None:
+        return x + first, 0
+    else:
+        row = first // width
+        return x + row * stride, (first - row * width).to(tl.int32)
+
+
+@jit
+def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
+    """Return a row of elements as they are stored, 0 where the tensor has ended.
+
+    x, behind: as `_start` returns them. offset: of the row in its tile.
+    """
     column = tl.arange(0, COLUMNS)
     if width is None:
-        if whole:
-            return tl.load(x + start + column)
-        else:
-            return tl.load(x + start + column, mask=column < left, other=0.0)
+        at = x + offset + column
     else:
-        row = start // width
-        within = (start - row * width).to(tl.int32) + column
-        at = x + row * stride + within + tl.where(within >= width, stride - width, 0)
-        if whole:
-            return tl.load(at)
-        else:
-            return tl.load(at, mask=column < left, other=0.0)
+        begin = behind + offset
+        rows = begin // width
+        within = begin - rows * width + column
+        at = x + rows.to(tl.int64) * stride + within + tl.where(within >= width, stride - width, 0)
+    if whole:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=column < left, other=0.0)
 
 
 @jit
-def _store(x, start, left, values, whole: tl.constexpr):
-    """Write a row of elements from `start` on."""
+def _store(row, left, values, whole: tl.constexpr):
+    """Write a row of elements."""
     column = tl.arange(0, COLUMNS)
     if whole:
-        tl.store(x + start + column, values.to(x.dtype.element_ty))
+        tl.store(row + column, values.to(row.dtype.element_ty))
     else:
-        tl.store(x + start + column, values.to(x.dtype.element_ty), mask=column < left)
+        tl.store(row + column, values.to(row.dtype.element_ty), mask=column < left)
 
 
 @jit
-def _coded(x, codes, start, left, first, borders, bits: tl.constexpr, steps: tl.constexpr, whole: tl.constexpr):
+def _coded(x, codes, left, first, borders, bits: tl.constexpr, steps: tl.constexpr, whole: tl.constexpr):
     """Return the codes of a row for a word, 0 where the tensor has ended; those of 8 bits are written, too."""
     column = tl.arange(0, COLUMNS)
     if bits == 0:
@@ -52,7 +66,7 @@ def _coded(x, codes, start, left, first, borders, bits: tl.constexpr, steps: tl.
     else:
         code = code_of(x, first, borders, steps)
         if bits == 8:
-            _store(codes, start, left, code, whole)
+            _store(codes, left, code, whole)
             return code
         elif whole:
             return code
@@ -62,19 +76,30 @@ def _coded(x, codes, start, left, first, borders, bits: tl.constexpr, steps: tl.
 
 @jit
 def _forward_row(
-    g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u, stride_u,
-    at, left, a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, steps_g: tl.constexpr, bits_u: tl.constexpr,
-    steps_u: tl.constexpr, whole: tl.constexpr,
+    g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, behind_g, width_g, stride_g, behind_u,
+    width_u, stride_u, offset, left, a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr,
+    steps_g: tl.constexpr, bits_u: tl.constexpr, steps_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Write h of a row and return the codes of g and u."""
-    x = _load(g, at, left, width_g, stride_g, whole)
-    y = _load(u, at, left, width_u, stride_u, whole)
+    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
+    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
     dtype: tl.constexpr = h.dtype.element_ty
     product = a(x.to(tl.float32)).to(dtype).to(tl.float32) * b(y.to(tl.float32)).to(dtype).to(tl.float32)
-    _store(h, at, left, product, whole)
-    code_g = _coded(x, codes_g, at, left, first_g, borders_g, bits_g, steps_g, whole)
-    code_u = _coded(y, codes_u, at, left, first_u, borders_u, bits_u, steps_u, whole)
+    _store(h + offset, left, product, whole)
+    row_g = codes_g + offset if bits_g == 8 else codes_g
+    row_u = codes_u + offset if bits_u == 8 else codes_u
+    code_g = _coded(x, row_g, left, first_g, borders_g, bits_g, steps_g, whole)
+    code_u = _coded(y, row_u, left, first_u, borders_u, bits_u, steps_u, whole)
     return code_g, code_u
+
+
+@jit
+def _of_tile(codes, first, bits: tl.constexpr):
+    """Return where the codes of a tile begin; without bits there are none."""
+    if bits == 0:
+        return codes
+    else:
+        return codes + first // 8 * bits
 
 
 @jit
@@ -84,29 +109,31 @@ def _forward_rows(
     bits_u: tl.constexpr, steps_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    g, behind_g = _start(g, first, width_g, stride_g)
+    u, behind_u = _start(u, first, width_u, stride_u)
+    h += first
+    codes_g, codes_u = _of_tile(codes_g, first, bits_g), _of_tile(codes_u, first, bits_u)
     low_g, high_g = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
     low_u, high_u = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
     for row in range(HALF):
-        at, rest = first + row * COLUMNS, left - row * COLUMNS
+        offset = row * COLUMNS
         code_g, code_u = _forward_row(
-            g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u,
-            stride_u,
-            at, rest, a, b, bits_g, steps_g, bits_u, steps_u, whole,
+            g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, behind_g, width_g, stride_g,
+            behind_u, width_u, stride_u, offset, left - offset, a, b, bits_g, steps_g, bits_u, steps_u, whole,
         )  # fmt: skip
         low_g |= code_g << (bits_g * row)
         low_u |= code_u << (bits_u * row)
-        at, rest = at + HALF * COLUMNS, rest - HALF * COLUMNS
+        offset += HALF * COLUMNS
         code_g, code_u = _forward_row(
-            g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u,
-            stride_u,
-            at, rest, a, b, bits_g, steps_g, bits_u, steps_u, whole,
+            g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, behind_g, width_g, stride_g,
+            behind_u, width_u, stride_u, offset, left - offset, a, b, bits_g, steps_g, bits_u, steps_u, whole,
         )  # fmt: skip
         high_g |= code_g << (bits_g * row)
         high_u |= code_u << (bits_u * row)
     if bits_g > 0 and bits_g < 8:
-        store_words(codes_g + first // 8 * bits_g, low_g, high_g, bits_g)
+        store_words(codes_g, low_g, high_g, bits_g)
     if bits_u > 0 and bits_u < 8:
-        store_words(codes_u + first // 8 * bits_u, low_u, high_u, bits_u)
+        store_words(codes_u, low_u, high_u, bits_u)
 
 
 @jit
@@ -154,49 +181,55 @@ def gate_forward_tile(
 
 
 @jit
-def _words(codes, first, bits: tl.constexpr):
+def _words(codes, bits: tl.constexpr):
     """Return the words of a tile; without words, zeros."""
     if bits > 0 and bits < 8:
-        return load_words(codes + first // 8 * bits, bits)
+        return load_words(codes, bits)
     else:
         return tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
 
 
 @jit
-def _factor(
-    kept, at, left, word, table, width, stride, function: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr
-):
-    """Return the numbers of a row: looked up in a table by codes, or `function` of the argument that was kept."""
-    column = tl.arange(0, COLUMNS)
+def _kept(kept, behind, offset, left, word, width, stride, bits: tl.constexpr, whole: tl.constexpr):
+    """Return what is kept of a row: the elements, float32, or their codes, int32."""
     if bits == 0:
-        return function(_load(kept, at, left, width, stride, whole).to(tl.float32))
+        return _load(kept, behind, offset, left, width, stride, whole).to(tl.float32)
     elif bits < 8:
-        return tl.load(table + (word & ((1 << bits) - 1)))
-    elif whole:
-        return tl.load(table + tl.load(kept + at + column).to(tl.int32))
+        return word & ((1 << bits) - 1)
     else:
-        return tl.load(table + tl.load(kept + at + column, mask=column < left, other=0).to(tl.int32))
+        return _load(kept, behind, offset, left, None, None, whole).to(tl.int32)
+
+
+@jit
+def _number(kept, table, function: tl.constexpr, bits: tl.constexpr):
+    """Return a function of what is kept of a row: of elements, or looked up by codes; without a table it is 1."""
+    if bits == 0:
+        return function(kept)
+    elif table is None:
+        return tl.full((COLUMNS,), 1.0, tl.float32)
+    else:
+        return tl.load(table + kept)
 
 
 @jit
 def _backward_row(
-    dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g, width_u, stride_u,
-    at, left, word_g, word_u, a: tl.constexpr, da: tl.constexpr, b: tl.constexpr, db: tl.constexpr,
-    bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
+    dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, behind_g, width_g, stride_g, behind_u,
+    width_u, stride_u, offset, left, word_g, word_u, a: tl.constexpr, da: tl.constexpr, b: tl.constexpr,
+    db: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Write dg and du of a row."""
+    """Write dg and du of a row, for which all is read before anything is written: each is read once then."""
     dtype: tl.constexpr = dh.dtype.element_ty
-    grad = _load(dh, at, left, None, None, whole).to(tl.float32)
+    grad = _load(dh, 0, offset, left, None, None, whole).to(tl.float32)
+    x = _kept(g, behind_g, offset, left, word_g, width_g, stride_g, bits_g, whole)
+    y = _kept(u, behind_u, offset, left, word_u, width_u, stride_u, bits_u, whole)
     if dg is not None:
-        value = _factor(u, at, left, word_u, values_u, width_u, stride_u, b, bits_u, whole)
-        passed = (grad * value.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        slope = _factor(g, at, left, word_g, derivatives_g, width_g, stride_g, da, bits_g, whole)
-        _store(dg, at, left, passed * slope, whole)
+        value = _number(y, values_u, b, bits_u).to(dtype).to(tl.float32)
+        passed = (grad * value).to(dtype).to(tl.float32)
+        _store(dg + offset, left, passed * _number(x, derivatives_g, da, bits_g), whole)
     if du is not None:
-        value = _factor(g, at, left, word_g, values_g, width_g, stride_g, a, bits_g, whole)
-        passed = (grad * value.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        slope = _factor(u, at, left, word_u, derivatives_u, width_u, stride_u, db, bits_u, whole)
-        _store(du, at, left, passed * slope, whole)
+        value = _number(x, values_g, a, bits_g).to(dtype).to(tl.float32)
+        passed = (grad * value).to(dtype).to(tl.float32)
+        _store(du + offset, left, passed * _number(y, derivatives_u, db, bits_u), whole)
 
 
 @jit
@@ -206,21 +239,37 @@ def _backward_rows(
     bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
-    low_g, high_g = _words(g, first, bits_g)
-    low_u, high_u = _words(u, first, bits_u)
+    dh += first
+    if dg is not None:
+        dg += first
+    if du is not None:
+        du += first
+    g, behind_g = _start_kept(g, first, width_g, stride_g, bits_g)
+    u, behind_u = _start_kept(u, first, width_u, stride_u, bits_u)
+    low_g, high_g = _words(g, bits_g)
+    low_u, high_u = _words(u, bits_u)
     for row in range(HALF):
-        at, rest = first + row * COLUMNS, left - row * COLUMNS
+        offset = row * COLUMNS
         _backward_row(
-            dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g, width_u,
-            stride_u, at, rest, low_g >> (bits_g * row), low_u >> (bits_u * row), a, da, b, db, bits_g, bits_u,
-            whole,
+            dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, behind_g, width_g, stride_g,
+            behind_u, width_u, stride_u, offset, left - offset, low_g >> (bits_g * row), low_u >> (bits_u * row),
+            a, da, b, db, bits_g, bits_u, whole,
         )  # fmt: skip
-        at, rest = at + HALF * COLUMNS, rest - HALF * COLUMNS
+        offset += HALF * COLUMNS
         _backward_row(
-            dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g, width_u,
-            stride_u, at, rest, high_g >> (bits_g * row), high_u >> (bits_u * row), a, da, b, db, bits_g, bits_u,
-            whole,
+            dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, behind_g, width_g, stride_g,
+            behind_u, width_u, stride_u, offset, left - offset, high_g >> (bits_g * row),
+            high_u >> (bits_u * row), a, da, b, db, bits_g, bits_u, whole,
         )  # fmt: skip
+
+
+@jit
+def _start_kept(kept, first, width, stride, bits: tl.constexpr):
+    """Return from where what is kept of a tile is read, as `_start` does; codes have no rows."""
+    if bits == 0:
+        return _start(kept, first, width, stride)
+    else:
+        return _of_tile(kept, first, bits), 0
 
 
 @jit
@@ -231,9 +280,9 @@ def gate_backward_tile(
 ):  # fmt: skip
     """Backward on the tile of this program: dh (n,) and what is kept → dg and du (n,), each None if not wanted.
 
-    g, u: the arguments, or their codes if `bits` is not 0. values, derivatives: the tables of these,
-    else None. da,
-    db: device functions like a and b, their derivatives; None where codes are kept.
+    g, u: the arguments, or their codes if `bits` is not 0. values, derivatives: the tables of these, else None;
+    derivatives that are all 1 have none. da, db: device functions like a and b, their derivatives; None where
+    codes are kept.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
@@ -252,35 +301,39 @@ def gate_backward_tile(
 
 @jit
 def _value_row(
-    g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, at, left, word_g, word_u, a: tl.constexpr,
-    b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
+    g, u, h, values_g, values_u, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, word_g,
+    word_u, a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Write h of a row."""
     dtype: tl.constexpr = h.dtype.element_ty
-    x = _factor(g, at, left, word_g, values_g, width_g, stride_g, a, bits_g, whole).to(dtype).to(tl.float32)
-    y = _factor(u, at, left, word_u, values_u, width_u, stride_u, b, bits_u, whole).to(dtype).to(tl.float32)
-    _store(h, at, left, x * y, whole)
+    x = _kept(g, behind_g, offset, left, word_g, width_g, stride_g, bits_g, whole)
+    y = _kept(u, behind_u, offset, left, word_u, width_u, stride_u, bits_u, whole)
+    value_g = _number(x, values_g, a, bits_g).to(dtype).to(tl.float32)
+    value_u = _number(y, values_u, b, bits_u).to(dtype).to(tl.float32)
+    _store(h + offset, left, value_g * value_u, whole)
 
 
 @jit
 def _value_rows(
     g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr,
-    b: tl.constexpr,
-    bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
+    b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
-    low_g, high_g = _words(g, first, bits_g)
-    low_u, high_u = _words(u, first, bits_u)
+    h += first
+    g, behind_g = _start_kept(g, first, width_g, stride_g, bits_g)
+    u, behind_u = _start_kept(u, first, width_u, stride_u, bits_u)
+    low_g, high_g = _words(g, bits_g)
+    low_u, high_u = _words(u, bits_u)
     for row in range(HALF):
-        at, rest = first + row * COLUMNS, left - row * COLUMNS
+        offset = row * COLUMNS
         _value_row(
-            g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, at, rest, low_g >> (bits_g * row),
-            low_u >> (bits_u * row), a, b, bits_g, bits_u, whole,
+            g, u, h, values_g, values_u, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset,
+            left - offset, low_g >> (bits_g * row), low_u >> (bits_u * row), a, b, bits_g, bits_u, whole,
         )  # fmt: skip
-        at, rest = at + HALF * COLUMNS, rest - HALF * COLUMNS
+        offset += HALF * COLUMNS
         _value_row(
-            g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, at, rest, high_g >> (bits_g * row),
-            high_u >> (bits_u * row), a, b, bits_g, bits_u, whole,
+            g, u, h, values_g, values_u, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset,
+            left - offset, high_g >> (bits_g * row), high_u >> (bits_u * row), a, b, bits_g, bits_u, whole,
         )  # fmt: skip
 
 

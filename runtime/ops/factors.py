@@ -34,6 +34,10 @@ class Factor:
         """Return the codes of x, uint8 (`reference.bytes_of_codes`,), in the order of its elements."""
         return x.new_empty(0, dtype=torch.uint8)
 
+    def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the value of x, and the codes of x."""
+        return self.value(x), self.encode(x)
+
     def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the value from what is kept, as `dtype`."""
         return self.value(kept).to(dtype)
@@ -93,8 +97,15 @@ class CodedFactor(Factor):
         """Return the values of codes, of that size."""
         return reference.look_up(self.values, kept, self.bits, size, dtype)
 
+    @cached_property
+    def linear(self) -> bool:
+        """Whether the derivative is 1 everywhere, so that none is looked up."""
+        return {*self.derivatives} == {1.0}
+
     def gradient(self, dy: Tensor, kept: Tensor) -> Tensor:
         """Return dy times the derivatives of codes."""
+        if self.linear:
+            return dy
         return reference.backward(dy.contiguous(), None, kept, self.bits, self._levels, dy.dtype)
 
     def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,10 +113,10 @@ class CodedFactor(Factor):
         tables = self._on(x.device)
         return codes, tables.codes[x.dtype], tables.borders
 
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what a kernel takes to look up: values and derivatives, float32."""
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Return what a kernel takes to look up: values and derivatives, float32, without them if all are 1."""
         tables = self._on(device)
-        return tables.values, tables.derivatives
+        return tables.values, None if self.linear else tables.derivatives
 
     def _on(self, device: torch.device) -> Tables:
         if device not in self._tables:

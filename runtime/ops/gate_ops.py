@@ -28,7 +28,7 @@ from . import reference
 from .autograd import KERNEL_DEVICES, NAMESPACE
 from .factors import Factor
 from .launch import Launch
-from .registry import KERNEL_DTYPES, sources
+from .registry import KERNEL_DTYPES, home_of, sources
 
 ops: Any = getattr(torch.ops, NAMESPACE)
 
@@ -42,7 +42,7 @@ class Gate:
         name: its name in messages.
         a, b: the factors, of g and of u.
         forward, backward, again: Triton kernels; their arguments are those that the functions below launch them
-            with.
+            with. None where the gate is computed by its factors alone.
 
     """
 
@@ -50,9 +50,9 @@ class Gate:
     name: str
     a: Factor
     b: Factor
-    forward: Any
-    backward: Any
-    again: Any
+    forward: Any = None
+    backward: Any = None
+    again: Any = None
 
     @property
     def exact(self) -> bool:
@@ -84,6 +84,11 @@ def find(key: str) -> Gate:
         raise RuntimeError(
             f"no gate is registered under the key {key!r}: import the generated module it comes from"
         ) from None
+
+
+def is_gate(kind: type) -> bool:
+    """Return whether a class is that of a generated gate."""
+    return home_of(kind).get("_KEY") in _registry
 
 
 def kept(gate: Gate, g: Tensor, u: Tensor, codes_g: Tensor, codes_u: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +125,8 @@ def _alone(tensor: Tensor) -> Iterator[None]:
 def _forward_reference(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor]:
     gate = find(key)
     with _alone(g):
-        return like(gate.a.value(g) * gate.b.value(u), g), gate.a.encode(g), gate.b.encode(u)
+        (a, codes_g), (b, codes_u) = gate.a.value_and_codes(g), gate.b.value_and_codes(u)
+        return like(a * b, g), codes_g, codes_u
 
 
 def _backward_reference(
@@ -156,9 +162,9 @@ def prepare(key: str, device: str) -> None:
 
 
 def _forward_triton(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor]:
-    if g.dtype not in KERNEL_DTYPES:
-        return _forward_reference(g, u, key)
     gate = find(key)
+    if g.dtype not in KERNEL_DTYPES or gate.forward is None:
+        return _forward_reference(g, u, key)
     laid_out, codes_g, codes_u = _forward_fake(g, u, key)
     h = laid_out if laid_out.is_contiguous() else laid_out.new_empty(laid_out.shape)
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
@@ -170,9 +176,10 @@ def _forward_triton(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Ten
 def _backward_triton(
     dh: Tensor, g: Tensor, u: Tensor, wants_g: bool, wants_u: bool, key: str
 ) -> tuple[Tensor, Tensor]:
-    if dh.dtype not in KERNEL_DTYPES:
+    gate = find(key)
+    if dh.dtype not in KERNEL_DTYPES or gate.backward is None:
         return _backward_reference(dh, g, u, wants_g, wants_u, key)
-    gate, flat = find(key), dh.contiguous()
+    flat = dh.contiguous()
     dg, du = (torch.empty_like(flat) if wanted else None for wanted in (wants_g, wants_u))
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
     tables = (*gate.a.tables(dh.device), *gate.b.tables(dh.device))
@@ -182,9 +189,9 @@ def _backward_triton(
 
 
 def _value_triton(g: Tensor, u: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
-    if dtype not in KERNEL_DTYPES:
-        return _value_reference(g, u, size, dtype, key)
     gate = find(key)
+    if dtype not in KERNEL_DTYPES or gate.again is None:
+        return _value_reference(g, u, size, dtype, key)
     h, laid_out = g.new_empty(size, dtype=dtype), g
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
     values = gate.a.tables(h.device)[0], gate.b.tables(h.device)[0]
@@ -193,8 +200,13 @@ def _value_triton(g: Tensor, u: Tensor, size: Sequence[int], dtype: torch.dtype,
 
 
 def _launch(over: Tensor) -> Launch:
-    """Return what launches kernels over the tiles of a tensor, such that a thread has 16 bytes of a row."""
-    return Launch(over, 256 if over.dtype == torch.float32 else 128)
+    """Return what launches kernels over the tiles of a tensor."""
+    return Launch(over, threads(over.dtype))
+
+
+def threads(dtype: torch.dtype) -> int:
+    """Return the threads of a program, such that each has 16 bytes of a row."""
+    return 256 if dtype == torch.float32 else 128
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int | None, int | None]:

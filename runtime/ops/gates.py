@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipes import note
+from ..recipes import note, plain
+from ..torch_internals import in_functorch_transform
 from .autograd import DTYPES, KERNEL_DEVICES, may_need_gradient, with_signature
 from .gate_ops import Gate, find, kept, like, ops, prepare, refuse_second_derivative
 
@@ -17,30 +18,65 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     """Return the gate of g and u, keeping for backward what its kind keeps of them.
 
     Args:
-        g: float16, bfloat16, float32 or float64, of any shape, strides and device.
-        u: of the shape, dtype and device of g; its strides may be others.
+        g: float16, bfloat16, float32 or float64, of any shape, strides and device. Of a DTensor, each process
+            codes its own shard; a partial one is summed over the processes first.
+        u: of the shape, dtype and device of g; its strides may be others. A DTensor if g is one, of its mesh; it
+            is brought to the placements of g.
         key: the key of a registered gate.
+
+    Where codes of g are kept and u as it is, a u that is a part of a larger tensor is copied, so that the rest of
+    that is not kept.
 
     Returns:
         A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
         note of how to compute it again from what is kept, which layers that `fitact.rebuild` has changed find.
 
     Raises:
-        TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device.
+        TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them
+            is a DTensor and the other is not, or has another mesh.
         ValueError: they differ in shape.
 
     """
     gate = find(key)
     _check(gate, g, u)
+    if type(g).__name__ == "DTensor":
+        return _distributed(g, u, key)
     if not (may_need_gradient(g) or may_need_gradient(u)):
         return like(gate.a.value(g) * gate.b.value(u), g)
     if g.device.type in KERNEL_DEVICES:
         prepare(key, str(g.device))
+    if gate.a.bits and not gate.b.bits:
+        u = _by_itself(u)
     if torch.compiler.is_compiling():
         compiled: Tensor = ops.gate_forward(g, u, key)[0]
         return compiled
     h, of_g, of_u, _ = _Gate.apply(g, u, key)
     return note(h, Again(key, h.shape, h.dtype), *kept(gate, g, u, of_g, of_u), exact=gate.exact)
+
+
+def _distributed(g: Any, u: Any, key: str) -> Tensor:
+    """Return the gate of two DTensors of one mesh, with the placements of g."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate() if one.is_partial() else one for one in g.placements]
+    g, u = (one.redistribute(placements=placements) for one in (g, u))
+    laid_out = torch.empty_like(torch.empty_strided(g.shape, g.stride(), device="meta"))
+    h: Tensor = DTensor.from_local(
+        apply_gate(g.to_local(), u.to_local(), key),
+        g.device_mesh,
+        placements,
+        run_check=False,
+        shape=g.shape,
+        stride=laid_out.stride(),
+    )
+    return h
+
+
+def _by_itself(u: Tensor) -> Tensor:
+    """Return u, or a copy of it if it is a part of a tensor: kept as a view it would hold the rest, such as g."""
+    if torch.compiler.is_compiling() or in_functorch_transform() or not plain(u):
+        return u
+    return u if u.nbytes == u.untyped_storage().nbytes() else u.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -73,10 +109,10 @@ def _check(gate: Gate, g: Tensor, u: Tensor) -> None:
                 f"{gate.name}: expected {name} to be a tensor of float16, bfloat16, float32 or float64, "
                 f"got {found}"
             )
-        if type(tensor).__name__ == "DTensor":
-            raise TypeError(
-                f"{gate.name}: expected {name} to be a local tensor, got a DTensor: use its to_local()"
-            )
+    meshes = [getattr(one, "device_mesh", None) for one in (g, u)]
+    if meshes[0] != meshes[1]:
+        found = " and ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
+        raise TypeError(f"{gate.name}: expected g and u to be both DTensors of one mesh, or none, got {found}")
     if (g.dtype, g.device) != (u.dtype, u.device):
         raise TypeError(
             f"{gate.name}: expected g and u of one dtype and device, got {g.dtype} on {g.device} and {u.dtype} on "

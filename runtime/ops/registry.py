@@ -308,7 +308,7 @@ def _registration(kind: type) -> Pointwise | None:
     Such a module registers its key in its runtime, which is a copy of its own if it was made with --standalone;
     and it has the function and the class of what it registers.
     """
-    home = _home(kind)
+    home = home_of(kind)
     key, ops = home.get("_KEY"), getattr(home.get("_rt"), "ops", None)
     registry = getattr(getattr(ops, "registry", None), "_registry", None)
     if not isinstance(key, str) or kind.__module__ != home.get("__name__") or type(registry) is not dict:
@@ -319,7 +319,7 @@ def _registration(kind: type) -> Pointwise | None:
     return activation if own else None
 
 
-def _home(kind: type) -> Mapping[str, Any]:
+def home_of(kind: type) -> Mapping[str, Any]:
     """Return the namespace of the Python module that defines a class, whether or not it was imported by name."""
     names: Mapping[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
     return names

@@ -1,23 +1,31 @@
-"""Gates f(g)·u that keep codes: of g those of f's coded fit, and u itself or codes of the identity's."""
+"""Gates f(g)·u that keep codes: of g those of f's coded fit, and u itself or codes of the identity's.
+
+Those that ship have kernels of their own. All others are composed of the activations' ops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fitact.runtime.ops.autograd import DTYPES, KERNEL_DEVICES, NAMESPACE, Decoded
-from fitact.runtime.ops.decode import prepare
+from fitact.runtime.ops import decode, gate_ops
+from fitact.runtime.ops.autograd import DTYPES, NAMESPACE
+from fitact.runtime.ops.factors import Factor
+from fitact.runtime.ops.gates import apply_gate
 from fitact.runtime.ops.registry import find
-from fitact.runtime.recipes import note, plain
+from fitact.runtime.recipes import plain
 
 from . import functions
-from .derivatives import once
-from .recipes import applied
 
 ops: Any = getattr(torch.ops, NAMESPACE)
+SHIPPED = {"gelu": "geglu", "silu": "swiglu"}  # the gates that ship, by f
 
 
 class Codes(NamedTuple):
@@ -38,53 +46,65 @@ class Codes(NamedTuple):
         return tuple(find(key).name for key in self if key is not None)
 
 
-class _Product:
-    """What stands in place of f(g)·u, from what is kept of g and u."""
+@dataclass(frozen=True, kw_only=True)
+class _Itself(Factor):
+    """u, which is kept as it is."""
 
-    def __init__(self, codes: Codes, h: Tensor) -> None:
-        self.g = Decoded(codes.g, h.shape, h.dtype)
-        self.u = None if codes.u is None else Decoded(codes.u, h.shape, h.dtype)
-
-    def factors(self, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what stands in place of f(g) and u."""
-        return self.g(g), u if self.u is None else self.u(u)
-
-    def __call__(self, g: Tensor, u: Tensor) -> Tensor:
-        f, u = self.factors(g, u)
-        return f * u
+    def gradient(self, dy: Tensor, kept: Tensor) -> Tensor:
+        return dy
 
 
-class _Gate(torch.autograd.Function):
-    """f(g)·u; returns the codes of g too, and what is kept of u where that is not u."""
+@dataclass(frozen=True, kw_only=True)
+class _Activated(Factor):
+    """A coded activation, by its own ops.
 
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, u: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]:
-        y, of_g = ops.forward(g.contiguous(), None, g.dtype, codes.g)
-        of_u = None
-        if codes.u is not None:
-            of_u = ops.forward(u.contiguous(), None, u.dtype, codes.u)[1]
-        elif u.nbytes != u.untyped_storage().nbytes():
-            of_u = u.clone(memory_format=torch.contiguous_format)  # as a view it would hold what is beside it
-        h = y * u
-        ctx.codes, ctx.product = codes, _Product(codes, h)
-        ctx.mark_non_differentiable(*(one for one in (of_g, of_u) if one is not None))
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(of_g, u if of_u is None else of_u)
-        return h, of_g, of_u
+    Attributes:
+        key: of the activation.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        once()
-        dh = grads[0]
-        if dh is None:
-            return None, None, None
-        of_g, of_u = ctx.saved_tensors
-        wants_g, wants_u = ctx.needs_input_grad[:2]
-        f, u = ctx.product.factors(of_g, of_u)
-        du = dh * f if wants_u else None
-        del f
-        dg = ops.backward((dh * u).contiguous(), None, of_g, dh.dtype, ctx.codes.g) if wants_g else None
-        return dg, du, None
+    """
+
+    key: str
+
+    @property
+    def bits(self) -> int:
+        return find(self.key).bits
+
+    def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, codes = ops.forward(x.contiguous(), None, x.dtype, self.key)
+        return y if x.is_contiguous() else self.value(x), codes  # a CPU rounds a view's otherwise
+
+    def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        y: Tensor = ops.decode(kept, size, dtype, self.key)
+        return y
+
+    def gradient(self, dy: Tensor, kept: Tensor) -> Tensor:
+        dx: Tensor = ops.backward(dy.contiguous(), None, kept, dy.dtype, self.key)
+        return dx
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        tables = decode.coded(self.key).tables(device)
+        return tables.values, tables.derivatives
+
+
+@cache
+def gate_of(codes: Codes) -> gate_ops.Gate:
+    """Return the gate that keeps these codes: the shipped one with the same tables, or else a composed one."""
+    a, b = decode.coded(codes.g), None if codes.u is None else decode.coded(codes.u)
+    name, _, bits = a.name.rpartition("_coded")
+    module = f"fitact.generated.{SHIPPED.get(name)}_coded{bits}" + ("" if b is None else f"_{b.bits}")
+    if name in SHIPPED and find_spec(module) is not None:
+        shipped = gate_ops.find(import_module(module)._KEY)
+        factors = zip((shipped.a, shipped.b), (a, b), strict=True)
+        if all(one is None or (of.borders, of.table) == (one.borders, one.table) for of, one in factors):
+            return shipped
+    composed = gate_ops.Gate(
+        key=f"{codes.g}*{codes.u or 'u'}",
+        name=" * ".join(codes.names),
+        a=_Activated(value=a.value, key=codes.g),
+        b=_Itself(value=lambda u: u) if codes.u is None else _Activated(value=lambda u: u, key=codes.u),
+    )
+    gate_ops.register_gate(composed)
+    return composed
 
 
 def gate(codes: Codes, function: Callable[..., Tensor], g: Tensor, u: Tensor) -> Tensor:
@@ -101,9 +121,4 @@ def gate(codes: Codes, function: Callable[..., Tensor], g: Tensor, u: Tensor) ->
         return functions.gate(function, g, u)
     if g.shape != u.shape or g.dtype != u.dtype:
         return functions.gate(function, g, u)
-    if g.device.type in KERNEL_DEVICES:
-        for key in filter(None, codes):
-            prepare(key, str(g.device))
-    h, of_g, of_u = applied(_Gate, g, u, codes)
-    noted: Tensor = note(h, _Product(codes, h), of_g, u if of_u is None else of_u, exact=False)
-    return noted
+    return apply_gate(g, u, gate_of(codes).key)

@@ -94,7 +94,7 @@ def swaps(
         UsageError: the model cannot be run.
 
     """
-    gates = [one for one in _gates(model) if wanted(one)]
+    gates = [one for one in gated(model) if wanted(one)]
     inside = {id(one.activation) for one in gates}
     producers = [one for one in _producers(model) if id(one.module) not in inside]
     producers = [*gates, *(one for one in producers if one.record is None or wanted(one))]
@@ -288,7 +288,7 @@ def _is_dtype(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is getattr and node.args[1] == "dtype"
 
 
-def _gates(model: nn.Module) -> Iterator[Swap]:
+def gated(model: nn.Module) -> Iterator[Swap]:
     """Yield the modules that compute down(f(g) · u) and nothing else, whether in training or in evaluation."""
     for path, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fitact.calibration import calibrate
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.methods import coded
 from fitact.fitter.methods.table import again
+from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.reading import read
 from tests.support import gates
 
@@ -45,6 +48,39 @@ def test_the_parts_are_those_of_the_factors():
     assert json.loads(fit.to_json())["code_g"]["activation"]["name"] == "gelu"
 
 
+def test_weights_of_both_factors(command):
+    """From a calibration's site of f, and that of u beside it; or each given."""
+    x = torch.randn(2000, 1)
+    found = calibrate(Gated(), [x])
+    Path("own.json").write_text(found.to_json())
+    of_g, of_u = found.weight("act"), found.weight("act:u")
+    assert of_g != of_u
+    line = "fit --fn swiglu --method coded --bits 4 --weight own.json#act --name own"
+    assert command(f"{line} --bits-u 6 -o both.json")[0] == 0
+    both = read(Path("both.json"))
+    assert (both.code_g.weight, both.code_u.weight) == (of_g, of_u)
+    assert both.code_g == coded.fit(both.activation.a, 4, "own", weight=of_g)
+    assert both.code_u == coded.fit(both.activation.b, 6, "own", weight=of_u)
+    assert again(both).to_json() == both.to_json()
+    assert command(f"{line} -o g.json")[0] == 0
+    assert read(Path("g.json")).code_u is None
+    assert command(f'{line} --bits-u 6 --weight-u "normal(0, 2)" -o given.json')[0] == 0
+    assert read(Path("given.json")).code_u.weight == Weight("normal(0, 2)")
+    status, _, error = command(f"{line.replace('#act', '#act:u')} --bits-u 6")
+    assert status == 2 and "own.json: it has no site 'act:u:u'" in error and "--weight-u" in error
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.act, self.down = torch.nn.SiLU(), torch.nn.Linear(16, 1)
+        self.gate, self.up = torch.nn.Linear(1, 16), torch.nn.Linear(1, 16)
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
 def test_show_tells_of_both_factors(command):
     status, out, _ = command("show", "silu(g)*(u + 1)")
     assert status == 0
@@ -64,9 +100,18 @@ REFUSED = [
     ("--fn swiglu --method coded --bits 8 --bits-u 7", "--bits-u: expected 6, 8, or 16 to keep u as it is, got 7"),
     ("--fn swiglu --method coded --bits 9", "bits: expected 3, 4, 5, 6, 7 or 8, got 9"),
     (
-        "--fn swiglu --method coded --bits 8 --weight normal",
-        "--method coded has no --weight: it takes --bits, --bits-u",
+        "--fn swiglu --method rebuild --weight normal",
+        "--method rebuild has no --weight: nothing is fitted",
     ),
+    ("--fn swiglu --method coded --bits 8 --weight normal", "--name is required for --weight"),
+    (
+        "--fn swiglu --method coded --bits 8 --weight-u normal --name a",
+        "--weight-u is for a code of u: give --bits-u 6 or 8 with it",
+    ),
+    ("--fn silu --method coded --bits 8 --weight-u normal", "--method coded has no --weight-u"),
+    ("--fn silu --method relumix --bits 2 --weight own.json", "--method relumix has no --weight"),
+    ("--fn silu --method inverted --weight own.json", "--method inverted has no --weight"),
+    ("--fn tanh --method exact --weight own.json", "--method exact has no --weight"),
     ("--fn silu --method coded --bits 8 --bits-u 8", "--method coded has no --bits-u"),
     ("--fn swiglu --method rebuild --bits 8", "--method rebuild has no --bits: nothing is fitted"),
     ("--fn 'silu(g)*u' --method rebuild", "--name is required for an expression"),

@@ -6,36 +6,22 @@ Codes may not differ.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import fitact
 from fitact.runtime.ops import gate_ops
+from fitact.runtime.ops.launch import Launch
 from tests.runtime.test_gates import FITS, halves, module, special
+from tests.support.gates import near
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FULL = pytest.mark.full
-EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
 ORDINARY = ("rebuild", "coded8", "coded6_8", "coded3_6")
 NAMES = [pytest.param(name, marks=[] if name in ORDINARY else FULL) for name in FITS]
-
-
-def near(one: torch.Tensor, other: torch.Tensor, reach: torch.Tensor) -> None:
-    """Up to three roundings apart, at numbers that are not subnormal; and special where the other is.
-
-    Where a derivative has a root, what is added up cancels: a millionth of `reach` is allowed too.
-    """
-    if not other.numel():  # not wanted, or nothing there
-        assert not one.numel()
-        return
-    dtype = one.dtype
-    assert (dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-    # the largest number and infinity are one truncation apart
-    wide = other.double().abs() < torch.finfo(dtype).max / 2
-    tiny = 4 * torch.finfo(dtype).smallest_normal
-    a, b = one.double()[wide], other.double()[wide]
-    assert bool(((a - b).abs() <= 4 * EPS[dtype] * b.abs() + 1e-6 * reach[wide] + tiny).all())
-    assert torch.equal(one.isnan(), other.isnan())
 
 
 def check(name: str, g: torch.Tensor, u: torch.Tensor) -> None:
@@ -73,6 +59,38 @@ def test_sizes_and_layouts(name: str) -> None:
         check(name, torch.randn(size), torch.randn(size))
     check(name, torch.randn(40, 30).t(), torch.randn(30, 40))
     check(name, *halves(torch.float32, 2, 3, 1024))
+
+
+class Gated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.gate, self.up = torch.nn.SiLU(), torch.nn.Linear(8, 300), torch.nn.Linear(8, 300)
+        self.down = torch.nn.Linear(300, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        return y
+
+
+@pytest.mark.parametrize(("bits", "bits_u", "name"), [(8, None, "swiglu_coded8"), (6, 8, "swiglu_coded6_8")])
+def test_a_model_launches_one_kernel_a_pass(
+    bits: int, bits_u: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward writes output and codes; backward reads them for the gradients, and for what `down` had kept."""
+    launched: list[str] = []
+    launch = Launch.__call__
+
+    def noting(self: Launch, kernel: Any, *arguments: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(self, kernel, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", noting)
+    model = Gated()
+    fitact.convert(model, "coded", bits, bits_u=bits_u)
+    y = model(torch.randn(30, 8))
+    assert launched == [f"{name}_forward"]
+    y.sum().backward()
+    assert launched[1:] == [f"{name}_again", f"{name}_backward"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=FULL) for name in FITS])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.fitter.records.weights import Calibration
+from fitact.generated.swiglu_coded8 import SwigluCoded8
 from fitact.runtime.calibration import sketch
 from fitact.runtime.calibration.sketch import HALF, NEAR, STEPS, Sketch
 from tests.support.refusals import refused
@@ -265,6 +266,61 @@ def test_the_model_stays_as_it_was(train: bool, fails: bool) -> None:
     assert before[1:] == after[1:]
     assert all(map(torch.equal, copies, BATCHES))
     assert torch.is_grad_enabled()
+
+
+class Gated(nn.Module):
+    """An MLP with a gate: of two layers, or of one whose output has both halves, u first."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+        self.first, self.second = nn.Linear(4, 16 if fused else 8), nn.Identity() if fused else nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        if fused:
+            del self.second
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "second"):
+            g, u = self.first(x), self.second(x)
+        else:
+            u, g = self.first(x).chunk(2, dim=-1)
+        y: Tensor = self.down(self.act(g) * u)
+        return y
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gates_have_a_site_of_each_factor(fused: bool) -> None:
+    model, x = Gated(fused), torch.randn(100, 4)
+    inputs = model.first(x).chunk(2, -1)[::-1] if fused else (model.first(x), model.second(x))
+    for whole, prefix in ((model, ""), (nn.Sequential(model), "0.")):
+        found = fitact.calibrate(whole, [x])
+        assert [(one.path, one.activation) for one in found.sites] == [
+            (f"{prefix}act", "silu"),
+            (f"{prefix}act:u", "identity"),
+        ]
+        for one, expected in zip(found.sites, inputs, strict=True):
+            assert (one.count, one.mean) == (800, pytest.approx(expected.double().mean().item(), rel=1e-5))
+            assert one.largest == pytest.approx(expected.max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "gate", [SwigluCoded8(), fitact.activation("silu", gate=True)], ids=["shipped", "rebuilt"]
+)
+def test_modules_that_are_gates(gate: nn.Module) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = gate
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.gate(x, u=2 * x)
+            return y
+
+    x = torch.randn(100, 4)
+    g, u = fitact.calibrate(Own(), [x]).sites
+    assert (g.path, u.path, u.activation) == ("gate", "gate:u", "identity")
+    assert u.mean == pytest.approx(2 * x.double().mean().item(), rel=1e-5)
+    assert g.deviation == pytest.approx(u.deviation / 2, rel=1e-5)
 
 
 def test_the_same_call_gives_the_same_bytes() -> None:

@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fitact
 from fitact.generated.gelu_fewbit3 import gelu_fewbit3
 from fitact.generated.silu_inverted1 import silu_inverted1
+from fitact.generated.swiglu_coded6_8 import swiglu_coded6_8
+from fitact.generated.swiglu_rebuild import swiglu_rebuild
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -50,6 +52,35 @@ for function in (gelu_fewbit3, silu_inverted1):
         assert torch.equal(dx.full_tensor(), gradient)
     half = DTensor.from_local(whole / 2, mesh, [Partial()], run_check=False)
     assert torch.equal(function(half).full_tensor(), expected)
+"""
+# So are those of gates; u may have other placements than g, but not be whole where g is in parts.
+GATES = """
+torch.manual_seed(0)
+parts = [torch.randn(6, 5120) for _ in range(3)]  # whole vectors in each part: a CPU rounds the rest otherwise
+g, u, dh = parts
+placements = (Replicate(), Shard(0), Shard(1))
+for function in (swiglu_rebuild, swiglu_coded6_8):
+    leaves = [one.clone().requires_grad_() for one in (g, u)]
+    expected = function(*leaves)
+    gradients = torch.autograd.grad(expected, leaves, dh)
+    for of_g, of_u in [*zip(placements, placements), (Shard(0), Replicate())]:
+        given = [distribute_tensor(one, mesh, [of]) for one, of in zip(parts, (of_g, of_u, of_g))]
+        leaves = [one.requires_grad_() for one in given[:2]]
+        h = function(*leaves)
+        assert h.placements == (of_g,) and h.shape == g.shape and h.stride() == g.stride()
+        assert torch.equal(h.full_tensor(), expected)
+        for found, of, gradient in zip(torch.autograd.grad(h, leaves, given[2]), (of_g, of_u), gradients):
+            assert torch.equal(found.full_tensor(), gradient)
+    both = distribute_tensor(torch.cat([g, u], 1), mesh, [Shard(0)])
+    h = function(*both.requires_grad_().chunk(2, -1))
+    assert torch.equal(h.full_tensor(), expected) and h.stride() == g.stride()
+    half = DTensor.from_local(g / 2, mesh, [Partial()], run_check=False)
+    assert torch.equal(function(half, distribute_tensor(u, mesh, [Shard(1)])).full_tensor(), expected)
+    try:
+        function(distribute_tensor(g, mesh, [Shard(0)]), u)
+        raise SystemExit("it was not refused")
+    except TypeError as error:
+        assert "both DTensors of one mesh, or none, got a DTensor on " in str(error) and "\\n" not in str(error)
 """
 # After three steps parameters and gradients are a single process's, which sees the whole batch; and what is kept
 # of the batch is what one process keeps, 3 bits an element.
@@ -131,7 +162,7 @@ def test_in_two_processes(tmp_path: Path) -> None:
                 "-W",
                 "error",
                 "-c",
-                START + TENSORS + TRAIN + END,
+                START + TENSORS + GATES + TRAIN + END,
                 str(rank),
                 str(tmp_path / "store"),
             ],

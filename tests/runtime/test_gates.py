@@ -195,7 +195,7 @@ def bits(name: str, elements: int) -> list[int]:
     if not isinstance(fit, CodedGateFit):
         return [4 * elements]  # one storage, of which both are views
     kept = []
-    for code, whole in ((fit.code_g, 0), (fit.code_u, 4 * elements)):
+    for code, whole in ((fit.code_g, 0), (fit.code_u, 2 * elements)):
         tiles = -(-elements // 8192)
         size = whole if code is None else elements if code.bits == 8 else tiles * 1024 * code.bits
         kept.append(size)
@@ -204,7 +204,7 @@ def bits(name: str, elements: int) -> list[int]:
 
 @every
 def test_bytes_of_storages(name: str) -> None:
-    """Halves of one tensor are kept as the views that they are."""
+    """Halves of one tensor are kept as the views that they are, but beside codes of one, a copy of the other."""
     whole = torch.randn(16, 2 * 1024).to(HALF).requires_grad_()
     with count_saved() as saved:
         g, u = whole.chunk(2, -1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ import torch.nn.functional as F
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import kernels, modules
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
-from fitact.runtime.ops import autograd
+from fitact.runtime.ops import autograd, gate_ops
 from fitact.runtime.ops.registry import find
 from tests.conftest import INTERPRETED
 from tests.support import values
+from tests.support.gates import near
 from tests.support.generated import patterns, same
 from tests.support.inverses import LOST, inverses
 from tests.support.outputs import outputs
@@ -306,6 +308,84 @@ def test_memory_that_is_taken() -> None:
     (dx,) = torch.autograd.grad(y, x, dy)
     assert torch.cuda.max_memory_allocated() - before <= 4 * n + 3 * n // 8 + 3 * 2**20
     assert dx.dtype == torch.bfloat16
+
+
+GATES = ("swiglu_coded8", "geglu_coded6_8", "swiglu_rebuild")
+GATES += ("geglu_coded8", "geglu_coded8_8", "swiglu_coded6_8", "swiglu_coded8_8", "geglu_rebuild") if GPU else ()
+
+
+def halves(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of one tensor on the device: every number of half precision; of float32 any bits, and normal ones."""
+    anything = torch.randint(-(2**31), 2**31, (MANY,)).int().view(torch.float32)
+    x = patterns(dtype) if dtype != torch.float32 else torch.cat([anything, 3 * torch.randn(MANY)])
+    rows = torch.cat([x.view(-1, 2048), x[torch.randperm(len(x))].view(-1, 2048)], 1)
+    g, u = rows.to(DEVICE).chunk(2, -1)
+    return g, u
+
+
+@pytest.mark.parametrize("name", GATES)
+@each_dtype
+def test_gates(name: str, dtype: torch.dtype) -> None:
+    """Codes are those of the CPU, bit for bit, and so is all that is looked up by them."""
+    key = import_module(f"fitact.generated.{name}")._KEY
+    gate, ops = gate_ops.find(key), torch.ops.fitact
+    g, u = halves(dtype)
+    dh = torch.randn(g.shape).to(dtype)
+    h, *codes = ops.gate_forward(g, u, key)
+    expected, *others = gate_ops._forward_reference(g.cpu(), u.cpu(), key)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(codes, others, strict=True))
+    kept = gate_ops.kept(gate, g, u, *codes)
+    on_cpu = [one.cpu() for one in kept]
+    found = [ops.gate_value(*kept, h.shape, dtype, key), *ops.gate_backward(dh.to(DEVICE), *kept, True, True, key)]
+    looked_up = [
+        gate_ops._value_reference(*on_cpu, h.shape, dtype, key),
+        *gate_ops._backward_reference(dh, *on_cpu, True, True, key),
+    ]
+    # where the formula of a derivative overflows or cancels, PyTorch's own does so elsewhere
+    ordinary = ((g.abs() < 20) & (u.abs() < 20)).cpu()
+    reach = ((1 + g.double().abs()) * (1 + u.double().abs())).cpu() * (1 + dh.double().abs())
+    near(h.cpu()[ordinary], expected[ordinary], reach[ordinary])
+    for one, other in zip(found, looked_up, strict=True):
+        if gate.exact:
+            near(one.cpu()[ordinary], other[ordinary], reach[ordinary])
+        else:
+            assert same(one.cpu(), other)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", GATES)
+def test_gates_in_a_cuda_graph(name: str) -> None:
+    function = getattr(import_module(f"fitact.generated.{name}"), name)
+    g, u = (torch.randn(64, 3000, device="cuda", requires_grad=True) for _ in range(2))
+    dh = torch.randn_like(g)
+    torch.autograd.grad(function(g, u), (g, u), dh)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h = function(g, u)
+        captured = torch.autograd.grad(h, (g, u), dh)
+    with torch.no_grad():
+        g.copy_(torch.randn(64, 3000))
+    graph.replay()
+    expected = function(g, u)
+    assert same(h, expected)
+    assert all(map(same, captured, torch.autograd.grad(expected, (g, u), dh)))
+
+
+@needs_gpu
+@pytest.mark.parametrize(("name", "bits"), [("swiglu_coded8", 8), ("swiglu_coded8_8", 16), ("swiglu_rebuild", 0)])
+def test_memory_that_gates_take(name: str, bits: int) -> None:
+    """Forward takes the output and the codes, backward both gradients."""
+    function, n = getattr(import_module(f"fitact.generated.{name}"), name), 2**24
+    g, u = (torch.randn(n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    dh = torch.randn_like(g)
+    torch.autograd.grad(function(g, u), (g, u), dh)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    h = function(g, u)
+    assert torch.cuda.memory_allocated() - before <= 2 * n + bits * n // 8 + 2**21
+    torch.autograd.grad(h, (g, u), dh)
+    assert torch.cuda.max_memory_allocated() - before <= 6 * n + bits * n // 8 + 2**22
 
 
 COLUMNS = [1, 100, 768, 4096, 5000, kernels.LONGEST + 1]

@@ -1,14 +1,17 @@
-"""Gates with codes of equal steps in asinh: not the best, and made in no time."""
+"""Gates with codes of equal steps in asinh: not the best, and made in no time; and how near kernels have to be."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit, combined
+
+EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
 
 
 def part(activation: Activation, bits: int, name: str) -> CodedFit:
@@ -53,3 +56,21 @@ def coded(text: str, name: str, bits: int, bits_u: int = 16) -> CodedGateFit:
     a = part(gate.a, bits, name)
     b = part(gate.b, bits_u, name) if bits_u < 16 else None
     return CodedGateFit(name=name, method="gate_coded", activation=gate, code_g=a, code_u=b, error=combined(a, b))
+
+
+def near(one: torch.Tensor, other: torch.Tensor, reach: torch.Tensor) -> None:
+    """Up to three roundings apart, at numbers that are not subnormal; and special where the other is.
+
+    Where a derivative has a root, what is added up cancels: a millionth of `reach` is allowed too.
+    """
+    if not other.numel():  # not wanted, or nothing there
+        assert not one.numel()
+        return
+    dtype = one.dtype
+    assert (dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    # the largest number and infinity are one truncation apart
+    wide = other.double().abs() < torch.finfo(dtype).max / 2
+    tiny = 4 * torch.finfo(dtype).smallest_normal
+    a, b = one.double()[wide], other.double()[wide]
+    assert bool(((a - b).abs() <= 4 * EPS[dtype] * b.abs() + 1e-6 * reach[wide] + tiny).all())
+    assert torch.equal(one.isnan(), other.isnan())

@@ -29,7 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fitact.codegen.generate import search_steps
-from fitact.runtime.ops import registry
+from fitact.runtime.ops import gate_ops, registry
+from fitact.runtime.ops.factors import CodedFactor
+from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.reference import TILE
 from fitact.runtime.ops.registry import Coded, Pointwise
 
@@ -240,10 +242,11 @@ def _loops(program: Program) -> set[frozenset[int]]:
 def full_tile(program: Program, work: Work) -> tuple[Way, int]:
     """Return the way that a thread takes in a full tile, and how often it runs the loop.
 
-    Of the ways that do the work, the one with the fewest accesses to memory.
+    Of the ways that do the work, the one with the fewest accesses to memory. Ways to one loop may differ before
+    it, where a division of large numbers has a short way for small ones: the longest counts.
 
     Raises:
-        ValueError: there is no such way, or more than one.
+        ValueError: there is no such way, or more than one loop.
 
     """
     fitting = [(way, trips) for way in ways(program) if (trips := way.trips(work)) is not None]
@@ -254,9 +257,9 @@ def full_tile(program: Program, work: Work) -> tuple[Way, int]:
 
     fewest = min((accesses(*one) for one in fitting), default=0)
     best = [one for one in fitting if accesses(*one) == fewest]
-    if len(best) != 1:
+    if len({(id(way.loop[0]) if way.loop else None, trips) for way, trips in best}) != 1:
         raise ValueError(f"{len(best)} ways through the kernel do {work}: expected 1 of {len(ways(program))}")
-    return best[0]
+    return max(best, key=lambda one: sum(each.counted for each in one[0].rest))
 
 
 def count(way: Way, trips: int, work: Work) -> tuple[float, float]:
@@ -334,6 +337,80 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class GateKernel:
+    """A kernel of a gate and how it is launched.
+
+    Attributes:
+        module: name of its module.
+        pass_: forward, backward or again.
+        gate: the gate.
+        view: whether g and u are rows of longer ones, where they are read as they are.
+
+    """
+
+    module: str
+    pass_: str
+    gate: Gate
+    view: bool = False
+
+    @classmethod
+    def of(cls, module: str, pass_: str, view: bool = False) -> GateKernel:
+        """Return a kernel of a generated module."""
+        return cls(module, pass_, gate_ops.find(importlib.import_module(f"fitact.generated.{module}")._KEY), view)
+
+    def threads(self, dtype: str) -> int:
+        """Return the threads of a program."""
+        return gate_ops.threads(FLOATS[dtype])
+
+    def work(self, dtype: str) -> Work:
+        """Return what a thread has to do in a full tile."""
+        elements, size = TILE // self.threads(dtype), DTYPES[dtype].itemsize
+        factors = (self.gate.a, self.gate.b)
+        byte = sum(factor.bits == 8 for factor in factors)
+        words = sum(elements * factor.bits // 8 for factor in factors if factor.bits < 8)
+        coded = [factor for factor in factors if isinstance(factor, CodedFactor)]
+        if self.pass_ == "forward":
+            looked_up = sum(1 if dtype != "fp32" else 1 + 4 * search_steps(one.borders) for one in coded)
+            return Work(elements, 2 * size + looked_up, size + byte, writes_once=words)
+        kept = size * (2 - len(coded)) + byte + 4 * len(coded)
+        if self.pass_ == "again":
+            return Work(elements, kept, size, reads_once=words)
+        derivatives = 4 * sum(not one.linear for one in coded)
+        return Work(elements, size + kept + derivatives, 2 * size, reads_once=words)
+
+    def compile(self, dtype: str, target: str) -> Any:
+        """Compile ahead of time, as the runtime's launch would."""
+        factors = {"g": self.gate.a, "u": self.gate.b}
+        function = getattr(self.gate, self.pass_)
+        signature: dict[str, str] = {}
+        for argument in function.arg_names:
+            what, _, of = argument.rpartition("_")
+            factor = factors.get(of)
+            bits = 0 if factor is None else factor.bits
+            if what in ("width", "stride"):
+                read = self.pass_ == "forward" or not bits
+                signature[argument] = "i32" if self.view and read else "constexpr"
+            elif what:
+                there = bits and not (what == "derivatives" and getattr(factor, "linear", False))
+                kind = "*u8" if what in ("codes", "first") else "*fp32"
+                signature[argument] = kind if there else "constexpr"
+            else:
+                kept_as_codes = self.pass_ != "forward" and bits
+                signature[argument] = "i64" if of == "n" else "*u8" if kept_as_codes else f"*{dtype}"
+        kinds = list(enumerate(signature.values()))
+        return triton.compile(
+            ASTSource(
+                fn=function,
+                signature=signature,
+                constexprs={(i,): None for i, kind in kinds if kind == "constexpr"},
+                attrs={(i,): [["tt.divisibility", 16]] for i, kind in kinds if kind[0] == "*" or kind == "i32"},
+            ),
+            target=TARGETS[target],
+            options={"num_warps": self.threads(dtype) // TARGETS[target].warp_size},
+        )
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a kernel costs.
 
@@ -406,7 +483,7 @@ def machine_codes(asms: Sequence[Any], target: str) -> list[Code]:
     ]
 
 
-def measure(kernel: Kernel, dtype: str, target: str) -> Cost:
+def measure(kernel: Kernel | GateKernel, dtype: str, target: str) -> Cost:
     """Compile a kernel and read off what it costs."""
     asm = kernel.compile(dtype, target).asm
     code = machine_code(asm)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.kinds import AnyFit
-from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight
+from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, read_weight_u
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
@@ -71,6 +71,12 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "one.  [default: uniform; for coded, student(3)]",
 )
 @click.option(
+    "--weight-u",
+    metavar="W",
+    help="Of a gate, with --bits-u: the same of u; --weight is that of g.  [default: with FILE.json#SITE "
+    "that of u there; else student(3)]",
+)
+@click.option(
     "--param",
     "parameters",
     multiple=True,
@@ -116,6 +122,7 @@ def fit(
     method: str,
     domain: tuple[float, float] | None,
     weight: str | None,
+    weight_u: str | None,
     parameters: Sequence[str],
     objective: str | None,
     tol: float | None,
@@ -140,6 +147,7 @@ def fit(
       fitact fit --fn silu --method coded --bits 8
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
       fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
+      fitact fit --fn swiglu --method coded --bits 8 --weight "weights.json#mlp.act" --name swiglu_mlp
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
     """
     from fitact.files import write
@@ -147,12 +155,12 @@ def fit(
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.methods.table import DOMAINS, GATE_OPTIONS, OPTIONS, WEIGHTS, make, make_gate
     from fitact.fitter.records.fit import ExactFit, check_name
-    from fitact.fitter.records.gate import GateFit
+    from fitact.fitter.records.gate import KEPT, GateFit
 
     from .tables import fits as show_fits
 
-    if weight == WEIGHTS.get(method, "uniform"):
-        weight = None
+    default = WEIGHTS.get(method, "uniform")
+    weight, weight_u = (None if one == default else one for one in (weight, weight_u))
     gates = _are_gates(method, functions)
     _check_options(
         method,
@@ -162,6 +170,7 @@ def fit(
             "--bits-u": bits_u is not None,
             "--domain": domain is not None,
             "--weight": weight is not None,
+            "--weight-u": weight_u is not None,
             "--objective": objective is not None,
             "--tol": tol is not None,
             "--family": family is not None,
@@ -186,6 +195,7 @@ def fit(
         "--param": bool(parameters),
         "--domain": domain not in (None, DOMAINS.get(method)),
         "--weight": weight is not None,
+        "--weight-u": weight_u is not None,
         "--objective": objective == "derivative",
         "--tol": tol is not None,
         "--family": family == "parametric",
@@ -197,18 +207,22 @@ def fit(
     if name is not None:
         check_name(name, "--name")
 
+    coded_u = bits_u not in (None, KEPT)
+    if weight_u is not None and not coded_u:
+        raise UsageError("--weight-u is for a code of u: give --bits-u 6 or 8 with it")
     weighing = None if weight is None else read_weight(weight)
+    weighing_u = read_weight(weight_u) if weight_u else read_weight_u(weight) if weight and coded_u else None
 
     made: list[AnyFit] = []
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
-        if weighing is not None and weighing.text != weight:
-            _warn_of_domain(weighing, domain or DOMAINS[method])
+        for one, given_as in ((weighing, weight), (weighing_u, weight_u)):
+            if one is not None and one.text != given_as:
+                _warn_of_domain(one, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
             if isinstance(activation, Gate):
-                made.append(
-                    make_gate(method, activation, name or _gate_name(activation, method, k, bits_u), k, bits_u)
-                )
+                named_so = name or _gate_name(activation, method, k, bits_u)
+                made.append(make_gate(method, activation, named_so, k, bits_u, (weighing, weighing_u)))
                 advance(bar, i, 1.0)
                 continue
             given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
