@@ -155,7 +155,9 @@ class Programme:
 
     def total(self, chosen: NDArray[np.intp]) -> float:
         """Return J of nodes, by their indices, with D_i = f′(x_i)."""
-        return sum(float(sum(self.costs(chosen[i : i + 1], int(chosen[i + 1])))[0]) for i in range(len(chosen) - 1))
+        return sum(
+            float(sum(self.costs(chosen[i : i + 1], int(chosen[i + 1])))[0]) for i in range(len(chosen) - 1)
+        )
 
     def _bound(self, count: int) -> float:
         """Return J of some nodes: they share out the cube roots of the costs between neighbours evenly."""

@@ -23,14 +23,13 @@ def position_of(x, table):
     """Return the position of x, int32, 0 for NaN. table: those of the numbers of bfloat16, int32, by their bits."""
     if x.dtype == tl.bfloat16:
         return tl.load(table + x.to(tl.uint16, bitcast=True).to(tl.int32))
-    else:
-        number = x.to(tl.float32)
-        bits = number.to(tl.int32, bitcast=True)
-        upper = (bits >> 16) & 0xFFFF
-        first, after = tl.load(table + upper), tl.load(table + ((upper + 1) & 0xFFFF))
-        # at most 2^16 · (2^15 − 1), which an int32 holds: no two nodes lie between neighbours
-        found = first + (((after - first) * ((bits & 0xFFFF) >> 1)) >> 15)
-        return tl.where(number == number, found, 0)
+    number = x.to(tl.float32)
+    bits = number.to(tl.int32, bitcast=True)
+    upper = (bits >> 16) & 0xFFFF
+    first, after = tl.load(table + upper), tl.load(table + ((upper + 1) & 0xFFFF))
+    # at most 2^16 · (2^15 − 1), which an int32 holds: no two nodes lie between neighbours
+    found = first + (((after - first) * ((bits & 0xFFFF) >> 1)) >> 15)
+    return tl.where(number == number, found, 0)
 
 
 @jit
@@ -41,11 +40,10 @@ def _drawn_row(x_row, y_row, left, random, table, value: tl.constexpr, whole: tl
         x = tl.load(x_row + column)
         tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty))
         return (position_of(x, table) + random) >> 16
-    else:
-        inside = column < left
-        x = tl.load(x_row + column, mask=inside, other=0.0)
-        tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty), mask=inside)
-        return tl.where(inside, (position_of(x, table) + random) >> 16, 0)
+    inside = column < left
+    x = tl.load(x_row + column, mask=inside, other=0.0)
+    tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty), mask=inside)
+    return tl.where(inside, (position_of(x, table) + random) >> 16, 0)
 
 
 @jit

@@ -183,9 +183,7 @@ def first_codes(borders: tuple[float, ...], dtype: torch.dtype, device: torch.de
     return _count(least.view(torch.float32), borders, False).to(device, torch.uint8)
 
 
-def positions(
-    nodes: tuple[float, ...], values: tuple[float, ...], value: Callable[[Tensor], Tensor]
-) -> Tensor:
+def positions(nodes: tuple[float, ...], values: tuple[float, ...], value: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the positions of all numbers of bfloat16 by their bits, int32 (PATTERNS,), 0 for NaN.
 
     That of node i is 65536·i; from there to the next it rises with f in proportion, from one value to the next.

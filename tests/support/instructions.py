@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 from fitact.codegen.generate import search_steps
 from fitact.runtime.ops import registry
 from fitact.runtime.ops.reference import TILE
-from fitact.runtime.ops.registry import Coded, LookedUp, Pointwise, Stochastic
+from fitact.runtime.ops.registry import LookedUp, Pointwise, Stochastic
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -307,8 +307,8 @@ class Kernel:
         in_words = self.activation.bits < 8
         codes, byte = (elements * self.activation.bits // 8, 0) if in_words else (0, 1)
         if self.pass_ == "forward":
-            # the seed, and a number for each column
-            once = 8 + 4 * elements // 8 if isinstance(self.activation, Stochastic) else 0
+            # the seed and a number
+            once = 8 + 4 if isinstance(self.activation, Stochastic) else 0
             return Work(elements, size + self.looked_up(dtype), size + byte, once, codes)
         rows = {"dy", "x", "y"} & set(self.function.arg_names[:-2])
         return Work(elements, size * len(rows) + byte + self.looked_up(dtype), size, reads_once=codes)
