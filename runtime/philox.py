@@ -1,6 +1,6 @@
 """Philox 4x32-10 in PyTorch's operators: random numbers as a function of a seed and of a counter.
 
-Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC 2011. The numbers are those of Triton's `tl.philox`.
+Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC 2011. The same as Triton's `tl.philox`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Codes drawn at random such that the value looked up is f(x) in the mean, and the best nodes for them.
 
-Code i stands for the node x_i, with F_i = f(x_i). Between neighbouring nodes f is monotone, so that F_i and F_{i+1}
+Code i stands for the node x_i, with F_i = f(x_i). Between neighbouring nodes f is monotone, so F_i and F_{i+1}
 bracket f(x); code i + 1 is drawn with the probability p = (f(x) − F_i) / (F_{i+1} − F_i), else code i. Then
 E F = f(x), with the variance (f − F_i)(F_{i+1} − f). The *position* i + p rises by 1 from node to node; adding a
 random number from [0, 1) and rounding down draws the code.
 
-Nodes are numbers of bfloat16. A position is kept as a whole number of 1/65536, for each number of bfloat16. Between
+Nodes are numbers of bfloat16. A position is a whole number of 1/65536, known for each number of bfloat16. Between
 neighbouring ones, which a float32 may lie between, it is interpolated. So all arithmetic on a position is that of
 whole numbers, the same on every device.
 """
@@ -206,7 +206,7 @@ def shares(x: Array, nodes: Array, values: Array, f: Array) -> tuple[NDArray[np.
 
 
 def positions(nodes: Array, values: Array, function: Callable[[Array], Array]) -> NDArray[np.int64]:
-    """Return the positions of all numbers of bfloat16 by their bits, (PATTERNS,), in units of 1/65536; 0 for NaN."""
+    """Return the positions of all numbers of bfloat16 by their bits, (PATTERNS,), in 1/65536; 0 for NaN."""
     with np.errstate(invalid="ignore"):
         numbers = (np.arange(PATTERNS, dtype=np.uint32) << 16).view(np.float32).astype(np.float64)
     x = np.clip(np.where(np.isnan(numbers), nodes[0], numbers), nodes[0], nodes[-1])

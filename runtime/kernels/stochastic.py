@@ -1,7 +1,7 @@
 """The Triton tile loop of coded activations whose codes are drawn at random.
 
 A *position* is a whole number of 1/65536 that rises by 1 from node to node; adding a random number of 16 bits and
-rounding down draws the code. The positions of all numbers of bfloat16 are in a table. A float32 lies between two of
+rounding down draws the code. A table has the positions of all numbers of bfloat16. A float32 lies between two of
 them, which the upper 16 bits find; the position is interpolated between theirs. All this is whole numbers, so that
 `ops.reference` draws the same codes.
 
@@ -20,7 +20,7 @@ NAN = constexpr(0x7FFF)  # bits of one in bfloat16
 
 @jit
 def position_of(x, table):
-    """Return the position of x, int32, 0 for NaN. table: those of the numbers of bfloat16, int32, by their bits."""
+    """Return the position of x, int32, 0 for NaN. table: those of numbers of bfloat16, int32, by their bits."""
     if x.dtype == tl.bfloat16:
         return tl.load(table + x.to(tl.uint16, bitcast=True).to(tl.int32))
     number = x.to(tl.float32)

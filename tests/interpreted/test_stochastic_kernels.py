@@ -1,4 +1,4 @@
-"""The kernel that draws codes at random in Triton's interpreter: run with TRITON_INTERPRET=1. Codes may not differ."""
+"""The kernel that draws codes at random in Triton's interpreter: run with TRITON_INTERPRET=1; codes are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes drawn at random: random numbers, codes and layout against plain whole numbers; means against SiLU itself."""
+"""Codes drawn at random: random numbers, codes and layout against plain whole numbers; means against SiLU."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 @click.option(
     "--rounding",
     type=click.Choice(["nearest", "stochastic"]),
-    help="Of coded: which of the codes near x is kept, always the same or one drawn at random, such that the value "
+    help="Of coded: which of the codes near x is kept, always the same or one drawn at random, so that the value "
     "looked up is f(x) in the mean.  [default: nearest]",
 )
 @click.option(
