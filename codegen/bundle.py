@@ -27,9 +27,11 @@ from .safety import admitted
 # Exactly the files that importing `fitact.runtime` imports.
 RUNTIME = (
     "__init__.py",
+    "philox.py",
     "recipes.py",
     "torch_internals.py",
-    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "math", "tiles", "triton_compat")),
+    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "math")),
+    *(f"kernels/{name}.py" for name in ("stochastic", "tiles", "triton_compat")),
     *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "factors", "gate_ops", "gates", "inductor")),
     *(f"ops/{name}.py" for name in ("launch", "reference")),
     "ops/reference_math.py",

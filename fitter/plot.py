@@ -19,6 +19,7 @@ from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.stochastic import StochasticFit
 from fitact.pictures import check_format, literal, save
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
         return [partial(_draw_over_output, fit), partial(_draw_over_input, fit)]
     if isinstance(fit, CodedFit):
         return [partial(_draw_tables, fit), partial(_draw_reach, fit)]
+    if isinstance(fit, StochasticFit):
+        return [partial(_draw_means, fit)]
     if fit.method == "relumix":
         return [partial(_draw_primitive, fit), partial(_draw_step, fit)]
     return [partial(_draw_step, fit)]
@@ -157,6 +160,29 @@ def _draw_tables(fit: CodedFit, upper: Axes, lower: Axes) -> None:
     )
     _dress(fit, upper, lower, f"{2**fit.bits} cells, $J$ = {fit.error['objective']:.4g}\nx normal: error {errors}")
     upper.set_ylabel("value and derivative")
+
+
+def _draw_means(fit: StochasticFit, upper: Axes, lower: Axes) -> None:
+    low, high = max(fit.domain[0], -REACH), min(fit.domain[1], REACH)
+    if low >= high:
+        low, high = fit.domain
+    nodes = np.array(fit.nodes)
+    x = np.union1d(np.linspace(low, high, POINTS), nodes[(low <= nodes) & (nodes <= high)])
+    means, variances = fit.looked_up(x)
+    rows = ((fit.activation.value, "f", EXACT, FITTED), (fit.activation.derivative, "f\\,'", ERROR, SECOND))
+    for (exact, name, color, more), mean, deviation in zip(rows, means, np.sqrt(variances), strict=True):
+        upper.fill_between(_shown(x), mean - deviation, mean + deviation, color=more, alpha=0.25, linewidth=0)
+        _line(upper, x, mean, color=more, linewidth=1.6, label=f"mean of ${name}$")
+        _line(upper, x, exact(x), color=color, linewidth=1.0, label=f"${name}$ exact")
+        _line(lower, x, mean - exact(x), color=more, linewidth=0.8)
+    for axes in (upper, lower):
+        axes.set_xlim(low, high)
+    errors = ", ".join(
+        f"{fit.error[f'{what}_1']:.2g} of ${name}$" for what, name in (("value", "f"), ("derivative", "f\\,'"))
+    )
+    _dress(fit, upper, lower, f"{2**fit.bits} nodes, shaded: deviation; x normal: error {errors}")
+    upper.set_ylabel("value and derivative")
+    lower.set_ylabel("error of the mean")
 
 
 def _draw_reach(fit: CodedFit, upper: Axes, lower: Axes) -> None:

@@ -40,6 +40,7 @@ from .kernels.math import (
     tanh_softplus_half,
     tsech2,
 )
+from .kernels.stochastic import drawn_forward_tile
 from .kernels.tiles import backward_tile, encode, forward_tile, pick, quotient
 from .kernels.triton_compat import constexpr, jit, tl
 from .ops import reference_math
@@ -47,7 +48,7 @@ from .ops.autograd import apply
 from .ops.factors import CodedFactor, Factor
 from .ops.gate_ops import Gate, register_gate
 from .ops.gates import apply_gate
-from .ops.registry import Coded, Exact, Inverted, Step, register
+from .ops.registry import Coded, Exact, Inverted, Step, Stochastic, register
 
 __all__ = [
     "Coded",
@@ -57,6 +58,7 @@ __all__ = [
     "Gate",
     "Inverted",
     "Step",
+    "Stochastic",
     "apply",
     "apply_gate",
     "asinh",
@@ -65,6 +67,7 @@ __all__ = [
     "coded_forward_tile",
     "constexpr",
     "cosh",
+    "drawn_forward_tile",
     "encode",
     "erfc",
     "exp_full",

@@ -12,8 +12,8 @@ from torch import nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
 
+from ..keeping import DRAWN, KEEPERS
 from ..keeping import EXACT as WHOLE
-from ..keeping import KEEPERS
 from .models import Block, Transformer
 from .quantised import QuantisedGelu
 
@@ -89,7 +89,7 @@ FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, FACTORS = (
     "codes of the input, and float8",
     "both factors of a gate coded",
 )
-_KEEPERS = {**KEEPERS, WHOLE.name: WHOLE}
+_KEEPERS = {**KEEPERS, **DRAWN, WHOLE.name: WHOLE}
 EXACT = Method("exact", "exact", "exact")
 METHODS = {
     method.name: method
@@ -111,7 +111,11 @@ METHODS = {
             Method(f"stochastic{k}", f"stochastic, {_plural(k)}", RANDOM, partial(QuantisedGelu, k))
             for k in (1, 2, 3, 4)
         ),
-        *(Method(f"coded{k}", f"codes, {k} bits", CODES, keepers=(f"coded{k}", "exact")) for k in (8, 6, 4)),
+        *(Method(f"coded{k}", f"codes, {k} bits", CODES, keepers=(f"coded{k}", "exact")) for k in (8, 6, 5, 4)),
+        *(
+            Method(f"drawn{k}", f"codes drawn at random, {k} bits", CODES, keepers=(f"drawn{k}", "exact"))
+            for k in (8, 6, 5, 4)
+        ),
         Method("float8", "float8 e4m3", CODES, keepers=("e4m3", "exact")),
         Method("coded6-8", "codes, 6 and 8 bits", FACTORS, keepers=("coded6", "coded8")),
         Method("float8-8", "float8 e4m3, both", FACTORS, keepers=("e4m3", "e4m3")),

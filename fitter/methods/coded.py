@@ -19,11 +19,13 @@ from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.numerics import stochastic
 from fitact.fitter.numerics.coding import Objective, Steps, errors, reach
 from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import DEVIATIONS, MAX_DOMAIN, CodedFit
 from fitact.fitter.records.gate import BITS_U, KEPT, CodedGateFit, combined
+from fitact.fitter.records.stochastic import StochasticFit
 from fitact.fitter.records.validate import check_bits
 
 from .fewbit import check_finite, check_height, check_width, round_borders, without_noise
@@ -74,12 +76,8 @@ def fit(
 
     """
     check_bits(bits, CodedFit.BITS)
-    low, high = float(domain[0]), float(domain[1])
-    check_width(low, high, MAX_DOMAIN)
-    weight = weight or Weight(WEIGHT)
-    check_finite(activation, low, high)
-    check_height(weight, low, high)
-    objective = Objective(activation, weight, (low, high), cells)
+    objective = _objective(activation, domain, weight, cells)
+    low, high = objective.domain
 
     borders = refine(objective, dp_borders(objective.moments, 2**bits))
     levels = objective.steps(borders).levels
@@ -93,8 +91,8 @@ def fit(
         method=METHOD,
         activation=activation,
         bits=bits,
-        domain=(low, high),
-        weight=weight,
+        domain=objective.domain,
+        weight=objective.weight,
         borders=tuple(borders.tolist()),
         values=tuple(tables[0].tolist()),
         derivatives=tuple(tables[1].tolist()),
@@ -104,6 +102,81 @@ def fit(
     )
     _warn(fitted)
     return fitted
+
+
+def fit_stochastic(
+    activation: Activation,
+    bits: int,
+    name: str,
+    *,
+    domain: tuple[float, float] = DOMAIN,
+    weight: Weight | None = None,
+) -> StochasticFit:
+    """Fit the nodes of a code that is drawn at random, such that F is f(x) in the mean.
+
+    The nodes are numbers of bfloat16: the ends of the domain, and where f turns, are among them. The others are
+    those with the least J, the mean over x and over the random numbers, where D_i = f′(x_i). Then D is made anew:
+    its mean at x is nearest to f′(x), in the mean square.
+
+    Args:
+        activation: what to fit, f.
+        bits: 3 to 8.
+        name: the fit's name, a Python identifier.
+        domain: the interval [A, B] on which F is f in the mean; its ends become the nearest numbers of bfloat16
+            within.
+        weight: how much an error counts; by default the density of Student's t with 3 degrees of freedom.
+
+    Returns:
+        The fit. Its `error["objective"]` is J.
+
+    Raises:
+        UsageError: as by `fit`; or f turns more often than there are codes, or the domain has fewer numbers of
+            bfloat16.
+
+    Warns:
+        FitWarning: as by `fit`.
+
+    """
+    check_bits(bits, StochasticFit.BITS)
+    objective = _objective(activation, domain, weight, CELLS)
+    programme = stochastic.Programme(objective)
+    nodes = programme.at[programme.best(2**bits)]
+    values = activation.value(nodes).astype(np.float32).astype(np.float64)
+    slopes = stochastic.derivatives(objective, nodes, values)
+    scale = np.maximum(np.abs(slopes), np.sqrt(objective.mean_squares[1]))
+    slopes = without_noise(slopes, scale).astype(np.float32).astype(np.float64)
+    fitted = StochasticFit(
+        name=name,
+        method=StochasticFit.METHODS[0],
+        activation=activation,
+        bits=bits,
+        domain=objective.domain,
+        weight=objective.weight,
+        nodes=tuple(nodes.tolist()),
+        values=tuple(values.tolist()),
+        derivatives=tuple(slopes.tolist()),
+        error=stochastic.errors(
+            objective,
+            stochastic.positions(nodes, values, activation.value),
+            np.stack([values, slopes]),
+            np.union1d(programme.at, objective.moments.grid),
+            DEVIATIONS,
+        ),
+    )
+    _warn(fitted)
+    return fitted
+
+
+def _objective(
+    activation: Activation, domain: tuple[float, float], weight: Weight | None, cells: int
+) -> Objective:
+    """Return J; UsageError if there is none."""
+    low, high = float(domain[0]), float(domain[1])
+    check_width(low, high, MAX_DOMAIN)
+    weight = weight or Weight(WEIGHT)
+    check_finite(activation, low, high)
+    check_height(weight, low, high)
+    return Objective(activation, weight, (low, high), cells)
 
 
 def check(activation: Activation) -> None:
@@ -216,7 +289,7 @@ def _gaps(objective: Objective, borders: Array) -> Array:
     return np.asarray(np.minimum(widths[:-1], widths[1:]))
 
 
-def _warn(fit: CodedFit) -> None:
+def _warn(fit: CodedFit | StochasticFit) -> None:
     """Warn if a fit is worse than it seems."""
     float_check.warn(fit.activation)
     what = fit.activation.name or quote(fit.activation.expression)

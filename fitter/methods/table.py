@@ -11,6 +11,7 @@ from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.stochastic import StochasticFit
 
 from . import coded, exact, fewbit, inverted, inverted_published, relumix
 
@@ -20,7 +21,7 @@ OPTIONS = {
     "relumix": ("bits", "objective", "restarts", "seed"),
     "inverted": ("bits", "domain", "tol", "family"),
     "exact": (),
-    "coded": ("bits", "domain", "weight"),
+    "coded": ("bits", "domain", "weight", "rounding"),
 }
 # Those of gates.
 GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u")}
@@ -40,7 +41,8 @@ def make(method: str, activation: Activation, name: str, **options: Any) -> AnyF
         return inverted.fit(activation, name, **options)
     bits = options.pop("bits")
     if method == "coded":
-        return coded.fit(activation, bits, name, **options)
+        stochastic = options.pop("rounding", "nearest") == "stochastic"
+        return (coded.fit_stochastic if stochastic else coded.fit)(activation, bits, name, **options)
     if method == "relumix":
         return relumix.fit(activation, bits, name, **options)
     return fewbit.fit(activation, bits, name, **options)
@@ -69,6 +71,8 @@ def again(fit: AnyFit) -> AnyFit:
         return coded.fit_gate_again(fit)
     if isinstance(fit, GateFit):
         return make_gate("rebuild", fit.activation, fit.name)
+    if isinstance(fit, StochasticFit):
+        return coded.fit_stochastic(fit.activation, fit.bits, fit.name, domain=fit.domain, weight=fit.weight)
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
     if fit.name in inverted_published.NAMES:

@@ -1,6 +1,6 @@
 """The ops and their autograd.
 
-    fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
+    fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key, Tensor? seed) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
     fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
@@ -16,6 +16,9 @@ The ops see only contiguous tensors. Before calling them, `apply` permutes any i
 undoes the permutation, so codes and gradient are always in the same order. `dims` is the permutation back (None
 for none, as AOTInductor takes no empty list): PyTorch's own activations round differently in different layouts,
 and the PyTorch path evaluates them in the caller's layout.
+
+`seed`, int64 (1,), is there where codes are drawn at random. Each call draws one from PyTorch's generator, also
+without gradients: a checkpoint that runs forward twice, first without them, must leave the generator alike.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ from ..recipes import note
 from ..torch_internals import constant_in_graphs, in_functorch_transform
 from . import decode, reference
 from .launch import Launch
-from .registry import KERNEL_DTYPES, Coded, Pointwise, find
+from .registry import KERNEL_DTYPES, LookedUp, Pointwise, Stochastic, find
 
 DTYPES = (*KERNEL_DTYPES, torch.float64)
+SEEDS = (1 << 63) - 1  # how many there are
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
+Dims = Sequence[int] | None
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
@@ -79,17 +84,16 @@ def apply(x: Tensor, key: str) -> Tensor:
             f"{activation.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
         )
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
+    seed = torch.randint(SEEDS, (1,), device=x.device) if isinstance(activation, Stochastic) else None
     if not may_need_gradient(x):
         return _uncoded(activation, x, dtype)
     if x.device.type in KERNEL_DEVICES:
         decode.prepare(key, str(x.device))
-    if x.is_contiguous():
-        return _differentiable(x, None, dtype, key)
-    order = _memory_order(x)
+    order = None if x.is_contiguous() else _memory_order(x)
     if order is None:
-        return _differentiable(x.contiguous(), None, dtype, key)
+        return _differentiable(x.contiguous(), None, dtype, key, seed)
     dims = _inverse(order)
-    return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
+    return _differentiable(x.permute(order), dims, dtype, key, seed).permute(dims)
 
 
 def may_need_gradient(x: Tensor) -> bool:
@@ -138,13 +142,13 @@ def _distributed(x: Any, key: str) -> Tensor:
     return y
 
 
-def _differentiable(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> Tensor:
+def _differentiable(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
-        y: Tensor = _ops.forward(x, dims, dtype, key)[0]
+        y: Tensor = _ops.forward(x, dims, dtype, key, seed)[0]
     else:
-        y, codes, _ = _Pointwise.apply(x, dims, dtype, key)
-        if isinstance(find(key), Coded):
+        y, codes, _ = _Pointwise.apply(x, dims, dtype, key, seed)
+        if isinstance(find(key), LookedUp):
             note(y, Decoded(key, y.shape, y.dtype), codes, exact=False)
     return y
 
@@ -209,10 +213,8 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(
-        x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return *_ops.forward(x, dims, dtype, key), x.new_empty(0)
+    def forward(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None) -> tuple[Tensor, ...]:
+        return *_ops.forward(x, dims, dtype, key, seed), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -220,11 +222,12 @@ class _Pointwise(torch.autograd.Function):
         _keep(ctx, inputs, *output)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None
+            return (None,) * 5
         y, codes, autograd_anchor = ctx.saved_tensors
-        return _Gradient.apply(dy.contiguous(), autograd_anchor, y, codes, ctx.dtype, ctx.key), None, None, None
+        dx = _Gradient.apply(dy.contiguous(), autograd_anchor, y, codes, ctx.dtype, ctx.key)
+        return dx, None, None, None, None
 
 
 class _Gradient(torch.autograd.Function):
@@ -263,7 +266,7 @@ def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forward_reference(
-    x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str
+    x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     activation = find(key)
     with torch.no_grad():
@@ -272,7 +275,7 @@ def _forward_reference(
             # set_: the result may be a permutation of y, but not a view, which could not be changed in place
             y = y.permute(_inverse(dims)).contiguous()
             y = x.new_empty(0, dtype=dtype).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
-        return y, activation.encode(x, dtype)
+        return y, activation.encode(x, dtype, seed)
 
 
 def _backward_reference(
@@ -282,12 +285,14 @@ def _backward_reference(
         return find(key).gradient(grad, output, codes, dtype)
 
 
-def _forward_triton(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+def _forward_triton(
+    x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if x.dtype not in KERNEL_DTYPES:
-        return _forward_reference(x, dims, dtype, key)
+        return _forward_reference(x, dims, dtype, key, seed)
     activation = find(key)
     y, codes = _forward_fake(x, dims, dtype, key)
-    activation.run_forward(Launch(x, activation.threads(x, y)), x, y, codes)
+    activation.run_forward(Launch(x, activation.threads(x, y)), x, y, codes, seed)
     return y, codes
 
 
@@ -308,14 +313,16 @@ def _save_key(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.key = inputs[4]
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
+def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return None, None, None, None
+        return (None,) * 5
     y, codes = ctx.saved_tensors
-    return _ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None
+    return _ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None, None
 
 
-def _forward_fake(x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+def _forward_fake(
+    x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     # one dimension: a compiler would specialise on a dimension of tiles that is 1
     size = reference.bytes_of_codes(x, find(key).bits)
     return torch.empty_like(x, dtype=dtype), x.new_empty(size, dtype=torch.uint8)
@@ -337,9 +344,11 @@ def _batched(x: Tensor, dim: int | None, size: int, key: str) -> Tensor:
 
 
 def _forward_vmap(
-    info: Any, in_dims: Any, x: Tensor, dims: Sequence[int] | None, dtype: torch.dtype, key: str
+    info: Any, in_dims: Any, x: Tensor, _: Any, dtype: torch.dtype, key: str, seed: Tensor | None = None
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     size, dim = info.batch_size, in_dims[0]
+    if seed is not None:
+        raise RuntimeError(f"{find(key).name}: vmap cannot draw codes at random: call it on the whole batch")
     shape = x.movedim(dim, 0).shape
     y, codes = _ops.forward(_batched(x, dim, size, key), None, dtype, key)
     y = y[:, : shape[1:].numel()].reshape(shape)
@@ -360,7 +369,8 @@ def _backward_vmap(
 def _define() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     tags = (torch.Tag.pt2_compliant_tag,)
-    library.define("forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor, Tensor)", tags=tags)
+    arguments = "Tensor x, int[]? dims, ScalarType dtype, str key, Tensor? seed=None"
+    library.define(f"forward({arguments}) -> (Tensor, Tensor)", tags=tags)
     library.define(
         "backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor", tags=tags
     )

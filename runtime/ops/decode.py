@@ -16,12 +16,12 @@ from torch import Tensor
 from ..torch_internals import constant_in_graphs
 from . import reference
 from .launch import Launch
-from .registry import KERNEL_DTYPES, Coded, find
+from .registry import KERNEL_DTYPES, LookedUp, find
 
 SCHEMA = "decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor"
 
 
-def coded(key: str) -> Coded:
+def coded(key: str) -> LookedUp:
     """Return a coded activation.
 
     Raises:
@@ -29,7 +29,7 @@ def coded(key: str) -> Coded:
 
     """
     activation = find(key)
-    if not isinstance(activation, Coded):
+    if not isinstance(activation, LookedUp):
         kind = type(activation).__name__
         raise TypeError(f"{activation.name}: expected an activation with values to look up, got a {kind}")
     return activation
@@ -43,7 +43,7 @@ def prepare(key: str, device: str) -> None:
     numbers need none.
     """
     activation = find(key)
-    if isinstance(activation, Coded) and type(torch.empty(0)) is Tensor:
+    if isinstance(activation, LookedUp) and type(torch.empty(0)) is Tensor:
         activation.tables(torch.device(device))
 
 

@@ -50,10 +50,10 @@ class Pointwise(ABC):
         return 256 if self.bits == 4 or any(tensor.dtype == torch.float32 for tensor in tensors) else 128
 
     @abstractmethod
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
         """Return the codes of a contiguous tensor, uint8 (tiles · bits · COLUMNS,), by PyTorch's operators.
 
-        `dtype` is that of y.
+        `dtype` is that of y. `seed`, int64 (1,), is there if codes are drawn at random.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Pointwise(ABC):
         """Return dy · f′ in `dtype`, with the shape of the contiguous dy, by PyTorch's operators."""
 
     @abstractmethod
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
         """Launch the forward kernel, which writes y and codes."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Step(Pointwise):
     levels: tuple[float, ...]
     even: bool
 
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
         return reference.encode(x, self.borders, self.bits, self.even)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,7 +95,7 @@ class Step(Pointwise):
     def _derivative(self) -> reference.Levels:
         return reference.Levels(self.levels)
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
         launch(self.forward, x, y, codes)
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
@@ -115,7 +115,7 @@ class Exact(Pointwise):
 
     derivative: Callable[[Tensor], Tensor]
 
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
         return x.new_empty(0, dtype=torch.uint8)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,7 +125,7 @@ class Exact(Pointwise):
     def _derivative(self) -> reference.Tabulated:
         return reference.Tabulated(lambda y, _: self.derivative(y), 0)
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
         launch(self.forward, x, y)
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
@@ -148,7 +148,7 @@ class Inverted(Pointwise):
     borders: Mapping[torch.dtype, tuple[float, ...]]
     derivatives: Mapping[torch.dtype, Callable[[Tensor, Tensor], Tensor]]
 
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
         if not self.bits:
             return x.new_empty(0, dtype=torch.uint8)
         return reference.encode(x, self.borders[_fitted(dtype)], self.bits, even=False)
@@ -162,7 +162,7 @@ class Inverted(Pointwise):
         kinds = self.derivatives.items()
         return {dtype: reference.Tabulated(function, self.bits) for dtype, function in kinds}
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
         launch(self.forward, x, y, *([codes] if self.bits else []))
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
@@ -201,11 +201,10 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coded(Pointwise):
+class LookedUp(Pointwise):
     """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
 
     Attributes:
-        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
         table: for each code a value in place of f(x), and a derivative in place of f′(x).
         decode: a Triton kernel; its arguments are those of `run_decode`.
 
@@ -213,7 +212,6 @@ class Coded(Pointwise):
 
     keeps_output = False
 
-    borders: tuple[float, ...]
     table: tuple[tuple[float, float], ...]
     decode: Any
 
@@ -227,9 +225,6 @@ class Coded(Pointwise):
         """The derivatives, by code."""
         return tuple(derivative for _, derivative in self.table)
 
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return reference.encode(x, self.borders, self.bits, even=False)
-
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.backward(dy, None, codes, self.bits, self._derivative, dtype)
 
@@ -241,16 +236,35 @@ class Coded(Pointwise):
         """Return the values of codes, contiguous, by PyTorch's operators."""
         return reference.look_up(self.values, codes, self.bits, size, dtype)
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
-        tables = self.tables(x.device)
-        launch(self.forward, x, y, codes, tables.codes[x.dtype], tables.borders)
-
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
         launch(self.backward, dy, codes, self.tables(dy.device).derivatives, dx)
 
     def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
         """Launch the kernel that writes the values of codes."""
         launch(self.decode, codes, self.tables(y.device).values, y)
+
+    @abstractmethod
+    def tables(self, device: torch.device) -> Tables | DrawnTables:
+        """Return what the kernels read on a device, made once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded(LookedUp):
+    """A coded activation whose code says in which cell x lies.
+
+    Attributes:
+        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
+
+    """
+
+    borders: tuple[float, ...]
+
+    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+        return reference.encode(x, self.borders, self.bits, even=False)
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
+        tables = self.tables(x.device)
+        launch(self.forward, x, y, codes, tables.codes[x.dtype], tables.borders)
 
     def tables(self, device: torch.device) -> Tables:
         """Return what the kernels read on a device, made once."""
@@ -260,6 +274,60 @@ class Coded(Pointwise):
 
     @cached_property
     def _tables(self) -> dict[torch.device, Tables]:
+        return {}
+
+
+class DrawnTables(NamedTuple):
+    """What a coded activation reads whose codes are drawn at random.
+
+    Attributes:
+        positions: int32, as `reference.positions` returns them.
+        values: float32, (2^bits,).
+        derivatives: likewise.
+
+    """
+
+    positions: Tensor
+    values: Tensor
+    derivatives: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stochastic(LookedUp):
+    """A coded activation whose code is drawn at random, such that the value is f(x) in the mean.
+
+    Attributes:
+        nodes: 2^bits numbers of bfloat16, increasing, for each code the one that it stands for.
+
+    """
+
+    nodes: tuple[float, ...]
+
+    def threads(self, *tensors: Tensor) -> int:
+        """Return the threads of a program: with half as many, random numbers would take up to 168 registers."""
+        return 256
+
+    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+        return reference.draw(x, self.tables(x.device).positions, self.bits, self._needed(seed))
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
+        launch(self.forward, x, y, codes, self.tables(x.device).positions, self._needed(seed))
+
+    def _needed(self, seed: Tensor | None) -> Tensor:
+        if seed is None:
+            raise RuntimeError(f"{self.name}: expected a seed, int64 (1,), as codes are drawn at random, got none")
+        return seed
+
+    def tables(self, device: torch.device) -> DrawnTables:
+        """Return what is read on a device, made once."""
+        if device not in self._tables:
+            positions = reference.positions(self.nodes, self.values, self.value)
+            rows = (torch.tensor(row, dtype=torch.float32) for row in (self.values, self.derivatives))
+            self._tables[device] = DrawnTables(*(table.to(device) for table in (positions, *rows)))
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, DrawnTables]:
         return {}
 
 

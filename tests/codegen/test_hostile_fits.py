@@ -16,7 +16,7 @@ from fitact.codegen import bundle, generate, safety
 from fitact.codegen.dialects import Code
 from fitact.errors import UsageError
 from fitact.fitter.records.reading import from_json
-from tests.support import codes, gates
+from tests.support import codes, drawn, gates
 
 # A fit of every method and every form, with every optional field.
 SHIPPED = (
@@ -45,6 +45,7 @@ RECORDS["leaky"] = RECORDS["gelu_fewbit3"] | {
 RECORDS["gate"] = json.loads(gates.rebuilt("tanh(g)*(u + 1)", "tanh_gate").to_json())
 RECORDS["coded gate"] = json.loads(gates.coded("swiglu", "swiglu_coded3_6", 3, 6).to_json())
 RECORDS["coded"] = json.loads(codes.record(3).to_json())
+RECORDS["drawn"] = json.loads(drawn.record(3).to_json())
 
 CALL = '__import__("os").system("touch ran")'
 HOSTILE = (

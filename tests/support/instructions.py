@@ -33,7 +33,7 @@ from fitact.runtime.ops import gate_ops, registry
 from fitact.runtime.ops.factors import CodedFactor
 from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.reference import TILE
-from fitact.runtime.ops.registry import Coded, Pointwise
+from fitact.runtime.ops.registry import LookedUp, Pointwise, Stochastic
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -310,22 +310,27 @@ class Kernel:
         in_words = self.activation.bits < 8
         codes, byte = (elements * self.activation.bits // 8, 0) if in_words else (0, 1)
         if self.pass_ == "forward":
-            return Work(elements, size + self.looked_up(dtype), size + byte, writes_once=codes)
+            # the seed and a number
+            once = 8 + 4 if isinstance(self.activation, Stochastic) else 0
+            return Work(elements, size + self.looked_up(dtype), size + byte, once, codes)
         rows = {"dy", "x", "y"} & set(self.function.arg_names[:-2])
         return Work(elements, size * len(rows) + byte + self.looked_up(dtype), size, reads_once=codes)
 
     def looked_up(self, dtype: str) -> int:
         """Return the bytes an element of the numbers that are looked up in memory."""
-        if not isinstance(self.activation, Coded):
+        if not isinstance(self.activation, LookedUp):
             return 0
         if self.pass_ != "forward":
             return 4
+        if isinstance(self.activation, Stochastic):
+            return 4 if dtype == "bf16" else 8  # positions of one number of bfloat16, or of two
         return 1 if dtype != "fp32" else 1 + 4 * search_steps(self.activation.borders)
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
         kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
-        kinds |= {"table": "*u8" if self.pass_ == "forward" else "*fp32", "borders": "*fp32"}
+        first = "*i32" if isinstance(self.activation, Stochastic) else "*u8"
+        kinds |= {"table": first if self.pass_ == "forward" else "*fp32", "borders": "*fp32", "seed": "*i64"}
         signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
         warps = self.threads(dtype, output or dtype) // TARGETS[target].warp_size

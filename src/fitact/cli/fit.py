@@ -77,6 +77,12 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "that of u there; else student(3)]",
 )
 @click.option(
+    "--rounding",
+    type=click.Choice(["nearest", "stochastic"]),
+    help="Of coded: which of the codes near x is kept, always the same or one drawn at random, so that the value "
+    "looked up is f(x) in the mean.  [default: nearest]",
+)
+@click.option(
     "--param",
     "parameters",
     multiple=True,
@@ -103,7 +109,8 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Seed of relumix's annealing; fewbit is deterministic and only records it; coded has none.",
+    help="Seed of relumix's annealing; fewbit is deterministic and only records it; coded has none: "
+    "--rounding stochastic draws its seeds in training, from PyTorch's generator.",
 )
 @click.option(
     "--name",
@@ -123,6 +130,7 @@ def fit(
     domain: tuple[float, float] | None,
     weight: str | None,
     weight_u: str | None,
+    rounding: str | None,
     parameters: Sequence[str],
     objective: str | None,
     tol: float | None,
@@ -145,6 +153,7 @@ def fit(
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
       fitact fit --fn silu --method coded --bits 8
+      fitact fit --fn silu --method coded --bits 8 --rounding stochastic
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
       fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
       fitact fit --fn swiglu --method coded --bits 8 --weight "weights.json#mlp.act" --name swiglu_mlp
@@ -156,6 +165,7 @@ def fit(
     from fitact.fitter.methods.table import DOMAINS, GATE_OPTIONS, OPTIONS, WEIGHTS, make, make_gate
     from fitact.fitter.records.fit import ExactFit, check_name
     from fitact.fitter.records.gate import KEPT, GateFit
+    from fitact.fitter.records.stochastic import StochasticFit
 
     from .tables import fits as show_fits
 
@@ -171,6 +181,7 @@ def fit(
             "--domain": domain is not None,
             "--weight": weight is not None,
             "--weight-u": weight_u is not None,
+            "--rounding": rounding is not None,
             "--objective": objective is not None,
             "--tol": tol is not None,
             "--family": family is not None,
@@ -226,14 +237,15 @@ def fit(
                 advance(bar, i, 1.0)
                 continue
             given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
-            given |= {"weight": weighing}
+            given |= {"weight": weighing, "rounding": rounding}
             given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
             options = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
             if method in ("relumix", "inverted") and family != "parametric":
                 options["progress"] = partial(advance, bar, i)
             one = make(method, activation, name or f"{activation.name}_{method}", **options)
             if name is None and not isinstance(one, ExactFit | GateFit):
-                one = replace(one, name=f"{one.name}{one.bits}")
+                kind = "_stochastic" if isinstance(one, StochasticFit) else ""
+                one = replace(one, name=f"{one.name}{one.bits}{kind}")
             made.append(one)
             advance(bar, i, 1.0)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]

@@ -20,6 +20,7 @@ from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.stochastic import StochasticFit
 from fitact.text import columns
 
 MOST = 12  # the most breakpoints, pieces or roots that are listed
@@ -215,6 +216,16 @@ def fits(shown: Sequence[AnyFit]) -> None:
     codes: list[tuple[str, ...]] = [
         ("", "bits", "objective", *(f"f/f' at {deviation:g}" for deviation in DEVIATIONS), "reach")
     ]
+    drawn: list[tuple[str, ...]] = [
+        (
+            "",
+            "bits",
+            "objective",
+            *(f"f/f' at {deviation:g}" for deviation in DEVIATIONS),
+            *(f"bias at {deviation:g}" for deviation in DEVIATIONS),
+            "f in the mean from",
+        )
+    ]
     gates: list[tuple[str, ...]] = [
         ("", "bits of g", "of u", *(f"dg/du/h at {deviation:g}" for deviation in DEVIATIONS), "h(g, u)")
     ]
@@ -234,6 +245,15 @@ def fits(shown: Sequence[AnyFit]) -> None:
             both = (f"{value:.3g}/{derivative:.3g}" for value, derivative in pairs)
             codes.append((fit.name, str(fit.bits), f"{e['objective']:.7g}", *both, f"{fit.reach:.4g}"))
             continue
+        if isinstance(fit, StochasticFit):
+            both = (
+                f"{e[f'value{bias}_{deviation:g}']:.3g}/{e[f'derivative{bias}_{deviation:g}']:.3g}"
+                for bias in ("", "_bias")
+                for deviation in DEVIATIONS
+            )
+            unbiased = f"{fit.nodes[0]:g} to {fit.nodes[-1]:g}"
+            drawn.append((fit.name, str(fit.bits), f"{e['objective']:.6g}", *both, unbiased))
+            continue
         stated = [f"{e[dtype]:.4g}" for dtype in dtypes]
         if isinstance(fit, InvertedFit):
             inverse.append((fit.name, str(fit.bits), *stated, *(f"{fit.floor[dtype]:.4g}" for dtype in dtypes)))
@@ -244,6 +264,7 @@ def fits(shown: Sequence[AnyFit]) -> None:
         (inverse, "<>>>>>>>"),
         (closed, "<>>>"),
         (codes, "<>>>>>>>"),
+        (drawn, "<>>>>>>>>>>>"),
         (gates, "<>>>>>><"),
     ):
         if len(table) > 1:
