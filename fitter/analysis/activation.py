@@ -9,7 +9,16 @@ from functools import cached_property
 import numpy as np
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.expr.atoms import LARGEST_SINGLE, SMALLEST_SINGLE, Expr, beyond_singles, constant, differentiated, sizes, x
+from fitact.fitter.expr.atoms import (
+    LARGEST_SINGLE,
+    SMALLEST_SINGLE,
+    Expr,
+    beyond_singles,
+    constant,
+    differentiated,
+    sizes,
+    x,
+)
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.parser import parse

@@ -48,9 +48,8 @@ class Budget:
         self.spent += operations
         if self.spent > self.limit:
             name, advice = _stage.get()
-            raise WorkError(
-                f"{self.what}: {name} takes too long, more than {self.limit / MILLION:g} million operations: {advice}"
-            )
+            most = f"more than {self.limit / MILLION:g} million operations"
+            raise WorkError(f"{self.what}: {name} takes too long, {most}: {advice}")
 
     def count(self, record: _Record) -> None:
         """Count a remembered result, and those that it was made of, each once."""
@@ -95,6 +94,7 @@ def stage(name: str, advice: str) -> Iterator[None]:
 
 def spend(operations: float) -> None:
     """Count operations; WorkError if a budget has too few left."""
+    operations = round(operations)  # sums of whole numbers are the same in any order
     if (record := _making.get()) is not None:
         record.cost += operations
     for one in _budgets.get():

@@ -73,7 +73,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--interruptions", type=int, default=0, metavar="N", help="of each command, in place of formulas")
+    parser.add_argument(
+        "--interruptions", type=int, default=0, metavar="N", help="of each command, in place of formulas"
+    )
     options = parser.parse_args()
     if options.interruptions:
         return interruptions.run(options.interruptions, options.seed)

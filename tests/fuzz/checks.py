@@ -1,4 +1,4 @@
-"""What must hold of every case: each check returns quietly, or fails with an AssertionError or whatever was raised."""
+"""What must hold of every case: each check returns quietly, or fails with whatever was raised."""
 
 from __future__ import annotations
 
@@ -181,7 +181,8 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
         np.testing.assert_array_equal(gradient.double().numpy(), step)
         error = np.abs(step - slope)[inner]
         assert np.all(error <= fit.error["max"] * (1 + 1e-6) + 1e-9), (
-            f"the derivative is off by {error.max()} at x = {at[inner][error.argmax()]!r}, stated {fit.error['max']}"
+            f"the derivative is off by {error.max()} at x = {at[inner][error.argmax()]!r}, "
+            f"stated {fit.error['max']}"
         )
         if reported:
             continue
@@ -203,5 +204,3 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
 def _exact(formula: Any, at: float) -> float:
     value = evaluate_multiprecision(formula, at, DIGITS)
     return float(value) if MP.isfinite(value) else float("nan")
-
-

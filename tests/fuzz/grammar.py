@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import string
@@ -102,7 +103,7 @@ class Grammar:
         count = form.count("@")
         shares = sorted(chance.randint(0, size - 1) for _ in range(count - 1))
         ends = [0, *shares, size - 1]
-        return Tree(form, tuple(self.tree(chance, b - a) for a, b in zip(ends, ends[1:], strict=False)))
+        return Tree(form, tuple(self.tree(chance, b - a) for a, b in itertools.pairwise(ends)))
 
     def mutated(self, chance: random.Random, tree: Tree) -> Tree:
         """Return a formula with a part that is replaced, wrapped, unwrapped, doubled or put elsewhere."""
@@ -118,7 +119,9 @@ class Grammar:
             case "unwrap" if node.parts:
                 return tree.replaced(way, chance.choice(node.parts))
             case "double":
-                return tree.replaced(way, Tree(chance.choice(("(@ * @)", "(@ + @)", "(@ - @)", "(@ / @)")), (node, node)))
+                return tree.replaced(
+                    way, Tree(chance.choice(("(@ * @)", "(@ + @)", "(@ - @)", "(@ / @)")), (node, node))
+                )
             case _:
                 return tree.replaced(way, chance.choice(nodes)[1])
 
@@ -192,7 +195,16 @@ def _renamed(tree: Tree, name: str) -> Tree:
 
 
 LETTERS = sorted({*string.ascii_letters, *string.digits, *" _.,+-*/()<>=!|&%@~:[]{}"})
-ODD = [*"\0\n\t\"'\\#^`$;?é×−π²\u200b\u2028\u202e\ufeff", "\ud800", "\U0001f600", "**", "where(", "1e999", "1j", "lambda"]
+ODD = [
+    *"\0\n\t\"'\\#^`$;?é×−π²\u200b\u2028\u202e\ufeff",
+    "\ud800",
+    "\U0001f600",
+    "**",
+    "where(",
+    "1e999",
+    "1j",
+    "lambda",
+]
 
 
 def text(chance: random.Random) -> str:
@@ -203,7 +215,9 @@ def text(chance: random.Random) -> str:
     if kind < 0.3:
         return "".join(chance.choices([*LETTERS, *ODD * 3], k=chance.randint(1, 30)))
     if kind < 0.35:
-        return "".join(chr(chance.choice((chance.randrange(0x110000), chance.randrange(0x3000)))) for _ in range(20))
+        return "".join(
+            chr(chance.choice((chance.randrange(0x110000), chance.randrange(0x3000)))) for _ in range(20)
+        )
     whole = str(formula(chance))
     for _ in range(chance.randint(1, 4)):
         at = chance.randint(0, len(whole))
@@ -212,12 +226,41 @@ def text(chance: random.Random) -> str:
     return whole
 
 
-NUMBERS = ("-1", "0", "1", "2", "3", "4", "5", "8", "99", "1e999", "nan", "-0", "1e-300", "3.5", "x", "", "1e30", "9" * 400)
+NUMBERS = (
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "5",
+    "8",
+    "99",
+    "1e999",
+    "nan",
+    "-0",
+    "1e-300",
+    "3.5",
+    "x",
+    "",
+    "1e30",
+    "9" * 400,
+)
 VALUES = {
     "--bits": NUMBERS,
     "--bits-u": ("6", "8", "16", *NUMBERS),
     "--method": ("fewbit", "exact", "coded", "rebuild", "none"),
-    "--weight": ("uniform", "normal", "normal(0, 2)", "student(2)", "normal(0, 0)", "x", "1/x", "a.json#b", "exp(-abs(x))"),
+    "--weight": (
+        "uniform",
+        "normal",
+        "normal(0, 2)",
+        "student(2)",
+        "normal(0, 0)",
+        "x",
+        "1/x",
+        "a.json#b",
+        "exp(-abs(x))",
+    ),
     "--param": ("negative_slope=0.2", "alpha=1e999", "alpha", "=", "alpha=nan", "beta=2"),
     "--objective": ("primitive", "derivative", ""),
     "--tol": NUMBERS,
@@ -231,7 +274,8 @@ VALUES = {
 def command(chance: random.Random) -> list[str]:
     """Return the arguments of a command `fitact fit` or `fitact show`."""
     what = chance.choices(
-        [chance.choice([*CATALOG]), str(formula(chance)), str(gate(chance)), text(chance).replace("\0", "")], [3, 3, 2, 1]
+        [chance.choice([*CATALOG]), str(formula(chance)), str(gate(chance)), text(chance).replace("\0", "")],
+        [3, 3, 2, 1],
     )[0]
     what = what.encode(errors="replace").decode()
     if chance.random() < 0.2:
@@ -247,7 +291,18 @@ def command(chance: random.Random) -> list[str]:
 
 
 RAW = "<raw>"  # begins a piece of text that json.dumps would not write
-ODD_NUMBERS = ("NaN", "Infinity", "1e999", "1e-999", "-0", "5e-324", "1e39", "9" * 400, "9" * 5000, "0." + "3" * 10_000)
+ODD_NUMBERS = (
+    "NaN",
+    "Infinity",
+    "1e999",
+    "1e-999",
+    "-0",
+    "5e-324",
+    "1e39",
+    "9" * 400,
+    "9" * 5000,
+    "0." + "3" * 10_000,
+)
 BROKEN = ("", "nan", "True", "'x'", "0x10", "01", "+1", ".5", "{", "]", "//", '"\\x"', "[" * 300, '{"a":' * 5000)
 
 
@@ -272,7 +327,9 @@ def value(chance: random.Random, depth: int = 0) -> Any:
         case 7:
             return RAW + chance.choice(BROKEN)
         case 8:
-            return chance.choice((*CATALOG, "uniform", "normal(0, 1)", "x" * 1000, "../x", "{0}", "%s", "__class__"))
+            return chance.choice(
+                (*CATALOG, "uniform", "normal(0, 1)", "x" * 1000, "../x", "{0}", "%s", "__class__")
+            )
         case 9 | 10:
             return [value(chance, depth + 1) for _ in range(chance.randint(0, 4))]
         case _:

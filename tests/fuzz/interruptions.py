@@ -97,7 +97,9 @@ def check_interrupted(command: str, sign: signal.Signals, after: float) -> str:
             assert status in (-sign, 0), status
         check_whole(folder, killed=sign == signal.SIGKILL)
         check_run(command, folder)
-        return "done" if status == 0 else "ended by Python" if "KeyboardInterrupt" in err or status == -2 else "ended"
+        return (
+            "done" if status == 0 else "ended by Python" if "KeyboardInterrupt" in err or status == -2 else "ended"
+        )
 
 
 def check_no_room(command: str, largest: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .grammar import X, Tree
+from .grammar import Tree, X
 
 SIMPLEST = (X, Tree("1"))
 
@@ -34,6 +34,7 @@ def _smaller(tree: Tree) -> Iterator[Tree]:
         for way, node in tree.nodes()
         if node.parts or node.form not in ("x", "1")
         for new in (*node.parts, *SIMPLEST)
-        if (smaller := tree.replaced(way, new)).size < tree.size or (node.form not in ("x", "1") and not node.parts)
+        if (smaller := tree.replaced(way, new)).size < tree.size
+        or (node.form not in ("x", "1") and not node.parts)
     }
     yield from sorted(candidates.values(), key=lambda one: one.size)

@@ -25,7 +25,7 @@ from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.text import columns
 
 # Operations on a formula: for its analysis, and for each method that is tried on it.
-SHOWING, TRYING = 2.5 * MILLION, 1 * MILLION
+SHOWING, TRYING = 3 * MILLION, 1 * MILLION
 MOST = 12  # the most breakpoints, pieces or roots that are listed
 
 
