@@ -99,9 +99,10 @@ def main() -> int:
         if told is None or kind(told) in failed:
             continue
         failed.add(kind(told))
+        print(f"seed {options.seed}, case {number - 1}, {name}: {told}\n  {str(case)!a:.2000}", flush=True)
         if isinstance(case, Tree):
             case = str(reduced(case, lambda one: kind(failure(check, one) or "") == kind(told)))  # noqa: B023
-        print(f"seed {options.seed}, case {number - 1}, {name}: {told}\n  {case!a:.2000}", flush=True)
+            print(f"  reduced: {case!a:.2000}", flush=True)
         kept.setdefault(name, []).append(case)
     if failed:
         CASES.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")

@@ -202,7 +202,7 @@ def test_ended_at_a_random_moment(command: str, sign: signal.Signals) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("command", interruptions.COMMANDS)
 def test_no_room(command: str) -> None:
-    interruptions.check_no_room(command, 100)
+    interruptions.check_no_room(command)
 
 
 @pytest.mark.full
