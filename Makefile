@@ -13,7 +13,7 @@ THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
 PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
 
-.PHONY: demo test test-rest test-all test-versions lint format check bench clean
+.PHONY: demo test test-rest test-all test-versions fuzz lint format check bench clean
 .DEFAULT_GOAL := test
 
 # The package is installed as users install it, from a wheel; a changed source is installed again.
@@ -51,6 +51,15 @@ test-all: $(VENV)/.installed
 ## As `make test`, on the oldest PyTorch that is supported, on the pinned one, and on the newest.
 test-versions: $(VENV)/.installed
 	$(THREADS) $(BIN)/python benchmarks/versions.py $(WORKERS) -m "not full"
+
+## Random formulas, gates, options and fits for SECONDS, from SEED; then COUNT interruptions of each command, if any.
+## What fails is reduced, printed, and kept in tests/fuzz/cases.json, which `make test` runs.
+SECONDS ?= 600
+SEED ?= 0
+COUNT ?= 0
+fuzz: $(VENV)/.installed
+	$(THREADS) $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
+	@test $(COUNT) = 0 || $(THREADS) $(BIN)/python -m tests.fuzz --interruptions $(COUNT) --seed $(SEED)
 
 ## Linter, formatter and type checker; the types are those of the installed wheel.
 lint: $(VENV)/.installed

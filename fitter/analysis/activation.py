@@ -9,16 +9,27 @@ from functools import cached_property
 import numpy as np
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.expr.atoms import LARGEST_SINGLE, SMALLEST_SINGLE, Expr, beyond_singles, constant, sizes, x
+from fitact.fitter.expr.atoms import (
+    LARGEST_SINGLE,
+    SMALLEST_SINGLE,
+    Expr,
+    beyond_singles,
+    constant,
+    differentiated,
+    sizes,
+    x,
+)
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.expr.work import MILLION, budget
 
 from . import shape
 from .roots import REALS
 from .shape import Asymptote, Breakpoint, Monotone, Range
 
+READING = 1 * MILLION  # operations: reading a formula, and rewriting it
 MAX_PARTS = 5000  # of f″; the literature's longest has some 600
 
 
@@ -41,6 +52,10 @@ class Activation:
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        with budget(self, READING):
+            self._check()
+
+    def _check(self) -> None:
         if x not in self.formula.free_symbols:
             raise UsageError(f"{self} does not depend on x: write a formula in x")
         if (number := beyond_singles(self.formula)) is not None:
@@ -95,12 +110,12 @@ class Activation:
     @cached_property
     def derivative_formula(self) -> Expr:
         """Its derivative as a SymPy expression in `atoms.x`."""
-        return stable(self.formula.diff(x))
+        return stable(differentiated(self.formula))
 
     @cached_property
     def second_derivative_formula(self) -> Expr:
         """Its second derivative as a SymPy expression in `atoms.x`."""
-        return stable(self.derivative_formula.diff(x))
+        return stable(differentiated(self.derivative_formula))
 
     @property
     def torch(self) -> str | None:

@@ -14,10 +14,11 @@ import numpy as np
 import sympy
 
 from fitact.errors import FitWarning, quote
-from fitact.fitter.expr.atoms import Expr, constant, x
-from fitact.fitter.expr.evaluate import FLOAT64, NUMPY, Arithmetic, Array
+from fitact.fitter.expr.atoms import Expr, constant, differentiated
+from fitact.fitter.expr.evaluate import FLOAT64, NUMPY, Arithmetic, Array, cost
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.expr.parser import text_of
+from fitact.fitter.expr.work import stage
 
 from .activation import Activation
 
@@ -48,9 +49,11 @@ FLOAT32 = Arithmetic(
     operator.mul,
     lambda base, exponent, symbolic: _power(base, np.float32(exponent), symbolic),
     NUMPY,
+    cost,
 )
 
 
+@stage("the check of its arithmetic", "write it with fewer functions")
 def problem(activation: Activation) -> str | None:
     """Return where floating point fails on a formula, in one line; None if it does not.
 
@@ -65,7 +68,7 @@ def problem(activation: Activation) -> str | None:
         FLOAT32.evaluate(activation.formula, POINTS.astype(np.float32), parts)
         found = np.broadcast_to(parts[activation.formula], POINTS.shape).astype(np.float64)
     derivatives = activation.derivative(POINTS)
-    formula = activation.typed.diff(x)
+    formula = differentiated(activation.typed)
     for i in np.argsort(np.abs(POINTS), kind="stable"):
         at = float(POINTS[i])
         # of the formula as it was typed, so that a mistake in rewriting it is found too

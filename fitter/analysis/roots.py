@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import sympy
@@ -15,6 +14,7 @@ from fitact.fitter.expr import atoms
 from fitact.fitter.expr.atoms import SWITCHES, Expr, x
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.expr.multiprecision import MP, Number, evaluate_multiprecision
+from fitact.fitter.expr.work import remembered, stage
 
 from .search import Part, Point, Search, gap
 
@@ -66,14 +66,15 @@ def roots(expr: Expr, low: float, high: float, limit: int = 64) -> Roots:
     return _roots(expr, float(low), float(high), limit)
 
 
-@lru_cache(maxsize=512)
+@remembered(512)
 def _roots(expr: Expr, low: float, high: float, limit: int) -> Roots:
     if x not in expr.free_symbols:
         value = evaluate_multiprecision(expr, 0)
         signs = () if MP.isnan(value) else ((low, high, int(MP.sign(value))),)
         return _assembled(signs, {}, math.inf)
     cuts, reach = breaks(expr, low, high)
-    return _assembled(*Search(expr, low, high, limit, cuts, reach).run())
+    with stage("the search for roots", "write it with fewer conditions and fewer oscillations"):
+        return _assembled(*Search(expr, low, high, limit, cuts, reach).run())
 
 
 def _assembled(signs: Sequence[Part], points: dict[float, Point], reach: float) -> Roots:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fitact.fitter.expr.atoms import Expr, x
+from fitact.fitter.expr.atoms import Expr, differentiated
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_multiprecision, order
 
@@ -49,7 +49,7 @@ class Search:
     ) -> None:
         self.expr, self.low, self.high, self.limit = expr, low, high, limit
         self.cuts, self.reach, self.restless = cuts, reach, 0
-        self.derivative = expr.diff(x)
+        self.derivative = differentiated(expr)
         self.names = {p: point for point in cuts for p in (point - gap(point), point + gap(point))}
         self.signs: list[Part] = []
         self.points: dict[float, Point] = {}
@@ -57,7 +57,7 @@ class Search:
     @cached_property
     def curve(self) -> Expr:
         """The second derivative."""
-        return self.derivative.diff(x)
+        return differentiated(self.derivative)
 
     def run(self) -> Found:
         """Return the signs, the roots, and the |x| up to which these are all."""
@@ -243,7 +243,7 @@ class Search:
 
     def touching(self, a: float, b: float, sign: int, size: Number) -> None:
         """Record what the extremum in (a, b), which points toward 0, brings: two crossings, a root, or nothing."""
-        at = _root((self.derivative, self.curve, self.curve.diff(x)), a, b, -sign)
+        at = _root((self.derivative, self.curve, differentiated(self.curve)), a, b, -sign)
         value = evaluate_multiprecision(self.expr, at, 20)
         point = float(at)
         if abs(value) <= size * MP.mpf("1e-25"):

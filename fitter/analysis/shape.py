@@ -10,14 +10,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from fitact.fitter.expr.atoms import Expr, x
+from fitact.fitter.expr.atoms import Expr, differentiated
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_multiprecision, order
+from fitact.fitter.expr.work import remembered, stage
 
 from .roots import REALS, Roots, breaks, roots
 
@@ -25,6 +25,7 @@ TOLERANCE = 1e-12  # relative: values that differ by less count as equal
 SCALES = (4, 8, 16, 32, 64)  # of |x|, as powers of ten, at which limits are looked for
 OFFSETS = 6  # neighbouring points at every scale
 LIMIT_DIGITS = 150
+ANALYSIS = stage("the analysis of its shape", "write it with fewer conditions and fewer oscillations")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def switch_points(f: Expr, low: float, high: float) -> Array:
     return np.array(list(breaks(f, float(low), float(high), switches_only=True)[0]), dtype=np.float64)
 
 
+@ANALYSIS
 def breakpoints(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> tuple[Breakpoint, ...]:
     """Return the points inside (low, high) where f or f′ jumps, increasing.
 
@@ -127,7 +129,7 @@ def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
     If f′ is not finite somewhere, it has no parity.
     """
     at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
-    extrema = np.abs(roots(df.diff(x), -high, high).at)  # a narrow feature lies between the others
+    extrema = np.abs(roots(differentiated(df), -high, high).at)  # a narrow feature lies between the others
     at = np.concatenate([at * high, extrema[extrema > 0]])
     right, left = evaluate(df, at), evaluate(df, -at)
     if not (np.isfinite(right).all() and np.isfinite(left).all()):
@@ -138,6 +140,7 @@ def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
     return "odd" if np.all(np.abs(right + left) <= scale) else None
 
 
+@ANALYSIS
 def asymptote(f: Expr, side: int) -> Asymptote:
     """Return how f behaves toward +∞ (side 1) or −∞ (side −1).
 
@@ -173,7 +176,8 @@ def asymptote(f: Expr, side: int) -> Asymptote:
         return Asymptote("none")
 
 
-@lru_cache(maxsize=512)
+@remembered(512)
+@ANALYSIS
 def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monotone:
     """Return the maximal intervals of (low, high) on which f is monotone, and the isolated roots of f′.
 
@@ -205,7 +209,8 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
     return Monotone(tuple(parts), tuple(stationary), math.isinf(reach), reach)
 
 
-@lru_cache(maxsize=512)
+@remembered(512)
+@ANALYSIS
 def derivative_range(f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: float = REALS) -> Range:
     """Return infimum and supremum of f′ on (low, high), its limits at the ends and at breaks included.
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import sympy
+
+from .work import remembered, spend, stage
 
 Expr = Any  # SymPy ships no types; a formula is a `sympy.Expr`
 
 x = sympy.Symbol("x")
 SMALLEST_SINGLE, LARGEST_SINGLE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's range at full precision
+DIFFERENTIATION = 20  # operations for each part of a derivative
 MAX_ORDER = 1000  # of the roots of numbers that SymPy simplifies
 
 
@@ -161,7 +163,7 @@ SWITCHES = (Where, relu, absolute, sign)
 CONSTANTS = {"pi": sympy.pi, "e": exp(sympy.Integer(1))}
 
 
-@lru_cache(maxsize=10_000)
+@remembered(10_000)
 def constant(expr: Expr) -> float:
     """Return the value of an expression without `x`, rounded once to float64.
 
@@ -221,6 +223,13 @@ def sizes(expr: Expr) -> tuple[int, int, int]:
         return done[node]
 
     return parts(expr)
+
+
+def differentiated(expr: Expr) -> Expr:
+    """Return the derivative of a formula with respect to `x`, as SymPy gives it."""
+    with stage("differentiation", "write it with fewer products and fewer functions of functions"):
+        spend(DIFFERENTIATION * sizes(expr)[1])
+    return expr.diff(x)
 
 
 def _parts(node: Expr, args: list[tuple[int, int, int]]) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sympy
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from . import atoms
 from .atoms import Expr, constant, x
+from .work import spend
 
 Array = NDArray[np.float64]
 
@@ -115,6 +116,14 @@ NUMPY: dict[Any, Callable[..., Any]] = {
 }
 
 
+class Parts(NamedTuple):
+    """How many parts a formula has, how many of them are functions, and how many of these error functions."""
+
+    all: int
+    functions: int
+    slow: int
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """A kind of number, and how a formula is evaluated in it.
@@ -124,6 +133,7 @@ class Arithmetic:
         add, multiply: two values → their sum, their product.
         power: value of the base, value of the exponent, and the exponent as a SymPy expression → value.
         functions: atom → the function that computes its value from the values of its arguments.
+        cost: the parts of a formula, and a value of x → the operations that the evaluation takes, see `work`.
 
     """
 
@@ -132,11 +142,13 @@ class Arithmetic:
     multiply: Callable[[Any, Any], Any]
     power: Callable[[Any, Any, Expr], Any]
     functions: Mapping[Any, Callable[..., Any]]
+    cost: Callable[[Parts, Any], float]
 
     def evaluate(self, expr: Expr, at: Any, done: dict[Expr, Any] | None = None) -> Any:
         """Return the value of a formula; `done` receives the value of every subformula."""
         done = {} if done is None else done
         done[x] = at
+        spend(self.cost(_parts(expr), at))
         for node, kind, arguments in _steps(expr):
             values = [done[one] for one in arguments]
             if kind is None:
@@ -170,6 +182,13 @@ def _steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[Expr, ...]], ...]:
     return tuple(found.values())
 
 
+@lru_cache(maxsize=1024)
+def _parts(expr: Expr) -> Parts:
+    steps = _steps(expr)
+    functions = [kind for _, kind, _ in steps if kind in NUMPY or kind is sympy.Pow]
+    return Parts(len(steps), len(functions), sum(kind in (atoms.erf, atoms.erfc) for kind in functions))
+
+
 def evaluate(expr: Expr, at: Array) -> Array:
     """Evaluate a formula in float64.
 
@@ -198,4 +217,9 @@ def _power(base: Any, exponent: Any, symbolic: Expr) -> Any:
     return power(base, exponent)
 
 
-FLOAT64 = Arithmetic(lambda node: np.float64(constant(node)), operator.add, operator.mul, _power, NUMPY)
+def cost(parts: Parts, at: Array) -> float:
+    """Return the operations that NumPy takes: the more, the more numbers there are."""
+    return parts.all * 8 + parts.functions * np.size(at) * 0.1
+
+
+FLOAT64 = Arithmetic(lambda node: np.float64(constant(node)), operator.add, operator.mul, _power, NUMPY, cost)

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import math
+
 import sympy
 
 from .atoms import Expr, Where, constant, cosh, exp, expm1, sinh, size, x
+from .work import spend
 
 LARGE = 200  # parts of a formula; a larger one is not multiplied out
+MAX_TERMS = 300  # nor one that would have more terms
+EXPANSION = 20  # operations for each part of a formula that is multiplied out
+FRACTION = 100  # and of one that is brought to one denominator
 ONE = sympy.Integer(1)
+
+
+def expanded(u: Expr) -> Expr | None:
+    """Return a formula multiplied out, None if it would be too long."""
+    if _terms(u) > MAX_TERMS:
+        return None
+    spend(EXPANSION * size(u))
+    return sympy.expand(u)
+
+
+def _terms(u: Expr) -> float:
+    """Return how many terms a formula has at most when multiplied out, infinite if more than MAX_TERMS."""
+    if u.is_Add or u.is_Mul:
+        counts = [_terms(arg) for arg in u.args]
+        total = math.fsum(counts) if u.is_Add else math.prod(counts)
+    elif u.is_Pow and u.exp.is_Integer:
+        n, k = _terms(u.base), abs(int(u.exp))
+        total = 1.0 if n == 1 else math.inf if k > MAX_TERMS or n > MAX_TERMS else math.comb(int(n) + k - 1, k)
+    else:
+        total = max(map(_terms, u.args), default=1.0)
+    return total if total <= MAX_TERMS else math.inf
 
 
 def exponentials(u: Expr) -> dict[Expr, Expr] | None:
@@ -18,11 +45,11 @@ def exponentials(u: Expr) -> dict[Expr, Expr] | None:
     plain = plain.replace(sinh, lambda v: (exp(v) - exp(-v)) / 2).replace(cosh, lambda v: (exp(v) + exp(-v)) / 2)
     names = {node: sympy.Dummy() for node in plain.atoms(exp) if node.free_symbols}
     exponents = {name: node.args[0] for node, name in names.items()}
-    expanded = sympy.expand(plain.xreplace(names))
-    if not expanded.free_symbols <= set(exponents):
+    total = expanded(plain.xreplace(names))
+    if total is None or not total.free_symbols <= set(exponents):
         return None
     found: dict[Expr, Expr] = {}
-    for term in sympy.Add.make_args(expanded):
+    for term in sympy.Add.make_args(total):
         number, rest = term.as_independent(*exponents, as_Add=False)
         powers = rest.as_powers_dict()
         if not set(powers) <= {*exponents, ONE}:
@@ -49,8 +76,8 @@ def _all_positive(terms: dict[Expr, Expr]) -> bool:
 
 def tidy(exponent: Expr) -> Expr:
     """Return an exponent, multiplied out if it is linear in x; any other would lose digits."""
-    expanded = sympy.expand(exponent)
-    return expanded if not expanded.diff(x).free_symbols else exponent
+    total = expanded(exponent)
+    return total if total is not None and not total.diff(x).free_symbols else exponent
 
 
 def bounded_ratio(node: Expr) -> Expr | None:
@@ -61,6 +88,7 @@ def bounded_ratio(node: Expr) -> Expr | None:
     """
     if not node.has(exp) or node.has(Where) or size(node) > LARGE:
         return None
+    spend(FRACTION * size(node))
     above, below = node.as_numer_denom()
     if not below.has(exp) or above.has(expm1, sinh):  # which would cancel if multiplied out
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import mpmath
@@ -10,7 +11,7 @@ import sympy
 
 from . import atoms
 from .atoms import Expr
-from .evaluate import Arithmetic
+from .evaluate import Arithmetic, Parts
 
 Number = Any  # an mpmath `mpf`; mpmath ships no types
 
@@ -100,7 +101,7 @@ def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
         return total
 
     done: dict[Expr, Number] = {}
-    value = Arithmetic(_constant, add, lambda a, b: a * b, _power, FUNCTIONS).evaluate(expr, at, done)
+    value = Arithmetic(_known, add, lambda a, b: a * b, _power, FUNCTIONS, _cost).evaluate(expr, at, done)
     return value, lost < 64 and not any(_loses(node, result) for node, result in done.items())
 
 
@@ -116,6 +117,23 @@ def _size(value: Number) -> int | None:
     """Return the exponent of 2 above a number, as MP.mag does and faster; 0 of 0, None of what is not finite."""
     _, mantissa, exponent, bits = value._mpf_
     return exponent + bits if mantissa or not exponent else None
+
+
+def _cost(parts: Parts, _: Number) -> float:
+    """Return the operations that an evaluation takes: functions by their digits, error functions by more."""
+    digits = MP.dps
+    each = digits * (1 + digits / 500)
+    return 5 * parts.all + each / 4 * parts.functions + each * parts.slow
+
+
+def _known(node: Expr) -> Number:
+    return _constant_to(node, MP.prec)
+
+
+@lru_cache(maxsize=10_000)
+def _constant_to(node: Expr, bits: int) -> Number:
+    """Return a constant to the working precision, which is that many bits."""
+    return _constant(node)
 
 
 def _constant(node: Expr) -> Number:

@@ -24,6 +24,7 @@ from fitact.errors import UsageError, quote
 from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, exp, log, raised, x
 from .catalog import CATALOG
 from .multiprecision import MP, evaluate_multiprecision
+from .work import stage
 
 MAX_LENGTH = 2000  # characters
 # No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
@@ -105,7 +106,8 @@ class Parser:
 
     def parse(self) -> Expr:
         """Return the formula."""
-        return self.expression(self.tree(), 0)
+        with stage("reading", "write it with fewer constants, and these as numbers"):
+            return self.expression(self.tree(), 0)
 
     def tree(self) -> ast.expr:
         """Return the syntax tree of the text, of which only the characters and the brackets were checked."""

@@ -43,12 +43,14 @@ from .atoms import (
     tanh,
     tsech2,
 )
-from .exponentials import LARGE, bounded_ratio, exponentials, positive_pair, tidy
+from .exponentials import LARGE, bounded_ratio, expanded, exponentials, positive_pair, tidy
+from .work import spend, stage
 
 HALF = sympy.Rational(1, 2)
 GROWTH = 10  # a formula that grows beyond this multiple of its parts plus LARGE is left as it was given
 LARGEST = 1000  # parts of a formula; a larger one is not rewritten, and the literature's f″ have 600
 TERMS = 24  # of a sum; the terms of a longer one are not compared in pairs
+RULE = 60  # operations for trying the rules on a part, or on a pair of parts
 PASSES = 8  # one rule's result is rarely another's idiom, and never for long
 
 # h(u) + 1 and h(u) − 1 without cancellation.
@@ -79,6 +81,11 @@ SQUARE_MINUS_ONE: dict[Any, Callable[[Expr], Expr]] = {
 
 def stable(expr: Expr) -> Expr:
     """Return a formula with the same values that floating point evaluates without overflow or cancellation."""
+    with stage("rewriting", "write it with fewer terms and factors"):
+        return _stable(expr)
+
+
+def _stable(expr: Expr) -> Expr:
     done: dict[Expr, Expr] = {}
 
     def rewritten(node: Expr) -> Expr:
@@ -99,6 +106,7 @@ def stable(expr: Expr) -> Expr:
 
 def _once(node: Expr) -> Expr:
     """Apply the rules at the root of a formula whose parts are stable already."""
+    spend(RULE)
     rule = _RULES.get(node.func)
     return node if rule is None or not node.free_symbols else rule(node)
 
@@ -121,6 +129,7 @@ def _sum(node: Expr) -> Expr:
 
 def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
     """Return rest·h + other in a stable form, None if no rule has one."""
+    spend(RULE)
     for sign in (1, -1):
         if other == sign * rest:
             table = PLUS_ONE if sign > 0 else MINUS_ONE
@@ -138,7 +147,9 @@ def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
         for factor in sympy.Mul.make_args(other):
             if factor.func is sigmoid and other == -rest * factor:
                 u, v = h.args[0], factor.args[0]
-                apart = sympy.expand(v - u)
+                apart = expanded(v - u)
+                if apart is None:
+                    continue
                 if apart.is_number and constant(apart) < 0:
                     return -rest * h * sigmoid(-v) * expm1(apart)
                 if apart.is_number:  # the other way round, so that the exponent is below 0
@@ -156,7 +167,9 @@ def _fractions(factor: Expr, rest: Expr, other: Expr) -> Expr | None:
     above = other * base ** (1 - power)
     if above.has(base) or size(other) + size(rest) + size(base) > LARGE:
         return None
-    left, right = sympy.expand(rest * base), sympy.expand(above)
+    left, right = expanded(rest * base), expanded(above)
+    if left is None or right is None:
+        return None
     total = _merged(left) + _merged(right)
     count = len(sympy.Add.make_args(left)) + len(sympy.Add.make_args(right))
     return total * base ** (power - 1) if len(sympy.Add.make_args(total)) < count else None
@@ -194,11 +207,12 @@ def _product(node: Expr) -> Expr:
 
 def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
     """Return base^power · above in a stable form, None if no rule has one."""
+    spend(RULE / 2)
     if base.func is sigmoid and above.func is exp and power.is_Integer:
         u, w = base.args[0], above.args[0]
         for n in range(1, int(min(power, 8)) + 1):  # exp(w) σ(u)^n = exp(w + n u) σ(−u)^n
-            rest = sympy.expand(w + n * u)
-            if rest.is_number:
+            rest = expanded(w + n * u)
+            if rest is not None and rest.is_number:
                 return exp(rest) * sigmoid(-u) ** n * base ** (power - n)
     if base.func is sigmoid and (above.is_Add or above.func in (expm1, sinh)):
         terms = exponentials(above)
@@ -224,8 +238,8 @@ def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
 
 
 def _is_zero(u: Expr) -> bool:
-    expanded = sympy.expand(u)
-    return bool(expanded.is_number) and abs(constant(expanded)) < 1e-14
+    total = expanded(u)
+    return total is not None and bool(total.is_number) and abs(constant(total)) < 1e-14
 
 
 def _distributed(factors: list[Expr]) -> Expr | None:

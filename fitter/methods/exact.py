@@ -30,6 +30,7 @@ from fitact.fitter.expr.atoms import (
     constant,
     cos,
     cosh,
+    differentiated,
     exp,
     expm1,
     hypot1,
@@ -51,6 +52,7 @@ from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.expr.parser import parse, text_of
 from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.expr.work import stage
 from fitact.fitter.numerics.dtypes import DTYPES, halves, stored
 from fitact.fitter.records.fit import ExactFit
 
@@ -206,7 +208,7 @@ def _branches(node: Expr, y: Expr) -> Expr:
 
 def _switch(u: Expr) -> tuple[Expr, bool]:
     """Return the number at which a formula changes its sign, and whether from − to +."""
-    derivative = u.diff(x)
+    derivative = differentiated(u)
     if not derivative.free_symbols and derivative != 0:
         return -u.xreplace({x: sympy.Integer(0)}) / derivative, constant(derivative) > 0
     found = roots(u, -WIDE, WIDE)
@@ -231,6 +233,7 @@ def _compared(formula: Expr) -> Expr:
     return formula.replace(lambda node: isinstance(node, Where), simpler)
 
 
+@stage("the verification of its derivative", "write it with fewer functions")
 def _verify(activation: Activation, formula: Expr, text: str) -> None:
     """Compare the formula with f′ in high precision, over the whole range and beside every breakpoint."""
     corners = activation.switch_points(-REACH, REACH)

@@ -6,6 +6,7 @@ from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.expr.work import MILLION, budget, stage
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
@@ -15,6 +16,7 @@ from fitact.fitter.records.stochastic import StochasticFit
 
 from . import coded, exact, fewbit, inverted, inverted_published, relumix
 
+FITTING = 3 * MILLION  # operations on the formula: its analysis, and its values
 # The options of each method, in addition to the activation and a name.
 OPTIONS = {
     "fewbit": ("bits", "domain", "weight", "seed"),
@@ -32,7 +34,17 @@ WEIGHTS = {"coded": coded.WEIGHT}
 
 
 def make(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
-    """Fit by the method of that name; `options` are arguments of its `fit`."""
+    """Fit by the method of that name; `options` are arguments of its `fit`.
+
+    Raises:
+        WorkError: the formula takes too many operations.
+
+    """
+    with budget(activation, FITTING), stage("the fit", "write it with fewer functions"):
+        return _made(method, activation, name, **options)
+
+
+def _made(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
     if method == "exact":
         return exact.fit(activation, name, **options)
     if method == "inverted":
@@ -62,7 +74,8 @@ def make_gate(
     assert bits is not None
     of_g, of_u = weights
     kept = KEPT if bits_u is None else bits_u
-    return coded.fit_gate(gate, bits, name, bits_u=kept, weight=of_g, weight_u=of_u)
+    with budget(gate, FITTING), stage("the fit", "write it with fewer functions"):
+        return coded.fit_gate(gate, bits, name, bits_u=kept, weight=of_g, weight_u=of_u)
 
 
 def again(fit: AnyFit) -> AnyFit:

@@ -12,6 +12,7 @@ from fitact.files import read_text
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.expr.catalog import CATALOG, GATES
+from fitact.fitter.expr.work import MILLION, budget, stage
 
 from .coded import CodedFit
 from .fit import SCHEMA, activation_record
@@ -20,6 +21,7 @@ from .kinds import KINDS, AnyFit
 from .validate import json_object, label, mapping, text
 
 MAX_BYTES = 1 << 20
+READING = 3 * MILLION  # operations: reading formulas, and integrating a weight
 
 
 def read(path: Path) -> AnyFit:
@@ -38,6 +40,11 @@ def from_json(source: str) -> AnyFit:
         UsageError: the text is not such a record; the message names the field.
 
     """
+    with budget("the fit", READING), stage("reading", "write its formulas with fewer functions"):
+        return _from_json(source)
+
+
+def _from_json(source: str) -> AnyFit:
     record = json_object(source)
     schema = record.get("schema")
     if schema != SCHEMA:

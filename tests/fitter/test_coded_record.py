@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fitact.errors import UsageError
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import SCHEMA
 from fitact.fitter.records.reading import from_json, read
@@ -21,7 +18,6 @@ from tests.codegen.test_hostile_fits import changed as with_text
 from tests.conftest import Command
 from tests.support.refusals import GONE, changed, refused, written
 
-FUZZ = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 GOOD: dict[str, Any] = {
     "schema": SCHEMA,
     "name": "tanh_coded3",
@@ -106,25 +102,6 @@ def test_no_text_of_a_stranger_is_read() -> None:
     for path in paths:
         for text in HOSTILE:
             assert str(refused(from_json, json.dumps(with_text(GOOD, path, text)))).isprintable()
-
-
-@FUZZ
-@given(
-    st.sampled_from([*GOOD, "borders.3", "values.3", "derivatives.3", "error.value_1", "options.cells"]),
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=8)
-    | st.lists(st.floats()),
-)
-def test_fuzz_one_change(path: str, value: object) -> None:
-    try:
-        fit = from_json(changed(GOOD, path, value))
-    except UsageError as error:
-        assert str(error).isprintable()
-        return
-    assert from_json(fit.to_json()).to_json() == fit.to_json()
 
 
 # ------------------------------------------------------------------------------------------ the command line

@@ -10,19 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.methods import fewbit
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import SCHEMA, StepFit, check_name
 from fitact.fitter.records.reading import MAX_BYTES, from_json, read
 from tests.support.refusals import GONE, changed, refused, within
 
-FUZZ = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 GOOD: dict[str, Any] = {
     "schema": SCHEMA,
     "name": "tanh_fewbit2",
@@ -385,69 +381,6 @@ def test_read_below_a_file(tmp_path):
 def test_good_name(name):
     assert check_name(name) == name
     assert from_json(changed(GOOD, "name", name)).name == name
-
-
-# ------------------------------------------------------------------------------------------------------ fuzz
-
-NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([10**400, -(10**400), 10**30, 2.0, 0.1, 1e300]))
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8), st.sampled_from([*GOOD, *CATALOG]))
-JSON = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=6) | st.sampled_from([*GOOD]), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
-
-
-def places(record: Any, prefix: str = "") -> Iterator[str]:
-    items = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
-    for key, value in items:
-        yield f"{prefix}{key}"
-        yield from places(value, f"{prefix}{key}.")
-
-
-def survives(text: str) -> None:
-    """The text is refused, or is a fit whose own text says the same."""
-    try:
-        fit = from_json(text)
-    except UsageError as error:
-        assert str(error).isprintable()
-        return
-    assert from_json(fit.to_json()).to_json() == fit.to_json()
-    assert np.isfinite(fit(np.linspace(-3, 3, 7))).all()
-
-
-@FUZZ
-@given(JSON)
-def test_fuzz_any_json(value):
-    survives(json.dumps(value))
-
-
-@FUZZ
-@given(st.dictionaries(st.sampled_from([*GOOD]), JSON))
-def test_fuzz_record_of_anything(value):
-    survives(json.dumps({**GOOD, **value}))
-
-
-@FUZZ
-@given(st.sampled_from([*places(GOOD)]), JSON | st.just(GONE))
-def test_fuzz_one_change(path, value):
-    survives(changed(GOOD, path, value))
-
-
-@FUZZ
-@given(st.integers(0, len(TEXT)), st.integers(0, 3), st.text('0123456789.-+eE"{}[],:\\ntrufalsNIy\n', max_size=3))
-def test_fuzz_text(at, drop, insert):
-    survives(TEXT[:at] + insert + TEXT[at + drop :])
-
-
-@FUZZ
-@given(st.text(max_size=20))
-def test_fuzz_expression(text):
-    survives(changed(GOOD, "activation", {"name": None, "expression": text}))
-    survives(changed(GOOD, "weight", text))
 
 
 # ---------------------------------------------------------------------------------------------------- calls

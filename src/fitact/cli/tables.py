@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import click
 
@@ -15,6 +16,7 @@ from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
 from fitact.fitter.expr.catalog import CATALOG, GATES
 from fitact.fitter.expr.parser import text_of
+from fitact.fitter.expr.work import MILLION, WorkError, budget
 from fitact.fitter.methods import coded, exact, fewbit, inverted, relumix
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import InvertedFit, StepFit
@@ -23,6 +25,8 @@ from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.fitter.records.stochastic import StochasticFit
 from fitact.text import columns
 
+# Operations on a formula: for its analysis, and for each method that is tried on it.
+SHOWING, TRYING = 3 * MILLION, 1 * MILLION
 MOST = 12  # the most breakpoints, pieces or roots that are listed
 
 
@@ -57,6 +61,26 @@ def gate(shown: Gate) -> None:
 
 def activation(f: Activation) -> None:
     """Print the analysis of an activation over the reals, and which methods apply to it."""
+    with budget(f, SHOWING):
+        rows, even = _analysed(f)
+    methods: dict[str, Callable[[Activation], str]] = {
+        "fewbit": partial(_fewbit, even=even),
+        "relumix": _relumix,
+        "inverted": _inverted,
+        "exact": _exact,
+        "coded": _coded,
+    }
+    for name, method in methods.items():
+        try:
+            with budget(f, TRYING):
+                rows.append((name, method(f)))
+        except WorkError as error:
+            rows.append((name, f"unknown: {str(error).partition(': ')[2]}"))
+    _print(rows)
+
+
+def _analysed(f: Activation) -> tuple[list[tuple[str, str]], bool]:
+    """Return what is shown of an activation, and whether its derivative is even."""
     high = fewbit.DOMAIN[1]
     even, odd = f.has_even_derivative(high), f.has_odd_derivative(high)
     monotone = f.monotone()
@@ -77,13 +101,8 @@ def activation(f: Activation) -> None:
         ("roots of f'", _roots(monotone)),
         ("range of f'", _range(f.derivative_range())),
         ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
-        ("fewbit", _fewbit(f, even)),
-        ("relumix", _relumix(f)),
-        ("inverted", _inverted(f)),
-        ("exact", _exact(f)),
-        ("coded", _coded(f)),
     ]
-    _print(rows)
+    return rows, even
 
 
 def _number(value: float) -> str:
@@ -147,6 +166,8 @@ def _fewbit(f: Activation, even: bool) -> str:
     low, high = fewbit.DOMAIN
     try:
         fewbit.check_finite(f, low, high)
+    except WorkError:
+        raise
     except UsageError as error:
         return f"no: {error}"
     steps = f.steps(0.0 if even else low, high)
@@ -162,6 +183,8 @@ def _fewbit(f: Activation, even: bool) -> str:
 def _coded(f: Activation) -> str:
     try:
         coded.check(f)
+    except WorkError:
+        raise
     except UsageError as error:
         return f"no: {error}"
     return "yes: 3 to 8 bits, for the value too"
@@ -170,6 +193,8 @@ def _coded(f: Activation) -> str:
 def _relumix(f: Activation) -> str:
     try:
         left, right = relumix.asymptotes(f)
+    except WorkError:
+        raise
     except UsageError as error:
         return f"no: {str(error).partition(': ')[2]}"
     if any(point.kind == "jump" for point in f.breakpoints()):
@@ -180,6 +205,8 @@ def _relumix(f: Activation) -> str:
 def _inverted(f: Activation) -> str:
     try:
         count = len(inverted.cells(f))
+    except WorkError:
+        raise
     except UsageError as error:
         return f"no: {str(error).partition(': ')[2]}"
     bits = (count - 1).bit_length()
@@ -196,6 +223,8 @@ def _exact(f: Activation) -> str:
         warnings.simplefilter("ignore")
         try:
             return f"yes: f'(x) = {exact.fit(f, 'shown').derivative}"
+        except WorkError:
+            raise
         except UsageError as error:
             return f"no: {str(error).partition(': ')[2]}"
 

@@ -1,0 +1,116 @@
+"""`python -m tests.fuzz`: random cases for as long as one likes; what fails is reduced, and kept in cases.json.
+
+Each case comes from the seed and its number alone, so a failure can be had again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import checks, grammar, interruptions
+from .grammar import Tree
+from .reduce import reduced
+
+CASES = Path(__file__).with_name("cases.json")
+SECONDS = 40  # of processor time: a case that takes longer hangs; bounds of the commands are half of it
+
+
+class HangError(BaseException):
+    """A case takes too long; no `except Exception` on the way may stop it."""
+
+
+def _hangs(*_: object) -> None:
+    raise HangError(f"no answer within {SECONDS} seconds")
+
+
+def failure(check: Callable[[Any], None], case: Any) -> str | None:
+    """Return how a check fails on a case, None if it does not."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        check(case)
+    except (Exception, HangError, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} in {last.name}: {' '.join(str(error).split())[:300]}"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return None
+
+
+def kind(told: str) -> str:
+    """Return what makes two failures the same."""
+    return told.partition(":")[0]
+
+
+def in_a_folder(words: list[str]) -> None:
+    """Check a command in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        checks.check_command(words, Path(folder))
+
+
+CHECKS: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], None], float]] = {
+    "formula": (grammar.formula, lambda tree: checks.check_formula(str(tree)), 5),
+    "gate": (grammar.gate, lambda tree: checks.check_gate(str(tree)), 1),
+    "text": (grammar.text, checks.check_text, 4),
+    "fit": (grammar.fit, checks.check_json, 3),
+    "command": (grammar.command, in_a_folder, 2),
+}
+
+
+def main() -> int:
+    """Fuzz, and return 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--interruptions", type=int, default=0, metavar="N", help="of each command, in place of formulas"
+    )
+    options = parser.parse_args()
+    if options.interruptions:
+        return interruptions.run(options.interruptions, options.seed)
+    signal.signal(signal.SIGVTALRM, _hangs)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    kept = json.loads(CASES.read_text("utf-8"))
+    done: Counter[str] = Counter()
+    longest = dict.fromkeys(CHECKS, (0.0, ""))
+    failed: set[str] = set()
+    end, number = time.monotonic() + options.seconds, 0
+    while time.monotonic() < end:
+        chance = random.Random(f"{options.seed}/{number}")
+        name = chance.choices([*CHECKS], [weight for *_, weight in CHECKS.values()])[0]
+        make, check, _ = CHECKS[name]
+        case = make(chance)
+        began = time.process_time()
+        told = failure(check, case)
+        longest[name] = max(longest[name], (time.process_time() - began, str(case)[:150]))
+        done[name] += 1
+        number += 1
+        if told is None or kind(told) in failed:
+            continue
+        failed.add(kind(told))
+        print(f"seed {options.seed}, case {number - 1}, {name}: {told}\n  {str(case)!a:.2000}", flush=True)
+        if isinstance(case, Tree):
+            case = str(reduced(case, lambda one: kind(failure(check, one) or "") == kind(told)))  # noqa: B023
+            print(f"  reduced: {case!a:.2000}", flush=True)
+        kept.setdefault(name, []).append(case)
+    if failed:
+        CASES.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    print(f"{number} cases from seed {options.seed}: {dict(done)}; {len(failed)} kinds of failure")
+    for name, (seconds, case) in longest.items():
+        print(f"  longest {name}: {seconds:.1f} s of processor time: {case!a}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

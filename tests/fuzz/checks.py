@@ -1,0 +1,206 @@
+"""What must hold of every case: each check returns quietly, or fails with whatever was raised."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fitact.cli import main, tables
+from fitact.codegen.generate import render
+from fitact.errors import FitWarning, UsageError
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.methods.table import make, make_gate
+from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.records.fit import StepFit
+from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.reading import from_json
+from tests.support.generated import load
+
+Array = NDArray[np.float64]
+
+LONGEST = 800  # characters of a message
+AT = np.array([0.0, 1.0, -1.0, 1e4, -1e4, np.inf, -np.inf, np.nan])
+ROUNDINGS, LOST = 64, 2.0**-9  # what a value may be off by, as `float_check` promises: of f and x f′, and of f
+NEAR = 0.1  # distance from a root within which a relative error says nothing
+UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+TINY = {torch.float32: 1e-36, torch.float64: 1e-280}
+LARGEST = 1.3e38
+DIGITS = 25
+
+
+def answered(read: Callable[[], Any]) -> Any:
+    """Return what is read, or None if it is refused in one line."""
+    try:
+        return read()
+    except UsageError as error:
+        message = str(error)
+    assert message.isprintable(), f"not one line: {message!r}"
+    assert 10 < len(message) < LONGEST, message
+
+
+def check_text(text: str) -> None:
+    """Check that a text is refused in one line, or read and evaluated in the right shape."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answered(lambda: Weight(text))
+        activation = answered(lambda: Activation.of(text))
+        if activation is not None:
+            for values in (activation.value, activation.derivative):
+                for at in (AT, AT[0], AT.reshape(2, 2, 2)):
+                    found = values(at)
+                    assert found.dtype == np.float64 and found.shape == at.shape
+
+
+def check_formula(text: str) -> None:
+    """Check that a formula is fitted, shown, written, read and generated, with the values and gradients stated."""
+    activation = answered(lambda: Activation.of(text))
+    if activation is None:
+        return
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        answered(lambda: tables.activation(activation))
+    assert all(line.isprintable() for line in printed.getvalue().splitlines())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FitWarning)
+        fit = answered(lambda: make("fewbit", activation, "a", bits=2))
+    if fit is not None:
+        again = check_fit(fit)
+        warned = any("beyond the domain" not in str(one.message) for one in caught)
+        check_values(again, load(fit), reported=warned)
+    for method, options in (("exact", {}), ("coded", {"bits": 4})):
+        fit = None if text.count("x") > 4 else answered(lambda: _quiet(method, activation, options))  # noqa: B023
+        if fit is not None:
+            check_fit(fit)
+
+
+def _quiet(method: str, activation: Activation, options: dict[str, Any]) -> AnyFit:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FitWarning)
+        return make(method, activation, "a", **options)
+
+
+def check_gate(text: str) -> None:
+    """Check that a gate is fitted, written, read and generated, or refused."""
+    gate = answered(lambda: Gate.of(text))
+    if gate is not None:
+        check_fit(make_gate("rebuild", gate, "a"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FitWarning)
+            fit = answered(lambda: make_gate("coded", gate, "a", 3))
+        if fit is not None:
+            check_fit(fit)
+
+
+def check_fit(fit: AnyFit) -> AnyFit:
+    """Check that a fit that was made can be written, read and generated; return what was read."""
+    written = fit.to_json()
+    again = from_json(written)
+    assert again.to_json() == written
+    compile(render(again), "generated", "exec")
+    return again
+
+
+def check_json(text: str) -> None:
+    """Check that a fit file is refused in one line, or read and written again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = answered(lambda: from_json(text))
+        if fit is None:
+            return
+        again = fit.to_json()
+        assert from_json(again).to_json() == again
+        assert not isinstance(fit, StepFit) or np.isfinite(fit(AT)).all()
+    answered(lambda: render(fit))
+
+
+def check_command(words: list[str], folder: Path) -> None:
+    """Check that a command in an empty folder ends with status 0, or with one line, and leaves nothing then."""
+    out, err = io.StringIO(), io.StringIO()
+    with inside(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words)
+        left = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = err.getvalue().splitlines()
+    assert status in (0, 1, 2), status
+    assert all(line.startswith("fitact: ") and len(line) < LONGEST for line in lines), lines
+    if status:
+        assert (len(lines), out.getvalue(), left) == (1, "", []), (lines, out.getvalue(), left)
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Make a folder the current one."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def points(count: int, seed: int = 0) -> Array:
+    """Return float32 numbers: most near 0, some far out."""
+    chance = random.Random(seed)
+    near = [chance.gauss(0, 3) for _ in range(count * 7 // 10)]
+    far = [chance.choice((-1, 1)) * 10.0 ** chance.uniform(-6, 6) for _ in range(count * 3 // 10)]
+    return np.array([*near, *far]).astype(np.float32).astype(np.float64)
+
+
+def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000) -> None:
+    """Compare what the module computes with many digits: its value, and its gradient with the error stated.
+
+    Args:
+        fit: of the module.
+        module: as it is imported.
+        reported: whether a warning said that floating point fails on the formula.
+        count: of the points.
+
+    """
+    activation, at = fit.activation, points(count)
+    formulas = (activation.typed, activation.derivative_formula)
+    true, slope = (np.array([_exact(formula, float(point)) for point in at]) for formula in formulas)
+    known = np.isfinite(true) & np.isfinite(slope) & (np.abs(true) < LARGEST) & (np.abs(slope) < LARGEST)
+    low, high = fit.domain
+    inner = known & (at > low) & (at <= high)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.from_numpy(at).to(dtype).requires_grad_()
+        y = module.a(x)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        step = fit(at).astype(np.float32).astype(np.float64)
+        np.testing.assert_array_equal(gradient.double().numpy(), step)
+        error = np.abs(step - slope)[inner]
+        assert np.all(error <= fit.error["max"] * (1 + 1e-6) + 1e-9), (
+            f"the derivative is off by {error.max()} at x = {at[inner][error.argmax()]!r}, "
+            f"stated {fit.error['max']}"
+        )
+        if reported:
+            continue
+        found = y.detach().double().numpy()
+        with np.errstate(all="ignore"):
+            scale = ROUNDINGS * UNIT[dtype] * (np.abs(true) + np.abs(at * slope))
+            off = np.abs(found - true)
+        lost = LOST if dtype == torch.float32 else LOST * UNIT[torch.float64] / UNIT[torch.float32]
+        wrong = known & ~(off <= np.maximum(scale, lost * np.abs(true)) + TINY[dtype])
+        for i in np.flatnonzero(wrong):
+            sides = [_exact(activation.typed, at[i] + d) for d in (-NEAR, NEAR)]
+            near_root = sides[0] * sides[1] <= 0 or abs(true[i]) < NEAR * min(map(abs, sides))
+            largest = max(map(abs, sides))
+            assert near_root and off[i] <= ROUNDINGS * UNIT[dtype] * largest * 4, (
+                f"in {dtype} the value is {found[i]!r} at x = {at[i]!r} in place of {true[i]!r}"
+            )
+
+
+def _exact(formula: Any, at: float) -> float:
+    value = evaluate_multiprecision(formula, at, DIGITS)
+    return float(value) if MP.isfinite(value) else float("nan")
