@@ -3,11 +3,13 @@
     python -m benchmarks.compiled [-o RESULTS.json] [--budget B ...] [MODEL ...]
 
 Two blocks of an MLP and small models of transformers and timm, two layers each, of width 256, in bfloat16, without
-dropout. Each is compiled at several memory budgets: as it is, with codes of 8 and of 4 bits, and with PyTorch's
-pass `activation_quantization_aten_pass`, which keeps float8 with a scale, also of inputs. Counted are the bytes
-that the compiled function keeps for backward, without parameters and inputs, a token a layer, and the kernels that
-the compiler generates. Gradients are compared with those that the compiler alone computes at the same budget, and
-these with float32. Parameters whose gradients are more than half rounding are left out of the largest error.
+dropout. Each is compiled at several memory budgets: as it is, with codes of 8 and 4 bits, with codes of 8 and 6
+bits also of the tensors of attention and of inputs ("all"), and with PyTorch's pass
+`activation_quantization_aten_pass`, which keeps all these in float8, with a scale. Counted are the bytes that the
+compiled function keeps for backward, without parameters and inputs, a token a layer, and the kernels that the
+compiler generates. Gradients are compared with those that the compiler alone computes at the same budget, and these
+with float32. Parameters whose gradients are more than half rounding are left out of the largest error. Errors are
+null where a gradient is not finite.
 
 At the default budget all are timed, in turns: a time is the least of all rounds. On a CPU there is one thread, and
 its own time counts. Models and budgets that are named replace their part of the results.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -40,6 +43,7 @@ TOKENS, WIDTH, LAYERS = 512, 256, 2
 BUDGETS = (0.9, 1.0, 0.7)
 TIMED = 0.9
 NOISE = 0.5  # a gradient that rounding changes by more says nothing
+ALL = {"attention": True, "inputs": True}  # what float8 takes too
 FLOAT8 = {
     "activation_quantization_aten_pass": {
         "use_scaling": True,
@@ -137,6 +141,8 @@ def ways(budget: float) -> dict[str, dict[str, Any]]:
         "plain": {},
         "codes, 8 bits": dict(fitact.compile_options(budget=budget)),
         "codes, 4 bits": dict(fitact.compile_options(error="few-bit", budget=budget)),
+        "all, 8 bits": dict(fitact.compile_options(budget=budget, **ALL)),
+        "all, 6 bits": dict(fitact.compile_options(error="few-bit", bits=6, budget=budget, **ALL)),
         "float8": {"post_grad_fusion_options": FLOAT8},
     }
 
@@ -156,6 +162,11 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, floa
 def whole(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all gradients as one."""
     return {"": torch.cat([one.flatten() for one in gradient.values()])}
+
+
+def written(number: float) -> float | None:
+    """Return an error as the record has it; None if it is not finite."""
+    return round(number, 5) if math.isfinite(number) else None
 
 
 def compare(name: str, budget: float, device: str) -> Iterator[dict[str, Any]]:
@@ -194,8 +205,8 @@ def compare(name: str, budget: float, device: str) -> Iterator[dict[str, Any]]:
                 "way": way,
                 "bytes": round(saved.bytes / tokens / LAYERS),
                 "kernels": kernels,
-                "largest": round(max(errors[one] for one in kept), 5),
-                "whole": round(error(whole(found), whole(exact if way == "plain" else plain))[""], 5),
+                "largest": written(float(torch.tensor([errors[one] for one in kept]).max())),
+                "whole": written(error(whole(found), whole(exact if way == "plain" else plain))[""]),
             }
         if budget == TIMED:
             steps = {way: partial(gradients, model, call, narrow, dy.bfloat16()) for way, call in calls.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
@@ -31,6 +31,7 @@ class Method:
             linear layer and no longer trained by itself; None leaves norms as they are.
         keepers: names of what an MLP keeps of its activation's input, for the activation and the next layer, and
             of the other factor if it is gated; None leaves MLPs as they are.
+        compiled: makes, of the model, what is called in training; None calls the model itself.
 
     """
 
@@ -40,6 +41,14 @@ class Method:
     activation: Callable[[], nn.Module] = nn.GELU
     norm: Callable[[tuple[int, ...], float], nn.Module] | None = None
     keepers: tuple[str, str] | None = None
+    compiled: Callable[..., Callable[[Tensor], Tensor]] | None = None
+
+    def call(self, model: Transformer) -> Callable[[Tensor], Tensor]:
+        """Return what is called in training."""
+        if self.compiled is None:
+            return model
+        torch._dynamo.reset()  # or the compiler would give up after so many models of one class
+        return self.compiled(model, fullgraph=True)
 
     def apply(self, model: Transformer) -> None:
         """Change a model in place; it goes on computing the same function, up to rounding."""
@@ -78,16 +87,22 @@ def _plural(bits: int) -> str:
     return f"{bits} bit{'s' if bits > 1 else ''}"
 
 
+def compiling(bits: int) -> Callable[..., Callable[[Tensor], Tensor]]:
+    """Return what compiles a model that keeps codes, also of attention and of inputs."""
+    return partial(fitact.compile, error="few-bit", bits=bits, attention=True, inputs=True)
+
+
 def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
 
-FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, FACTORS = (
+FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, FACTORS, COMPILED = (
     "Few-Bit",
     "other methods",
     "stochastic quantisation of the input",
     "codes of the input, and float8",
     "both factors of a gate coded",
+    "compiled",
 )
 _KEEPERS = {**KEEPERS, **DRAWN, WHOLE.name: WHOLE}
 EXACT = Method("exact", "exact", "exact")
@@ -119,12 +134,19 @@ METHODS = {
         Method("float8", "float8 e4m3", CODES, keepers=("e4m3", "exact")),
         Method("coded6-8", "codes, 6 and 8 bits", FACTORS, keepers=("coded6", "coded8")),
         Method("float8-8", "float8 e4m3, both", FACTORS, keepers=("e4m3", "e4m3")),
+        Method("compiled", "compiled, exact", COMPILED, compiled=torch.compile),
+        *(
+            Method(f"compiled{k}", f"compiled, codes of {k} bits", COMPILED, compiled=compiling(k))
+            for k in (8, 6, 4)
+        ),
     )
 }
 
 
 def methods_of(task: str, setting: str) -> tuple[str, ...]:
     """Return which methods a task is trained with in a setting, by their names."""
-    families = (EXACT.family, CODES, *([FACTORS] if task == "gated" else []))
-    coded = tuple(name for name, method in METHODS.items() if method.family in families)
-    return coded if setting == "codes" else tuple(n for n in METHODS if METHODS[n].family not in (CODES, FACTORS))
+    families = {
+        "codes": (CODES, *([FACTORS] if task == "gated" else [])),
+        "compiled": (COMPILED,),
+    }.get(setting, (FEW_BIT, OTHER, RANDOM))
+    return tuple(name for name, method in METHODS.items() if method.family in (EXACT.family, *families))

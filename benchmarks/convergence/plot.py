@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from .methods import CODES, EXACT, FACTORS, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
+from .methods import CODES, COMPILED, EXACT, FACTORS, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
 from .summary import Comparison
 from .tasks import TASKS
 from .training import Run
@@ -28,6 +28,7 @@ COLORS = {
         "#d94701",
     ),
     FACTORS: ("#3182bd", "#d94701"),
+    COMPILED: ("#999999", "#08306b", "#3182bd", "#9ecae1"),
 }
 COLOR = {
     method.name: COLORS[family][i]

@@ -1,10 +1,12 @@
 """Train every task with every method from every seed, in parallel; write numbers, pictures and sentences.
 
-    python -m benchmarks.convergence [--large | --codes] [--task NAME ...] [--method NAME ...] [--seeds N] [-o F]
+    python -m benchmarks.convergence [--large | --codes | --compiled] [--task NAME ...] [--method NAME ...]
+                                     [--seeds N] [-o F]
 
 from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--codes`, half an hour,
-trains MLPs, gated and not, that keep only codes or float8 of what goes into their activation. Every finished run
-is written at once: the same command goes on after an interrupt, and more seeds are added to those that are there.
+trains MLPs, gated and not, that keep only codes or float8 of what goes into their activation; `--compiled`, half
+an hour, trains under the compiler, with codes and without. Every finished run is written at once: the same command
+goes on after an interrupt, and more seeds are added to those that are there.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ from fitact.files import write
 from . import plot
 from .methods import METHODS, methods_of
 from .summary import LEAST, as_record, compare, sentences, table
-from .tasks import CODES, LARGE, SMALL, TASKS, Setting, code, prose
+from .tasks import CODES, COMPILED, LARGE, SMALL, TASKS, Setting, code, prose
 from .training import Run, train
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fitact", "numpy", "peft", "scikit-learn", "scipy", "torch")
+ASKED = (LARGE, CODES, COMPILED)  # by options of their names
 Job = tuple[str, str, int]
 
 
@@ -132,6 +135,7 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option("--large", is_flag=True, help="Larger models, on a GPU, under autocast to bfloat16.")
 @click.option("--codes", is_flag=True, help="MLPs that keep codes of their activation's input, and float8.")
+@click.option("--compiled", is_flag=True, help="Compiled models that keep codes for backward.")
 @click.option("--task", "tasks", type=click.Choice(list(TASKS)), multiple=True, help="By default all.")
 @click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, help="By default all.")
 @click.option("--seeds", type=click.IntRange(min=LEAST), default=5, show_default=True, help="From 0 on.")
@@ -140,6 +144,7 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
 def main(
     large: bool,
     codes: bool,
+    compiled: bool,
     tasks: tuple[str, ...],
     methods: tuple[str, ...],
     seeds: int,
@@ -147,9 +152,11 @@ def main(
     output: Path | None,
 ) -> None:
     """Do what is not done yet."""
-    if large and codes:
-        raise click.UsageError("expected --large or --codes, got both: leave one out")
-    setting = LARGE if large else CODES if codes else SMALL
+    chosen = [setting for setting, wanted in zip(ASKED, (large, codes, compiled), strict=True) if wanted]
+    if len(chosen) > 1:
+        names = " and ".join(f"--{setting.name}" for setting in chosen)
+        raise click.UsageError(f"expected one setting, got {names}: leave one out")
+    setting = chosen[0] if chosen else SMALL
     if setting.device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--large expects a GPU that PyTorch can use, and there is none: leave it out")
     name = "convergence.json" if setting is SMALL else f"convergence_{setting.name}.json"

@@ -238,3 +238,4 @@ CODES = Setting(
     False,
     {name: Recipe(64, 4, 2, 64, 8, 500, 8e-3, 512) for name in ("characters", "gated")},
 )
+COMPILED = Setting("compiled", "cpu", False, CODES.recipes)

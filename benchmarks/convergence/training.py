@@ -6,6 +6,7 @@ import io
 import math
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +76,7 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
     if recipe.rank:
         add_adapters(model, recipe.rank, seed)
     model.to(setting.device)
+    call = method.call(model)
     data = task.data(recipe, seed, setting.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=recipe.rate, weight_decay=DECAY, fused=True)
@@ -87,11 +89,11 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
         batch = next(data.training)
         if step == 0:
             with count_saved(model) as saved:
-                loss = loss_of(model, batch, setting)
+                loss = loss_of(call, batch, setting)
             kept_bytes = saved.bytes
             saved.storages.clear()
         else:
-            loss = loss_of(model, batch, setting)
+            loss = loss_of(call, batch, setting)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -116,14 +118,13 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
     )
 
 
-def logits_of(model: nn.Module, inputs: Tensor, setting: Setting) -> Tensor:
+def logits_of(model: Callable[[Tensor], Tensor], inputs: Tensor, setting: Setting) -> Tensor:
     """Return the logits, under autocast if the setting says so."""
     with torch.autocast(setting.device, torch.bfloat16, enabled=setting.autocast):
-        logits: Tensor = model(inputs)
-    return logits
+        return model(inputs)
 
 
-def loss_of(model: nn.Module, batch: Batch, setting: Setting) -> Tensor:
+def loss_of(model: Callable[[Tensor], Tensor], batch: Batch, setting: Setting) -> Tensor:
     """Return the mean cross entropy in nats."""
     inputs, targets = batch
     return F.cross_entropy(logits_of(model, inputs, setting).float().flatten(0, -2), targets.flatten())

@@ -191,7 +191,7 @@ class _Partitions:
                 self.found.append(read())
                 self.advance()
                 if budget in self.coded:
-                    coded = Partition(budget, (Compander("identity", 8),), False, lambda records: None)
+                    coded = Partition(budget, (Compander("identity", 8),), (), lambda records: None)
                     with unset_fake_temporarily():
                         coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
                     self.found.append(read(kept="codes"))

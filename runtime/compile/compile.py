@@ -15,12 +15,13 @@ from fitact.arguments import integer, real
 from fitact.errors import UsageError, quote
 from fitact.runtime.torch_internals import compiler_options, partitioner
 
+from .kept import ALSO
 from .partition import Partition
 from .report import CompileReport
 from .tables import Code, Compander, table_of
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
-BITS = {"rounding": (8,), "few-bit": (4, 8)}  # the default first
+BITS = {"rounding": (8,), "few-bit": (4, 6, 8)}  # the default first
 OPTION = "custom_partitioner_fn"
 BUDGET = 0.9
 _reports: WeakKeyDictionary[Any, CompileReport] = WeakKeyDictionary()
@@ -45,6 +46,8 @@ def compile_options(
     bits: int | None = None,
     budget: float = BUDGET,
     attention: bool = False,
+    inputs: bool = False,
+    loss: bool = False,
     tables: Sequence[type[nn.Module]] = (),
 ) -> CompileOptions:
     """Return options with which `torch.compile` keeps codes for backward.
@@ -56,11 +59,15 @@ def compile_options(
     Args:
         error: `"exact"` codes only masks, so that no value changes; `"rounding"` uses codes of 8 bits, whose error
             is a few times that of bfloat16's own rounding; `"few-bit"` uses codes of 4 bits.
-        bits: of a code; 8 for `"rounding"`, 4 or 8 for `"few-bit"`, None for `"exact"`.
+        bits: of a code; 8 for `"rounding"`, 4, 6 or 8 for `"few-bit"`, None for `"exact"`.
         budget: how much the compiler may keep, from 0 (it computes everything again) to 1 (what is fastest): the
             value of `torch._functorch.config.activation_memory_budget` while it chooses. At 0.9 it computes no
             matrix product of a transformer's blocks again.
-        attention: whether queries, keys, values and outputs of fused attention become codes.
+        attention: whether queries, keys, values and outputs of attention become codes, and factors of other
+            batched products.
+        inputs: whether inputs that are no parameters become codes. This saves memory where nothing else keeps
+            them, as between regions that are compiled one by one.
+        loss: whether what leads to a loss becomes codes; its errors enter every gradient.
         tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits. Where
             the code of one serves better what backward computes of a tensor alone, such as an activation's value
             and derivative, it is used, without a scale. A CPU searches its table in an operator of its own.
@@ -75,8 +82,10 @@ def compile_options(
     found = _codes(error, bits, tables)
     budget = real("budget", budget, 0, 1)
     report = CompileReport()
-    partition = Partition(budget, found, bool(attention), lambda records: report.graphs.append(tuple(records)))
-    return CompileOptions({OPTION: partitioner(partition, _identity(found, budget, bool(attention)))}, report)
+    asked = zip(ALSO, (attention, inputs, loss), strict=True)
+    also = tuple(name for name, wanted in asked if wanted)
+    partition = Partition(budget, found, also, lambda records: report.graphs.append(tuple(records)))
+    return CompileOptions({OPTION: partitioner(partition, _identity(found, budget, also))}, report)
 
 
 def compile(  # noqa: A001  it stands for torch.compile
@@ -86,6 +95,8 @@ def compile(  # noqa: A001  it stands for torch.compile
     bits: int | None = None,
     budget: float = BUDGET,
     attention: bool = False,
+    inputs: bool = False,
+    loss: bool = False,
     tables: Sequence[type[nn.Module]] = (),
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -95,10 +106,12 @@ def compile(  # noqa: A001  it stands for torch.compile
 
     Args:
         model: a module or a function, as `torch.compile` takes it.
-        error: as for `compile_options`, like the next four.
+        error: as for `compile_options`, like the next six.
         bits: of a code.
         budget: how much the compiler may keep.
         attention: whether tensors of attention become codes.
+        inputs: whether inputs become codes.
+        loss: whether what leads to a loss becomes codes.
         tables: more codes to choose from.
         mode: of `torch.compile`, such as `"max-autotune"`.
         options: more options of `torch.compile`.
@@ -115,7 +128,9 @@ def compile(  # noqa: A001  it stands for torch.compile
         raise UsageError(f"backend: expected 'inductor', whose graphs are changed, got {quote(others['backend'])}")
     if OPTION in (options or {}):
         raise UsageError(f"options: {OPTION} is what fitact sets; leave it out, or use torch.compile")
-    own = compile_options(error=error, bits=bits, budget=budget, attention=attention, tables=tables)
+    own = compile_options(
+        error=error, bits=bits, budget=budget, attention=attention, inputs=inputs, loss=loss, tables=tables
+    )
     given = {**compiler_options(mode), **(options or {}), **own}
     compiled: Any = torch.compile(model, options=given, **others)
     _reports[compiled] = own.report
@@ -143,7 +158,8 @@ def _codes(error: str, bits: int | None, more: Sequence[type[nn.Module]]) -> tup
     allowed = BITS[error]
     width = allowed[0] if bits is None else integer("bits", bits, 1)
     if width not in allowed:
-        raise UsageError(f"bits: expected {' or '.join(map(str, allowed))} for error={error!r}, got {width}")
+        numbers = " or ".join(map(str, sorted(allowed)))
+        raise UsageError(f"bits: expected {numbers} for error={error!r}, got {width}")
     own = tuple(map(table_of, more))
     for table in own:
         if table.bits != width:
@@ -151,9 +167,9 @@ def _codes(error: str, bits: int | None, more: Sequence[type[nn.Module]]) -> tup
     return Compander("identity", width), *own
 
 
-def _identity(codes: Sequence[Code], budget: float, attention: bool) -> str:
+def _identity(codes: Sequence[Code], budget: float, also: Sequence[str]) -> str:
     """Return what names everything that the changed graphs depend on."""
     sources = sorted(files(__package__).iterdir(), key=lambda file: file.name)
     texts = [file.read_text(encoding="utf-8") for file in sources if file.name.endswith(".py")]
-    parts = [*texts, *(code.digest() for code in codes), repr(budget), repr(attention)]
+    parts = [*texts, *(code.digest() for code in codes), repr(budget), *also]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

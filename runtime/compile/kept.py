@@ -14,6 +14,9 @@ from fitact.runtime.torch_internals import PRODUCTS, UNSAFE_VIEW, is_operator, s
 aten = torch.ops.aten
 SMALL = 1024  # elements: a smaller tensor is not worth a code
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ALSO = ("attention", "inputs", "loss")  # what becomes codes only on request
+ON_REQUEST = ("attention", "products that attention makes")
+NEVER = ("attention's mask", "attention's statistics")
 BATCHED = (aten.bmm.default, aten.baddbmm.default)
 
 
@@ -60,6 +63,16 @@ def is_pointwise(node: fx.Node) -> bool:
 CAST = torch.ops.prims.convert_element_type.default
 
 
+def condition_of(node: fx.Node) -> fx.Node | None:
+    """Return what says which of two numbers a node's elements are; None if they are more than two."""
+    if node.target is not aten.where.self:
+        return None
+    condition, *others = node.args
+    numbers = [one for one in others if isinstance(one, fx.Node)]
+    alone = all(one.target is aten.full.default and not one.args[0] for one in numbers)
+    return condition if alone and isinstance(condition, fx.Node) else None
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """Return what a node is a view of, perhaps itself."""
     while is_view(node):
@@ -68,7 +81,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def kept(
-    forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, owned: Collection[int], attention: bool
+    forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, owned: Collection[int], also: Collection[str]
 ) -> Iterator[Kept]:
     """Yield what the forward graph hands to the backward graph.
 
@@ -77,14 +90,14 @@ def kept(
         backward: the backward graph, whose placeholders have the names of what they receive.
         outputs: how many of the forward graph's outputs, from the first on, are the model's own.
         owned: which of the inputs are parameters and buffers.
-        attention: whether queries, keys, values and outputs of attention may become codes.
+        also: what else may become codes, of `ALSO`.
 
     """
     graph = _Graph(forward, outputs, owned)
     places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for node in graph.results[outputs:]:
         if value_of(node) is not None:
-            yield Kept(node, places[node.name], base_of(node), graph.reason(node, attention))
+            yield Kept(node, places[node.name], base_of(node), graph.reason(node, also))
 
 
 class _Graph:
@@ -107,25 +120,26 @@ class _Graph:
             ):
                 self.weights.add(node)
 
-    def reason(self, node: fx.Node, attention: bool) -> str:
+    def reason(self, node: fx.Node, also: Collection[str]) -> str:
         """Return why a node is left as it is."""
         value, base = value_of(node), base_of(node)
         assert value is not None
         if base in self.weights:
             return "a parameter" if base.op == "placeholder" else "made of parameters alone"
-        if base.op == "placeholder":
+        if base.op == "placeholder" and "inputs" not in also:
             return "an input"
         if value.dtype not in FLOATS and value.dtype is not torch.bool:
             return f"of {str(value.dtype).removeprefix('torch.')}"
         if elements(value) < SMALL:
             return "small"
-        if base in self.loss:
+        if base in self.loss and "loss" not in also:
             return "kept by the loss"
         if base in self.returned:
             return "an output of the model"
-        if value.dtype is torch.bool:
+        if value.dtype is torch.bool or condition_of(node) is not None:
             return ""
-        if (part := self.attention.get(base)) is not None and not (attention and part == "attention"):
+        part = self.attention.get(base, "")
+        if part in NEVER or (part in ON_REQUEST and "attention" not in also):
             return f"of {part}"
         return "a statistic" if _is_statistic(node) else ""
 
@@ -151,7 +165,10 @@ def _attention(graph: fx.Graph) -> dict[fx.Node, str]:
         if node.op != "call_function":
             continue
         if "attention" in schema_name(node.target):
-            found |= dict.fromkeys(_inputs_of(node.all_input_nodes), "attention")
+            read = {one for one in node.args[:3] if isinstance(one, fx.Node)}  # queries, keys and values
+            others = (one for one in node.all_input_nodes if one not in read)
+            found |= dict.fromkeys(_inputs_of(others), "attention's mask")
+            found |= dict.fromkeys(_inputs_of(read), "attention")
             found |= {user: "attention" if user.args[1] == 0 else "attention's statistics" for user in node.users}
         elif node.target in BATCHED:
             found |= dict.fromkeys((*_inputs_of(node.args), *_outputs_of(node)), "products that attention makes")

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from fitact.runtime.torch_internals import min_cut, schema_name, unset_fake_temporarily
 
 from .codes import BYTE, Graph, exponents, pack, scaled, unpack
-from .kept import CAST, Kept, elements, kept, value_of
+from .kept import CAST, Kept, condition_of, elements, kept, value_of
 from .report import KeptRecord
-from .tables import Code, best, first_of
+from .tables import Code, best
 
 UNCHECKED = "saved_tensor_with_no_vc_check"  # the partitioner's mark of tensors that may be changed in place
 
@@ -26,14 +26,14 @@ class Partition:
     Attributes:
         budget: how much the compiler may keep, from 0 to 1.
         codes: to choose from, that of any numbers first; empty if values may not change.
-        attention: whether queries, keys, values and outputs of attention become codes.
+        also: what else becomes codes, of `ALSO` in `kept`.
         record: receives the records of a graph.
 
     """
 
     budget: float
     codes: Sequence[Code]
-    attention: bool
+    also: Collection[str]
     record: Callable[[Sequence[KeptRecord]], None] = field(repr=False)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -51,7 +51,7 @@ class Partition:
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, owned: Collection[int]
     ) -> None:
         """Change both graphs, and record each tensor that one hands to the other."""
-        found = list(kept(forward, backward, outputs, owned, self.attention))
+        found = list(kept(forward, backward, outputs, owned, self.also))
         likes: dict[fx.Node, list[Kept]] = {}
         for one in found:
             likes.setdefault(one.base, []).append(one)
@@ -66,37 +66,44 @@ class Partition:
         value = value_of(whole)
         assert value is not None
         name = _operation(group[0].base)
-        code, error = self._code(group, value)
+        code, error, note = self._code(group, whole)
         bits = 1 if code is None else code.bits
         chains = [chain for one in group if (chain := _views(one.node, whole)) is not None]
-        if reason := self._blocker(group, value, bits, len(chains)):
+        if reason := self._blocker(group, whole, value, bits, len(chains)):
             return _left(group, name, reason)
         before = _bytes(value)
         parts = _encode(forward, whole, code)
         places = _hand_over(forward, backward, group, parts)
-        _decode(backward, group, places, value, code, chains)
+        _decode(backward, group, places, whole, code, chains)
         after = sum(_bytes(part.meta["val"]) for part in parts)
         label = "bits" if code is None else f"{code.name}, {bits} bits" if code.scaled else code.name
-        return iter([KeptRecord(name, tuple(map(str, value.shape)), value.dtype, before, after, label, error)])
+        shape = tuple(map(str, value.shape))
+        return iter([KeptRecord(name, shape, value.dtype, before, after, label, error, note)])
 
-    def _code(self, group: Sequence[Kept], value: Tensor) -> tuple[Code | None, float]:
-        """Return the code for a group and its error, None for a mask or if there is no code."""
-        if value.dtype is torch.bool or not self.codes or group[0].reason:
-            return None, 0.0
-        return best(group[0].place, self.codes) if len(group) == 1 else first_of(self.codes)
+    def _code(self, group: Sequence[Kept], whole: fx.Node) -> tuple[Code | None, float, str]:
+        """Return the code for a group, its error and a note on it; None for a mask or if there is no code."""
+        if _is_mask(whole) or not self.codes or group[0].reason:
+            return None, 0.0, ""
+        return best([one.place for one in group], self.codes)
 
-    def _blocker(self, group: Sequence[Kept], value: Tensor, bits: int, chains: int) -> str:
+    def _blocker(self, group: Sequence[Kept], whole: fx.Node, value: Tensor, bits: int, chains: int) -> str:
         """Return why a group stays as it is; `""` if it becomes a code."""
         reasons = [one.reason for one in group if one.reason]
         if reasons:
             return reasons[0]
         if chains < len(group):
             return "kept under several shapes that vary"
-        if value.dtype is not torch.bool and not self.codes:
+        if not _is_mask(whole) and not self.codes:
             return "a code would change it"
         row: Any = value.shape[-1] if value.dim() else 1
-        fills = isinstance(row, int) and row % (BYTE // bits) == 0
+        fills = isinstance(row, int) and row * bits % BYTE == 0
         return "" if bits == BYTE or fills else "its rows do not fill whole bytes"
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Return whether the elements of a node are two numbers at most, which bits keep as they are."""
+    value = value_of(node)
+    return condition_of(node) is not None or (value is not None and value.dtype is torch.bool)
 
 
 def _left(group: Sequence[Kept], name: str, reason: str) -> Iterator[KeptRecord]:
@@ -122,9 +129,12 @@ def _bytes(value: Tensor) -> int:
 
 def _encode(module: fx.GraphModule, node: fx.Node, code: Code | None) -> list[fx.Node]:
     """Return what is kept in place of a node: its codes, and the powers of two of its rows if they are scaled."""
-    graph = Graph(module, node.next)
+    after = node.next
+    while after.op == "placeholder":
+        after = after.next
+    graph = Graph(module, after)
     if code is None:
-        return [pack(graph, node, 1)]
+        return [pack(graph, condition_of(node) or node, 1)]
     scales = [exponents(graph, node)] if code.scaled else []
     codes = code.encode(graph, scaled(graph, node, scales[0], -1) if scales else node)
     return [codes if code.bits == BYTE else pack(graph, codes, code.bits), *scales]
@@ -178,7 +188,7 @@ def _decode(
     module: fx.GraphModule,
     group: Sequence[Kept],
     places: Sequence[fx.Node],
-    value: Tensor,
+    whole: fx.Node,
     code: Code | None,
     chains: Sequence[Sequence[fx.Node]],
 ) -> None:
@@ -188,9 +198,12 @@ def _decode(
     graph = Graph(module, min((user for _, users in readers for user in users), key=order.index))
     if code is None:
         found = graph(torch.ops.aten.ne.Scalar, unpack(graph, place, 1), 0)
+        if condition_of(whole) is not None:
+            numbers = [graph(one.target, *one.args, **one.kwargs) for one in whole.args[1:]]
+            found = graph(whole.target, found, *numbers)
     else:
         found = code.decode(graph, place if code.bits == BYTE else unpack(graph, place, code.bits))
-        found = graph(CAST, scaled(graph, found, places[1], 1) if code.scaled else found, value.dtype)
+        found = graph(CAST, scaled(graph, found, places[1], 1) if code.scaled else found, whole.meta["val"].dtype)
     for (old, users), chain in zip(readers, chains, strict=True):
         new = found
         for view in chain:

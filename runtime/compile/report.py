@@ -23,7 +23,7 @@ class KeptRecord:
         before, after: bytes kept, without the code and with it; of sizes that vary, as when the graph was traced.
         code: name of the fit, or `"bits"` for a mask; None if it is left as it is.
         error: relative root mean square error of what backward computes of it alone; 0 for a mask.
-        reason: why it is left as it is.
+        reason: why it is left as it is, or why the error is that of the numbers themselves.
 
     """
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import Coded, is_generated, registered
+from fitact.runtime.torch_internals import schema_name
 
 from .codes import Graph
 from .kept import CAST, is_pointwise, is_view
@@ -210,22 +211,22 @@ def _unit(values: Tensor, weight: Tensor, all_values: Tensor | None = None) -> T
 # --------------------------------------------------------------------------------------------- what backward needs
 
 
-def best(place: fx.Node, codes: Sequence[Code]) -> tuple[Code, float]:
-    """Return the code under which what backward computes of a tensor alone is nearest, and the error.
+def best(places: Sequence[fx.Node], codes: Sequence[Code]) -> tuple[Code, float, str]:
+    """Return the code under which what backward computes of a tensor alone is nearest, the error, and a note.
 
-    Where that cannot be told, this is the first, with its error for the numbers themselves.
+    Where that cannot be told, this is the first, with its error for the numbers themselves, and the note says why.
+
+    Args:
+        places: the placeholders that receive the tensor, or views of it.
+        codes: to choose from.
+
     """
     try:
-        functions = [*_functions(place)]
+        functions = [function for place in places for function in _functions(place)]
         errors = [code.error(functions) for code in codes]
-    except (RuntimeError, TypeError, NotImplementedError):  # an operator that wants more than numbers of one shape
-        return first_of(codes)
-    return min(zip(codes, errors, strict=True), key=lambda pair: pair[1])
-
-
-def first_of(codes: Sequence[Code]) -> tuple[Code, float]:
-    """Return the first code, and its error for the numbers themselves."""
-    return codes[0], codes[0].error()
+    except _OperatorError as error:
+        return codes[0], codes[0].error(), f"not known: what {error} makes of it"
+    return *min(zip(codes, errors, strict=True), key=lambda pair: pair[1]), ""
 
 
 def _functions(place: fx.Node) -> Iterator[Function]:
@@ -247,6 +248,10 @@ def _functions(place: fx.Node) -> Iterator[Function]:
     for last, nodes in factors.items():
         groups = [nodes] if last.target is torch.ops.aten.mul.Tensor else [[node] for node in nodes]
         yield from (partial(_product, group, place) for group in groups)
+
+
+class _OperatorError(Exception):
+    """An operator, named in the message, cannot be evaluated on numbers."""
 
 
 def _product(nodes: Sequence[fx.Node], place: fx.Node, x: Tensor) -> Tensor:
@@ -279,7 +284,10 @@ def _evaluate(node: fx.Node, place: fx.Node, x: Tensor) -> Tensor:
                 known[one] = value(one.all_input_nodes[0])
             else:
                 args, kwargs = fx.map_arg((one.args, one.kwargs), value)
-                known[one] = target(*args, **kwargs)
+                try:
+                    known[one] = target(*args, **kwargs)
+                except (RuntimeError, TypeError) as error:  # it wants more than numbers of one shape
+                    raise _OperatorError(schema_name(target).partition("::")[2]) from error
         return known[one]
 
     return value(node)
