@@ -2,7 +2,8 @@
 
 One module of each method and width; gates that are rebuilt, with a code of g, and of both; and, to compare
 gradients from the output with, two kernels that evaluate f′ from the input. Run by `make bench`; writes
-benchmarks/results/instructions.json, which the tests compare with. What is counted, and how: tests/support/instructions.py.
+benchmarks/results/instructions.json, which the tests compare with. What is counted, and how:
+tests/support/instructions.py.
 """
 
 from __future__ import annotations
