@@ -7,9 +7,9 @@ dropout. Each is compiled at several memory budgets: as it is, with codes of 8 a
 bits also of the tensors of attention and of inputs ("all"), and with PyTorch's pass
 `activation_quantization_aten_pass`, which keeps all these in float8, with a scale. Counted are the bytes that the
 compiled function keeps for backward, without parameters and inputs, a token a layer, and the kernels that the
-compiler generates. Gradients are compared with those that the compiler alone computes at the same budget, and these
-with float32. Parameters whose gradients are more than half rounding are left out of the largest error. Errors are
-null where a gradient is not finite.
+compiler generates. Gradients are compared with those that the compiler alone computes at the same budget, and
+these with float32. Parameters whose gradients are more than half rounding are left out of the largest
+error. Errors are null where a gradient is not finite.
 
 At the default budget all are timed, in turns: a time is the least of all rounds. On a CPU there is one thread, and
 its own time counts. Models and budgets that are named replace their part of the results.

@@ -121,7 +121,7 @@ def _size(value: Number) -> int | None:
 
 def _cost(parts: Parts, _: Number) -> float:
     """Return the operations that an evaluation takes: functions by their digits, error functions by more."""
-    digits = MP.dps
+    digits = int(MP.dps)
     each = digits * (1 + digits / 500)
     return 5 * parts.all + each / 4 * parts.functions + each * parts.slow
 

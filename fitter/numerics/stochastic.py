@@ -12,7 +12,9 @@ whole numbers, the same on every device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +39,7 @@ RIDGE = 1e-12  # of the largest share: D is f′ where the weight tells nothing
 
 def candidates(domain: tuple[float, float]) -> Array:
     """Return the numbers that may be nodes, increasing; the first and the last are nodes."""
-    found = np.unique(halves("bfloat16"))
+    found: Array = np.unique(halves("bfloat16"))
     low, high = domain
     return found[(low <= found) & (found <= high) & ((np.abs(found) >= NEAREST) | (found == 0))]
 
@@ -155,13 +157,16 @@ class Programme:
 
     def total(self, chosen: NDArray[np.intp]) -> float:
         """Return J of nodes, by their indices, with D_i = f′(x_i)."""
-        return sum(
-            float(sum(self.costs(chosen[i : i + 1], int(chosen[i + 1])))[0]) for i in range(len(chosen) - 1)
-        )
+        return math.fsum(self._cost(int(i), int(j)) for i, j in pairwise(chosen))
+
+    def _cost(self, start: int, stop: int) -> float:
+        """Return what the interval between two candidates adds to J."""
+        of_value, of_slope = self.costs(np.array([start]), stop)
+        return float(of_value[0] + of_slope[0])
 
     def _bound(self, count: int) -> float:
         """Return J of some nodes: they share out the cube roots of the costs between neighbours evenly."""
-        steps = [float(sum(self.costs(np.array([i]), i + 1))[0]) for i in range(len(self.at) - 1)]
+        steps = [self._cost(i, i + 1) for i in range(len(self.at) - 1)]
         shares = np.cumsum(np.cbrt(steps))
         free = count - len(self.fixed)
         chosen = 1 + np.searchsorted(shares, shares[-1] * np.arange(1, free + 1) / (free + 1))

@@ -180,7 +180,7 @@ class _Watch:
         """Gather both inputs of a module that is a gate and nothing else."""
         self.activations |= {path: type(module).__name__, f"{path}{OF_U}": IDENTITY}
 
-        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.inside += 1
             g, u = (*args, *(kwargs[name] for name in ("g", "u") if name in kwargs))
             self.add(path, (g,), {})

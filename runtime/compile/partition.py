@@ -199,7 +199,9 @@ def _decode(
     if code is None:
         found = graph(torch.ops.aten.ne.Scalar, unpack(graph, place, 1), 0)
         if condition_of(whole) is not None:
-            numbers = [graph(one.target, *one.args, **one.kwargs) for one in whole.args[1:]]
+            numbers = [
+                graph(one.target, *one.args, **one.kwargs) for one in whole.args[1:] if isinstance(one, fx.Node)
+            ]
             found = graph(whole.target, found, *numbers)
     else:
         found = code.decode(graph, place if code.bits == BYTE else unpack(graph, place, code.bits))

@@ -131,8 +131,8 @@ def measure(
             found = [new | known for known, new in zip(found, costs, strict=True)]
         progress((2 + i) / (1 + passes))
     segments = [_between(parts.between[0])]
-    for run, span, costs, after in zip(runs, stock, found, parts.between[1:], strict=True):
-        segments += [Segment(run.paths, span.grads, costs), _between(after)]
+    for run, span, of_ways, after in zip(runs, stock, found, parts.between[1:], strict=True):
+        segments += [Segment(run.paths, span.grads, of_ways), _between(after)]
     return Costs(tuple(segments), _step(marks), tuple(notes))
 
 

@@ -89,7 +89,8 @@ def put(block: nn.Module, way: Way) -> None:
     if way.conversion is not None:
         convert(block, **way.conversion)
     if way.checkpoint:
-        block.__class__ = _class(way.checkpoint, type(block))
+        inner: Any = type(block)
+        block.__class__ = _class(way.checkpoint, inner)
 
 
 def put_back(block: nn.Module) -> None:
@@ -194,5 +195,5 @@ def revert_plan(model: nn.Module) -> None:
     """
     for module in [*model.modules()]:
         if isinstance(module, Checkpointed):
-            module.__class__ = module.fitact_inner  # type: ignore[assignment]
+            module.__class__ = module.fitact_inner
     revert(model)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fitact.runtime.ops import decode, gate_ops
 from fitact.runtime.ops.autograd import DTYPES, NAMESPACE
-from fitact.runtime.ops.factors import Factor
+from fitact.runtime.ops.factors import CodedFactor, Factor
 from fitact.runtime.ops.gates import apply_gate
-from fitact.runtime.ops.registry import find
+from fitact.runtime.ops.registry import Coded, LookedUp, find
 from fitact.runtime.recipes import plain
 
 from . import functions
@@ -86,6 +86,13 @@ class _Activated(Factor):
         return tables.values, tables.derivatives
 
 
+def _alike(factor: Factor, coded: LookedUp | None) -> bool:
+    """Whether a factor has the codes and the tables of an activation; None has no codes."""
+    if coded is None or not isinstance(coded, Coded) or not isinstance(factor, CodedFactor):
+        return coded is None
+    return (factor.borders, factor.table) == (coded.borders, coded.table)
+
+
 @cache
 def gate_of(codes: Codes) -> gate_ops.Gate:
     """Return the gate that keeps these codes: the shipped one with the same tables, or else a composed one."""
@@ -95,7 +102,7 @@ def gate_of(codes: Codes) -> gate_ops.Gate:
     if name in SHIPPED and find_spec(module) is not None:
         shipped = gate_ops.find(import_module(module)._KEY)
         factors = zip((shipped.a, shipped.b), (a, b), strict=True)
-        if all(one is None or (of.borders, of.table) == (one.borders, one.table) for of, one in factors):
+        if all(_alike(factor, one) for factor, one in factors):
             return shipped
     composed = gate_ops.Gate(
         key=f"{codes.g}*{codes.u or 'u'}",

@@ -227,9 +227,9 @@ def fit(
     made: list[AnyFit] = []
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
-        for one, given_as in ((weighing, weight), (weighing_u, weight_u)):
-            if one is not None and one.text != given_as:
-                _warn_of_domain(one, domain or DOMAINS[method])
+        for density, given_as in ((weighing, weight), (weighing_u, weight_u)):
+            if density is not None and density.text != given_as:
+                _warn_of_domain(density, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
             if isinstance(activation, Gate):
                 named_so = name or _gate_name(activation, method, k, bits_u)
