@@ -356,6 +356,7 @@ def test_compiled(name: str) -> None:
         assert same(compiled(g, u), part(g, u))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck reads it, and PyTorch hides it itself
 def test_ops_are_what_they_say() -> None:
     """Schema, fake tensors, autograd registration, and AOT dispatch, as PyTorch checks them."""
     for name in ("rebuild", "coded8", "coded6_8"):
