@@ -41,7 +41,8 @@ def candidates(domain: tuple[float, float]) -> Array:
     """Return the numbers that may be nodes, increasing; the first and the last are nodes."""
     found: Array = np.unique(halves("bfloat16"))
     low, high = domain
-    return found[(low <= found) & (found <= high) & ((np.abs(found) >= NEAREST) | (found == 0))]
+    inside: Array = found[(low <= found) & (found <= high) & ((np.abs(found) >= NEAREST) | (found == 0))]
+    return inside
 
 
 def turns(values: Array) -> NDArray[np.intp]:
