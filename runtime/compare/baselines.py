@@ -36,8 +36,18 @@ from fitact.runtime.torch_internals import (
 )
 
 aten = torch.ops.aten
-# PyTorch's counter of FLOPs does not know the fused attention of the CPU; its arguments begin as the GPU's do.
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Return the FLOPs of the products of several experts: each row of a meets one matrix of b."""
+    groups = len(a) if a.ndim > b.ndim else 1  # then a column of b meets one matrix of a
+    return 2 * a.numel() * b.shape[-1] // groups
+
+
+# PyTorch's counter of FLOPs does not know the products of experts, nor the fused attention of the CPU, whose
+# arguments begin as the GPU's do.
 FLOPS: dict[Any, Callable[..., int]] = {
+    aten._grouped_mm: _grouped,
     **flop_registry,
     **{cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()},
 }

@@ -32,9 +32,10 @@ def rebuild(
     If anything else keeps an output, such as a product with another tensor, it is kept as before. An activation or
     a norm that is composed of several operations is computed again in backward, and gives one gradient for each
     time that it reads its input, so that sums round as stock's do. Attention that is not fused keeps one tensor of
-    scores, from which softmax, dropout and casts are computed again. The compiler traces the stock model and
-    chooses itself what it keeps. A second derivative raises. Freeze layers and add adapters first.
-    `fitact.revert` puts everything back.
+    scores, from which softmax, dropout and casts are computed again. Linear layers and convolutions keep no copies
+    of weights that autocast casts: these are cast again, so they must not change between forward and backward; if
+    they do, backward raises. The compiler traces the stock model and chooses itself what it keeps. A second
+    derivative raises. Freeze layers and add adapters first. `fitact.revert` puts everything back.
 
     Args:
         model: the model, which is changed in place; the state dict stays the same.

@@ -23,9 +23,10 @@ from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_ten
 
 from . import functions
 from .operation import Expression, bound, operation, rebuilds
-from .recipes import Source, kept_source, note_kept, source
+from .recipes import Source, cast, kept_source, note_kept, owned, shares_cast, source
 
 Function = Callable[..., Any]
+SHARED = "_fitact_shared"  # the attribute of storages from which scores are rebuilt, perhaps of several layers
 DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
 
 
@@ -140,9 +141,8 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
     ):
         return function(*args, **kwargs)
     found = [source(one) if rule.replaced else None for one in tensors]
-    if rule.cast and any(found):
-        tensors = [_cast(*both) for both in zip(tensors, found, strict=True)]
-        found = [source(one) for one in tensors]
+    if rule.cast and torch.is_autocast_enabled(tensors[0].device.type):
+        tensors, found = _casts(tensors, found)
     keeps = rule.keeps(tensors)
     less = any(one is not None and kept for one, kept in zip(found, keeps, strict=True))
     if rule.noted:
@@ -184,13 +184,13 @@ def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) 
             return output
         expression = Expression(call, tensors, found)
         state = expression.take_state()
-        if _bytes(state) < output.nbytes:
+        if _bytes(state) <= output.nbytes:
             here.widened = _Widened(weakref.ref(output), expression, state, [*map(version_of, (output, *state))])
     return output
 
 
 class _Widened(NamedTuple):
-    """The newest output that takes more bytes than what it is a function of, and which nothing has kept yet."""
+    """The newest output that takes no fewer bytes than what it is a function of; nothing has kept it yet."""
 
     output: weakref.ref[Tensor]
     function: Function
@@ -199,7 +199,7 @@ class _Widened(NamedTuple):
 
 
 def _narrower(tensor: Tensor) -> Source | None:
-    """Return what a tensor is a function of that takes fewer bytes, None if nothing is known of that."""
+    """Return what a tensor is a function of that takes no more bytes, None if nothing is known of that."""
     found = here.widened
     if found is None or found.output() is not tensor:
         return None
@@ -208,23 +208,27 @@ def _narrower(tensor: Tensor) -> Source | None:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Return how much memory is held if tensors are."""
-    return sum(one.untyped_storage().nbytes() for one in tensors)
+    """Return how much more memory is held if tensors are: parameters are anyway, as is what other scores need."""
+    storages = [one.untyped_storage() for one in tensors if not owned(one)]
+    return sum(one.nbytes() for one in storages if not hasattr(one, SHARED))
 
 
-def _cast(tensor: Tensor, found: Source | None) -> Tensor:
-    """Return a tensor that can be rebuilt as autocast would cast it, so that the cast can be rebuilt too."""
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+def _casts(tensors: list[Tensor], found: list[Source | None]) -> tuple[list[Tensor], list[Source | None]]:
+    """Return tensors as autocast would cast them, where the casts can be rebuilt, and what from."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    if any(shares_cast(one, dtype) and not owned(one) for one in tensors):
+        return tensors, [None] * len(tensors)  # PyTorch has to do it, for all that read its cast
+    made = [_cast(*both, dtype) for both in zip(tensors, found, strict=True)]
+    return made, [source(one) for one in made]
+
+
+def _cast(tensor: Tensor, found: Source | None, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == torch.float64:
         return tensor
     if found is None:
-        return (
-            functions.cast(tensor, torch.get_autocast_dtype(device))
-            if isinstance(tensor, nn.Parameter)
-            else tensor
-        )
-    cast: Tensor = _ruled(CARRIED, Tensor.to, (tensor, torch.get_autocast_dtype(device)), {})
-    return cast
+        return cast(tensor, dtype) if owned(tensor) else tensor
+    made: Tensor = _ruled(CARRIED, Tensor.to, (tensor, dtype), {})
+    return made
 
 
 # ------------------------------------------------------------------------------- functions that have their own
@@ -255,6 +259,21 @@ def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
+def _index_add(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    given = {**dict(zip(("self", "dim", "index", "source"), args, strict=False)), **kwargs}
+    output = None
+    if (
+        len(given) == 4
+        and len(args) + len(kwargs) == 4
+        and all(isinstance(one, Tensor) for one in (given["index"], given["source"]))
+    ):
+        output = functions.index_add(given["self"], given["dim"], given["index"], given["source"])
+    if output is None:
+        return function(*args, **kwargs)
+    here.tell(output, True)
+    return output
+
+
 def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Keep the output, or the input if that is narrower."""
     tensors, call = bound(function, args, kwargs)
@@ -265,9 +284,12 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     dtype = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), x.dtype)
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.float32
-    narrow = _narrower(x) or Source(lambda x: x, (x.detach(),))
-    if _bytes(narrow.state) >= x.numel() * dtype.itemsize:
+    found, size = _narrower(x), x.numel() * dtype.itemsize
+    if not (x.untyped_storage().nbytes() < size if found is None else _bytes(found.state) <= size):
         return _ruled(OUTPUT, function, args, kwargs)
+    narrow = found or Source(lambda x: x, (x.detach(),))
+    for one in narrow.state:
+        setattr(one.untyped_storage(), SHARED, True)
     again = functions.Plain(lambda *state: call(narrow.function(*state)), device)
     rebuild = Source(again, narrow.state, narrow.exact)
     output = operation(call, tensors, rebuild)
@@ -277,7 +299,7 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _handlers() -> dict[Any, Function]:
-    found: dict[Any, Function] = {F.linear: _linear, F.dropout: _dropout}
+    found: dict[Any, Function] = {F.linear: _linear, F.dropout: _dropout, Tensor.index_add_: _index_add}
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
         for home, names in homes.items():

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .derivatives import once
-from .functions import cast, product_dtype, without_autocast
-from .recipes import Function, applied, source, use
+from .recipes import Function, applied, cast, product_dtype, recast, source, use, without_autocast
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -25,22 +24,25 @@ class _Convolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rebuild: Function,
+        parameter: Tensor | None,
+        rebuild: Function | None,
         options: tuple[Any, ...],
         *state: Tensor,
     ) -> Tensor:
         ctx.rebuild, ctx.options, ctx.bias = rebuild, options, None if bias is None else [*bias.shape]
-        ctx.save_for_backward(weight, *state)
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(weight if parameter is None else parameter, *state)
         return torch.convolution(x, weight, bias, *options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
         weight, *state = ctx.saved_tensors
+        x = state[0] if ctx.rebuild is None else ctx.rebuild(*state)
         found = torch.ops.aten.convolution_backward(
-            grads[0], ctx.rebuild(*state), weight, ctx.bias, *ctx.options, ctx.needs_input_grad[:3]
+            grads[0], x, weight.to(ctx.dtype), ctx.bias, *ctx.options, ctx.needs_input_grad[:3]
         )
-        return *found, None, None, *(None for _ in state)
+        return *found, None, None, None, *(None for _ in state)
 
 
 class _Padding(NamedTuple):
@@ -74,6 +76,10 @@ def _padding(module: Convolution) -> _Padding:
     return _Padding(around if any(around) else (), "constant", tuple(left for left, _ in sides))
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 class _Prepared:
     """What is rebuilt, as the convolution gets it: padded, in its dtype, and as a batch."""
 
@@ -94,7 +100,9 @@ class _Prepared:
 
 
 def convolution(module: Convolution, x: Tensor, exact: bool = True) -> Tensor | None:
-    """Return what a convolution makes of x, or None if x has to be kept.
+    """Return what a convolution makes of x, or None if it keeps no less than PyTorch's.
+
+    Of a weight that autocast casts, the parameter is kept, and cast again.
 
     Args:
         module: the convolution.
@@ -106,21 +114,26 @@ def convolution(module: Convolution, x: Tensor, exact: bool = True) -> Tensor | 
     if not (torch.is_grad_enabled() and weight.requires_grad and spatial < x.ndim <= spatial + 2):
         return None
     dtype, found = product_dtype(x, weight), source(x, exact)
-    if dtype is None or found is None:
+    again = recast(x, weight, dtype)
+    if dtype is None or (found is None and not again):
         return None
     padding = _padding(module)
-    prepared = _Prepared(found.function, padding, dtype, x.ndim == spatial + 1)
+    alone = x.ndim == spatial + 1
+    prepared = _Prepared(_itself if found is None else found.function, padding, dtype, alone)
     use(prepared)
     options = module.stride, padding.inside, module.dilation, False, (0,) * spatial, module.groups
-    weight, bias = cast(weight, dtype), None if bias is None else cast(bias, dtype)
+    parameter, weight = weight, cast(weight, dtype)
+    bias = None if bias is None else cast(bias, dtype)
+    x = prepared.prepare(x)
     with without_autocast(x.device.type):
         y: Tensor = applied(
             _Convolution,
-            prepared.prepare(x),
+            x,
             weight,
             bias,
-            prepared,
+            parameter.detach() if again else None,
+            None if found is None else prepared,
             options,
-            *found.state,
+            *((x.detach(),) if found is None else found.state),
         )
-    return y.squeeze(0) if prepared.alone else y
+    return y.squeeze(0) if alone else y

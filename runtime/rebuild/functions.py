@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_float
 from typing import Any
 
@@ -12,11 +11,22 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fitact.runtime.recipes import note, plain
-from fitact.runtime.torch_internals import autocast_of, in_functorch_transform
+from fitact.runtime.torch_internals import in_functorch_transform
 
 from .bits import pack, unpack
 from .derivatives import READS, Reads, autocast, differentiable, once
-from .recipes import Function, Source, applied, kept_source, source, use
+from .recipes import (
+    Function,
+    Source,
+    applied,
+    cast,
+    kept_source,
+    product_dtype,
+    recast,
+    source,
+    use,
+    without_autocast,
+)
 
 
 def recorded(*inputs: Tensor) -> bool:
@@ -28,26 +38,6 @@ def recorded(*inputs: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------- consumers
 
 
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast; to enter one takes longer than to ask."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the dtype in which a layer multiplies; None if PyTorch has to do it, or to say what is wrong."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x.dtype if x.dtype == weight.dtype else None
-    return None if torch.float64 in (weight.dtype, x.dtype) else torch.get_autocast_dtype(device)
-
-
-def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in the dtype of a product; inside one autocast all layers share what is returned."""
-    if parameter.dtype == dtype:
-        return parameter
-    return autocast_of(parameter) if parameter.requires_grad else parameter.to(dtype)
-
-
 class _Linear(torch.autograd.Function):
     """x Wᵀ + b, or x W + b, of rows: the products of PyTorch's own backward, x rebuilt for them."""
 
@@ -57,14 +47,16 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rebuild: Function,
+        parameter: Tensor | None,
+        rebuild: Function | None,
         transposed: bool,
         *state: Tensor,
     ) -> Tensor:
-        ctx.rebuild, ctx.transposed = rebuild, transposed
+        ctx.rebuild, ctx.transposed, ctx.dtype = rebuild, transposed, weight.dtype
         rows = x.reshape(-1, x.shape[-1])
         ctx.shape, ctx.columns = x.shape, rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *state)
+        kept = weight if parameter is None else parameter
+        ctx.save_for_backward(kept if ctx.needs_input_grad[0] else None, *state)
         if not transposed:
             return F.linear(x, weight, bias)  # of any shape, because the rows would be a view outside
         assert bias is not None
@@ -78,21 +70,24 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = None
         if wants_weight:
-            x = ctx.rebuild(*state)
+            x = state[0] if ctx.rebuild is None else ctx.rebuild(*state)
             x = x.reshape(len(rows), x.shape[-1])
             dw = x.t() @ rows if ctx.transposed else rows.t() @ x
             del x
         if wants_x:
+            weight = weight.to(ctx.dtype)
             weight = weight.t() if ctx.transposed else weight
             dx = (weight.t() @ rows.t()).t() if ctx.columns else rows @ weight
             dx = dx.reshape(ctx.shape)
-        return dx, dw, rows.sum(0) if wants_bias else None, None, None, *(None for _ in state)
+        return dx, dw, rows.sum(0) if wants_bias else None, None, None, None, *(None for _ in state)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = False, exact: bool = True
 ) -> Tensor | None:
-    """Return the layer's output, or None if its input has to be kept.
+    """Return the layer's output, or None if it keeps no less than PyTorch's.
+
+    Of a weight that autocast casts, the parameter is kept, and cast again.
 
     Args:
         x: (..., inputs).
@@ -102,21 +97,27 @@ def linear(
         exact: whether to keep an input that would not be rebuilt bit for bit.
 
     """
-    if not (torch.is_grad_enabled() and weight.requires_grad) or (transposed and bias is None):
+    if not torch.is_grad_enabled() or (transposed and bias is None):
         return None
     if not (x.is_contiguous() and weight.is_contiguous()):
         return None  # PyTorch's own products are others then
-    dtype, found = product_dtype(x, weight), source(x, exact)
-    if dtype is None or found is None:
+    dtype = product_dtype(x, weight)
+    again = x.requires_grad and recast(x, weight, dtype)
+    found = source(x, exact) if weight.requires_grad else None
+    if dtype is None or (found is None and not again):
         return None
-    rebuild = found.function if x.dtype == dtype else _Cast(found.function, dtype)
-    x, weight, bias = x.to(dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
-    use(rebuild)
+    rebuild = None if found is None else found.function if x.dtype == dtype else _Cast(found.function, dtype)
+    x, parameter, weight = x.to(dtype), weight, cast(weight, dtype)
+    bias = None if bias is None else cast(bias, dtype)
+    if rebuild is not None:
+        use(rebuild)
+    state = found.state if found is not None else (x.detach(),) if weight.requires_grad else ()
     # PyTorch's own output is a view of rows too, unless these are all, or there is no bias
     whole = not transposed and (x.dim() == 2 or (x.dim() > 2 and bias is None))
+    rows = x if whole else x.reshape(-1, x.shape[-1])
     with without_autocast(x.device.type):
         y: Tensor = applied(
-            _Linear, x if whole else x.reshape(-1, x.shape[-1]), weight, bias, rebuild, transposed, *found.state
+            _Linear, rows, weight, bias, parameter.detach() if again else None, rebuild, transposed, *state
         )
     return y if whole else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -132,6 +133,42 @@ class _Cast:
 
     def __call__(self, *state: Tensor) -> Tensor:
         return self.rebuild(*state).to(self.dtype)
+
+
+class _IndexAdd(torch.autograd.Function):
+    """x with rows of a source added in place; PyTorch's keeps the source too, of which it asks only the shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        ctx.dim = dim
+        ctx.save_for_backward(index)
+        ctx.mark_dirty(x)
+        return x.index_add_(dim, index, source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        (index,) = ctx.saved_tensors
+        found = grads[0].index_select(ctx.dim, index) if ctx.needs_input_grad[3] else None
+        return grads[0], None, None, found
+
+
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:
+    """Return x, to whose rows those of a source have been added; None if PyTorch has to do it.
+
+    Args:
+        x: not a view, and no leaf that is trained.
+        dim: the dimension.
+        index: of the rows, one-dimensional.
+        source: the rows, of the shape of those of x.
+
+    """
+    if not recorded(source) or not all(map(plain, (x, index, source))) or source.dim() != x.dim() or not x.dim():
+        return None
+    if x._is_view() or (x.is_leaf and x.requires_grad):
+        return None
+    y: Tensor = applied(_IndexAdd, x, dim, index, source)
+    return y
 
 
 # ------------------------------------------------------------------------------------------------------- producers

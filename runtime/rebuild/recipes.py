@@ -1,16 +1,17 @@
-"""What a layer's input is rebuilt from, as `fitact.runtime.recipes` notes it on outputs."""
+"""What a layer's input or weight is rebuilt from, as `fitact.runtime.recipes` notes it on outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fitact.runtime.recipes import ATTRIBUTE, Note, Recipe, plain
-from fitact.runtime.torch_internals import in_functorch_transform, version_of
+from fitact.runtime.recipes import ATTRIBUTE, Note, Recipe, note, plain
+from fitact.runtime.torch_internals import autocast_of, in_functorch_transform, version_of
 
 Function = Callable[..., Tensor]
 KEPT = "_fitact_kept"
@@ -126,3 +127,61 @@ def use(function: Callable[..., Tensor]) -> None:
     """Tell a function of a source that a layer will call it once in each backward pass."""
     if hasattr(function, "use"):
         function.use()
+
+
+# ----------------------------------------------------------------------------------------------- casts of autocast
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast; to enter one takes longer than to ask."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a layer multiplies; None if PyTorch has to do it, or to say what is wrong."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x.dtype if x.dtype == weight.dtype else None
+    return None if torch.float64 in (weight.dtype, x.dtype) else torch.get_autocast_dtype(device)
+
+
+def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in the dtype of a product; inside one autocast all layers share what is returned.
+
+    It is noted on a trained one's cast that it can be cast again.
+    """
+    if parameter.dtype == dtype:
+        return parameter
+    if not parameter.requires_grad:
+        return parameter.to(dtype)
+    made = autocast_of(parameter)
+    if owned(parameter) and source(made) is None:
+        note(made, _To(dtype), parameter)
+    return made
+
+
+def owned(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one, as the weight of one of several experts is."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+class _To(NamedTuple):
+    """A parameter in another dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        return parameter.to(self.dtype)
+
+
+def shares_cast(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast keeps what it makes of a tensor for all that read it, as of a leaf that is trained."""
+    return x.is_leaf and x.requires_grad and x.dtype != dtype
+
+
+def recast(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a layer would keep a cast weight, but may cast it again in backward from the parameter."""
+    if dtype is None or dtype == weight.dtype or not owned(weight):
+        return False
+    ours = plain(x) and plain(weight) and not in_functorch_transform() and not x.is_inference()
+    return ours and not shares_cast(x, dtype)

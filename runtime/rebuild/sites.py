@@ -99,9 +99,12 @@ def swaps(
     producers = [one for one in _producers(model) if id(one.module) not in inside]
     producers = [*gates, *(one for one in producers if one.record is None or wanted(one))]
     consumers = [*_consumers(model)]
+    trained = any(
+        parameter.requires_grad for one in consumers for parameter in one.module.parameters(recurse=False)
+    )
     found = [*producers, *consumers]
     calls, refused = ([], []) if run is None else _calls(model, run, found, wanted)
-    used = calls or (consumers and any(one.record for one in producers))
+    used = calls or (trained and any(one.record for one in producers))
     return [*found, *calls] if used else [], refused
 
 
@@ -196,7 +199,10 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
     for path, module in model.named_modules():
         kind = "Conv1D" if layers.is_conv1d(module) else CONSUMERS_OF.get(type(module))
         weight = getattr(module, "weight", None)
-        if kind and _free(module) and isinstance(weight, Tensor) and weight.requires_grad:
+        if not (kind and _free(module) and isinstance(weight, Tensor)):
+            continue
+        # a frozen linear layer keeps no input, but without this, what autocast makes of its weight
+        if weight.requires_grad or (kind != "Convolution" and weight.dtype == torch.float32):
             yield Swap(path, module, kind)
 
 

@@ -84,7 +84,7 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", SIZES)
 def test_models(name: str, setting: str) -> None:
-    """The same bits; less kept than by selective checkpointing, except for what autocast has cast."""
+    """The same bits; less kept than by selective checkpointing."""
     dtype, autocast = SETTINGS[setting]
     stock = model_of(name, dtype)
     model, inputs = copy.deepcopy(stock), inputs_of(name, dtype)
@@ -101,7 +101,7 @@ def test_models(name: str, setting: str) -> None:
     blocks = [one for one in stock.modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):
         rebuilt, selective = kept(model, wide), kept(stock, wide, partial(checkpointed, blocks, selective=True))
-    assert rebuilt < (1.12 if autocast else 1) * selective
+    assert rebuilt < selective
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

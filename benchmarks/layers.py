@@ -1,0 +1,220 @@
+"""Bytes that a layer of a transformer keeps for a token, with each way to keep less.
+
+    python -m benchmarks.layers [-o RESULTS.json]
+
+Layers of transformers, with the ratios of sizes that the published models have, narrower, in bfloat16, with
+attention that is fused, and a GPU's masks of dropout. A layer is the difference between models of two layers and
+of one. What is kept is counted in numbers of two bytes for each of the hidden state's, so the width drops out,
+except for statistics of a few bytes a token.
+
+- stock, auto, exact: the models as they are, after `convert(model, "auto")`, and with `error="exact"`.
+- selective checkpointing: PyTorch's, which keeps the results of matrix products and of attention.
+- compiler: the graphs of PyTorch's partitioner with activation memory budgets of 1 and 0.7, where everything is
+  trained. With 0.7 it may compute matrix products again: `again` says by how much the FLOPs grow.
+- Liger, unsloth: by count, for the layers of LLaMA, that they are made for. Their autograd functions, as
+  published, give to `save_for_backward`: Liger's norm its input and a number a row, its gate both factors; layers
+  that follow keep their inputs. unsloth's norm keeps the same; its q, k, v together their input, its o its input,
+  and its gated MLP its input and both factors; it has no dropout. Rotated q and k replace q and k in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fitact
+from fitact.runtime.compare.baselines import checkpointed, compiled
+from fitact.runtime.memory.saved import count_saved, gpu_kernels
+from fitact.runtime.models.prepare import Inputs, blocks_of, imported, prepare
+from fitact.runtime.models.sources import from_callable
+
+RESULTS = Path(__file__).parent / "results" / "layers.json"
+BATCH, SEQ = 8, 256
+BUDGETS = (1.0, 0.7)
+RANK, DROPOUT = 8, 0.1
+# Type of the configuration, name of the width, sizes of one layer.
+LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "BERT": ("bert", "hidden_size", {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}),
+    "GPT-2": ("gpt2", "n_embd", {"n_embd": 256, "n_head": 4}),
+    "ViT-B": ("vit", "hidden_size", {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}),
+    "LLaMA-7B": (
+        "llama",
+        "hidden_size",
+        {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 4},
+    ),
+    "Qwen-MoE": (
+        "qwen2_moe",
+        "hidden_size",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "moe_intermediate_size": 176,
+            "shared_expert_intermediate_size": 704,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "T5, gated": (
+        "t5",
+        "d_model",
+        {"d_model": 256, "d_ff": 683, "d_kv": 64, "num_heads": 4, "feed_forward_proj": "gated-gelu"},
+    ),
+}
+UNTRACED = ("Qwen-MoE",)  # what goes to each expert depends on numbers
+TRAININGS = ("everything", "LoRA", "LoRA, dropout")
+
+
+def model_of(name: str, training: str, layers: int) -> nn.Module:
+    """Return a model in training mode, in bfloat16; its own dropout is that of the published one."""
+    transformers = imported("transformers")
+    kind, _, sizes = LAYERS[name]
+    count = {"gpt2": "n_layer", "t5": "num_layers"}.get(kind, "num_hidden_layers")
+    config = transformers.AutoConfig.for_model(kind, **sizes, **{count: layers})
+    config.use_cache = False
+    torch.manual_seed(0)
+    make = transformers.T5EncoderModel if kind == "t5" else transformers.AutoModel.from_config
+    model: nn.Module = make(config).to(torch.bfloat16)
+    if training != "everything":
+        peft = imported("peft")
+        p = DROPOUT if "dropout" in training else 0.0
+        adapters = peft.LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=p, init_lora_weights=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of GPT-2's layers, whose weights are transposed
+            model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    return model.train()
+
+
+def inputs_of(name: str) -> dict[str, Tensor]:
+    """Return inputs, of which the gradient is taken too."""
+    kind, width, sizes = LAYERS[name]
+    if kind == "vit":
+        return {"pixel_values": torch.randn(BATCH, 3, 224, 224).to(torch.bfloat16).requires_grad_()}
+    x = torch.randn(BATCH, SEQ, sizes[width]).to(torch.bfloat16)
+    return {"inputs_embeds": x.requires_grad_()}
+
+
+def tokens(name: str) -> int:
+    """Return for how many tokens a layer keeps what it keeps."""
+    return BATCH * (197 if LAYERS[name][0] == "vit" else SEQ)
+
+
+def kept(model: nn.Module, inputs: Mapping[str, Tensor], selective: bool = False) -> int:
+    """Return the bytes that are kept."""
+    blocks = [block for _, block in blocks_of(model)]
+    with gpu_kernels(), count_saved(model) as saved:
+        if selective:
+            with checkpointed(blocks, saved, selective=True):
+                y = model(**inputs)
+        else:
+            y = model(**inputs)
+    del y
+    return saved.bytes
+
+
+def converted(name: str, training: str, layers: int, **how: Any) -> int:
+    """Return the bytes that are kept after `fitact.convert`."""
+    model, inputs = model_of(name, training, layers), inputs_of(name)
+    fitact.convert(model, example_inputs=inputs, **how)
+    return kept(model, inputs)
+
+
+def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes that the compiler keeps under each budget, and the FLOPs of both passes."""
+
+    def example(batch: int, seq: int) -> tuple[nn.Module, dict[str, Tensor]]:
+        return model_of(name, TRAININGS[0], layers), inputs_of(name)
+
+    prepared, inputs = prepare(from_callable(example), batch=BATCH, seq=SEQ)
+    given = Inputs(inputs.args, inputs.kwargs)
+    found = compiled(prepared, given, BUDGETS, around=gpu_kernels)
+    names = [f"compiler, {budget:g}" for budget in BUDGETS]
+    return dict(zip(names, (one.saved.bytes for one in found), strict=True)), dict(
+        zip(names, (one.flops for one in found), strict=True)
+    )
+
+
+def counted(name: str, training: str) -> dict[str, float]:
+    """Return what others' layers keep by count, in numbers of the hidden state's."""
+    if name != "LLaMA-7B" or "dropout" in training:
+        return {}
+    _, width, sizes = LAYERS[name]
+    wide = sizes["intermediate_size"] / sizes[width]
+    norms, attention, factors = 2.0, 4.0, 2 * wide  # inputs of both; q, k, v and what attention returns
+    ranks = 7 * RANK / sizes[width] if training == "LoRA" else 0.0  # what seven adapters have between their layers
+    found = {"Liger": norms + 2.0 + attention + factors + wide + ranks}  # the norms' outputs; the gate's
+    if training == "LoRA":
+        found["unsloth"] = norms + 2.0 + attention + factors  # what is between adapters' layers is computed again
+    return found
+
+
+def row(name: str, training: str) -> dict[str, Any]:
+    """Measure one layer in one kind of training."""
+    _, width, sizes = LAYERS[name]
+    ways: dict[str, Callable[[int], int]] = {
+        "stock": lambda n: kept(model_of(name, training, n), inputs_of(name)),
+        "auto": lambda n: converted(name, training, n, method="auto"),
+        "exact": lambda n: converted(name, training, n, error="exact"),
+        "selective checkpointing": lambda n: kept(model_of(name, training, n), inputs_of(name), selective=True),
+    }
+    numbers = tokens(name) * sizes[width] * 2
+    found = {way: round((measure(2) - measure(1)) / numbers, 3) for way, measure in ways.items()}
+    again: dict[str, float] = {}
+    if training == TRAININGS[0] and name not in UNTRACED:
+        (one, _), (two, flops) = traced(name, 1), traced(name, 2)
+        whole = f"compiler, {BUDGETS[0]:g}"
+        rest = 2 * one[whole] - two[whole]  # of what is no layer; a smaller budget is for the model as a whole
+        found |= {key: round((two[key] - rest) / 2 / numbers, 3) for key in one}
+        least = min(flops.values())
+        again = {key: round(of / least - 1, 3) for key, of in flops.items() if of > least}
+    found |= {key: round(value, 3) for key, value in counted(name, training).items()}
+    return {"layer": name, "training": training, "kept": found, "again": again}
+
+
+COLUMNS = ("stock", "selective checkpointing", "compiler, 1", "compiler, 0.7", "Liger", "unsloth", "exact", "auto")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the documents' table."""
+    lines = [f"| {' | '.join(('layer', 'trained', *COLUMNS))} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
+    for one in rows:
+        numbers = [f"{one['kept'][key]:.1f}" if key in one["kept"] else "" for key in COLUMNS]
+        numbers[COLUMNS.index("exact")] = f"**{numbers[COLUMNS.index('exact')]}**"
+        lines.append(f"| {' | '.join((one['layer'], one['training'], *numbers))} |".replace("  ", " "))
+    return lines
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    record = {
+        "torch": torch.__version__,
+        "transformers": imported("transformers").__version__,
+        "batch": BATCH,
+        "tokens": SEQ,
+        "rank": RANK,
+        "rows": rows,
+    }
+    for name in LAYERS:
+        for training in TRAININGS:
+            rows.append(row(name, training))
+            print(rows[-1], flush=True)
+            arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+    print("\n".join(table(rows)))
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""benchmarks/layers: what layers keep, in the documents and again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import layers
+from tests.conftest import ROOT
+
+ROWS: list[dict[str, Any]] = json.loads(layers.RESULTS.read_text("utf-8"))["rows"]
+DOCUMENT = (ROOT / "docs" / "rebuilding.md").read_text("utf-8")
+BELOW = {("T5, gated", "everything"): {"compiler, 0.7"}}  # the bias of positions is trained, and scores are kept
+
+
+def test_the_documents_table() -> None:
+    lines = layers.table(ROWS)
+    assert "\n".join(lines) in DOCUMENT
+    assert [(row["layer"], row["training"]) for row in ROWS] == [
+        (name, training) for name in layers.LAYERS for training in layers.TRAININGS
+    ]
+    (t5,) = (row["kept"] for row in ROWS if (row["layer"], row["training"]) in BELOW)
+    text = " ".join(DOCUMENT.split())
+    assert f"keeps {100 * t5['compiler, 0.7'] / t5['exact']:.0f} % of what *exact* keeps" in text
+    assert not any(row["again"] for row in ROWS)  # so says the text of the compiler's products
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['layer']}-{row['training']}")
+def test_nothing_that_computes_no_product_again_keeps_less(row: dict[str, Any]) -> None:
+    exact = row["kept"]["exact"]
+    less = {way for way, kept in row["kept"].items() if kept < exact and way not in row["again"]} - {"auto"}
+    assert less == BELOW.get((row["layer"], row["training"]), set())
+    assert row["kept"]["auto"] < exact
+
+
+@pytest.mark.parametrize("name", ["LLaMA-7B", pytest.param("BERT", marks=pytest.mark.full)])
+def test_the_figures_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer tokens: what is kept for one is nearly the same."""
+    monkeypatch.setattr(layers, "BATCH", 2)
+    monkeypatch.setattr(layers, "SEQ", 64)
+    (row,) = (row["kept"] for row in ROWS if (row["layer"], row["training"]) == (name, "everything"))
+    numbers = layers.tokens(name) * layers.LAYERS[name][2]["hidden_size"] * 2
+    found = {
+        "stock": [layers.kept(layers.model_of(name, "everything", n), layers.inputs_of(name)) for n in (1, 2)],
+        "exact": [layers.converted(name, "everything", n, error="exact") for n in (1, 2)],
+    }
+    for way, (one, two) in found.items():
+        assert (two - one) / numbers == pytest.approx(row[way], rel=0.01)
+
+
+def test_counts_of_others() -> None:
+    """By hand, for LLaMA: 2 norms' inputs and outputs, q, k, v, o, and of the MLP g, u and their product."""
+    wide = 688 / 256
+    assert layers.counted("LLaMA-7B", "everything") == {"Liger": pytest.approx(2 + 2 + 4 + 3 * wide)}
+    lora = layers.counted("LLaMA-7B", "LoRA")
+    assert lora["unsloth"] == pytest.approx(2 + 2 + 4 + 2 * wide)
+    assert lora["Liger"] == pytest.approx(2 + 2 + 4 + 3 * wide + 7 * 8 / 256)
+    assert layers.counted("LLaMA-7B", "LoRA, dropout") == layers.counted("BERT", "LoRA") == {}
