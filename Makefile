@@ -75,10 +75,12 @@ bench: $(VENV)/.installed
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
 	$(BIN)/python -m benchmarks.rebuilding
 	$(BIN)/python -m benchmarks.compiled
+	$(BIN)/python -m benchmarks.compiled --graphs
 	$(BIN)/python benchmarks/conversion.py
 	$(BIN)/python -m benchmarks.coded_gradients
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence --codes
+	$(BIN)/python -m benchmarks.convergence --compiled
 
 clean:
 	rm -rf $(VENV) build *.egg-info
