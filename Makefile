@@ -85,10 +85,12 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.rebuilding
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.compiled
+	$(BIN)/python -m benchmarks.compiled --graphs
 	$(BIN)/python benchmarks/conversion.py
 	$(BIN)/python -m benchmarks.coded_gradients
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence --codes
+	$(BIN)/python -m benchmarks.convergence --compiled
 
 clean:
 	rm -rf $(VENV) build *.egg-info

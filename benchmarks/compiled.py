@@ -1,6 +1,6 @@
 """What codes under the compiler save and cost, beside the compiler alone and beside its own pass to float8.
 
-    python -m benchmarks.compiled [-o RESULTS.json] [--budget B ...] [MODEL ...]
+    python -m benchmarks.compiled [-o RESULTS.json] [--graphs] [--budget B ...] [MODEL ...]
 
 Two blocks of an MLP and small models of transformers and timm, two layers each, of width 256, in bfloat16, without
 dropout. Each is compiled at several memory budgets: as it is, with codes of 8 and 4 bits, with codes of 8 and 6
@@ -8,11 +8,14 @@ bits also of the tensors of attention and of inputs ("all"), and with PyTorch's 
 `activation_quantization_aten_pass`, which keeps all these in float8, with a scale. Counted are the bytes that the
 compiled function keeps for backward, without parameters and inputs, a token a layer, and the kernels that the
 compiler generates. Gradients are compared with those that the compiler alone computes at the same budget, and
-these with float32. Parameters whose gradients are more than half rounding are left out of the largest
-error. Errors are null where a gradient is not finite.
+these with float32. Parameters whose gradients are more than half rounding are left out of the largest error.
+Errors are null where a gradient is not finite.
 
 At the default budget all are timed, in turns: a time is the least of all rounds. On a CPU there is one thread, and
 its own time counts. Models and budgets that are named replace their part of the results.
+
+With `--graphs` no kernels are made: PyTorch runs the compiler's graphs operator by operator. This gives bytes and
+errors in a fraction of the time. What keeps codes of everything is compared with float8 then, for whole models.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import metrics
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.compilers import nop
+from torch._inductor import compile_fx, metrics
+from torch._inductor.decomposition import select_decomp_table
 
 import fitact
 from benchmarks.activations import keep_freed_memory
@@ -135,6 +141,9 @@ MODELS: dict[str, tuple[Callable[[], Made], int]] = {  # and how many tokens
 }
 
 
+WHOLE = (*KINDS, "vit")
+
+
 def ways(budget: float) -> dict[str, dict[str, Any]]:
     """Return the options of the compiler by name of what is compared; the compiler alone first."""
     return {
@@ -169,7 +178,27 @@ def written(number: float) -> float | None:
     return round(number, 5) if math.isfinite(number) else None
 
 
-def compare(name: str, budget: float, device: str) -> Iterator[dict[str, Any]]:
+def run_graphs(model: nn.Module, options: dict[str, Any], budget: float) -> Callable[..., Any]:
+    """Compile up to kernels, and let PyTorch run the graphs that these would be made of.
+
+    Args:
+        model: what is compiled.
+        options: of the compiler.
+        budget: how much it may keep, unless the options say so.
+
+    """
+
+    def partition(joint: Any, inputs: Any, **more: Any) -> Any:
+        with torch._inductor.config.patch(options), torch._functorch.config.patch(activation_memory_budget=budget):
+            return compile_fx.partition_fn(joint, inputs, **more)
+
+    table = select_decomp_table()
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition, decompositions=table)
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def compare(name: str, budget: float, device: str, graphs: bool) -> Iterator[dict[str, Any]]:
     """Yield what is found for each way to compile a model at a budget."""
     make, tokens = MODELS[name]
     torch.manual_seed(0)
@@ -187,8 +216,15 @@ def compare(name: str, budget: float, device: str) -> Iterator[dict[str, Any]]:
         )
         stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
         for way, options in ways(budget).items():
+            if graphs and way.startswith("codes"):
+                continue
             metrics.reset()
-            call: Any = torch.compile(model, fullgraph=True, dynamic=False, options=options)
+            call: Any
+            if graphs:
+                torch._dynamo.reset()
+                call = run_graphs(model, options, budget)
+            else:
+                call = torch.compile(model, fullgraph=True, dynamic=False, options=options)
             found = gradients(model, call, narrow, dy.bfloat16())
             kernels = metrics.generated_kernel_count
             with count_saved(model) as saved:
@@ -199,16 +235,17 @@ def compare(name: str, budget: float, device: str) -> Iterator[dict[str, Any]]:
             if way == "plain":
                 plain, kept = found, {one for one, value in errors.items() if value < NOISE}
             calls[way] = call
+            counted = {} if graphs else {"kernels": kernels}
             rows[way] = {
                 "model": name,
                 "budget": budget,
                 "way": way,
                 "bytes": round(saved.bytes / tokens / LAYERS),
-                "kernels": kernels,
+                **counted,
                 "largest": written(float(torch.tensor([errors[one] for one in kept]).max())),
                 "whole": written(error(whole(found), whole(exact if way == "plain" else plain))[""]),
             }
-        if budget == TIMED:
+        if budget == TIMED and not graphs:
             steps = {way: partial(gradients, model, call, narrow, dy.bfloat16()) for way, call in calls.items()}
             times = measured({way: partial(_run, one) for way, one in steps.items()}, device)
             for way, seconds in times.items():
@@ -225,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--budget", dest="budgets", action="append", type=float, choices=BUDGETS)
+    parser.add_argument("--graphs", action="store_true", help="make no kernels; bytes and errors of whole models")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     if unknown := {*arguments.models} - MODELS.keys():
@@ -232,7 +270,8 @@ def main() -> None:
     keep_freed_memory()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
-    path = arguments.output or Path(__file__).parent / "results" / f"compiled_{device}.json"
+    given = "graphs" if arguments.graphs else device
+    path = arguments.output or Path(__file__).parent / "results" / f"compiled_{given}.json"
     record = {
         "machine": torch.cuda.get_device_name()
         if device == "cuda"
@@ -246,9 +285,9 @@ def main() -> None:
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     order = {model: i for i, model in enumerate(MODELS)}
     for budget in arguments.budgets or BUDGETS:
-        for name in arguments.models or MODELS:
+        for name in arguments.models or (WHOLE if arguments.graphs else MODELS):
             rows = [row for row in rows if (row["model"], row["budget"]) != (name, budget)]
-            for row in compare(name, budget, device):
+            for row in compare(name, budget, device, arguments.graphs):
                 rows.append(row)
                 print(row, flush=True)
             rows.sort(key=lambda row: (order[row["model"]], -row["budget"]))

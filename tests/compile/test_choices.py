@@ -11,28 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.compilers import nop
-from torch._inductor import compile_fx
-from torch._inductor import config as inductor
-from torch._inductor.decomposition import select_decomp_table
 
 import fitact
+from benchmarks.compiled import FLOAT8, run_graphs
 from fitact.generated.gelu_coded8 import GeluCoded8
 from fitact.runtime.compile.codes import Graph, exponents, pack, scaled, unpack
 from fitact.runtime.compile.report import KeptRecord
 from fitact.runtime.compile.tables import Compander, best, table_of
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.compile.test_compile import Gelu, made, off, step
-
-FLOAT8 = {
-    "activation_quantization_aten_pass": {
-        "use_scaling": True,
-        "size_in_mb": 0.0,
-        "allowed_dtypes": "torch.bfloat16",
-        "quant_type": "torch.float8_e4m3fn",
-    }
-}
+from tests.support.gpu_code import gpu_kernels, loads
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +28,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def run_graphs(model: nn.Module, options: dict[str, Any], budget: float = 1.0) -> Callable[..., Any]:
-    """Compile, and let PyTorch run the graphs that the kernels would be made of, operator by operator."""
-
-    def partition(joint: Any, inputs: Any, **more: Any) -> Any:
-        with inductor.patch(options), torch._functorch.config.patch(activation_memory_budget=budget):
-            return compile_fx.partition_fn(joint, inputs, **more)
-
-    table = select_decomp_table()
-    backend = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition, decompositions=table)
-    return torch.compile(model, backend=backend, fullgraph=True)
 
 
 def coded(
@@ -63,16 +39,16 @@ def coded(
     _, expected = step(stock, run_graphs(stock, {}, budget), shape)
     torch._dynamo.reset()
     model, options = made(block), fitact.compile_options(budget=budget, **arguments)
-    kept, found = step(model, run_graphs(model, options), shape)
+    kept, found = step(model, run_graphs(model, options, 1.0), shape)
     return kept, off(found, expected), {record.operation: record for record in options.report.graphs[0]}
 
 
 def float8(block: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, float]:
     stock = made(block)
-    _, expected = step(stock, run_graphs(stock, {}), shape)
+    _, expected = step(stock, run_graphs(stock, {}, 1.0), shape)
     torch._dynamo.reset()
     model = made(block)
-    kept, found = step(model, run_graphs(model, {"post_grad_fusion_options": FLOAT8}), shape)
+    kept, found = step(model, run_graphs(model, {"post_grad_fusion_options": FLOAT8}, 1.0), shape)
     return kept, off(found, expected)
 
 
@@ -204,3 +180,23 @@ def test_numbers_out_of_the_usual() -> None:
     module.recompile()
     miss = (module(numbers) - numbers)[:, 1:].norm(dim=1) / numbers[:, 1:].norm(dim=1)
     assert miss.max() < 0.012
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_kernels_of_a_gpu() -> None:
+    """Codes are made in the kernels that make the tensors or read them anyway; backward has few kernels more."""
+    x = torch.randn(512, 256, dtype=torch.bfloat16).requires_grad_()
+    stock = gpu_kernels(made(Gelu, Gelu), {}, 0.9, x)
+    options = fitact.compile_options()
+    coded = gpu_kernels(made(Gelu, Gelu), options, 0.9, x)
+    codes = sum(record.code is not None for record in options.report.graphs[0])
+    assert codes == 3
+    # One is read by GELU, and one by a norm, whose kernel makes its sum; these read nothing twice.
+    assert len(coded[0]) == len(stock[0])
+    for text, plain in zip(coded[0].values(), stock[0].values(), strict=True):
+        assert loads(text) <= loads(plain) + 1  # a power of two that another kernel made
+    assert sum(map(loads, coded[0].values())) <= sum(map(loads, stock[0].values())) + 1
+    stores = [sum(text.count("tl.store(") for text in graph.values()) for graph in (coded[0], stock[0])]
+    assert stores[0] - stores[1] <= 2 * codes  # codes, and powers of two
+    assert len(coded[1]) <= len(stock[1]) + codes
