@@ -31,7 +31,7 @@ from fitact.runtime.plan.devices import measured
 from fitact.runtime.plan.subjects import of_model
 
 RESULTS = Path(__file__).parent / "results" / "planning_cpu.json"
-BLOCKS, HIDDEN, BATCH, SEQ = 8, 256, 8, 512
+BLOCKS, HIDDEN, BATCH, SEQ = 6, 256, 4, 512
 STEPS = 3
 MIB = 2**20
 
