@@ -23,10 +23,10 @@ from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models.prepare import Inputs, Training, prepare
 from fitact.runtime.models.sources import hugging_face
-from fitact.runtime.ops import reference
 from fitact.runtime.plan.costs import Costs
 from fitact.runtime.plan.devices import DEVICES, Device
 from fitact.runtime.plan.subjects import of_model
+from fitact.runtime.plan.timeline import Timeline
 from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Checkpointed, Way, changed
 from fitact.runtime.torch_internals import storage_id
 
@@ -117,10 +117,18 @@ def real(model: nn.Module, inputs: Inputs) -> tuple[int, int]:
     return total, sum(one.nbytes() for key, one in saved.storages.items() if key not in given)
 
 
+def counted(model: nn.Module, inputs: dict[str, Any]) -> int:
+    """Return the peak of a real step by fitact's own counter."""
+    owned = [*model.parameters(), *model.buffers()]
+    timeline = Timeline(CPU, owned)
+    with timeline:
+        step(model, Inputs((), inputs))
+    model.zero_grad(set_to_none=True)
+    return timeline.peak + sum(one.nbytes for one in owned)
+
+
 @pytest.mark.parametrize(("kind", "lora"), FAMILIES)
-def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a CPU decodes codes a chunk at a time; in models as small as these its room, 512 KiB a thread, would count
-    monkeypatch.setattr(reference, "CHUNK", 1)
+def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
     model, inputs = small(kind, lora)
     planner = Planner(of_model(model, inputs, None, "cpu"), "none", CPU)
     assert sentence(planner.plan(64, "exact", front=False)).startswith("fits as it is")
@@ -134,7 +142,11 @@ def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool, monkeypatc
         twin = copy.deepcopy(model)
         plan.apply(twin)
         peak_now, saved = real(twin, Inputs((), inputs))
-        assert peak_now == pytest.approx(plan.peak, rel=0.01)
+        assert counted(twin, inputs) == pytest.approx(plan.peak, rel=0.01)
+        if (
+            error != "few-bit"
+        ):  # PyTorch's tracker also sees what a CPU unpacks codes into, a kernel's own business
+            assert peak_now == pytest.approx(plan.peak, rel=0.01)
         if not any(isinstance(one, Checkpointed) for one in twin.modules()):
             assert saved == pytest.approx(plan.kept, rel=0.01)
         fitact.revert_plan(twin)
