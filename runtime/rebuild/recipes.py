@@ -165,7 +165,8 @@ def owned(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-class _To(NamedTuple):
+@dataclass(frozen=True)
+class _To:
     """A parameter in another dtype."""
 
     dtype: torch.dtype
