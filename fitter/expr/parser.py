@@ -13,6 +13,7 @@ import difflib
 import math
 import string
 import warnings
+from collections.abc import Sequence
 from typing import NoReturn
 
 import sympy
@@ -36,13 +37,14 @@ MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
 MAX_BITS = 1024  # of an exact power of a number
 
 
-def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
+def parse(text: str, *, what: str = "expression", variable: str = "x", learned: Sequence[str] = ()) -> Expr:
     """Read a formula in `x`.
 
     Args:
         text: the formula, Python's notation, e.g. `"x*sigmoid(1.702*x)"`.
         what: how error messages call it.
         variable: what the text calls `x`.
+        learned: names of learned numbers, which become symbols of these names.
 
     Returns:
         A SymPy expression in the symbol `x`; it may turn out to be constant.
@@ -51,7 +53,7 @@ def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
         UsageError: the text is not a formula of this language; the message gives the reason and the column.
 
     """
-    return Parser(text, what, variable).parse()
+    return Parser(text, what, variable, learned).parse()
 
 
 def text_of(expr: Expr, variable: str = "x") -> str:
@@ -88,11 +90,12 @@ class _Text(StrPrinter):
 class Parser:
     """One walk over one syntax tree; methods return SymPy expressions or refuse."""
 
-    def __init__(self, text: str, what: str, variable: str) -> None:
+    def __init__(self, text: str, what: str, variable: str, learned: Sequence[str] = ()) -> None:
         self.text = text
         self.what = what
         self.variable = variable  # what `expression` takes for x
-        self.variables: tuple[str, ...] = (variable,)  # what messages name
+        self.learned = frozenset(learned)
+        self.variables: tuple[str, ...] = (variable, *learned)  # what messages name
         self.sizes: dict[Expr, int] = {}
 
     def parse(self) -> Expr:
@@ -151,6 +154,8 @@ class Parser:
                 return self.number(node)
             case ast.Name(id=self.variable):
                 return x
+            case ast.Name(id=name) if name in self.learned:
+                return sympy.Symbol(name)
             case ast.Name(id=name) if name in CONSTANTS:
                 return CONSTANTS[name]
             case ast.Name(id=name):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from .coded import CodedFit
 from .fit import ExactFit, InvertedFit, StepFit
 from .gate import CodedGateFit, GateFit
+from .learned import CodedLearnedFit, LearnedFit
 
-KINDS = (StepFit, ExactFit, InvertedFit, CodedFit, GateFit, CodedGateFit)
+KINDS = (StepFit, ExactFit, InvertedFit, CodedFit, GateFit, CodedGateFit, LearnedFit, CodedLearnedFit)
 AnyGateFit = GateFit | CodedGateFit
-AnyFit = StepFit | ExactFit | InvertedFit | CodedFit | AnyGateFit
+AnyLearnedFit = LearnedFit | CodedLearnedFit
+AnyFit = StepFit | ExactFit | InvertedFit | CodedFit | AnyGateFit | AnyLearnedFit
