@@ -35,9 +35,18 @@ MOST = 8  # learned numbers of a formula
 MAX_NAME = 40  # characters
 POINTS = np.linspace(-10.0, 10.0, 2001)  # where the formula must be finite at its start
 # What generated modules use themselves: their own arguments, and the attributes of torch.nn.Module.
-USED = frozenset(
-    ["T_destination", "add_module", "apply", "bfloat16", "buffers", "call_super_init", "channels", "children", "compile", "cpu", "cuda", "device", "dim", "double", "dtype", "dump_patches", "eval", "extra_repr", "float", "forward", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "input", "ipu", "key", "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_", "self", "set_extra_state", "set_submodule", "share_memory", "state_dict", "to", "to_empty", "train", "training", "type", "xpu", "zero_grad"]
-)
+_USED = """
+T_destination add_module apply bfloat16 buffers call_super_init channels children compile cpu cuda device dim
+double dtype dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter
+get_submodule half input ipu key load_state_dict modules mtia named_buffers named_children
+named_modules named_parameters parameters register_backward_hook register_buffer
+register_forward_hook register_forward_pre_hook register_full_backward_hook
+register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook
+register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook
+requires_grad_ reset_parameters self set_extra_state set_submodule share_memory state_dict to
+to_empty train training type xpu zero_grad
+"""
+USED = frozenset(_USED.split())
 
 
 @dataclass(frozen=True)

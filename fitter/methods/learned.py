@@ -1,7 +1,7 @@
-"""Formulas with learned numbers: x is kept, or a code of it, and all is computed again with the numbers as they are.
+"""Formulas with learned numbers: x is kept, or a code of it, and all is computed again with the numbers.
 
-A table of f would go stale as the numbers move. So the code is one of the identity: what is looked up is a point in
-place of x, at which f and its derivatives are computed.
+A table of f would go stale as the numbers move. So the code is one of the identity: what is looked up is a point
+in place of x, at which f and its derivatives are computed.
 """
 
 from __future__ import annotations

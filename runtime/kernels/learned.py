@@ -107,7 +107,8 @@ def learned_value_tile(
 @jit
 def learned_backward_block(
     dy, kept, points, numbers, dx, sums, channels, inner, rows, height: tl.constexpr, width: tl.constexpr,
-    across: tl.constexpr, derivative: tl.constexpr, gradient: tl.constexpr, count: tl.constexpr, bits: tl.constexpr,
+    across: tl.constexpr, derivative: tl.constexpr, gradient: tl.constexpr, count: tl.constexpr,
+    bits: tl.constexpr,
 ):  # fmt: skip
     """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
 

@@ -1,4 +1,4 @@
-"""Formulas with learned numbers at run time: values, gradients, bytes, and all that PyTorch does with an operation."""
+"""Formulas with learned numbers at run time: values, gradients, bytes, and what PyTorch does with an operation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def points(name: str, x: torch.Tensor) -> torch.Tensor:
     fit = CASES[name].fit
     if not isinstance(fit, CodedLearnedFit):
         return x
-    at = np.searchsorted(fit.code.borders, x.detach().double().numpy())
+    at = np.searchsorted(fit.code.borders, x.detach().double().nan_to_num(-torch.inf, torch.inf, -torch.inf).numpy())
     return torch.tensor(np.asarray(fit.code.values)[at])
 
 
@@ -211,7 +211,7 @@ def test_channels_are_asked_for() -> None:
         plain(4)
     with pytest.raises(ValueError, match=r"own_dyt: gamma: expected 5 elements, the channels of \(2, 5\)"):
         kind(4)(torch.randn(2, 5))
-    with pytest.raises(TypeError, match="own_dyt: expected a tensor of float16, bfloat16, float32 or float64, got"):
+    with pytest.raises(TypeError, match="own_dyt: expected a tensor of float16, bfloat16, float32 or"):
         kind(4)(torch.ones(2, 4, dtype=torch.int32))
 
 
@@ -343,7 +343,7 @@ def test_a_linear_layer_that_follows_rebuilds_the_output(name: str) -> None:
     model = nn.Sequential(nn.Linear(16, C), made(name), nn.Linear(C, 16))
     rebuilt = copy.deepcopy(model)
     x = torch.randn(256, 16)
-    fitact.rebuild(rebuilt, example_inputs=(x,))
+    fitact.convert(rebuilt, "rebuild" if name == "dyt" else "coded", example_inputs=(x,))
     kept = []
     for one in (model, rebuilt):
         with count_saved(one) as saved:
