@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from .coded import HALF, code_of, store_words
 from .tiles import COLUMNS, ROWS
-from .triton_compat import jit, tl
+from .triton_compat import constexpr, jit, tl
+
+BLOCK = constexpr(4096)  # elements of a program in backward
+HEIGHT, WIDTH = constexpr(32), constexpr(128)  # or these, where the channels lie beside each other
 
 
 @jit
@@ -19,6 +22,8 @@ def _places(numbers, start, channels, inner):
     """Return where the first numbers of a row of elements are, and how far the next ones are."""
     if channels is None:
         return numbers, 1
+    elif inner is None:
+        return numbers + ((start % channels).to(tl.int32) + tl.arange(0, COLUMNS)) % channels, channels
     else:
         row = start // inner
         within = (start - row * inner).to(tl.int32) + tl.arange(0, COLUMNS)
@@ -67,7 +72,8 @@ def learned_forward_tile(
     """Forward on the tile of this program: x (n,) → y (n,) and the codes of x, if `bits` is not 0.
 
     value: device function of x, float32, and of the places of numbers. table, borders, steps: as `code_of` takes
-    them. channels: columns of `numbers`, None for one. inner: elements of a channel that lie beside each other.
+    them. channels: columns of `numbers`, None for one. inner: elements of a channel that lie beside each other,
+    None for one.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if bits == 0 or bits == 8:
@@ -105,50 +111,59 @@ def learned_value_tile(
 
 
 @jit
-def learned_backward_block(
-    dy, kept, points, numbers, dx, sums, channels, inner, rows, height: tl.constexpr, width: tl.constexpr,
-    across: tl.constexpr, derivative: tl.constexpr, gradient: tl.constexpr, count: tl.constexpr,
-    bits: tl.constexpr,
+def _gradients(
+    dy, kept, points, dx, at, inside, place, stride, derivative: tl.constexpr, bits: tl.constexpr
 ):  # fmt: skip
-    """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
-
-    The tensors are (rows, channels, inner) in memory. A block has `height` rows and `width` elements beside each
-    other: of one channel, or `across` that many channels, where `inner` is 1.
-
-    dx, sums: None if not wanted; sums: (blocks, count, channels), float32. derivative, gradient: device functions
-    of x and of the places of numbers; gradient takes the number of the row, too. channels: None for one.
-    """
-    block = tl.program_id(0).to(tl.int64)
-    own = 1 if channels is None else channels
-    if across:
-        beside = tl.cdiv(own, width)
-        row_block, first = block // beside, (block % beside).to(tl.int32) * width
-        column = first + tl.arange(0, width)
-        base = column.to(tl.int64)
-        valid = column < own
-        place = (numbers + tl.where(valid, column, 0))[None, :]
-        out = row_block * count * own
-    else:
-        beside = tl.cdiv(inner, width)
-        channel = (block % own).to(tl.int32)
-        part = block // own
-        row_block, first = part // beside, (part % beside) * width
-        column = first + tl.arange(0, width)
-        base = channel.to(tl.int64) * inner + column
-        valid = column < inner
-        place = numbers + channel
-        out = part * count * own + channel
-    row = row_block * height + tl.arange(0, height)
-    at = row[:, None] * own * inner + base[None, :]
-    inside = (row < rows)[:, None] & valid[None, :]
+    """Write dx of elements, if it is wanted, and return their dy and x."""
     grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     x = _point_of(kept, points, at, inside, bits)
     if dx is not None:
-        tl.store(dx + at, (grad * derivative(x, place, own)).to(dx.dtype.element_ty), mask=inside)
-    if sums is not None:
-        for which in tl.static_range(count):
-            share = tl.where(inside, grad * gradient(x, place, own, which), 0.0)
-            if across:
-                tl.store(sums + out + which * own + base, tl.sum(share, 0), mask=valid)
-            else:
-                tl.store(sums + out + which * own, tl.sum(tl.sum(share, 1), 0))
+        tl.store(dx + at, (grad * derivative(x, place, stride)).to(dx.dtype.element_ty), mask=inside)
+    return grad, x
+
+
+@jit
+def learned_backward_block(
+    dy, kept, points, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
+    count: tl.constexpr, bits: tl.constexpr,
+):  # fmt: skip
+    """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
+
+    The tensors are (rows, channels, inner) in memory. A block has elements of one channel; if `inner` is None, as
+    in place of 1, it has HEIGHT rows of WIDTH channels.
+
+    dx, sums: None if not wanted; sums: (blocks of a channel, count, channels), float32. channels: None for one.
+    derivative, gradient: device functions of x and of the places of numbers; gradient takes the number of the row,
+    too.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    if channels is not None and inner is None:
+        beside = tl.cdiv(channels, WIDTH)
+        column = (block % beside).to(tl.int32) * WIDTH + tl.arange(0, WIDTH)
+        valid = column < channels
+        row = block // beside * HEIGHT + tl.arange(0, HEIGHT)
+        at = row[:, None] * channels + column[None, :]
+        inside = (row < rows)[:, None] & valid[None, :]
+        place = (numbers + tl.where(valid, column, 0))[None, :]
+        grad, x = _gradients(dy, kept, points, dx, at, inside, place, channels, derivative, bits)
+        if sums is not None:
+            out = sums + block // beside * count * channels + column
+            for which in tl.static_range(count):
+                share = tl.where(inside, grad * gradient(x, place, channels, which), 0.0)
+                tl.store(out + which * channels, tl.sum(share, 0), mask=valid)
+    else:
+        if channels is None:
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            inside, place, stride, out = at < rows, numbers, 1, block * count
+        else:
+            channel, part = (block % channels).to(tl.int32), block // channels
+            first = part * BLOCK // inner
+            within = (part * BLOCK - first * inner).to(tl.int32) + tl.arange(0, BLOCK)
+            row = first + within // inner
+            at = (row * channels + channel) * inner + within % inner
+            inside, place, stride, out = row < rows, numbers + channel, channels, part * count * channels + channel
+        grad, x = _gradients(dy, kept, points, dx, at, inside, place, stride, derivative, bits)
+        if sums is not None:
+            for which in tl.static_range(count):
+                share = tl.where(inside, grad * gradient(x, place, stride, which), 0.0)
+                tl.store(sums + out + which * stride, tl.sum(share, 0))

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..kernels.learned import BLOCK, HEIGHT, WIDTH
 from ..ops import reference
 from ..ops.autograd import KERNEL_DEVICES, NAMESPACE
 from ..ops.factors import CodedFactor, Factor
@@ -36,7 +37,6 @@ from ..torch_internals import constant_in_graphs
 
 ops: Any = getattr(torch.ops, NAMESPACE)
 PART = 1 << 17  # elements whose gradients are added up at once, 512 KiB of float32
-BLOCK = 4096  # elements of a program, and 1024 of its rows at the most
 THREADS = 256
 
 
@@ -206,9 +206,9 @@ def prepare(key: str, device: str) -> None:
         find(key).argument.tables(torch.device(device))
 
 
-def _channels(numbers: Tensor, inner: int) -> tuple[int | None, int]:
-    """Return what kernels take for the channels and the elements beside each other of each."""
-    return (numbers.shape[1], inner) if numbers.shape[1] > 1 else (None, 1)
+def _channels(numbers: Tensor, inner: int) -> tuple[int | None, int | None]:
+    """Return what kernels take for the channels, and for the elements of each that lie beside each other."""
+    return (numbers.shape[1], inner if inner > 1 else None) if numbers.shape[1] > 1 else (None, None)
 
 
 def _launch(over: Tensor) -> Launch:
@@ -235,43 +235,19 @@ def _backward_triton(
     if not dy.numel():
         return dx, found.zero_()
     channels, beside = _channels(numbers, inner)
-    if channels is None:
-        rows, beside, width = 1, dy.numel(), BLOCK
-    elif beside == 1:
-        rows, width = dy.numel() // channels, min(power_above(channels), 128)
+    rows = dy.numel() // (numbers.shape[1] * (beside or 1))
+    if channels is not None and beside is None:
+        parts = -(-rows // HEIGHT.value)
+        grid = (parts * -(-channels // WIDTH.value),)
     else:
-        rows, width = dy.numel() // (channels * beside), min(power_above(beside), 1024)
-    height = min(BLOCK // width, power_above(rows))
-    across = channels is not None and beside == 1
-    blocks = -(-rows // height) * -(-(numbers.shape[1] if across else beside) // width)
-    sums = None
-    if wants_numbers:
-        count = -(-rows // height) if across else blocks
-        sums = numbers.new_empty(count, *numbers.shape)
+        parts = -(-rows * (beside or 1) // BLOCK.value)
+        grid = (parts * numbers.shape[1],)
+    sums = numbers.new_empty(parts, *numbers.shape) if wants_numbers else None
     points = formula.argument.tables(dy.device)[0]
-    grid = (blocks if across else blocks * numbers.shape[1],)
-    arguments = (
-        dy,
-        kept,
-        points,
-        numbers,
-        dx if wants_x else None,
-        sums,
-        channels,
-        beside,
-        rows,
-        height,
-        width,
-        across,
-    )
+    arguments = (dy, kept, points, numbers, dx if wants_x else None, sums, channels, beside, rows)
     with torch.cuda.device_of(dy):
         formula.backward[grid](*arguments, num_warps=THREADS // warp_size(dy.device))
     return dx, found if sums is None else sums.sum(0)
-
-
-def power_above(number: int) -> int:
-    """Return the least power of 2 that is not less than a number."""
-    return 1 << (number - 1).bit_length()
 
 
 def _value_triton(

@@ -60,7 +60,9 @@ def points(name: str, x: torch.Tensor) -> torch.Tensor:
     fit = CASES[name].fit
     if not isinstance(fit, CodedLearnedFit):
         return x
-    at = np.searchsorted(fit.code.borders, x.detach().double().nan_to_num(-torch.inf, torch.inf, -torch.inf).numpy())
+    at = np.searchsorted(
+        fit.code.borders, x.detach().double().nan_to_num(-torch.inf, torch.inf, -torch.inf).numpy()
+    )
     return torch.tensor(np.asarray(fit.code.values)[at])
 
 
@@ -358,7 +360,7 @@ def test_a_linear_layer_that_follows_rebuilds_the_output(name: str) -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=0.1, atol=0.1 * float(a.grad.abs().max()))
 
 
-# ------------------------------------------------------------------------------------------------------ by commands
+# ----------------------------------------------------------------------------------------------------- by commands
 
 
 @pytest.mark.long
@@ -374,7 +376,12 @@ def test_from_text_to_a_trained_model_in_an_empty_folder(tmp_path: Any) -> None:
     ):  # fmt: skip
         path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
         done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
     first, last, p, q = map(float, done.stdout.split())
