@@ -1,4 +1,4 @@
-"""The kernels of formulas with learned numbers compile ahead of time, keep all in registers, and have no atomics."""
+"""The kernels of formulas with learned numbers, compiled ahead of time: no spills, and no atomics."""
 
 from __future__ import annotations
 
