@@ -82,7 +82,7 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     if isinstance(fit, LearnedFit):
         return [partial(_draw_formula, fit)]
     if isinstance(fit, CodedLearnedFit):
-        return [partial(_draw_formula, fit), *_panels(fit.code)]
+        return [partial(_draw_formula, fit), partial(_draw_tables, fit.code)]
     if isinstance(fit, ExactFit):
         return [partial(_draw_exact, fit)]
     if isinstance(fit, InvertedFit):
@@ -117,7 +117,7 @@ def _draw_formula(fit: AnyLearnedFit, upper: Axes, lower: Axes) -> None:
         _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
     for axes in (upper, lower):
         axes.set_xlim(-REACH, REACH)
-    lower.legend()
+    lower.legend(fontsize=7, ncols=2, frameon=False)
     _dress(fit, upper, lower, "$x$ is kept: no error" if isinstance(fit, LearnedFit) else "computed at the points")
     upper.set_ylabel("value")
     lower.set_ylabel("derivatives")

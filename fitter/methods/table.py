@@ -13,7 +13,7 @@ from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
 from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 
-from . import coded, exact, fewbit, inverted, inverted_published, learned, relumix
+from . import coded, exact, fewbit, inverted, inverted_published, relumix
 
 # The options of each method, in addition to the activation and a name.
 OPTIONS = {
@@ -61,7 +61,10 @@ def make_gate(
 
 def make_learned(method: str, formula: Learned, name: str, **options: Any) -> AnyLearnedFit:
     """Fit a formula with learned numbers by the method of that name; `options` are arguments of its fit."""
-    return learned.fit(formula, name) if method == "rebuild" else learned.fit_coded(formula, name=name, **options)
+    if method == "rebuild":
+        coded.warn_at_start(formula)
+        return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
+    return coded.fit_learned(formula, name=name, **options)
 
 
 def again(fit: AnyFit) -> AnyFit:
@@ -72,7 +75,7 @@ def again(fit: AnyFit) -> AnyFit:
     if isinstance(fit, GateFit):
         return make_gate("rebuild", fit.activation, fit.name)
     if isinstance(fit, LearnedFit):
-        return learned.fit(fit.activation, fit.name)
+        return make_learned("rebuild", fit.activation, fit.name)
     if isinstance(fit, CodedLearnedFit):
         code = fit.code
         options = {"domain": code.domain, "weight": code.weight, **code.options}

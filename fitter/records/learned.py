@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis.learned import Learned
 
 from .coded import DEVIATIONS, CodedFit
 from .fit import Fit
+
+REACH, COUNT = 12.0, 200_001  # of the normal density of the stated errors, in deviations, and its points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +64,22 @@ class CodedLearnedFit(Fit):
     def bits(self) -> int:
         """Bits of a code of x."""
         return self.code.bits
+
+
+def errors(formula: Learned, code: CodedFit) -> dict[str, float]:
+    """Return the errors of a formula at the points of a code, each to four significant digits; see the record."""
+    numbers = {f"learned {name}": one for name, one in zip(formula.names, formula.gradient_formulas, strict=True)}
+    formulas = {"value": formula.formula, "derivative": formula.derivative_formula, **numbers}
+    steps = np.linspace(-REACH, REACH, COUNT)
+    density = np.exp(-(steps**2) / 2)
+    found: dict[str, float] = {}
+    for deviation in DEVIATIONS:
+        at = steps * deviation
+        points = np.asarray(code.values)[np.searchsorted(code.borders, at)]
+        for what, one in formulas.items():
+            exact = formula.at_start(one, at)
+            missed = float(np.sum(density * (formula.at_start(one, points) - exact) ** 2))
+            whole = float(np.sum(density * exact**2))
+            key = f"{what.partition(' ')[0]}_{deviation:g}"
+            found[key] = max(found.get(key, 0.0), float(np.sqrt(missed / whole)) if missed else 0.0)
+    return {key: float(f"{value:.4g}") for key, value in found.items()}

@@ -9,9 +9,8 @@ import torch
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.methods.learned import errors
 from fitact.fitter.records.kinds import AnyLearnedFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit, errors
 from tests.support.gates import part
 
 Numbers = dict[str, tuple[float, bool]]
