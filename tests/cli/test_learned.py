@@ -22,7 +22,8 @@ OF = {
     "print": "learned number 'print': the name is Python's own; choose another name",
     "forward": "learned number 'forward': generated modules use that name themselves; choose another name",
     "u0": "learned number 'u0': generated modules use that name themselves; choose another name",
-    "_tl": "learned number '_tl': names that begin with an underscore belong to generated modules; choose another name",
+    "_tl": "learned number '_tl': names that begin with an underscore belong to generated modules; "
+    "choose another name",
     "a b": "learned number 'a b': a name is a Python identifier of at most 40 characters; choose another name",
     "é": "learned number 'é': a name is a Python identifier of at most 40 characters; choose another name",
 }
@@ -45,8 +46,8 @@ WRONG = [
     ),
     (
         ["--fn", "x*exp(a*x**2)", "--learn", "a=1000"],
-        "formula 'x*exp(a*x**2)': with its start a=1000 the formula is -inf at x = -10: expected finite numbers from "
-        "x = -10 to 10; choose another start",
+        "formula 'x*exp(a*x**2)': with its start a=1000 the formula is -inf at x = -10: expected finite numbers "
+        "from x = -10 to 10; choose another start",
     ),
     (["--fn", "a", "--learn", "a=1"], "formula 'a' does not depend on x: write a formula in x"),
     (

@@ -360,6 +360,17 @@ def test_a_linear_layer_that_follows_rebuilds_the_output(name: str) -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=0.1, atol=0.1 * float(a.grad.abs().max()))
 
 
+def test_prelu_is_pytorch_s() -> None:
+    """With its parameter's name and, in images, its channels; all but the sum of the weight's gradient exactly."""
+    stock, one = nn.PReLU(C), made("prelu_channel", dim=1)
+    one.load_state_dict(stock.state_dict())
+    x = torch.randn(4, C, 9, 9, requires_grad=True)
+    dy = torch.randn(x.shape)
+    expected, found = (torch.autograd.grad(kind(x), [x, kind.weight], dy) for kind in (stock, one))
+    assert same(stock(x), one(x)) and same(expected[0], found[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------- by commands
 
 
