@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from fitact.arguments import integer
 from fitact.errors import UsageError, quote
-from fitact.fitter.expr.catalog import LEARNED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +48,9 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None,
     """
     if gate and method not in (None, "rebuild"):
         raise UsageError(f"a gate has only the method 'rebuild', got {quote(method)}")
-    if (gate or method == "rebuild") and (gate or name not in LEARNED):
+    from fitact.fitter.expr.catalog import LEARNED  # importing a generated module imports nothing of the fitter
+
+    if gate or (method == "rebuild" and name not in LEARNED):
         if bits is not None:
             raise UsageError(f"method='rebuild' keeps no bits: expected bits=None, got {bits!r}")
         wrappers = import_module("fitact.runtime.wrappers")
