@@ -20,6 +20,7 @@ from pathlib import Path
 from fitact.errors import UsageError, quote
 from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted
@@ -30,8 +31,9 @@ RUNTIME = (
     "philox.py",
     "recipes.py",
     "torch_internals.py",
-    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "math")),
+    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "learned", "math")),
     *(f"kernels/{name}.py" for name in ("stochastic", "tiles", "triton_compat")),
+    *(f"learned/{name}.py" for name in ("__init__", "function", "ops")),
     *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "factors", "gate_ops", "gates", "inductor")),
     *(f"ops/{name}.py" for name in ("launch", "reference")),
     "ops/reference_math.py",
@@ -77,6 +79,11 @@ def kernel_name(fit: AnyFit) -> str:
     if isinstance(fit, GateFit | CodedGateFit):
         raise UsageError(
             f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
+            "make a folder with --standalone instead"
+        )
+    if isinstance(fit, LearnedFit | CodedLearnedFit):
+        raise UsageError(
+            f"{quote(fit.name)} has learned numbers: the Hub's layers have no parameters; "
             "make a folder with --standalone instead"
         )
     name = fit.name.lower().replace("_", "-")

@@ -25,9 +25,10 @@ from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 
-from . import dialects, gates, printers
+from . import dialects, gates, learned, printers
 from .approximants import choice
 from .safety import admitted, checked, emptied
 from .tables import lines, search_steps
@@ -97,6 +98,7 @@ def render(fit: AnyFit, layout: Layout = MODULES, *, ops: str = "", layers: bool
     context |= own
     printed = [code for code in context.values() if isinstance(code, dialects.Code)]
     printed += [code for part in context.get("dtypes", ()) for code in (part["triton"], part["torch"])]
+    printed += [function["code"] for function in context.get("functions", ())]
     texts = [text for code in printed for text in (code.result, *(text for _, text in code.steps))]
     context["uses_functional"] = any("_F." in text for text in texts)
     admitted(context)
@@ -111,6 +113,8 @@ def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
     """Return the template for a kind of fit, and the values that only this template needs."""
     if isinstance(fit, GateFit | CodedGateFit):
         return "gate.py.j2", gates.context(fit)
+    if isinstance(fit, LearnedFit | CodedLearnedFit):
+        return "learned.py.j2", learned.context(fit)
     value = _value(fit.activation)
     if isinstance(fit, StepFit):
         return "step.py.j2", value | _step(fit)

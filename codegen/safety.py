@@ -137,7 +137,7 @@ def _statements(node: ast.AST) -> Iterator[str]:
 
 def _foreign(tree: ast.Module) -> Iterator[str]:
     """Yield the names that a module uses and neither binds nor imports, private attributes, odd expressions."""
-    bound: set[str] = set()
+    bound: set[str] = {"int"}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

@@ -19,12 +19,14 @@ from click.testing import CliRunner
 from griffe2md import render_object_docs
 
 from fitact.cli import cli
+from fitact.cli.tables import starts
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.plot import draw
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 from fitact.fitter.records.reading import read
 
 DOCS = Path(__file__).parent
@@ -33,7 +35,10 @@ GALLERY = DOCS / "gallery"
 DPI = 75
 WIDTH = 100  # of a help text
 ROOMS = ("fitter", "codegen", "runtime", "generated")
-METHODS = ("fewbit", "relumix", "inverted", "exact", "coded", "gate_rebuild", "gate_coded")
+METHODS = (
+    *("fewbit", "relumix", "inverted", "exact", "coded", "gate_rebuild", "gate_coded"),
+    *("learned_rebuild", "learned_coded"),
+)
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -217,7 +222,8 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         "least that any function of that output and code could reach. For a code of `x`, from which `f` and `f′` "
         "are looked up, the errors of both are for normal `x` of deviation σ, relative to their root mean "
         "squares; up to `|x|` = *reach* the error of `f` is at most 5 %. Those of a gate `h(g, u)` are of both "
-        "gradients and of `h`, for independent normal `g` and `u`.",
+        "gradients and of `h`, for independent normal `g` and `u`. Those of a formula with learned numbers "
+        "are of `f`, of `f′` and of its derivatives in these, the numbers at their starts.",
     ]
     named: dict[str, list[AnyFit]] = {}
     for fit in fits:
@@ -233,6 +239,8 @@ def gallery(fits: Sequence[AnyFit]) -> str:
                 parts.append(table(chosen))
         if gates:
             parts.append(_gates(gates))
+        if formulas := [fit for fit in own if isinstance(fit, LearnedFit | CodedLearnedFit)]:
+            parts.append(_formulas(formulas))
         parts.append(
             "\n".join(
                 f"![{fit.name}: f′, its approximation, and the error](gallery/{fit.name}.png)" for fit in own
@@ -294,6 +302,22 @@ def _gates(fits: Sequence[AnyGateFit]) -> str:
         )
         of_u = "kept" if fit.code_u is None else str(fit.code_u.bits)
         rows.append((f"`{fit.name}`", str(fit.bits), of_u, *errors))
+    return _table(rows)
+
+
+def _formulas(fits: Sequence[AnyLearnedFit]) -> str:
+    pairs = (f"`f`, `f′`, learned at σ = {deviation:g}" for deviation in DEVIATIONS)
+    rows = [("", "learned, from", "bits of `x`", *pairs)]
+    for fit in fits:
+        told = f"`{fit.name}`", f"`{starts(fit.activation)}`"
+        if isinstance(fit, LearnedFit):
+            rows.append((*told, "kept", *("exact" for _ in DEVIATIONS)))
+            continue
+        errors = (
+            ", ".join(f"{fit.error[f'{what}_{deviation:g}']:.2g}" for what in ("value", "derivative", "learned"))
+            for deviation in DEVIATIONS
+        )
+        rows.append((*told, str(fit.bits), *errors))
     return _table(rows)
 
 

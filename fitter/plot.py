@@ -18,7 +18,8 @@ from fitact.fitter.records.approximants import Bits
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 from fitact.pictures import check_format, literal, save
 
@@ -79,6 +80,10 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     if isinstance(fit, CodedGateFit):
         of_u = [partial(_draw_factor, fit, "b")] if fit.code_u is None else _panels(fit.code_u)
         return [*_panels(fit.code_g), *of_u]
+    if isinstance(fit, LearnedFit):
+        return [partial(_draw_formula, fit)]
+    if isinstance(fit, CodedLearnedFit):
+        return [partial(_draw_formula, fit), partial(_draw_tables, fit.code)]
     if isinstance(fit, ExactFit):
         return [partial(_draw_exact, fit)]
     if isinstance(fit, InvertedFit):
@@ -103,6 +108,22 @@ def _draw_factor(fit: AnyGateFit, name: str, upper: Axes, lower: Axes) -> None:
     _dress(fit, upper, lower, f"${argument}$ is kept: no error", along=argument)
     upper.set_ylabel("value")
     lower.set_ylabel("derivative")
+
+
+def _draw_formula(fit: AnyLearnedFit, upper: Axes, lower: Axes) -> None:
+    """Draw a formula at the start of its learned numbers: its value above, its derivatives below."""
+    formula = fit.activation
+    x = np.linspace(-REACH, REACH, POINTS)
+    _line(upper, x, formula.at_start(formula.formula, x), color=EXACT, linewidth=1.8, label="$f$ at the start")
+    _line(lower, x, formula.at_start(formula.derivative_formula, x), color=EXACT, linewidth=1.8, label="in $x$")
+    for name, one in zip(formula.names, formula.gradient_formulas, strict=True):
+        _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
+    for axes in (upper, lower):
+        axes.set_xlim(-REACH, REACH)
+    lower.legend(fontsize=7, ncols=2, frameon=False)
+    _dress(fit, upper, lower, "$x$ is kept: no error" if isinstance(fit, LearnedFit) else "computed at the points")
+    upper.set_ylabel("value")
+    lower.set_ylabel("derivatives")
 
 
 def _draw_primitive(fit: StepFit, upper: Axes, lower: Axes) -> None:

@@ -9,6 +9,7 @@ from typing import NoReturn
 from .kernels import GENERATE_AGAIN
 from .kernels.coded import coded_forward_tile, looked_up_tile
 from .kernels.gates import gate_backward_tile, gate_forward_tile, gate_value_tile
+from .kernels.learned import learned_backward_block, learned_forward_tile, learned_value_tile
 from .kernels.math import (
     asinh,
     atan,
@@ -43,6 +44,8 @@ from .kernels.math import (
 from .kernels.stochastic import drawn_forward_tile
 from .kernels.tiles import backward_tile, encode, forward_tile, pick, quotient
 from .kernels.triton_compat import constexpr, jit, tl
+from .learned.function import LearnedModule, apply_learned
+from .learned.ops import Learned, Number, register_learned
 from .ops import reference_math
 from .ops.autograd import apply
 from .ops.factors import CodedFactor, Factor
@@ -57,10 +60,14 @@ __all__ = [
     "Factor",
     "Gate",
     "Inverted",
+    "Learned",
+    "LearnedModule",
+    "Number",
     "Step",
     "Stochastic",
     "apply",
     "apply_gate",
+    "apply_learned",
     "asinh",
     "atan",
     "backward_tile",
@@ -79,6 +86,9 @@ __all__ = [
     "hypot1",
     "isru",
     "jit",
+    "learned_backward_block",
+    "learned_forward_tile",
+    "learned_value_tile",
     "log1p",
     "logcosh",
     "looked_up_tile",
@@ -91,6 +101,7 @@ __all__ = [
     "reference_math",
     "register",
     "register_gate",
+    "register_learned",
     "relu",
     "sech2",
     "sigmoid",

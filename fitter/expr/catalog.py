@@ -1,4 +1,7 @@
-"""The activations that fitact knows by name, each with the PyTorch function that equals it, and the gates."""
+"""The activations that fitact knows by name, each with the PyTorch function that equals it, and the gates.
+
+Beside them stand the formulas with learned numbers.
+"""
 
 from __future__ import annotations
 
@@ -103,4 +106,23 @@ GATES: dict[str, str] = {
     "swiglu": "silu(g)*u",
     # as gpt-oss has it
     "swiglu_clamped": "min(g, 7)*sigmoid(1.702*min(g, 7))*(clamp(u, -7, 7) + 1)",
+}
+
+# Formulas with learned numbers: each with the start of its numbers, and whether there is one for every channel.
+LEARNED: dict[str, tuple[str, dict[str, tuple[float, bool]]]] = {
+    # Zhu et al., Transformers without Normalization, arXiv 2503.10622
+    "dyt": ("gamma*tanh(alpha*x) + beta", {"alpha": (0.5, False), "gamma": (1.0, True), "beta": (0.0, True)}),
+    # Chen et al., Stronger Normalization-Free Transformers, arXiv 2512.10938
+    "derf": (
+        "gamma*erf(alpha*x + shift) + beta",
+        {"alpha": (0.5, False), "shift": (0.0, False), "gamma": (1.0, True), "beta": (0.0, True)},
+    ),
+    "prelu": ("where(x > 0, x, weight*x)", {"weight": (0.25, False)}),
+    "swish_beta": ("x*sigmoid(beta*x)", {"beta": (1.0, False)}),
+    # Huang, Deriving Activation Functions Using Integration, arXiv 2411.13010; as transformers has it: softplus
+    # keeps the factors positive, and the starts are those at which they are 0.8
+    "xielu": (
+        "where(x > 0, softplus(alpha_p)*x**2 + x/2, (1/2 + softplus(alpha_n))*(expm1(min(x, -1e-6)) - x) + x/2)",
+        {"alpha_p": (0.2033823208110246, False), "alpha_n": (-1.0502256128148466, False)},
+    ),
 }

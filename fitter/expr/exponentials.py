@@ -67,7 +67,13 @@ def positive_pair(u: Expr) -> list[tuple[Expr, Expr]] | None:
     terms = exponentials(u) if u.is_Add else None
     if terms is None or len(terms) != 2 or not _all_positive(terms):
         return None
-    return sorted(terms.items(), key=lambda item: -abs(constant(item[0].diff(x).xreplace({x: ONE}))))
+    return sorted(terms.items(), key=lambda item: -_steepness(item[0]))
+
+
+def _steepness(exponent: Expr) -> float:
+    """Return how steep an exponent is at x = 1, with 1 for every learned number."""
+    slope = exponent.diff(x)
+    return abs(constant(slope.xreplace(dict.fromkeys(slope.free_symbols, ONE))))
 
 
 def _all_positive(terms: dict[Expr, Expr]) -> bool:
@@ -100,6 +106,8 @@ def bounded_ratio(node: Expr) -> Expr | None:
     upper = exponentials(sympy.Mul(*exps))
     slopes = [w.coeff(x) for w in lower]
     if upper is None or any(w - w.coeff(x) * x != 0 for w in [*lower, *upper]):
+        return None
+    if any(slope.free_symbols for slope in slopes):  # the sign of a learned number is not known
         return None
     left, right = min(slopes, key=constant) * x, max(slopes, key=constant) * x
 

@@ -13,6 +13,7 @@ import difflib
 import math
 import string
 import warnings
+from collections.abc import Sequence
 from typing import NoReturn
 
 import sympy
@@ -36,16 +37,17 @@ MIN_NUMBER = 1e-300  # and below it underflow
 MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
 MAX_BITS = 1024  # of an exact power of a number
 MAX_READ = 256  # formulas that are remembered
-_READ: dict[tuple[str, str], Expr] = {}  # formulas read lately, by their text and what that calls x
+_READ: dict[tuple[str, str, tuple[str, ...]], Expr] = {}  # formulas read lately, by their text and its names
 
 
-def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
+def parse(text: str, *, what: str = "expression", variable: str = "x", learned: Sequence[str] = ()) -> Expr:
     """Read a formula in `x`.
 
     Args:
         text: the formula, Python's notation, e.g. `"x*sigmoid(1.702*x)"`.
         what: how error messages call it.
         variable: what the text calls `x`.
+        learned: names of learned numbers, which become symbols of these names.
 
     Returns:
         A SymPy expression in the symbol `x`; it may turn out to be constant.
@@ -56,10 +58,11 @@ def parse(text: str, *, what: str = "expression", variable: str = "x") -> Expr:
     """
     if not isinstance(text, str):
         raise UsageError(f"{what}: expected text, got {quote(text)}")
-    if (known := _READ.get((text, variable))) is None:
+    key = text, variable, tuple(learned)
+    if (known := _READ.get(key)) is None:
         if len(_READ) >= MAX_READ:
             _READ.clear()
-        known = _READ[text, variable] = Parser(text, what, variable).parse()
+        known = _READ[key] = Parser(text, what, variable, learned).parse()
     return known
 
 
@@ -97,11 +100,12 @@ class _Text(StrPrinter):
 class Parser:
     """One walk over one syntax tree; methods return SymPy expressions or refuse."""
 
-    def __init__(self, text: str, what: str, variable: str) -> None:
+    def __init__(self, text: str, what: str, variable: str, learned: Sequence[str] = ()) -> None:
         self.text = text
         self.what = what
         self.variable = variable  # what `expression` takes for x
-        self.variables: tuple[str, ...] = (variable,)  # what messages name
+        self.learned = frozenset(learned)
+        self.variables: tuple[str, ...] = (variable, *learned)  # what messages name
         self.sizes: dict[Expr, int] = {}
 
     def parse(self) -> Expr:
@@ -159,6 +163,8 @@ class Parser:
                 return self.number(node)
             case ast.Name(id=self.variable):
                 return x
+            case ast.Name(id=name) if name in self.learned:
+                return sympy.Symbol(name)
             case ast.Name(id=name) if name in CONSTANTS:
                 return CONSTANTS[name]
             case ast.Name(id=name):

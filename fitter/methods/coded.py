@@ -10,6 +10,7 @@ stationary point nearby, where x at a border costs the same in both neighbouring
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 from scipy.linalg import LinAlgError, solve_banded
@@ -18,6 +19,7 @@ from fitact.errors import FitWarning, UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.numerics import stochastic
 from fitact.fitter.numerics.coding import Objective, Steps, errors, reach
@@ -25,6 +27,8 @@ from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import DEVIATIONS, MAX_DOMAIN, CodedFit
 from fitact.fitter.records.gate import BITS_U, KEPT, CodedGateFit, combined
+from fitact.fitter.records.learned import CodedLearnedFit
+from fitact.fitter.records.learned import errors as errors_at_points
 from fitact.fitter.records.stochastic import StochasticFit
 from fitact.fitter.records.validate import check_bits
 
@@ -356,3 +360,21 @@ def _gate_of(gate: Gate, code_g: CodedFit, code_u: CodedFit | None) -> CodedGate
 def _again(part: CodedFit) -> CodedFit:
     cells = int(part.options.get("cells", CELLS))
     return fit(part.activation, part.bits, part.name, domain=part.domain, weight=part.weight, cells=cells)
+
+
+def fit_learned(formula: Learned, bits: int, name: str, **options: Any) -> CodedLearnedFit:
+    """Fit a code of x for a formula with learned numbers, and state the formula's errors at the points.
+
+    A table of f would go stale as the numbers move. So the code is one of the identity: a point is looked up in
+    place of x, at which f and its derivatives are computed. The arguments are those of `fit`.
+    """
+    warn_at_start(formula)
+    code = fit(Activation.of("identity"), bits, name, **options)
+    error = errors_at_points(formula, code)
+    return CodedLearnedFit(name=name, method="learned_coded", activation=formula, code=code, error=error)
+
+
+def warn_at_start(formula: Learned) -> None:
+    """Warn if floating point fails on a formula at the starts of its learned numbers."""
+    if (start := formula.start()) is not None:
+        float_check.warn(start)

@@ -6,12 +6,14 @@ from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.expr.work import MILLION, budget, stage
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 
 from . import coded, exact, fewbit, inverted, inverted_published, relumix
@@ -27,6 +29,8 @@ OPTIONS = {
 }
 # Those of gates.
 GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u")}
+# Those of formulas with learned numbers.
+LEARNED_OPTIONS = {"rebuild": (), "coded": ("bits", "domain", "weight")}
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
 # What the options are by default, where the method has them.
 DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
@@ -78,19 +82,35 @@ def make_gate(
         return coded.fit_gate(gate, bits, name, bits_u=kept, weight=of_g, weight_u=of_u)
 
 
+def make_learned(method: str, formula: Learned, name: str, **options: Any) -> AnyLearnedFit:
+    """Fit a formula with learned numbers by the method of that name; `options` are arguments of its fit."""
+    if method == "rebuild":
+        coded.warn_at_start(formula)
+        return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
+    with budget(formula, FITTING), stage("the fit", "write it with fewer functions"):
+        return coded.fit_learned(formula, name=name, **options)
+
+
 def again(fit: AnyFit) -> AnyFit:
     """Make a fit again from the options in its record: the same bytes, if nothing has changed."""
+    options: dict[str, Any]
     if isinstance(fit, CodedGateFit):
         return coded.fit_gate_again(fit)
     if isinstance(fit, GateFit):
         return make_gate("rebuild", fit.activation, fit.name)
     if isinstance(fit, StochasticFit):
         return coded.fit_stochastic(fit.activation, fit.bits, fit.name, domain=fit.domain, weight=fit.weight)
+    if isinstance(fit, LearnedFit):
+        return make_learned("rebuild", fit.activation, fit.name)
+    if isinstance(fit, CodedLearnedFit):
+        code = fit.code
+        options = {"domain": code.domain, "weight": code.weight, **code.options}
+        return make_learned("coded", fit.activation, fit.name, bits=code.bits, **options)
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
     if fit.name in inverted_published.NAMES:
         return inverted_published.published(fit.name)
-    options: dict[str, Any] = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
+    options = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
     if isinstance(fit, InvertedFit):
         options |= {"domain": fit.domain}
     if isinstance(fit, CodedFit) or (isinstance(fit, StepFit) and fit.method == "fewbit"):

@@ -15,6 +15,7 @@ import numpy as np
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.expr.evaluate import Array
@@ -108,7 +109,7 @@ class Fit:
     Attributes:
         name: the fit's name, and that of the module generated from it.
         method: how it was made.
-        activation: the activation f, or the gate.
+        activation: the activation f, the gate, or the formula with learned numbers.
         error: errors by name, none negative.
 
     Raises:
@@ -123,7 +124,7 @@ class Fit:
 
     name: str
     method: str
-    activation: Activation | Gate
+    activation: Activation | Gate | Learned
     error: Mapping[str, float]
 
     def __post_init__(self) -> None:
@@ -334,11 +335,13 @@ class InvertedFit(Fit):
         return derivative
 
 
-def activation_record(activation: Activation | Gate) -> dict[str, Any]:
-    """Return an activation or a gate as its JSON object."""
+def activation_record(activation: Activation | Gate | Learned) -> dict[str, Any]:
+    """Return an activation, a gate or a formula with learned numbers as its JSON object."""
     record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
     if isinstance(activation, Activation) and activation.parameters:
         record["parameters"] = dict(activation.parameters)
+    if isinstance(activation, Learned):
+        record["learned"] = [vars(number) for number in activation.numbers]
     return record
 
 
@@ -347,7 +350,7 @@ def _plain(value: object) -> object:
     match value:
         case Fit():
             return {part.name: getattr(value, part.name) for part in fields(value)}
-        case Activation() | Gate():
+        case Activation() | Gate() | Learned():
             return activation_record(value)
         case Weight():
             return value.text

@@ -5,8 +5,13 @@ from __future__ import annotations
 from .coded import CodedFit
 from .fit import ExactFit, InvertedFit, StepFit
 from .gate import CodedGateFit, GateFit
+from .learned import CodedLearnedFit, LearnedFit
 from .stochastic import StochasticFit
 
-KINDS = (StepFit, ExactFit, InvertedFit, CodedFit, StochasticFit, GateFit, CodedGateFit)
+KINDS = (
+    *(StepFit, ExactFit, InvertedFit, CodedFit, StochasticFit),
+    *(GateFit, CodedGateFit, LearnedFit, CodedLearnedFit),
+)
 AnyGateFit = GateFit | CodedGateFit
-AnyFit = StepFit | ExactFit | InvertedFit | CodedFit | StochasticFit | AnyGateFit
+AnyLearnedFit = LearnedFit | CodedLearnedFit
+AnyFit = StepFit | ExactFit | InvertedFit | CodedFit | StochasticFit | AnyGateFit | AnyLearnedFit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.expr.catalog import CATALOG, GATES
+from fitact.fitter.analysis.learned import MOST, Learned, Number
+from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.work import MILLION, budget, stage
 
 from .coded import CodedFit
 from .fit import SCHEMA, activation_record
 from .gate import CodedGateFit, GateFit
 from .kinds import KINDS, AnyFit
-from .validate import json_object, label, mapping, text
+from .learned import CodedLearnedFit, LearnedFit
+from .validate import json_object, label, mapping, number, objects, text
 
 MAX_BYTES = 1 << 20
 READING = 3 * MILLION  # operations: reading formulas, and integrating a weight
@@ -68,9 +71,8 @@ def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
             raise UsageError(f"{name}: missing")
         method = next((method for method in kind.METHODS if method == record.get("method")), kind.METHODS[0])
         raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
-    gate = kind in (GateFit, CodedGateFit)
     own: dict[str, Any] = {
-        "activation": (_gate if gate else _activation)(record["activation"]),
+        "activation": _READ.get(kind, _activation)(record["activation"]),
         "error": mapping(record["error"], "error", (int, float)),
         **{name: read(record[name], name) for name, read in kind.READ.items()},
         **{name: _part(record[name], name) for name in kind.PARTS},
@@ -129,3 +131,36 @@ def _activation(value: object) -> Activation:
             f"{quote(activation.expression)}"
         )
     return activation
+
+
+def _learned(value: object) -> Learned:
+    record = mapping(value, "activation", (str, type(None), list))
+    if set(record) != {"name", "expression", "learned"}:
+        raise UsageError(f"activation: expected name, expression and learned, got {quote(sorted(record))}")
+    name, expression = record["name"], text(record["expression"], "activation.expression")
+    numbers = []
+    for i, one in enumerate(objects(record["learned"], "activation.learned", MOST)):
+        what = f"activation.learned[{i}]"
+        if set(one) != {"name", "start", "channel"}:
+            raise UsageError(f"{what}: expected name, start and channel, got {quote(sorted(one))}")
+        numbers.append(Number(one["name"], number(one["start"], f"{what}.start"), one["channel"]))
+    if name is not None and (not isinstance(name, str) or name not in LEARNED):
+        raise UsageError(
+            f"activation.name: {quote(name)} is no formula with learned numbers of this catalog; the name of any "
+            "other is null"
+        )
+    formula = Learned(name, expression, tuple(numbers))
+    if name is not None and (expression, [*formula.names]) != (LEARNED[name][0], [*LEARNED[name][1]]):
+        raise UsageError(
+            f"activation.expression: {quote(expression)} with {', '.join(formula.names)} is not that of "
+            f"{quote(name)} in this catalog, {quote(LEARNED[name][0])} with {', '.join(LEARNED[name][1])}"
+        )
+    return formula
+
+
+_READ: dict[type, Callable[[object], Activation | Gate | Learned]] = {
+    GateFit: _gate,
+    CodedGateFit: _gate,
+    LearnedFit: _learned,
+    CodedLearnedFit: _learned,
+}

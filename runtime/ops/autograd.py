@@ -89,10 +89,10 @@ def apply(x: Tensor, key: str) -> Tensor:
         return _uncoded(activation, x, dtype)
     if x.device.type in KERNEL_DEVICES:
         decode.prepare(key, str(x.device))
-    order = None if x.is_contiguous() else _memory_order(x)
+    order = None if x.is_contiguous() else memory_order(x)
     if order is None:
         return _differentiable(x.contiguous(), None, dtype, key, seed)
-    dims = _inverse(order)
+    dims = inverse(order)
     return _differentiable(x.permute(order), dims, dtype, key, seed).permute(dims)
 
 
@@ -111,7 +111,7 @@ def _uncoded(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `apply` returns, bit for bit and in the same memory order, using only PyTorch's operators."""
     if x.is_contiguous() or torch.compiler.is_compiling():  # a compiler rounds and lays out results as it likes
         return _value(activation, x, dtype)
-    x = x if _memory_order(x) is not None else x.contiguous()
+    x = x if memory_order(x) is not None else x.contiguous()
     y = _value(activation, x, dtype)
     return y if y.stride() == x.stride() else torch.empty_like(x, dtype=dtype).copy_(y)
 
@@ -181,7 +181,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], y: Tensor, *others: Tensor) -> None
     ctx.save_for_backward(y if find(ctx.key).keeps_output else None, *others)
 
 
-def _memory_order(x: Tensor) -> list[int] | None:
+def memory_order(x: Tensor) -> list[int] | None:
     """Return the permutation that makes a dense tensor contiguous, None if there is none."""
     strides, sizes = x.stride(), x.shape
     order: list[int] = []
@@ -196,7 +196,8 @@ def _memory_order(x: Tensor) -> list[int] | None:
     return order if x.permute(order).is_contiguous() else None
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
+def inverse(order: Sequence[int]) -> list[int]:
+    """Return the permutation that undoes another."""
     return sorted(range(len(order)), key=list(order).__getitem__)
 
 
@@ -273,7 +274,7 @@ def _forward_reference(
         y = _value(activation, x.permute(list(dims)) if dims else x, dtype)
         if dims:
             # set_: the result may be a permutation of y, but not a view, which could not be changed in place
-            y = y.permute(_inverse(dims)).contiguous()
+            y = y.permute(inverse(dims)).contiguous()
             y = x.new_empty(0, dtype=dtype).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
         return y, activation.encode(x, dtype, seed)
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites, stated_errors
 from fitact.runtime.convert.measure import Run
+from fitact.runtime.learned.function import LearnedModule
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
@@ -104,7 +105,8 @@ def swaps(
     )
     found = [*producers, *consumers]
     calls, refused = ([], []) if run is None else _calls(model, run, found, wanted)
-    used = calls or (trained and any(one.record for one in producers))
+    noting = any(isinstance(one, LearnedModule) for one in model.modules())  # with nothing changed in them
+    used = calls or (trained and (noting or any(one.record for one in producers)))
     return [*found, *calls] if used else [], refused
 
 

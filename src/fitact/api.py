@@ -48,7 +48,9 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None,
     """
     if gate and method not in (None, "rebuild"):
         raise UsageError(f"a gate has only the method 'rebuild', got {quote(method)}")
-    if gate or method == "rebuild":
+    from fitact.fitter.expr.catalog import LEARNED  # importing a generated module imports nothing of the fitter
+
+    if gate or (method == "rebuild" and name not in LEARNED):
         if bits is not None:
             raise UsageError(f"method='rebuild' keeps no bits: expected bits=None, got {bits!r}")
         wrappers = import_module("fitact.runtime.wrappers")
@@ -62,8 +64,8 @@ def _shipped(name: str, method: str, bits: int | None) -> nn.Module:
     there = shipped()
     if bits is not None:
         wanted = [f"{name}_{method}{integer('bits', bits, 0)}"]
-    elif method == "exact":
-        wanted = [f"{name}_exact"]
+    elif method in ("exact", "rebuild"):
+        wanted = [f"{name}_{method}"]
     else:
         own = [name] if method == "fewbit" else []  # the whole name of a fit says its method
         usual = (8,) if method == "coded" else (3, 0, 1, 2, 4)
@@ -75,6 +77,9 @@ def _shipped(name: str, method: str, bits: int | None) -> nn.Module:
             "make others with fitact fit"
         )
     module = import_module(f"fitact.generated.{found}")
-    classes = [getattr(module, name) for name in module.__all__]
-    made: nn.Module = next(c for c in classes if isinstance(c, type))()
+    kind = next(one for one in (getattr(module, name) for name in module.__all__) if isinstance(one, type))
+    try:
+        made: nn.Module = kind()
+    except TypeError as error:  # it has a number for every channel
+        raise UsageError(f"{error}: make it as fitact.generated.{found}.{kind.__name__}(channels)") from None
     return made

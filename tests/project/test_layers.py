@@ -14,7 +14,7 @@ import fitact
 
 # The rooms from the bottom up: a module imports from its own room and from those before it.
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
-RUNTIME = ("torch_internals", "kernels", "philox", "recipes", "ops")
+RUNTIME = ("torch_internals", "kernels", "philox", "recipes", "ops", "learned.ops", "learned")
 MODELS = (
     *("records", "restore", "norms", "memory", "models", "compile"),
     *("rebuild", "convert.probe", "wrappers"),
@@ -25,7 +25,7 @@ CONVERSION = (
     "compare",
     "plan",
 )
-CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "safety", "generate", "bundle")
+CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "learned", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
 ORDER = [
     *(f"fitact.{name}" for name in FRONT),

@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import fitact
+from fitact.generated.dyt_coded8 import DytCoded8
 from fitact.generated.gelu_fewbit3 import gelu_fewbit3
 from fitact.generated.silu_inverted1 import silu_inverted1
 from fitact.generated.swiglu_coded6_8 import swiglu_coded6_8
 from fitact.generated.swiglu_rebuild import swiglu_rebuild
+from fitact.generated.xielu_rebuild import XieluRebuild
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -151,6 +153,31 @@ for kind in ("ddp", "fsdp"):
         print(kind, method, file=sys.stderr)
         compare(kind, method, norms)
 """
+# Learned numbers are parameters like others: split between the processes, and summed over both.
+LEARNED = """
+def learned():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(24, 24), one) for one in (DytCoded8(24), XieluRebuild(), DytCoded8(24)))
+    )
+
+
+for kind in ("ddp", "fsdp"):
+    half = slice(4 * rank, 4 * rank + 4)
+    reference, model = learned(), learned()
+    train(reference, x, target)
+    assert all(bool(p.grad.abs().max() > 0) for p in reference.parameters())
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    train(model, x[half], target[half])
+    for own, reached in zip(model.parameters(), reference.parameters(), strict=True):
+        whole = own.full_tensor() if isinstance(own, DTensor) else own
+        torch.testing.assert_close(whole.detach(), reached.detach(), rtol=1e-4, atol=1e-5)
+"""
 
 
 def test_in_two_processes(tmp_path: Path) -> None:
@@ -162,7 +189,7 @@ def test_in_two_processes(tmp_path: Path) -> None:
                 "-W",
                 "error",
                 "-c",
-                START + TENSORS + GATES + TRAIN + END,
+                START + TENSORS + GATES + TRAIN + LEARNED + END,
                 str(rank),
                 str(tmp_path / "store"),
             ],

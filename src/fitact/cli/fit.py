@@ -54,7 +54,8 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
     "derivative as a function of the output alone. coded: a code of x that stands for value and derivative; "
-    "of a gate, a code of g. rebuild: of a gate, exact, keeping g and u alone.",
+    "of a gate, a code of g. rebuild: of a gate, exact, keeping g and u alone; of an expression with learned "
+    "numbers, keeping x alone.",
 )
 @click.option(
     "--domain",
@@ -88,6 +89,14 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     multiple=True,
     metavar="K=V",
     help="A parameter of the activation, e.g. negative_slope=0.2. Repeatable.",
+)
+@click.option(
+    "--learn",
+    "learned",
+    multiple=True,
+    metavar="K=V",
+    help="A learned number of an expression and its start, e.g. beta=1.0, or with one for every channel "
+    "gamma:channel=1.0. The methods are then rebuild and coded. Repeatable.",
 )
 @click.option(
     "--objective",
@@ -132,6 +141,7 @@ def fit(
     weight_u: str | None,
     rounding: str | None,
     parameters: Sequence[str],
+    learned: Sequence[str],
     objective: str | None,
     tol: float | None,
     family: str | None,
@@ -158,11 +168,22 @@ def fit(
       fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
       fitact fit --fn swiglu --method coded --bits 8 --weight "weights.json#mlp.act" --name swiglu_mlp
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
+      fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method rebuild --name own_swish
     """
     from fitact.files import write
     from fitact.fitter.analysis.activation import Activation
     from fitact.fitter.analysis.gate import Gate
-    from fitact.fitter.methods.table import DOMAINS, GATE_OPTIONS, OPTIONS, WEIGHTS, make, make_gate
+    from fitact.fitter.analysis.learned import Learned
+    from fitact.fitter.methods.table import (
+        DOMAINS,
+        GATE_OPTIONS,
+        LEARNED_OPTIONS,
+        OPTIONS,
+        WEIGHTS,
+        make,
+        make_gate,
+        make_learned,
+    )
     from fitact.fitter.records.fit import ExactFit, check_name
     from fitact.fitter.records.gate import KEPT, GateFit
     from fitact.fitter.records.stochastic import StochasticFit
@@ -171,10 +192,12 @@ def fit(
 
     default = WEIGHTS.get(method, "uniform")
     weight, weight_u = (None if one == default else one for one in (weight, weight_u))
-    gates = _are_gates(method, functions)
+    numbers = named("--learn", map(_learned, learned))
+    formulas = _have_numbers(method, functions, numbers)
+    gates = not formulas and _are_gates(method, functions)
     _check_options(
         method,
-        GATE_OPTIONS if gates else OPTIONS,
+        GATE_OPTIONS if gates else LEARNED_OPTIONS if formulas else OPTIONS,
         {
             "--bits": bool(bits),
             "--bits-u": bits_u is not None,
@@ -193,17 +216,22 @@ def fit(
     widths: Sequence[int | None] = once(bits) or [None]
     if gates and values:
         raise UsageError("a gate has no --param: write the numbers into the product")
-    jobs = [
-        (Gate.of(function) if gates else Activation.of(function, values), k)
-        for function in once(functions)
-        for k in widths
-    ]
+    if formulas and values:
+        raise UsageError("a formula with learned numbers has no --param: write the numbers into the formula")
+
+    def read(function: str) -> Activation | Gate | Learned:
+        if formulas:
+            return Learned.of(function, numbers)
+        return Gate.of(function) if gates else Activation.of(function, values)
+
+    jobs = [(read(function), k) for function in once(functions) for k in widths]
     if len(jobs) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     if family == "parametric" and (bits or domain or tol is not None):
         raise UsageError("--family parametric has one bit and no --bits, --domain or --tol")
     special = {
         "--param": bool(parameters),
+        "--learn": bool(learned),
         "--domain": domain not in (None, DOMAINS.get(method)),
         "--weight": weight is not None,
         "--weight-u": weight_u is not None,
@@ -238,6 +266,12 @@ def fit(
                 continue
             given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
             given |= {"weight": weighing, "rounding": rounding}
+            if isinstance(activation, Learned):
+                options = {key: given[key] for key in LEARNED_OPTIONS[method] if given[key] is not None}
+                named_so = name or f"{activation.name}_{method}{k or ''}"
+                made.append(make_learned(method, activation, named_so, **options))
+                advance(bar, i, 1.0)
+                continue
             given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
             options = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
             if method in ("relumix", "inverted") and family != "parametric":
@@ -258,6 +292,30 @@ def fit(
     show_fits(made)
     for path in paths:
         click.echo(f"wrote {path}")
+
+
+def _have_numbers(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[float, bool]]) -> bool:
+    """Return whether the functions are formulas with learned numbers, as all are if --learn is given."""
+    from fitact.fitter.analysis.gate import is_gate
+    from fitact.fitter.expr.catalog import LEARNED
+    from fitact.fitter.methods.table import LEARNED_OPTIONS
+
+    own = [function for function in functions if numbers or function in LEARNED]
+    if not own:
+        return False
+    if method not in LEARNED_OPTIONS:
+        raise UsageError(
+            f"--method {method} takes no learned numbers, got {quote(own[0])}: "
+            f"the methods of formulas with learned numbers are {' and '.join(LEARNED_OPTIONS)}"
+        )
+    if len(own) < len(functions):
+        other = next(function for function in functions if function not in own)
+        raise UsageError(
+            f"--fn: expected formulas with learned numbers alone or none, got {quote(own[0])} and {quote(other)}"
+        )
+    if gates := [function for function in functions if is_gate(function)]:
+        raise UsageError(f"--learn: expected an expression in x, got the gate {quote(gates[0])}")
+    return True
 
 
 def _are_gates(method: str, functions: Sequence[str]) -> bool:
@@ -305,6 +363,19 @@ def _parameter(text: str) -> tuple[str, float]:
         return name, float(value)
     except ValueError:
         raise UsageError(f"--param {quote(text)}: expected NAME=NUMBER") from None
+
+
+def _learned(text: str) -> tuple[str, tuple[float, bool]]:
+    name, equals, value = text.partition("=")
+    name, colon, kind = name.partition(":")
+    try:
+        if not equals or kind != "channel" * bool(colon):
+            raise ValueError
+        return name, (float(value), bool(colon))
+    except ValueError:
+        raise UsageError(
+            f"--learn {quote(text)}: expected NAME=START or NAME:channel=START, with a number to start from"
+        ) from None
 
 
 def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:

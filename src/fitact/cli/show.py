@@ -16,7 +16,7 @@ def show(things: Sequence[str]) -> None:
     """Show the catalog, an activation, or fits side by side.
 
     Without arguments, show the catalog. ACTIVATION is a name of the catalog or an expression in x; or a gate: then
-    its factors are shown. FITS are fit files; their names end in .json.
+    its factors are shown; or a formula with learned numbers. FITS are fit files; their names end in .json.
 
     \b
     Examples:
@@ -28,6 +28,8 @@ def show(things: Sequence[str]) -> None:
     """
     from fitact.fitter.analysis.activation import Activation
     from fitact.fitter.analysis.gate import Gate, is_gate
+    from fitact.fitter.analysis.learned import Learned
+    from fitact.fitter.expr.catalog import LEARNED
     from fitact.fitter.records.reading import read
 
     from . import tables as print_
@@ -37,7 +39,9 @@ def show(things: Sequence[str]) -> None:
     elif all(thing.endswith(".json") for thing in things):
         print_.fits([read(Path(thing)) for thing in things])
     elif len(things) == 1:
-        if is_gate(things[0]):
+        if things[0] in LEARNED:
+            print_.learned(Learned.of(things[0], {}))
+        elif is_gate(things[0]):
             print_.gate(Gate.of(things[0]))
         else:
             print_.activation(Activation.of(things[0]))

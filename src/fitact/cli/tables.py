@@ -13,15 +13,17 @@ from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
-from fitact.fitter.expr.catalog import CATALOG, GATES
+from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.parser import text_of
 from fitact.fitter.expr.work import MILLION, WorkError, budget
 from fitact.fitter.methods import coded, exact, fewbit, inverted, relumix
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 from fitact.text import columns
 
@@ -39,6 +41,35 @@ def catalog() -> None:
     _print(rows)
     click.echo()
     _print([("gate", "h(g, u)"), *GATES.items()])
+    click.echo()
+    formulas = [Learned.of(name, {}) for name in LEARNED]
+    _print(
+        [
+            ("formula", "f(x)", "learned, from"),
+            *((formula.name or "", formula.expression, starts(formula)) for formula in formulas),
+        ]
+    )
+
+
+def starts(formula: Learned) -> str:
+    """Return the learned numbers of a formula with their starts, as --learn takes them."""
+    return ", ".join(f"{number.name}{':channel' * number.channel}={number.start:g}" for number in formula.numbers)
+
+
+def learned(shown: Learned) -> None:
+    """Print the derivatives of a formula with learned numbers."""
+    derivatives = zip(shown.names, shown.gradient_formulas, strict=True)
+    _print(
+        [
+            ("f(x)", shown.expression),
+            ("learned", starts(shown)),
+            ("computed as", text_of(shown.formula)),
+            ("f'(x)", text_of(shown.derivative_formula)),
+            *((f"by {name}", text_of(formula)) for name, formula in derivatives),
+            ("rebuild", "yes: exact, keeping x"),
+            ("coded", "yes: 3 to 8 bits for x"),
+        ]
+    )
 
 
 def gate(shown: Gate) -> None:
@@ -258,10 +289,16 @@ def fits(shown: Sequence[AnyFit]) -> None:
     gates: list[tuple[str, ...]] = [
         ("", "bits of g", "of u", *(f"dg/du/h at {deviation:g}" for deviation in DEVIATIONS), "h(g, u)")
     ]
+    formulas: list[tuple[str, ...]] = [
+        ("", "bits", *(f"f/f'/learned at {deviation:g}" for deviation in DEVIATIONS), "learned", "f(x)")
+    ]
     for fit in shown:
         e = fit.error
         if isinstance(fit, GateFit | CodedGateFit):
             gates.append(_gate_row(fit))
+            continue
+        if isinstance(fit, LearnedFit | CodedLearnedFit):
+            formulas.append(_formula_row(fit))
             continue
         if isinstance(fit, StepFit):
             # the integral of the weight turns a mean into a norm
@@ -295,6 +332,7 @@ def fits(shown: Sequence[AnyFit]) -> None:
         (codes, "<>>>>>>>"),
         (drawn, "<>>>>>>>>>>>"),
         (gates, "<>>>>>><"),
+        (formulas, "<>>>>><<"),
     ):
         if len(table) > 1:
             _print(table, align)
@@ -307,3 +345,13 @@ def _gate_row(fit: AnyGateFit) -> tuple[str, ...]:
     errors = ("/".join(f"{fit.error[f'{what}_{at:g}']:.3g}" for what in ("dg", "du", "h")) for at in DEVIATIONS)
     of_u = "kept" if fit.code_u is None else str(fit.code_u.bits)
     return (fit.name, str(fit.bits), of_u, *errors, fit.activation.expression)
+
+
+def _formula_row(fit: AnyLearnedFit) -> tuple[str, ...]:
+    """Return the line of a formula with learned numbers in the table of these."""
+    told = starts(fit.activation), fit.activation.expression
+    if isinstance(fit, LearnedFit):
+        return (fit.name, "kept", *("exact" for _ in DEVIATIONS), *told)
+    whats = ("value", "derivative", "learned")
+    errors = ("/".join(f"{fit.error[f'{what}_{at:g}']:.3g}" for what in whats) for at in DEVIATIONS)
+    return (fit.name, str(fit.bits), *errors, *told)

@@ -1,0 +1,241 @@
+"""A formula with learned numbers: an activation of x, and parameters that training changes."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import sympy
+
+from fitact.errors import UsageError, quote
+from fitact.fitter.expr.atoms import (
+    CONSTANTS,
+    FUNCTIONS,
+    LARGEST_SINGLE,
+    SMALLEST_SINGLE,
+    Expr,
+    beyond_singles,
+    constant,
+    sizes,
+    x,
+)
+from fitact.fitter.expr.catalog import CATALOG, LEARNED
+from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.parser import Parser, parse
+from fitact.fitter.expr.rewrite import stable
+
+from .activation import MAX_PARTS, Activation
+
+MOST = 8  # learned numbers of a formula
+MAX_NAME = 40  # characters
+POINTS = np.linspace(-10.0, 10.0, 2001)  # where the formula must be finite at its start
+# What generated modules use themselves: their own arguments, and the attributes of torch.nn.Module.
+_USED = """
+T_destination add_module apply bfloat16 buffers call_super_init channels children compile cpu cuda device dim
+double dtype dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter
+get_submodule half input ipu key load_state_dict modules mtia named_buffers named_children
+named_modules named_parameters parameters register_backward_hook register_buffer
+register_forward_hook register_forward_pre_hook register_full_backward_hook
+register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook
+register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook
+requires_grad_ reset_parameters self set_extra_state set_submodule share_memory state_dict to
+to_empty train training type xpu zero_grad
+"""
+USED = frozenset(_USED.split())
+
+
+@dataclass(frozen=True)
+class Number:
+    """A learned number.
+
+    Attributes:
+        name: in the formula, and of the parameter.
+        start: its value before training.
+        channel: whether there is one for every channel.
+
+    Raises:
+        UsageError: the name has another meaning, or the start is no number of float32.
+
+    """
+
+    name: str
+    start: float
+    channel: bool = False
+
+    def __post_init__(self) -> None:
+        what = f"learned number {quote(self.name)}"
+        if reason := _taken(self.name):
+            raise UsageError(f"{what}: {reason}; choose another name")
+        if type(self.start) is not float or not (
+            self.start == 0 or SMALLEST_SINGLE <= abs(self.start) <= LARGEST_SINGLE
+        ):
+            raise UsageError(f"{what}: expected a start that float32 holds, got {quote(self.start)}")
+        if not isinstance(self.channel, bool):
+            raise UsageError(f"{what}: channel: expected true or false, got {quote(self.channel)}")
+
+
+def _taken(name: object) -> str | None:
+    """Return why a learned number cannot have a name, None if it can."""
+    if not isinstance(name, str) or not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME:
+        return f"a name is a Python identifier of at most {MAX_NAME} characters"
+    if name.startswith("_"):
+        return "names that begin with an underscore belong to generated modules"
+    if name in ("x", "g", "u"):
+        return f"{name} is an argument of formulas"
+    if name in CONSTANTS:
+        return f"{name} is a constant of formulas"
+    if name in FUNCTIONS or name in CATALOG or name == "where":
+        return f"{name} is a function of formulas"
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or hasattr(builtins, name):
+        return "the name is Python's own"
+    if name in USED or (name[0] == "u" and name[1:].isdigit()):
+        return "generated modules use that name themselves"
+    return None
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A formula with learned numbers, y = f(x; a, b, …).
+
+    Attributes:
+        name: its name among `LEARNED`, or None for a formula of the user's.
+        expression: the formula's text.
+        numbers: the learned numbers, in the order in which modules take them.
+
+    Raises:
+        UsageError: the expression is not a formula in x and the numbers, does not mention one of them, has a
+            constant that float32 cannot hold, or is not finite for the starts of its numbers.
+
+    """
+
+    name: str | None
+    expression: str
+    numbers: tuple[Number, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.numbers) <= MOST:
+            raise UsageError(f"{self}: expected 1 to {MOST} learned numbers, got {len(self.numbers)}")
+        if len(set(self.names)) < len(self.names):
+            raise UsageError(f"{self}: two learned numbers have one name, got {', '.join(self.names)}")
+        for number, symbol in zip(self.numbers, self.symbols, strict=True):
+            if symbol not in self.typed.free_symbols:
+                raise UsageError(f"{self}: the learned number {number.name} is used nowhere")
+        if x not in self.formula.free_symbols:
+            raise UsageError(f"{self} does not depend on x: write a formula in x")
+        if (found := beyond_singles(self.formula)) is not None:
+            raise UsageError(
+                f"{self}: float32, in which it is computed, cannot hold its constant {constant(found):g}: "
+                f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
+            )
+        self._check_start()
+
+    @classmethod
+    def of(cls, text: str, numbers: Mapping[str, tuple[float, bool]]) -> Learned:
+        """Return what a name of `LEARNED` or a formula stands for.
+
+        Args:
+            text: the name or the formula.
+            numbers: the learned numbers by name, each with its start and whether it is one a channel; for a name,
+                those that differ.
+
+        """
+        if text in LEARNED:
+            expression, own = LEARNED[text]
+            for name in numbers:
+                if name not in own:
+                    raise UsageError(
+                        f"{text} has no learned number {quote(name)}: expected one of {', '.join(own)}"
+                    )
+            return cls(text, expression, tuple(Number(name, *pair) for name, pair in {**own, **numbers}.items()))
+        return cls(None, text, tuple(Number(name, *pair) for name, pair in numbers.items()))
+
+    def __str__(self) -> str:
+        """Return its name in messages."""
+        return f"formula {quote(self.expression)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the learned numbers."""
+        return tuple(number.name for number in self.numbers)
+
+    @property
+    def symbols(self) -> tuple[Expr, ...]:
+        """The learned numbers as SymPy symbols."""
+        return tuple(map(sympy.Symbol, self.names))
+
+    @cached_property
+    def typed(self) -> Expr:
+        """The formula as it was typed, in `atoms.x` and `symbols`."""
+        parsed = parse(self.expression, what="formula", learned=self.names)
+        if max(sizes(parsed)) > MAX_PARTS:
+            raise UsageError(f"{self}: too long: its derivatives would have more than {MAX_PARTS} parts")
+        return parsed
+
+    @cached_property
+    def formula(self) -> Expr:
+        """The formula in `atoms.x` and `symbols`."""
+        return stable(self.typed)
+
+    @cached_property
+    def derivative_formula(self) -> Expr:
+        """Its derivative in x."""
+        return stable(self.formula.diff(x))
+
+    @cached_property
+    def gradient_formulas(self) -> tuple[Expr, ...]:
+        """Its derivatives in the learned numbers."""
+        return tuple(stable(self.formula.diff(symbol)) for symbol in self.symbols)
+
+    def at_start(self, formula: Expr, at: Array) -> Array:
+        """Return a formula in x and the learned numbers at the points, these at their starts."""
+        starts = {
+            symbol: sympy.Rational(repr(number.start))
+            for symbol, number in zip(self.symbols, self.numbers, strict=True)
+        }
+        filled = formula.xreplace(starts)
+        if filled.has(sympy.zoo, sympy.nan, sympy.oo):
+            return np.full(np.shape(at), np.nan)
+        return evaluate(filled, at)
+
+    def start(self) -> Activation | None:
+        """Return the activation that the formula is at the starts; None where it is constant there."""
+        tree = _Filled({number.name: number.start for number in self.numbers}).visit(
+            Parser(self.expression, "formula", "x").tree()
+        )
+        text = ast.unparse(tree)
+        return Activation(None, text) if x in parse(text, what="formula").free_symbols else None
+
+    def _check_start(self) -> None:
+        """Refuse starts at which the formula or one of its derivatives is not finite."""
+        of = (("", self.formula), ("the derivative in x of ", self.derivative_formula))
+        of += tuple(
+            (f"the derivative in {name} of ", one)
+            for name, one in zip(self.names, self.gradient_formulas, strict=True)
+        )
+        for what, formula in of:
+            found = self.at_start(formula, POINTS)
+            if not np.isfinite(found).all():
+                i = np.flatnonzero(~np.isfinite(found))[0]
+                starts = ", ".join(f"{number.name}={number.start:g}" for number in self.numbers)
+                raise UsageError(
+                    f"{self}: with its start {starts} {what}the formula is {found[i]:g} at x = {POINTS[i]:g}: "
+                    "expected finite numbers from x = -10 to 10; choose another start"
+                )
+
+
+class _Filled(ast.NodeTransformer):
+    """Puts numbers in place of names."""
+
+    def __init__(self, numbers: Mapping[str, float]) -> None:
+        self.numbers = numbers
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.numbers:
+            return node
+        size = ast.Constant(abs(self.numbers[node.id]))
+        return ast.UnaryOp(ast.USub(), size) if self.numbers[node.id] < 0 else size

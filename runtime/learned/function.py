@@ -1,0 +1,238 @@
+"""Formulas with learned numbers as functions of tensors, their autograd, and as modules with parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.autograd import DTYPES, KERNEL_DEVICES, inverse, may_need_gradient, memory_order, with_signature
+from ..recipes import note
+from .ops import Learned, find, ops, prepare, refuse_second_derivative
+
+
+def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
+    """Return the formula of x, keeping for backward x or its codes, and the numbers.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape, strides and device.
+        numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel.
+            All is computed in float32, beside a float64 x in float64.
+        dim: the dimension of x that the channels lie along.
+        key: the key of a registered formula.
+
+    Returns:
+        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). It carries a note of how
+        to compute it again from what is kept, which layers that `fitact.rebuild` has changed find.
+
+    Raises:
+        TypeError: x is not a tensor of one of these dtypes.
+        ValueError: a number has another size than one or the channels of x, or x has no such dimension.
+
+    """
+    formula = find(key)
+    _check(formula, x, numbers, dim)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = any(number.channel for number in formula.numbers)
+    dim = dim % x.dim() if wide else 0
+    channels = x.shape[dim] if wide else 1
+    if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
+        return _plain(formula, x, numbers, dim, dtype)
+    packed = torch.stack([number.to(dtype).reshape(-1).expand(channels) for number in numbers])
+    if x.device.type in KERNEL_DEVICES:
+        prepare(key, str(x.device))
+    order = None if x.is_contiguous() else memory_order(x)
+    if order is None:
+        return _differentiable(x.contiguous(), packed, dim, key)
+    place = order.index(dim) if wide else 0
+    return _differentiable(x.permute(order), packed, place, key).permute(inverse(order))
+
+
+def _plain(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, dtype: torch.dtype) -> Tensor:
+    """Return the formula by PyTorch's operators alone."""
+    after = (1,) * (x.dim() - dim - 1)
+    columns = [
+        number.to(dtype).reshape(-1, *after) if number.numel() > 1 else number.to(dtype).reshape(())
+        for number in numbers
+    ]
+    with torch.autocast(x.device.type, enabled=False):
+        y = formula.value(x.to(dtype), *columns).to(x.dtype)
+    laid_out = torch.empty_like(x) if not torch.compiler.is_compiling() else y
+    return y if y.stride() == laid_out.stride() else laid_out.copy_(y)
+
+
+def _differentiable(x: Tensor, numbers: Tensor, dim: int, key: str) -> Tensor:
+    inner = math.prod(x.shape[dim + 1 :]) if numbers.shape[1] > 1 else 1
+    if torch.compiler.is_compiling():
+        compiled: Tensor = ops.learned_forward(x, numbers, inner, key)[0]
+        return compiled
+    y, codes, _ = _Formula.apply(x, numbers, inner, key)
+    bits = find(key).bits
+    again = Again(key, inner, y.shape, y.dtype)
+    return note(y, again, codes if bits else x, numbers, exact=not bits)
+
+
+@dataclass(frozen=True)
+class Again:
+    """An output computed again from x, or what stands in place of it, from the point of x's code.
+
+    Attributes:
+        key: of the formula.
+        inner: elements of a channel beside each other.
+        size: of the output.
+        dtype: of the output.
+
+    """
+
+    key: str
+    inner: int
+    size: torch.Size
+    dtype: torch.dtype
+
+    def __call__(self, kept: Tensor, numbers: Tensor) -> Tensor:
+        """Return the output."""
+        y: Tensor = ops.learned_value(kept, numbers, self.inner, self.size, self.dtype, self.key)
+        return y
+
+
+def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int) -> None:
+    """Raise unless x is a tensor that the formula takes, and each number has the size of its channels."""
+    if getattr(x, "dtype", None) not in DTYPES:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{formula.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}")
+    if type(x).__name__ == "DTensor":
+        raise TypeError(f"{formula.name}: expected a local tensor, got a DTensor: use its to_local()")
+    wide = any(number.channel for number in formula.numbers)
+    if wide and not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{formula.name}: expected a tensor with a dimension {dim}, got {tuple(x.shape)}")
+    channels = x.shape[dim] if wide else 1
+    for own, number in zip(formula.numbers, numbers, strict=True):
+        size = channels if own.channel else 1
+        if number.numel() != size:
+            along = f", the channels of {tuple(x.shape)} along dimension {dim}" if own.channel else ""
+            raise ValueError(
+                f"{formula.name}: {own.name}: expected {size} element{'s'[: size != 1]}{along}, "
+                f"got {number.numel()}"
+            )
+
+
+class _Formula(torch.autograd.Function):
+    """Saves what is kept and the numbers, and an empty tensor that ties the gradients to x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor, Tensor]:
+        return *ops.learned_forward(x, numbers, inner, key), x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        (x, numbers, ctx.inner, ctx.key), (_, codes, autograd_anchor) = inputs, output
+        ctx.mark_non_differentiable(codes)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(codes if find(ctx.key).bits else x, numbers, autograd_anchor)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if dy is None:
+            return None, None, None, None
+        kept, numbers, autograd_anchor = ctx.saved_tensors
+        wants_x, wants_numbers = ctx.needs_input_grad[:2]
+        dx, found = _Gradients.apply(
+            dy.contiguous(), autograd_anchor, kept, numbers, ctx.inner, wants_x, wants_numbers, ctx.key
+        )
+        return dx if wants_x else None, found if wants_numbers else None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients, which cannot be differentiated again: without this, second derivatives would be wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(
+        dy: Tensor,
+        autograd_anchor: Tensor,
+        kept: Tensor,
+        numbers: Tensor,
+        inner: int,
+        wants_x: bool,
+        wants_numbers: bool,
+        key: str,
+    ) -> tuple[Tensor, Tensor]:
+        dx, found = ops.learned_backward(dy, kept, numbers, inner, wants_x, wants_numbers, key)
+        return dx, found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.key = inputs[7]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivative(ctx)
+
+
+class LearnedModule(nn.Module):
+    """The module of a formula; its learned numbers are parameters.
+
+    Args:
+        channels: how many channels x has, for the numbers of which there is one a channel; their parameters are
+            (channels,), those of the others (1,). None for a formula without such numbers.
+        dim: the dimension of x that the channels lie along: the last, or 1 for images.
+        device: of the parameters.
+        dtype: of the parameters, by default PyTorch's.
+
+    Raises:
+        TypeError: channels are missing, or the formula has no numbers of channels.
+        ValueError: channels is not a positive number.
+
+    """
+
+    key: ClassVar[str]
+
+    def __init__(
+        self,
+        channels: int | None = None,
+        dim: int = -1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        formula = find(self.key)
+        wide = [number.name for number in formula.numbers if number.channel]
+        if wide and channels is None:
+            raise TypeError(f"{formula.name}: expected channels, the size of {' and '.join(wide)}")
+        if channels is not None and not wide:
+            raise TypeError(
+                f"{formula.name}: expected no channels, as it has one of each number, got {channels!r}"
+            )
+        if channels is not None and not (type(channels) is int and channels > 0):
+            raise ValueError(f"{formula.name}: channels: expected a positive number, got {channels!r}")
+        self.channels = channels
+        self.dim = dim
+        for number in formula.numbers:
+            size = (channels or 1) if number.channel else 1
+            start = torch.full((size,), number.start, device=device, dtype=dtype)
+            self.register_parameter(number.name, nn.Parameter(start))
+
+    def reset_parameters(self) -> None:
+        """Set the learned numbers to their starts."""
+        with torch.no_grad():
+            for number in find(self.key).numbers:
+                getattr(self, number.name).fill_(number.start)
+
+    def extra_repr(self) -> str:
+        """Return the channels and their dimension, for printing."""
+        return "" if self.channels is None else f"{self.channels}, dim={self.dim}"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the formula of a tensor, see `apply_learned`."""
+        numbers = [getattr(self, number.name) for number in find(self.key).numbers]
+        return apply_learned(input, numbers, self.dim, self.key)

@@ -1,0 +1,379 @@
+"""The ops of formulas with learned numbers, and which formulas there are.
+
+    fitact::learned_forward(Tensor x, Tensor numbers, SymInt inner, str key) -> (Tensor y, Tensor codes)
+    fitact::learned_backward(
+        Tensor dy, Tensor kept, Tensor numbers, SymInt inner, bool, bool, str key
+    ) -> (Tensor dx, Tensor gradients of numbers)
+    fitact::learned_value(
+        Tensor kept, Tensor numbers, SymInt inner, SymInt[] size, ScalarType dtype, str key
+    ) -> Tensor y
+
+They are opaque to PyTorch like those of `ops.autograd`, and see contiguous tensors. `kept` is x or its codes, the
+two bools say which gradients are wanted. `numbers` is a row for each number with a column for each channel, or one
+column: float64 beside float64, else float32. Element i has channel (i // inner) mod channels.
+
+The gradients of numbers are sums over elements. They are added up in the dtype of `numbers`: the parts of the
+tensor first, and then these, always in the same order and without atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..kernels.learned import BLOCK, HEIGHT, WIDTH
+from ..ops import reference
+from ..ops.autograd import KERNEL_DEVICES, NAMESPACE
+from ..ops.factors import CodedFactor, Factor
+from ..ops.launch import Launch, warp_size
+from ..ops.registry import KERNEL_DTYPES, sources
+from ..torch_internals import constant_in_graphs
+
+ops: Any = getattr(torch.ops, NAMESPACE)
+PART = 1 << 17  # elements whose gradients are added up at once, 512 KiB of float32
+THREADS = 256
+
+
+class Number(NamedTuple):
+    """A learned number: its name, its start, and whether there is one for every channel."""
+
+    name: str
+    start: float
+    channel: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """A registered formula, with all that the ops need to run it.
+
+    Attributes:
+        key: identifies the fit and the generated text.
+        name: its name in messages.
+        numbers: the learned numbers.
+        value: of x and the numbers, in PyTorch's operators; all are of one dtype, float32 or float64.
+        derivative: likewise, in x.
+        gradients: likewise, in each number.
+        forward, backward, again: Triton kernels; their arguments are those that the functions below launch them
+            with.
+        borders: of the codes of x, 2^bits − 1 numbers, increasing; none if x is kept as it is.
+        points: by code, what stands in place of x.
+
+    """
+
+    key: str
+    name: str
+    numbers: tuple[Number, ...]
+    value: Callable[..., Tensor]
+    derivative: Callable[..., Tensor]
+    gradients: tuple[Callable[..., Tensor], ...]
+    forward: Any
+    backward: Any
+    again: Any
+    borders: tuple[float, ...] = ()
+    points: tuple[float, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code; 0 where x is kept."""
+        return self.argument.bits
+
+    @cached_property
+    def argument(self) -> Factor:
+        """What is kept of x."""
+        if not self.borders:
+            return Factor(value=_same)
+        table = tuple((point, 1.0) for point in self.points)
+        return CodedFactor(value=_same, borders=self.borders, table=table)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+_registry: dict[str, Learned] = {}
+
+
+def register_learned(formula: Learned) -> str:
+    """Register a formula with the ops and return its key; repeating this is harmless."""
+    _registry[formula.key] = formula
+    return formula.key
+
+
+def find(key: str) -> Learned:
+    """Return the formula of a key; a loaded program may use a key before its module is imported."""
+    for source in sources if key not in _registry else ():
+        source(key)
+    try:
+        return _registry[key]
+    except KeyError:
+        raise RuntimeError(
+            f"no formula is registered under the key {key!r}: import the generated module it comes from"
+        ) from None
+
+
+def refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
+    """Raise, as the backward of a gradient."""
+    raise RuntimeError(
+        f"{find(ctx.key).name}: a second derivative was requested, but only the first is there; "
+        "use PyTorch's own operators where gradients are differentiated again"
+    )
+
+
+# ------------------------------------------------------------------------------------------ by PyTorch's operators
+
+
+@contextmanager
+def _alone(tensor: Tensor) -> Iterator[None]:
+    """Enter a context without autograd, and without autocast, which would change the dtypes of some operators."""
+    with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+        yield
+
+
+def _columns(numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return each number so that it meets (rows, channels, inner)."""
+    return tuple(row.unsqueeze(-1) for row in numbers)
+
+
+def _parts(size: int, channels: int, inner: int) -> Iterator[slice]:
+    """Yield slices of the rows of (rows, channels, inner), which depend on the sizes alone."""
+    width = max(channels * inner, 1)
+    step = max(PART // width, 1)
+    rows = size // width
+    yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _computed(formula: Learned, x: Tensor, numbers: Tensor, inner: int) -> Tensor:
+    """Return the formula of a contiguous tensor in its dtype, computed in that of the numbers."""
+    y, columns, shape = torch.empty_like(x), _columns(numbers), (-1, numbers.shape[1], inner)
+    if x.numel():
+        rows, out = x.view(shape), y.view(shape)
+        for part in _parts(x.numel(), *shape[1:]):
+            out[part] = formula.value(rows[part].to(numbers.dtype), *columns)
+    return y
+
+
+def _forward_reference(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
+    formula = find(key)
+    with _alone(x):
+        return _computed(formula, x, numbers, inner), formula.argument.encode(x)
+
+
+def _backward_reference(
+    dy: Tensor, kept: Tensor, numbers: Tensor, inner: int, wants_x: bool, wants_numbers: bool, key: str
+) -> tuple[Tensor, Tensor]:
+    formula = find(key)
+    dx, found = _backward_fake(dy, kept, numbers, inner, wants_x, wants_numbers, key)
+    if not dy.numel():
+        return dx, found.zero_()
+    with _alone(dy):
+        shape = (-1, numbers.shape[1], inner)
+        x = formula.argument.again(kept, dy.shape, numbers.dtype if formula.bits else dy.dtype).view(shape)
+        columns, rows, sums = _columns(numbers), dy.view(shape), []
+        for part in _parts(dy.numel(), *shape[1:]):
+            points, grad = x[part].to(numbers.dtype), rows[part].to(numbers.dtype)
+            if wants_x:
+                dx.view(shape)[part] = grad * formula.derivative(points, *columns)
+            if wants_numbers:
+                shares = [(grad * one(points, *columns)).sum((0, 2)) for one in formula.gradients]
+                sums.append(torch.stack(shares))
+        return dx, torch.stack(sums).sum(0) if wants_numbers else found
+
+
+def _value_reference(
+    kept: Tensor, numbers: Tensor, inner: int, size: Sequence[int], dtype: torch.dtype, key: str
+) -> Tensor:
+    formula = find(key)
+    with _alone(kept):
+        if not formula.bits:
+            return _computed(formula, kept, numbers, inner)
+        points = formula.argument.again(kept, size, numbers.dtype)
+        return _computed(formula, points, numbers, inner).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------- by Triton
+
+
+@constant_in_graphs
+def prepare(key: str, device: str) -> None:
+    """Put the tables of a formula on a device, while the compiler traces at the latest; see `decode.prepare`."""
+    if type(torch.empty(0)) is Tensor:
+        find(key).argument.tables(torch.device(device))
+
+
+def _channels(numbers: Tensor, inner: int) -> tuple[int | None, int | None]:
+    """Return what kernels take for the channels, and for the elements of each that lie beside each other."""
+    return (numbers.shape[1], inner if inner > 1 else None) if numbers.shape[1] > 1 else (None, None)
+
+
+def _launch(over: Tensor) -> Launch:
+    return Launch(over, THREADS if over.dtype == torch.float32 else THREADS // 2)
+
+
+def _forward_triton(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
+    if x.dtype not in KERNEL_DTYPES:
+        return _forward_reference(x, numbers, inner, key)
+    formula = find(key)
+    y, codes = _forward_fake(x, numbers, inner, key)
+    coding = formula.argument.coding(codes, x)
+    _launch(x)(formula.forward, x, y, *coding, numbers, *_channels(numbers, inner))
+    return y, codes
+
+
+def _backward_triton(
+    dy: Tensor, kept: Tensor, numbers: Tensor, inner: int, wants_x: bool, wants_numbers: bool, key: str
+) -> tuple[Tensor, Tensor]:
+    if dy.dtype not in KERNEL_DTYPES:
+        return _backward_reference(dy, kept, numbers, inner, wants_x, wants_numbers, key)
+    formula = find(key)
+    dx, found = _backward_fake(dy, kept, numbers, inner, wants_x, wants_numbers, key)
+    if not dy.numel():
+        return dx, found.zero_()
+    channels, beside = _channels(numbers, inner)
+    rows = dy.numel() // (numbers.shape[1] * (beside or 1))
+    if channels is not None and beside is None:
+        parts = -(-rows // HEIGHT.value)
+        grid = (parts * -(-channels // WIDTH.value),)
+    else:
+        parts = -(-rows * (beside or 1) // BLOCK.value)
+        grid = (parts * numbers.shape[1],)
+    sums = numbers.new_empty(parts, *numbers.shape) if wants_numbers else None
+    points = formula.argument.tables(dy.device)[0]
+    arguments = (dy, kept, points, numbers, dx if wants_x else None, sums, channels, beside, rows)
+    with torch.cuda.device_of(dy):
+        formula.backward[grid](*arguments, num_warps=THREADS // warp_size(dy.device))
+    return dx, found if sums is None else sums.sum(0)
+
+
+def _value_triton(
+    kept: Tensor, numbers: Tensor, inner: int, size: Sequence[int], dtype: torch.dtype, key: str
+) -> Tensor:
+    if dtype not in KERNEL_DTYPES:
+        return _value_reference(kept, numbers, inner, size, dtype, key)
+    formula, y = find(key), kept.new_empty(size, dtype=dtype)
+    points = formula.argument.tables(kept.device)[0]
+    _launch(y)(formula.again, kept, points, numbers, y, *_channels(numbers, inner))
+    return y
+
+
+# ----------------------------------------------------------------------------------------------------- for PyTorch
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, numbers, ctx.inner, ctx.key = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1] if find(ctx.key).bits else x, numbers)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if dy is None:
+        return None, None, None, None
+    wants_x, wants_numbers = ctx.needs_input_grad[:2]
+    kept, numbers = ctx.saved_tensors
+    dx, found = ops.learned_backward(dy.contiguous(), kept, numbers, ctx.inner, wants_x, wants_numbers, ctx.key)
+    return dx if wants_x else None, found if wants_numbers else None, None, None
+
+
+def _save_key(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.key = inputs[-1]
+
+
+def _forward_fake(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(reference.bytes_of_codes(x, find(key).bits), dtype=torch.uint8)
+    return torch.empty_like(x), codes
+
+
+def _backward_fake(
+    dy: Tensor, kept: Tensor, numbers: Tensor, inner: int, wants_x: bool, wants_numbers: bool, key: str
+) -> tuple[Tensor, Tensor]:
+    dx = torch.empty_like(dy) if wants_x else dy.new_empty(0)
+    return dx, torch.empty_like(numbers) if wants_numbers else numbers.new_empty(0)
+
+
+def _value_fake(
+    kept: Tensor, numbers: Tensor, inner: int, size: Sequence[int], dtype: torch.dtype, key: str
+) -> Tensor:
+    return kept.new_empty(size, dtype=dtype)
+
+
+def _by_element(op: str) -> Callable[..., Any]:
+    """Return an op's rule for batches: it is called for each element of the batch."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        found = [
+            getattr(ops, op)(
+                *(
+                    one if dim is None else one.select(dim, i).contiguous()
+                    for one, dim in zip(arguments, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        return tuple(torch.stack(one) for one in zip(*found, strict=True)), (0,) * len(found[0])
+
+    return rule
+
+
+class _Op(NamedTuple):
+    schema: str
+    by_reference: Callable[..., Any]
+    by_triton: Callable[..., Any]
+    fake: Callable[..., Any]
+    differentiate: Callable[..., Any]
+    save: Callable[..., None]
+
+
+OPS = {
+    "learned_forward": _Op(
+        "(Tensor x, Tensor numbers, SymInt inner, str key) -> (Tensor, Tensor)",
+        _forward_reference,
+        _forward_triton,
+        _forward_fake,
+        _differentiate,
+        _save,
+    ),
+    "learned_backward": _Op(
+        "(Tensor dy, Tensor kept, Tensor numbers, SymInt inner, bool wants_x, bool wants_numbers, str key) "
+        "-> (Tensor, Tensor)",
+        _backward_reference,
+        _backward_triton,
+        _backward_fake,
+        refuse_second_derivative,
+        _save_key,
+    ),
+    "learned_value": _Op(
+        "(Tensor kept, Tensor numbers, SymInt inner, SymInt[] size, ScalarType dtype, str key) -> Tensor",
+        _value_reference,
+        _value_triton,
+        _value_fake,
+        refuse_second_derivative,
+        _save_key,
+    ),
+}
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for name, op in OPS.items():
+        library.define(f"{name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, op.by_reference, "CompositeExplicitAutograd")
+        for device in KERNEL_DEVICES:
+            library.impl(name, op.by_triton, device.upper())
+        whole = f"{NAMESPACE}::{name}"
+        torch.library.register_fake(whole, op.fake, lib=library)
+        torch.library.register_autograd(whole, op.differentiate, setup_context=op.save, lib=library)
+        torch.library.register_vmap(whole, _by_element(name), lib=library)
+    return library
+
+
+if not hasattr(
+    ops, "learned_library"
+):  # else a copy with the same text was imported before, whose ops do the same
+    ops.learned_library = _define()  # the ops live as long as this object

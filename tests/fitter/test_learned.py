@@ -1,0 +1,111 @@
+"""Formulas with learned numbers: their derivatives, their records, and the names that numbers can have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import mpmath
+import numpy as np
+import pytest
+
+from fitact.errors import UsageError
+from fitact.fitter.analysis.learned import Learned, Number
+from fitact.fitter.expr.catalog import LEARNED
+from fitact.fitter.methods.table import again, make_learned
+from fitact.fitter.records.reading import from_json
+from tests.support.learned import CASES
+
+AT = np.array([-1e4, -30.0, -3.3, -0.4, -1e-3, 1e-3, 0.3, 2.2, 30.0, 1e4])
+
+
+def sigmoid(u: mpmath.mpf) -> mpmath.mpf:
+    return 1 / (1 + mpmath.exp(-u))
+
+
+def softplus(u: mpmath.mpf) -> mpmath.mpf:
+    return mpmath.log(1 + mpmath.exp(u))
+
+
+FORMULAS = {
+    "dyt": lambda x, a, g, b: g * mpmath.tanh(a * x) + b,
+    "derf": lambda x, a, s, g, b: g * mpmath.erf(a * x + s) + b,
+    "prelu": lambda x, w: x if x > 0 else w * x,
+    "swish_beta": lambda x, b: x * sigmoid(b * x),
+    "xielu": lambda x, p, n: (
+        softplus(p) * x**2 + x / 2 if x > 0
+        else (softplus(n) + 0.5) * (mpmath.expm1(min(x, mpmath.mpf("-1e-6"))) - x) + x / 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_values_and_derivatives(name: str) -> None:
+    """Against mpmath's differences at 60 digits, far out too."""
+    formula = Learned.of(name, {})
+    with mpmath.workdps(60):
+        starts = [mpmath.mpf(repr(number.start)) for number in formula.numbers]
+        ours = [formula.formula, formula.derivative_formula, *formula.gradient_formulas]
+        for k, one in enumerate(ours):
+            order = tuple(int(i == k - 1) for i in range(len(starts) + 1))
+            found = formula.at_start(one, AT)
+            for x, value in zip(AT, found, strict=True):
+                at = (mpmath.mpf(float(x)), *starts)
+                true = mpmath.diff(FORMULAS[name], at, order) if k else FORMULAS[name](*at)
+                assert value == pytest.approx(float(true), rel=1e-12, abs=1e-30)
+
+
+def test_a_quotient_of_exponentials_is_made_stable() -> None:
+    formula = Learned.of("x/(1 + exp(-b*x))", {"b": (1.0, False)})
+    assert formula.formula == Learned.of("swish_beta", {}).formula.xreplace(
+        dict(zip(Learned.of("swish_beta", {}).symbols, formula.symbols, strict=True))
+    )
+    for one in (formula.derivative_formula, *formula.gradient_formulas):
+        assert np.isfinite(formula.at_start(one, np.array([-1e4, 1e4]))).all()
+
+
+@pytest.mark.parametrize("name", ["xielu", "own", "coded3", "coded8"])
+def test_a_record_is_read_as_it_was_written(name: str) -> None:
+    fit = CASES[name].fit
+    assert from_json(fit.to_json()) == fit
+
+
+@pytest.mark.long
+def test_the_same_fit_again() -> None:
+    for method, options in (("rebuild", {}), ("coded", {"bits": 4, "domain": (-8.0, 8.0)})):
+        fit = make_learned(method, Learned.of("prelu", {"weight": (0.1, True)}), "own", **options)
+        assert again(from_json(fit.to_json())).to_json() == fit.to_json()
+
+
+def test_records_that_are_wrong() -> None:
+    record = json.loads(CASES["dyt"].fit.to_json())
+    number = record["activation"]["learned"][0]
+    for change, message in (
+        ({"learned": []}, r"activation\.learned: expected a list of 1 to 8 objects"),
+        ({"learned": [number]}, "unknown name 'gamma'"),
+        ({"learned": [number, number]}, "two learned numbers have one name|unknown name"),
+        ({"learned": [number | {"start": "1"}]}, r"activation\.learned\[0\]\.start: expected a number, got '1'"),
+        ({"learned": [number | {"channel": 1}]}, "channel: expected true or false, got 1"),
+        ({"learned": [{"name": "alpha"}]}, r"activation\.learned\[0\]: expected name, start and channel"),
+        ({"name": "prelu"}, "is not that of 'prelu' in this catalog"),
+        ({"name": "gelu"}, "activation.name: 'gelu' is no formula with learned numbers"),
+        ({"expression": "alpha*x"}, "the learned number gamma is used nowhere"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            from_json(json.dumps(record | {"activation": record["activation"] | change}))
+
+
+def test_the_catalog_is_of_formulas_that_are_finite() -> None:
+    for name in LEARNED:
+        formula = Learned.of(name, {})
+        assert dataclasses.replace(formula, name=None).formula == formula.formula
+        start = formula.start()
+        assert start is not None
+        at = np.linspace(-5, 5, 101)
+        np.testing.assert_allclose(start.value(at), formula.at_start(formula.formula, at), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("start", [float("inf"), float("nan"), 1e-300, 1e300, 1, True, "1"])
+def test_starts_that_float32_cannot_hold(start: object) -> None:
+    with pytest.raises(UsageError, match="learned number 'a': expected a start that float32 holds"):
+        Number("a", start)  # type: ignore[arg-type]

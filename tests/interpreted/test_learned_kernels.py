@@ -1,0 +1,60 @@
+"""The Triton kernels of formulas with learned numbers in Triton's interpreter, against the PyTorch path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fitact.runtime.learned import ops as learned_ops
+from tests.runtime.test_learned import module
+from tests.support.learned import CASES
+
+# NaN and infinity on purpose, in NumPy, which warns of them
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+FULL = pytest.mark.full
+EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}  # the interpreter truncates
+QUICK = ("dyt", "xielu", "coded8", "coded5")
+NAMES = [pytest.param(name, marks=[] if name in QUICK else FULL) for name in CASES]
+# Sizes as (rows, channels, inner): rows of channels, images, one channel, tensors that end within a block.
+SIZES = ((40, 300, 1), (3, 5, 49), (2, 3, 5000), (70, 3, 1), (1, 2, 1), (0, 4, 1))
+
+
+def check(name: str, rows: int, channels: int, inner: int, dtype: torch.dtype) -> None:
+    case, key, ops = CASES[name], module(name)._KEY, torch.ops.fitact
+    formula = learned_ops.find(key)
+    size = rows * channels * inner
+    shape = (len(formula.numbers), channels if case.wide else 1)
+    start = torch.tensor([number.start for number in formula.numbers])[:, None]
+    numbers = (start + 0.1 * torch.randn(shape)).contiguous()
+    x, dy = (2 * torch.randn(size)).to(dtype), torch.randn(size).to(dtype)
+    y, codes = ops.learned_forward(x, numbers, inner, key)
+    expected, others = learned_ops._forward_reference(x, numbers, inner, key)
+    tolerance = {"rtol": 2 * EPS[dtype], "atol": 2 * EPS[dtype]}
+    torch.testing.assert_close(y, expected, **tolerance)
+    assert torch.equal(codes, others)
+    kept = codes if formula.bits else x
+    again = ops.learned_value(kept, numbers, inner, y.shape, dtype, key)
+    torch.testing.assert_close(
+        again, learned_ops._value_reference(kept, numbers, inner, y.shape, dtype, key), **tolerance
+    )
+    if not formula.bits:
+        assert torch.equal(again, y)
+    for wanted in ((True, True), (True, False), (False, True)):
+        dx, found = ops.learned_backward(dy, kept, numbers, inner, *wanted, key)
+        dx_expected, sums = learned_ops._backward_reference(dy, kept, numbers, inner, *wanted, key)
+        torch.testing.assert_close(dx, dx_expected, **tolerance)
+        torch.testing.assert_close(found, sums, rtol=1e-5, atol=1e-6 * max(size, 1))
+    runs = [ops.learned_backward(dy, kept, numbers, inner, False, True, key)[1] for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(name: str, size: tuple[int, int, int]) -> None:
+    check(name, *size, torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=FULL)], ids=str)
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    check(name, 40, 300, 1, dtype)

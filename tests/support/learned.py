@@ -1,0 +1,91 @@
+"""Formulas with learned numbers, with codes of equal steps in asinh, and each formula in PyTorch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.learned import Learned
+from fitact.fitter.records.kinds import AnyLearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit, errors
+from tests.support.gates import part
+
+Numbers = dict[str, tuple[float, bool]]
+
+
+def rebuilt(text: str, name: str, numbers: Numbers | None = None) -> LearnedFit:
+    formula = Learned.of(text, numbers or {})
+    return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
+
+
+def coded(text: str, name: str, bits: int, numbers: Numbers | None = None) -> CodedLearnedFit:
+    formula, code = Learned.of(text, numbers or {}), part(Activation.of("identity"), bits, name)
+    error = errors(formula, code)
+    return CodedLearnedFit(name=name, method="learned_coded", activation=formula, code=code, error=error)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fit, and the formula of x and of its numbers in PyTorch's operators, differentiable."""
+
+    fit: AnyLearnedFit
+    stock: Callable[..., torch.Tensor]
+
+    @property
+    def wide(self) -> bool:
+        return any(number.channel for number in self.fit.activation.numbers)
+
+
+def xielu(x: torch.Tensor, p: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """As transformers has it."""
+    ap, an = torch.nn.functional.softplus(p), 0.5 + torch.nn.functional.softplus(n)
+    eps = torch.tensor(-1e-6, dtype=x.dtype)
+    return torch.where(x > 0, ap * x * x + 0.5 * x, (torch.expm1(torch.min(x, eps)) - x) * an + 0.5 * x)
+
+
+def dyt(x: torch.Tensor, a: torch.Tensor, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return g * torch.tanh(a * x) + b
+
+
+def own(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > b, torch.atan(a * x), a * (x - b) / (1 + torch.exp(-b * x)))
+
+
+OWN = "where(x > b, atan(a*x), a*(x - b)/(1 + exp(-b*x)))"
+CASES: dict[str, Case] = {
+    "xielu": Case(rebuilt("xielu", "own_xielu"), xielu),
+    "prelu": Case(rebuilt("prelu", "own_prelu"), lambda x, w: torch.where(x > 0, x, w * x)),
+    "prelu_channel": Case(
+        rebuilt("prelu", "own_prelu_channel", {"weight": (0.25, True)}), lambda x, w: torch.where(x > 0, x, w * x)
+    ),
+    "swish_beta": Case(rebuilt("swish_beta", "own_swish"), lambda x, b: x * torch.sigmoid(b * x)),
+    "dyt": Case(rebuilt("dyt", "own_dyt"), dyt),
+    "derf": Case(rebuilt("derf", "own_derf"), lambda x, a, s, g, b: g * torch.erf(a * x + s) + b),
+    "own": Case(rebuilt(OWN, "own", {"a": (1.3, True), "b": (0.7, False)}), own),
+    "line": Case(rebuilt("a*x + b", "own_line", {"a": (2.0, True), "b": (1.0, True)}), lambda x, a, b: a * x + b),
+    "coded8": Case(coded("dyt", "own_coded8", 8), dyt),
+    "coded5": Case(coded("dyt", "own_coded5", 5), dyt),
+    "coded3": Case(coded("xielu", "own_coded3", 3), xielu),
+}
+EXACT = tuple(name for name in CASES if not name.startswith("coded"))
+CODED = tuple(name for name in CASES if name.startswith("coded"))
+
+
+def numbers_of(case: Case, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Numbers near their starts, as leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (number.start + 0.1 * torch.randn(channels if number.channel else 1, generator=generator, dtype=dtype))
+        .detach()
+        .requires_grad_()
+        for number in case.fit.activation.numbers
+    ]
+
+
+def shaped(numbers: list[torch.Tensor], x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """Numbers of channels as they meet x along a dimension."""
+    after = x.dim() - (dim % x.dim()) - 1 if x.dim() else 0
+    return [one.reshape(-1, *(1,) * after) if one.numel() > 1 else one.reshape(()) for one in numbers]
