@@ -259,27 +259,23 @@ def fit(
             if density is not None and density.text != given_as:
                 _warn_of_domain(density, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
-            if isinstance(activation, Gate):
-                named_so = name or _gate_name(activation, method, k, bits_u)
-                made.append(make_gate(method, activation, named_so, k, bits_u, (weighing, weighing_u)))
-                advance(bar, i, 1.0)
-                continue
             given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
             given |= {"weight": weighing, "rounding": rounding}
-            if isinstance(activation, Learned):
-                options = {key: given[key] for key in LEARNED_OPTIONS[method] if given[key] is not None}
-                named_so = name or f"{activation.name}_{method}{k or ''}"
-                made.append(make_learned(method, activation, named_so, **options))
-                advance(bar, i, 1.0)
-                continue
             given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
-            options = {key: given[key] for key in OPTIONS[method] if given[key] is not None}
-            if method in ("relumix", "inverted") and family != "parametric":
-                options["progress"] = partial(advance, bar, i)
-            one = make(method, activation, name or f"{activation.name}_{method}", **options)
-            if name is None and not isinstance(one, ExactFit | GateFit):
-                kind = "_stochastic" if isinstance(one, StochasticFit) else ""
-                one = replace(one, name=f"{one.name}{one.bits}{kind}")
+            taken = LEARNED_OPTIONS[method] if isinstance(activation, Learned) else OPTIONS.get(method, ())
+            options = {key: given[key] for key in taken if given[key] is not None}
+            if isinstance(activation, Gate):
+                named_so = name or _gate_name(activation, method, k, bits_u)
+                one: AnyFit = make_gate(method, activation, named_so, k, bits_u, (weighing, weighing_u))
+            elif isinstance(activation, Learned):
+                one = make_learned(method, activation, name or f"{activation.name}_{method}{k or ''}", **options)
+            else:
+                if method in ("relumix", "inverted") and family != "parametric":
+                    options["progress"] = partial(advance, bar, i)
+                one = make(method, activation, name or f"{activation.name}_{method}", **options)
+                if name is None and not isinstance(one, ExactFit | GateFit):
+                    kind = "_stochastic" if isinstance(one, StochasticFit) else ""
+                    one = replace(one, name=f"{one.name}{one.bits}{kind}")
             made.append(one)
             advance(bar, i, 1.0)
     paths = [output or FITS / f"{fit.name}.json" for fit in made]
