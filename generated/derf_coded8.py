@@ -206,7 +206,7 @@ def _by_beta(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     if _which == 0:
         return _by_alpha(x, _at, _stride)
     elif _which == 1:
@@ -265,7 +265,7 @@ def _torch_by_beta(x, alpha, shift, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="derf_coded8-162b693fc4f26c36",
+        key="derf_coded8-e0a089e7fd581ec3",
         name="derf_coded8",
         numbers=(
             _rt.Number("alpha", 0.5, False),

@@ -63,7 +63,7 @@ def _by_beta(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     if _which == 0:
         return _by_alpha(x, _at, _stride)
     elif _which == 1:
@@ -122,7 +122,7 @@ def _torch_by_beta(x, alpha, shift, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="derf_rebuild-48b3de5f64e80179",
+        key="derf_rebuild-9db702600e6d80ee",
         name="derf_rebuild",
         numbers=(
             _rt.Number("alpha", 0.5, False),

@@ -194,7 +194,7 @@ def _by_beta(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     if _which == 0:
         return _by_alpha(x, _at, _stride)
     elif _which == 1:
@@ -247,7 +247,7 @@ def _torch_by_beta(x, alpha, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="dyt_coded8-159b7e946d2a21b7",
+        key="dyt_coded8-8f58a2d2002335fc",
         name="dyt_coded8",
         numbers=(
             _rt.Number("alpha", 0.5, False),

@@ -51,7 +51,7 @@ def _by_beta(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     if _which == 0:
         return _by_alpha(x, _at, _stride)
     elif _which == 1:
@@ -104,7 +104,7 @@ def _torch_by_beta(x, alpha, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="dyt_rebuild-5f14bde5439b6d08",
+        key="dyt_rebuild-72a241ecabcae25b",
         name="dyt_rebuild",
         numbers=(
             _rt.Number("alpha", 0.5, False),

@@ -35,7 +35,7 @@ def _by_weight(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     return _by_weight(x, _at, _stride)
 
 
@@ -75,7 +75,7 @@ def _torch_by_weight(x, weight):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="prelu_channel_rebuild-418cb632ca3fde0a",
+        key="prelu_channel_rebuild-3fa5a81ae0c7ed9d",
         name="prelu_channel_rebuild",
         numbers=(_rt.Number("weight", 0.25, True),),
         value=_torch_value,

@@ -35,7 +35,7 @@ def _by_weight(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     return _by_weight(x, _at, _stride)
 
 
@@ -75,7 +75,7 @@ def _torch_by_weight(x, weight):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="prelu_rebuild-892da8cfdbecdb0b",
+        key="prelu_rebuild-34e82abf327da5bf",
         name="prelu_rebuild",
         numbers=(_rt.Number("weight", 0.25, False),),
         value=_torch_value,

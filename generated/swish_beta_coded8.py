@@ -186,7 +186,7 @@ def _value_half(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     return _by_beta(x, _at, _stride)
 
 
@@ -237,7 +237,7 @@ def _torch_by_beta(x, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="swish_beta_coded8-1db5f8b75d74498f",
+        key="swish_beta_coded8-06c2b495856e49b5",
         name="swish_beta_coded8",
         numbers=(_rt.Number("beta", 1.0, False),),
         value=_torch_value,

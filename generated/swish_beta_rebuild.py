@@ -43,7 +43,7 @@ def _value_half(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     return _by_beta(x, _at, _stride)
 
 
@@ -94,7 +94,7 @@ def _torch_by_beta(x, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="swish_beta_rebuild-0e838dda660ca817",
+        key="swish_beta_rebuild-5ada5f45d2dd9694",
         name="swish_beta_rebuild",
         numbers=(_rt.Number("beta", 1.0, False),),
         value=_torch_value,

@@ -198,7 +198,7 @@ def _value_half(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     if _which == 0:
         return _by_alpha_p(x, _at, _stride)
     else:
@@ -261,7 +261,7 @@ def _torch_by_alpha_n(x, alpha_p, alpha_n):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="xielu_coded8-1dc95bafb1729b00",
+        key="xielu_coded8-15062d58cdbabc97",
         name="xielu_coded8",
         numbers=(
             _rt.Number("alpha_p", 0.2033823208110246, False),

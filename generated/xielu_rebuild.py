@@ -55,7 +55,7 @@ def _value_half(x, _at, _stride):
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _tl.constexpr):
+def _gradient(x, _at, _stride, _which: _rt.constexpr):
     if _which == 0:
         return _by_alpha_p(x, _at, _stride)
     else:
@@ -118,7 +118,7 @@ def _torch_by_alpha_n(x, alpha_p, alpha_n):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="xielu_rebuild-0bdbaebe8b5a7fa6",
+        key="xielu_rebuild-7dee187335b4678c",
         name="xielu_rebuild",
         numbers=(
             _rt.Number("alpha_p", 0.2033823208110246, False),

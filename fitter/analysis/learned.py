@@ -212,11 +212,9 @@ class Learned:
 
     def _check_start(self) -> None:
         """Refuse starts at which the formula or one of its derivatives is not finite."""
-        of = (("", self.formula), ("the derivative in x of ", self.derivative_formula))
-        of += tuple(
-            (f"the derivative in {name} of ", one)
-            for name, one in zip(self.names, self.gradient_formulas, strict=True)
-        )
+        of = [("", self.formula), ("the derivative in x of ", self.derivative_formula)]
+        for name, one in zip(self.names, self.gradient_formulas, strict=True):
+            of.append((f"the derivative in {name} of ", one))
         for what, formula in of:
             found = self.at_start(formula, POINTS)
             if not np.isfinite(found).all():

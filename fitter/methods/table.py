@@ -12,7 +12,7 @@ from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit, AnyPlainFit
 from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 
@@ -37,7 +37,7 @@ DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
 WEIGHTS = {"coded": coded.WEIGHT}
 
 
-def make(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
+def make(method: str, activation: Activation, name: str, **options: Any) -> AnyPlainFit:
     """Fit by the method of that name; `options` are arguments of its `fit`.
 
     Raises:
@@ -48,7 +48,7 @@ def make(method: str, activation: Activation, name: str, **options: Any) -> AnyF
         return _made(method, activation, name, **options)
 
 
-def _made(method: str, activation: Activation, name: str, **options: Any) -> AnyFit:
+def _made(method: str, activation: Activation, name: str, **options: Any) -> AnyPlainFit:
     if method == "exact":
         return exact.fit(activation, name, **options)
     if method == "inverted":

@@ -12,6 +12,7 @@ KINDS = (
     *(StepFit, ExactFit, InvertedFit, CodedFit, StochasticFit),
     *(GateFit, CodedGateFit, LearnedFit, CodedLearnedFit),
 )
+AnyPlainFit = StepFit | ExactFit | InvertedFit | CodedFit | StochasticFit  # of functions of x alone
 AnyGateFit = GateFit | CodedGateFit
 AnyLearnedFit = LearnedFit | CodedLearnedFit
-AnyFit = StepFit | ExactFit | InvertedFit | CodedFit | StochasticFit | AnyGateFit | AnyLearnedFit
+AnyFit = AnyPlainFit | AnyGateFit | AnyLearnedFit

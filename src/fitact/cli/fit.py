@@ -185,7 +185,7 @@ def fit(
         make_learned,
     )
     from fitact.fitter.records.fit import ExactFit, check_name
-    from fitact.fitter.records.gate import KEPT, GateFit
+    from fitact.fitter.records.gate import KEPT
     from fitact.fitter.records.stochastic import StochasticFit
 
     from .tables import fits as show_fits
@@ -266,19 +266,20 @@ def fit(
             options = {key: given[key] for key in taken if given[key] is not None}
             if isinstance(activation, Gate):
                 named_so = name or _gate_name(activation, method, k, bits_u)
-                one: AnyFit = make_gate(method, activation, named_so, k, bits_u, (weighing, weighing_u))
+                made.append(make_gate(method, activation, named_so, k, bits_u, (weighing, weighing_u)))
             elif isinstance(activation, Learned):
-                one = make_learned(method, activation, name or f"{activation.name}_{method}{k or ''}", **options)
+                named_so = name or f"{activation.name}_{method}{k or ''}"
+                made.append(make_learned(method, activation, named_so, **options))
             else:
                 if method in ("relumix", "inverted") and family != "parametric":
                     options["progress"] = partial(advance, bar, i)
-                one = make(method, activation, name or f"{activation.name}_{method}", **options)
-                if name is None and not isinstance(one, ExactFit | GateFit):
-                    kind = "_stochastic" if isinstance(one, StochasticFit) else ""
-                    one = replace(one, name=f"{one.name}{one.bits}{kind}")
-            made.append(one)
+                fit = make(method, activation, name or f"{activation.name}_{method}", **options)
+                if name is None and not isinstance(fit, ExactFit):
+                    kind = "_stochastic" if isinstance(fit, StochasticFit) else ""
+                    fit = replace(fit, name=f"{fit.name}{fit.bits}{kind}")
+                made.append(fit)
             advance(bar, i, 1.0)
-    paths = [output or FITS / f"{fit.name}.json" for fit in made]
+    paths = [output or FITS / f"{one.name}.json" for one in made]
     for one, path in zip(made, paths, strict=True):
         _check_replaceable(path, one, force)
     for one, path in zip(made, paths, strict=True):
