@@ -31,6 +31,25 @@ def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: torch.autocast(device, dtype)
 
 
+class _Start(torch.autograd.Function):
+    """A tensor as the start of a graph, which does not hold it as a leaf would."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        raise AssertionError("the gradient is taken before it gets here")
+
+
+def started(x: Tensor) -> Tensor:
+    """Return a detached tensor as the start of a graph, which does not hold it as a leaf would."""
+    anchor = torch.empty(0, requires_grad=True)
+    begun: Tensor = applied(_Start, anchor, x)
+    return begun
+
+
 class _Power(torch.autograd.Function):
     """A power, whose derivative takes one tensor where PyTorch's takes three, of the same numbers."""
 

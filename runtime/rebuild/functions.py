@@ -14,7 +14,7 @@ from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import in_functorch_transform
 
 from .bits import pack, unpack
-from .derivatives import READS, Reads, autocast, differentiable, once
+from .derivatives import READS, Reads, autocast, differentiable, once, started
 from .recipes import (
     Function,
     Source,
@@ -359,10 +359,12 @@ class _Chained(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
         state = ctx.saved_tensors
-        x = ctx.rebuild(*state).detach().requires_grad_()
+        x = ctx.rebuild(*state).detach()
         with differentiable(ctx.autocast):
-            edge = get_gradient_edge(ctx.function(x))
-        (dx,) = torch.autograd.grad(edge, x, grads)
+            x = started(x)
+            start, end = get_gradient_edge(x), get_gradient_edge(ctx.function(x))
+        del x  # unless the function keeps it
+        (dx,) = torch.autograd.grad(end, start, grads)
         return dx, None, None, None, *(None for _ in state)
 
 

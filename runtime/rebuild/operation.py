@@ -15,23 +15,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fitact.runtime.torch_internals import storage_id, without_torch_function
 
-from .derivatives import once
+from .derivatives import once, started
 from .functions import Plain
 from .recipes import Read, Source, applied, source, use
 
 Function = Callable[..., Tensor]
-
-
-class _Start(torch.autograd.Function):
-    """A tensor as the start of a graph, which does not hold it as a leaf would."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        raise AssertionError("the gradient is taken before it gets here")
 
 
 class _Slot(NamedTuple):
@@ -106,9 +94,8 @@ class _Operation(torch.autograd.Function):
         shelf = ctx.shelf = _Shelf()
         with _Recorded():
             with without_torch_function():
-                anchor = torch.empty((), requires_grad=True)
                 inside = [
-                    applied(_Start, anchor, one.detach()) if wanted else one.detach()
+                    started(one.detach()) if wanted else one.detach()
                     for one, wanted in zip(tensors, ctx.needs_input_grad[2:], strict=True)
                 ]
                 ctx.starts = [get_gradient_edge(one) for one in inside if one.requires_grad]

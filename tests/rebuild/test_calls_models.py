@@ -53,6 +53,7 @@ LIMITS = {
     "gemma3-autocast": 1.03,
     "mixtral-autocast": 1.01,
     "mixtral, each expert-autocast": 1.01,
+    "qwen2_moe-autocast": 1.01,
     "qwen3_moe-autocast": 1.01,
     "gpt_oss-autocast": 1.1,
     "gpt_oss, each expert-autocast": 1.7,
