@@ -17,13 +17,14 @@ from scipy import stats
 from torch import nn
 
 from benchmarks.convergence import plot, run, statistics, summary, tasks, training
-from benchmarks.convergence.methods import FACTORS, METHODS, methods_of
+from benchmarks.convergence.methods import COMPILED, EXACT, FACTORS, METHODS, methods_of
 from benchmarks.convergence.models import Transformer
 from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, restore
 from benchmarks.convergence.tasks import PATCHES, TASKS, Recipe, Setting
 from benchmarks.convergence.training import Run
 from fitact.errors import UsageError
 from fitact.runtime.memory.saved import count_saved
+from tests.support.compilers import needs_compiler
 
 BITS = pytest.mark.parametrize("bits", [1, 2, 3, 4])
 TINY = Setting(
@@ -185,7 +186,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_task_and_every_method_is_in_a_setting() -> None:
     assert {task for task, _ in PAIRS} == set(TASKS)
-    assert {method for _, method in PAIRS} == set(METHODS)
+    compiled = {name for name, method in METHODS.items() if method.family == COMPILED}
+    assert {method for _, method in PAIRS} == METHODS.keys() - compiled
+    assert set(methods_of("gated", "compiled")) == {EXACT.name, *compiled}
     assert ("digits", "coded8") not in PAIRS and ("gated", "fewbit3") not in PAIRS
     assert {task for task, method in PAIRS if METHODS[method].family == FACTORS} == {"gated"}
 
@@ -198,6 +201,20 @@ def test_one_step(task: str, method: str, store: Path) -> None:
     assert result.curve[0] is not None and result.loss is not None and result.accuracy is not None
     assert 0 < result.curve[0] < 10 and 0 < result.loss < 10 and 0 <= result.accuracy <= 1
     assert result.kept_bytes > 0
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.long
+def test_compiled_steps(store: Path) -> None:
+    """The first loss is that of exact training, up to rounding, and codes are kept in place of numbers."""
+    recipe = dataclasses.replace(tasks.COMPILED.recipes["gated"], layers=1, steps=2)
+    setting = dataclasses.replace(tasks.COMPILED, recipes={"gated": recipe})
+    names = ("exact", "compiled", "compiled8")
+    runs = [training.train(TASKS["gated"], METHODS[name], setting, 0, store) for name in names]
+    for one in runs:
+        np.testing.assert_allclose(one.curve, runs[0].curve, rtol=1e-3)
+    assert runs[2].kept_bytes < 0.6 * runs[1].kept_bytes <= 0.6 * runs[0].kept_bytes
 
 
 @pytest.mark.parametrize(
@@ -250,7 +267,7 @@ def test_methods_change_what_they_say(method: str, make: Callable[[Recipe], Tran
     kinds = [type(module).__name__ for module in model.modules()]
     stock = 0 if method in ("norms", "norms-fewbit3") else 5
     assert (kinds.count("LayerNorm"), kinds.count("MSLayerNorm")) == (stock, 5 - stock)
-    there = method in ("exact", "norms-stock", "norms") or METHODS[method].keepers is not None
+    there = METHODS[method].activation is nn.GELU
     assert kinds.count("GELU") == (2 if there else 0)
     affine = sum(isinstance(module, nn.LayerNorm) and module.elementwise_affine for module in model.modules())
     assert affine == (0 if method.startswith("norms") else 5)
