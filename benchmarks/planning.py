@@ -2,10 +2,9 @@
 
     python -m benchmarks.planning
 
-A GPT-like model is trained as planned at three budgets, each in a process of its own. The peak is the most
-memory that the process has in its steps, as the kernel counts it, less what it has before them. Times are
-the least CPU time of a step in four turns, on one thread, as ratios to the first budget's, which the stock model
-fits.
+A GPT-like model is trained as planned at three budgets, in processes of their own. The peak is the most memory
+that the process has in its steps, as the kernel counts it, less what it has before them. Times are the least CPU
+time of a step in four turns, on one thread, as ratios to the first budget's, which the stock model fits.
 """
 
 from __future__ import annotations

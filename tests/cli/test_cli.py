@@ -517,12 +517,14 @@ def examples_of(command):
 
 # Layers repeat, so that two show what 24 or 32 do.
 SHALLOW = {"num_hidden_layers=24": "num_hidden_layers=2", "--hf llama": "--hf llama --set num_hidden_layers=2"}
+SHALLOW["plan --hf bert"] = "plan --hf bert --set num_hidden_layers=2"
+MEASURING = ("memory", "plan")
 
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize("example", examples_of("memory"))
-def test_examples_of_memory_run(run, example):
+@pytest.mark.parametrize("example", [example for name in MEASURING for example in examples_of(name)])
+def test_examples_of_memory_and_plan_run(run, example):
     put("my_models.py", MODEL)
     for deep, shallow in SHALLOW.items():
         example = example.replace(deep, shallow)
@@ -531,7 +533,7 @@ def test_examples_of_memory_run(run, example):
     assert "stock" in out
 
 
-@pytest.mark.parametrize("name", [one for one in cli.commands if one != "memory"])
+@pytest.mark.parametrize("name", [one for one in cli.commands if one not in MEASURING])
 def test_examples_of_the_help_run(run, name):
     put("my_fit.json", record("mine"))
     put("my_models.py", MODEL)

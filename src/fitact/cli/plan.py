@@ -20,7 +20,7 @@ from .options import FILE, advance, progress
     "--gib",
     type=FiniteRange(0, MOST_GIB, min_open=True),
     metavar="G",
-    help="Memory of a step, in GiB.  [default: the device's]",
+    help="Memory of a step, in GiB.  [default: the device's, if the table has it]",
 )
 @click.option(
     "--error",
@@ -75,7 +75,7 @@ def plan(
     Examples:
       fitact plan --hf llama --lora all --batch 8 --seq 2048 --gib 24
       fitact plan --hf bert --batch 32 --gib 16 --error exact --device t4 -o plan.json
-      fitact plan my_models:tiny --batch 8 --measure --plot plan.png
+      fitact plan my_models:tiny --batch 8 --gib 4 --measure --plot plan.png
     """
     from fitact.planning.make import Planner, Words
     from fitact.runtime.compare.report import DTYPES
