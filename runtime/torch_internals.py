@@ -2,8 +2,7 @@
 
 A name is private if it, or a module that it is in, begins with an underscore. PyTorch promises nothing about
 private names, so no other file uses one, and a public name is used where it does the same. All names here were
-tried on PyTorch 2.12.0, 2.13.0 and 2.15.0; differences are noted. Slow imports are made
-in the functions that need them.
+tried on PyTorch 2.12.0, 2.13.0 and 2.15.0; differences are noted. Slow imports are made where they are needed.
 """
 
 from __future__ import annotations
@@ -56,6 +55,11 @@ def version_of(tensor: Tensor) -> int:
     PyTorch documents `Tensor._version` in its notes on autograd, under this name.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return what a tensor is a view of, None if it is no view; PyTorch's notes name `Tensor._base` so."""
+    return tensor._base
 
 
 def without_torch_function() -> AbstractContextManager[None]:
@@ -140,6 +144,7 @@ ATTENTION: Mapping[Any, Any] = {
 
 # A view of contiguous tensors, which Inductor takes for one though it is not declared as such.
 UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
+GROUPED = torch.ops.aten._grouped_mm  # products of several experts
 # Products of matrices and convolutions, below autograd.
 PRODUCTS: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, name).default
@@ -340,12 +345,6 @@ def partitioner(partition: Callable[..., Any], identity: str | None) -> Any:
             return str, (identity,)
 
     return Partitioner()
-
-
-def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """Return the mode of the fake tensors that stand for a graph's inputs."""
-    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def size_hint(size: Any) -> int:

@@ -20,6 +20,7 @@ from fitact.runtime.memory.saved import Saved
 from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
 from fitact.runtime.torch_internals import (
     ATTENTION,
+    GROUPED,
     FakeTensorMode,
     TorchDispatchMode,
     kept_selectively,
@@ -47,7 +48,7 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> i
 # PyTorch's counter of FLOPs does not know the products of experts, nor the fused attention of the CPU, whose
 # arguments begin as the GPU's do.
 FLOPS: dict[Any, Callable[..., int]] = {
-    aten._grouped_mm: _grouped,
+    GROUPED: _grouped,
     **flop_registry,
     **{cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()},
 }

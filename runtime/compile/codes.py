@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.torch_internals import fake_mode_of, size_hint
+from fitact.runtime.torch_internals import FakeTensor, size_hint
 
 from .kept import CAST, value_of
 
@@ -29,7 +29,8 @@ class Graph:
 
     def __init__(self, module: fx.GraphModule, before: fx.Node) -> None:
         self.module, self.before = module, before
-        self.mode = fake_mode_of(module.graph)
+        values = (node.meta.get("val") for node in module.graph.find_nodes(op="placeholder"))
+        self.mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node that calls an operator, and return it."""

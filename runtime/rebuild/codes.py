@@ -98,9 +98,10 @@ def gate_of(codes: Codes) -> gate_ops.Gate:
     """Return the gate that keeps these codes: the shipped one with the same tables, or else a composed one."""
     a, b = decode.coded(codes.g), None if codes.u is None else decode.coded(codes.u)
     name, _, bits = a.name.rpartition("_coded")
-    module = f"fitact.generated.{SHIPPED.get(name)}_coded{bits}" + ("" if b is None else f"_{b.bits}")
-    if name in SHIPPED and find_spec(module) is not None:
-        shipped = gate_ops.find(import_module(module)._KEY)
+    path = f"fitact.generated.{SHIPPED.get(name)}_coded{bits}" + ("" if b is None else f"_{b.bits}")
+    if name in SHIPPED and find_spec(path) is not None:
+        module = import_module(path)
+        shipped = gate_ops.find(module._KEY)
         factors = zip((shipped.a, shipped.b), (a, b), strict=True)
         if all(_alike(factor, one) for factor, one in factors):
             return shipped

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fitact.runtime.recipes import note, plain
-from fitact.runtime.torch_internals import in_functorch_transform
+from fitact.runtime.torch_internals import base_of, in_functorch_transform
 
 from .bits import pack, unpack
 from .derivatives import READS, Reads, autocast, differentiable, once, started
@@ -165,7 +165,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | No
     """
     if not recorded(source) or not all(map(plain, (x, index, source))) or source.dim() != x.dim() or not x.dim():
         return None
-    if x._is_view() or (x.is_leaf and x.requires_grad):
+    if base_of(x) is not None or (x.is_leaf and x.requires_grad):
         return None
     y: Tensor = applied(_IndexAdd, x, dim, index, source)
     return y

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.recipes import ATTRIBUTE, Note, Recipe, note, plain
-from fitact.runtime.torch_internals import autocast_of, in_functorch_transform, version_of
+from fitact.runtime.torch_internals import autocast_of, base_of, in_functorch_transform, version_of
 
 Function = Callable[..., Tensor]
 KEPT = "_fitact_kept"
@@ -162,7 +162,7 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def owned(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, or a view of one, as the weight of one of several experts is."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
 
 
 @dataclass(frozen=True)

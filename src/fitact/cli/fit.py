@@ -166,7 +166,7 @@ def fit(
       fitact fit --fn silu --method coded --bits 8 --rounding stochastic
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
       fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
-      fitact fit --fn swiglu --method coded --bits 8 --weight "weights.json#mlp.act" --name swiglu_mlp
+      fitact fit --fn swiglu --method coded --bits 8 --weight "weights.json#act" --name swiglu_act
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
       fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method rebuild --name own_swish
     """
