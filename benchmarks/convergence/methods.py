@@ -87,9 +87,9 @@ def _plural(bits: int) -> str:
     return f"{bits} bit{'s' if bits > 1 else ''}"
 
 
-def compiling(bits: int) -> Callable[..., Callable[[Tensor], Tensor]]:
-    """Return what compiles a model that keeps codes, also of attention and of inputs."""
-    return partial(fitact.compile, error="few-bit", bits=bits, attention=True, inputs=True)
+def compiling(bits: int, more: bool) -> Callable[..., Callable[[Tensor], Tensor]]:
+    """Return what compiles a model that keeps codes, perhaps also of attention and of inputs."""
+    return partial(fitact.compile, error="few-bit", bits=bits, attention=more, inputs=more)
 
 
 def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
@@ -136,8 +136,13 @@ METHODS = {
         Method("float8-8", "float8 e4m3, both", FACTORS, keepers=("e4m3", "e4m3")),
         Method("compiled", "compiled, exact", COMPILED, compiled=torch.compile),
         *(
-            Method(f"compiled{k}", f"compiled, codes of {k} bits", COMPILED, compiled=compiling(k))
-            for k in (8, 6, 4)
+            Method(f"compiled{k}{name}", f"compiled, {k} bits{label}", COMPILED, compiled=compiling(k, bool(name)))
+            for k, name, label in (
+                (8, "", ""),
+                (4, "", ""),
+                (8, "-all", ", attention"),
+                (6, "-all", ", attention"),
+            )
         ),
     )
 }

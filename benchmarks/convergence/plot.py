@@ -28,7 +28,7 @@ COLORS = {
         "#d94701",
     ),
     FACTORS: ("#3182bd", "#d94701"),
-    COMPILED: ("#999999", "#08306b", "#3182bd", "#9ecae1"),
+    COMPILED: ("#999999", "#08306b", "#9ecae1", "#d94701", "#fdbe85"),
 }
 COLOR = {
     method.name: COLORS[family][i]

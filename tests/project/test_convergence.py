@@ -210,7 +210,7 @@ def test_compiled_steps(store: Path) -> None:
     """The first loss is that of exact training, up to rounding, and codes are kept in place of numbers."""
     recipe = dataclasses.replace(tasks.COMPILED.recipes["gated"], layers=1, steps=2)
     setting = dataclasses.replace(tasks.COMPILED, recipes={"gated": recipe})
-    names = ("exact", "compiled", "compiled8")
+    names = ("exact", "compiled", "compiled8-all")
     runs = [training.train(TASKS["gated"], METHODS[name], setting, 0, store) for name in names]
     for one in runs:
         np.testing.assert_allclose(one.curve, runs[0].curve, rtol=1e-3)
