@@ -149,7 +149,13 @@ def test_states_its_errors_and_biases(bits: int) -> None:
         spread = share * (1 - share) * (slopes[cell + 1] - slopes[cell]) ** 2
         whole = (density * g**2).sum()
         bias = np.sqrt((density * (mean - g) ** 2).sum() / whole)
-        assert fit.error[f"derivative_bias_{deviation:g}"] == pytest.approx(bias, rel=1e-2)
+        # beside the turn of SiLU a position is a root of x, and interpolated: there the mean is a bit nearer
+        assert fit.error[f"derivative_bias_{deviation:g}"] == pytest.approx(bias, rel=0.03)
+        drawn = (
+            fit.looked_up(x)[0] - [f, g]
+        ) ** 2 @ density  # by positions, which are compared with whole numbers
+        for what, off, square in zip(("value", "derivative"), drawn, ((density * f**2).sum(), whole), strict=True):
+            assert fit.error[f"{what}_bias_{deviation:g}"] == pytest.approx(np.sqrt(off / square), rel=1e-2)
         error = np.sqrt((density * ((mean - g) ** 2 + spread)).sum() / whole)
         assert fit.error[f"derivative_{deviation:g}"] == pytest.approx(error, rel=1e-3)
 
