@@ -154,8 +154,10 @@ def test_states_its_errors_and_biases(bits: int) -> None:
         drawn = (
             fit.looked_up(x)[0] - [f, g]
         ) ** 2 @ density  # by positions, which are compared with whole numbers
-        for what, off, square in zip(("value", "derivative"), drawn, ((density * f**2).sum(), whole), strict=True):
-            assert fit.error[f"{what}_bias_{deviation:g}"] == pytest.approx(np.sqrt(off / square), rel=1e-2)
+        assert fit.error[f"derivative_bias_{deviation:g}"] == pytest.approx(np.sqrt(drawn[1] / whole), rel=1e-3)
+        # that of the value is a saw of roundings, which the fit samples at a tenth as many points
+        value_bias = np.sqrt(drawn[0] / (density * f**2).sum())
+        assert fit.error[f"value_bias_{deviation:g}"] == pytest.approx(value_bias, rel=0.05)
         error = np.sqrt((density * ((mean - g) ** 2 + spread)).sum() / whole)
         assert fit.error[f"derivative_{deviation:g}"] == pytest.approx(error, rel=1e-3)
 
