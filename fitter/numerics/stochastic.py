@@ -255,6 +255,8 @@ def errors(
 ) -> dict[str, float]:
     """Return the errors of tables F and D, by name, to six significant digits; see `StochasticFit`.
 
+    The bias of F is one of rounding, a saw that is sampled: it is good to some 5 %.
+
     Args:
         objective: J.
         table: from `positions`.

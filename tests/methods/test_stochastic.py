@@ -149,7 +149,15 @@ def test_states_its_errors_and_biases(bits: int) -> None:
         spread = share * (1 - share) * (slopes[cell + 1] - slopes[cell]) ** 2
         whole = (density * g**2).sum()
         bias = np.sqrt((density * (mean - g) ** 2).sum() / whole)
-        assert fit.error[f"derivative_bias_{deviation:g}"] == pytest.approx(bias, rel=1e-2)
+        # beside the turn of SiLU a position is a root of x, and interpolated: there the mean is a bit nearer
+        assert fit.error[f"derivative_bias_{deviation:g}"] == pytest.approx(bias, rel=0.03)
+        drawn = (
+            fit.looked_up(x)[0] - [f, g]
+        ) ** 2 @ density  # by positions, which are compared with whole numbers
+        assert fit.error[f"derivative_bias_{deviation:g}"] == pytest.approx(np.sqrt(drawn[1] / whole), rel=1e-3)
+        # that of the value is a saw of roundings, which the fit samples at a tenth as many points
+        value_bias = np.sqrt(drawn[0] / (density * f**2).sum())
+        assert fit.error[f"value_bias_{deviation:g}"] == pytest.approx(value_bias, rel=0.05)
         error = np.sqrt((density * ((mean - g) ** 2 + spread)).sum() / whole)
         assert fit.error[f"derivative_{deviation:g}"] == pytest.approx(error, rel=1e-3)
 
