@@ -17,7 +17,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -189,32 +189,71 @@ class Way(NamedTuple):
         return trips if trips > 0 and (trips * loaded, trips * stored) == (loads, stores) else None
 
 
+class _Passed(NamedTuple):
+    """What decides whether a way does some work: its loop, bytes loaded and stored elsewhere, and accesses."""
+
+    loop: frozenset[int]
+    load: int
+    store: int
+    accesses: int
+
+
 def ways(program: Program) -> list[Way]:
-    """Return the ways from the start of a program to its end that run one loop or none."""
+    """Return the ways from the start of a program to its end that run one loop or none, and guard no access.
+
+    Of those that have the same loop and as many bytes and accesses, only one with the most instructions: each
+    branch may double the number of all.
+    """
     loops = _loops(program)
+    inside = {at: loop for loop in loops for at in loop}
+
+    def following(at: int) -> list[int | None]:
+        loop = inside.get(at)
+        if loop is None:
+            return program.next(at)
+        return list({after for one in loop for after in program.next(one)} - loop)
+
+    # By instruction, and by what has been passed before it: how many count, and the last with those before it.
+    reached: dict[int | None, dict[_Passed, tuple[int, Any]]] = {0: {_Passed(frozenset(), 0, 0, 0): (0, None)}}
+    for at in _sorted(following):
+        one, loop = program.instructions[at], inside.get(at, frozenset())
+        access = not loop and bool(one.load or one.store)
+        for passed, (counted, before) in reached.pop(at, {}).items():
+            if (loop and passed.loop) or (access and one.guarded):
+                continue
+            now = _Passed(loop, *passed[1:]) if loop else passed
+            if access:
+                now = _Passed(passed.loop, passed.load + one.load, passed.store + one.store, passed.accesses + 1)
+            new = (counted, before) if loop else (counted + one.counted, (at, before))
+            for after in following(at):
+                known = reached.setdefault(after, {})
+                if now not in known or known[now][0] < new[0]:
+                    known[now] = new
     found = []
-
-    def follow(at: int | None, rest: list[int], loop: frozenset[int]) -> None:
-        """Add the ways from `at` on, where `rest` and `loop` have been passed."""
-        while at is not None:
-            inside = next((one for one in loops if at in one), None)
-            if inside is None:
-                rest = [*rest, at]
-                following = program.next(at)
-            elif loop:
-                return
-            else:
-                loop = inside
-                following = list({after for one in loop for after in program.next(one)} - loop)
-            if not following:
-                return  # the trap behind the code, a jump to itself
-            at, *others = following
-            for other in others:
-                follow(other, rest, loop)
-        found.append(Way(*([program.instructions[i] for i in part] for part in (sorted(loop), rest))))
-
-    follow(0, [], frozenset())
+    for passed, (_, last) in reached.get(None, {}).items():
+        rest = []
+        while last is not None:
+            at, last = last
+            rest.append(at)
+        parts = (sorted(passed.loop), reversed(rest))
+        found.append(Way(*([program.instructions[i] for i in part] for part in parts)))
     return found
+
+
+def _sorted(following: Callable[[int], list[int | None]]) -> list[int]:
+    """Return what can be reached from 0, each before what follows it."""
+    left: list[tuple[int, Iterator[int | None]]] = [(0, iter(following(0)))]
+    seen, done = {0}, []
+    while left:
+        at, rest = left[-1]
+        after = next((one for one in rest if one is not None and one not in seen), None)
+        if after is None:
+            done.append(at)
+            left.pop()
+        else:
+            seen.add(after)
+            left.append((after, iter(following(after))))
+    return done[::-1]
 
 
 def _loops(program: Program) -> set[frozenset[int]]:
