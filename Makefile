@@ -82,6 +82,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/activations.py
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
+	$(BIN)/python -m benchmarks.kept
 	$(BIN)/python -m benchmarks.rebuilding
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.compiled

@@ -1050,11 +1050,11 @@ def test_command_reproduces_the_figures(command: Call) -> None:
         assert f" {size:,}" in line
 
 
-def test_readme_table(command: Call, tmp_path: Path) -> None:
-    """The commands of the README give the numbers of its table, setting by setting."""
-    readme = (ROOT / "README.md").read_text()
-    lines = re.findall(r"^    fitact (memory fitact\.runtime\.models\.reference:\S+ .*)$", readme, re.MULTILINE)
-    table = re.findall(r"^\| (?:GELU|SwiGLU), .*? \| (.*) \|$", readme, re.MULTILINE)
+def test_table_of_the_alternatives(command: Call, tmp_path: Path) -> None:
+    """The commands of the page on measuring give the numbers of its table, setting by setting."""
+    page = (ROOT / "docs" / "measuring.md").read_text()
+    lines = re.findall(r"^    fitact (memory fitact\.runtime\.models\.reference:\S+ .*)$", page, re.MULTILINE)
+    table = re.findall(r"^\| (?:GELU|SwiGLU), .*? \| (.*) \|$", page, re.MULTILINE)
     assert len(lines) == len(table) == 3
     columns = ["stock", "fewbit, 1 bit", "fewbit, 3 bits", "inverted", "rebuilt, exact", "checkpointing, full"]
     columns += ["checkpointing, selective", "compiler, budget 1", "compiler, budget 0.7"]

@@ -1,4 +1,4 @@
-"""The README: its numbers are those that the fits, the counts and the committed tables give; its Python runs."""
+"""The README and its pages: numbers are those that fits, counts and committed tables give; the Python runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from transformers.activations import ACT2FN
 
 import fitact
+from benchmarks import kept
 from fitact.fitter.numerics.dtypes import rounded
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.reading import read
@@ -24,7 +25,9 @@ from fitact.runtime.models.sources import hugging_face
 from fitact.runtime.rebuild.modules import Rebuilding
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
+PAGES = ("converting", "evidence", "measuring", "methods", "rebuilding", "speed")
+TEXT = "\n".join([README, *((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in PAGES)])
 
 
 def shipped(name: str) -> Any:
@@ -48,7 +51,7 @@ def test_saved_bytes() -> None:
         "PyTorch's compiler with a memory budget of 0.9, exact gradients": "compiler, budget 0.9",
         "The same with `fitact.compile`, codes of 8 bits": "compiler, 0.9 and codes",
     }
-    found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", TEXT, re.MULTILINE)
+    found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", README, re.MULTILINE)
     assert [name for name, _, _ in found] == list(names)
     for name, count, share in found:
         kept = rows[names[name]]
@@ -63,7 +66,7 @@ def test_saved_bytes() -> None:
             "llama",
             Training(lora=("q_proj", "v_proj")),
             {"seq": 2048},
-            r"LLaMA-7B with LoRA keeps (\d+) % less .* they keep (\d+) to (\d+) % and \d+ to \d+ % less",
+            r"LLaMA-7B with LoRA on q and v keeps (\d+) % less .* they keep (\d+) to (\d+) % and \d+ to ",
         ),
         (
             "bert",
@@ -86,11 +89,36 @@ def test_saved_shares(model: str, training: Training, sizes: dict[str, int], sai
 
 def test_python_runs() -> None:
     """The first block of Python, as a reader would paste it."""
-    block = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+    block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(block, names)
     assert isinstance(names["model"][1], Rebuilding)
     assert names["model"][0].weight.grad.abs().sum() > 0
+
+
+def test_the_first_screen() -> None:
+    """The README is short, and its picture is drawn from the committed counts, with every way for every model."""
+    assert README.count("\n") < 300
+    rows = json.loads(kept.RESULTS.read_text("utf-8"))["rows"]
+    assert [row["model"] for row in rows] == list(kept.MODELS)
+    for row in rows:
+        assert list(row["ways"]) == list(kept.WAYS)
+        ways = row["ways"]
+        exact, codes, compiled = (ways[label]["share"] for label in list(kept.WAYS)[2:])
+        assert codes < exact < 1
+        assert compiled < ways["compiler, budget 0.9"]["share"]
+        assert all(way["share"] == way["bytes"] / row["stock"] for way in ways.values())
+        assert all(way["again"] < 0.005 for way in ways.values())  # so the README says of products
+
+
+@pytest.mark.parametrize("name", [pytest.param("BERT-base", marks=pytest.mark.full), "ViT-B/16"])
+def test_the_picture_again(name: str) -> None:
+    source, training, sizes, _ = kept.MODELS[name]
+    rows = {row.name: row.bytes for row in measure(source, training=training, budgets=(), **sizes).rows}
+    (row,) = (row for row in json.loads(kept.RESULTS.read_text("utf-8"))["rows"] if row["model"] == name)
+    assert rows["stock"] == row["stock"]
+    for label in ("selective checkpointing", "fitact, exact gradients", "fitact, codes of 8 bits"):
+        assert rows[kept.WAYS[label][0]] == row["ways"][label]["bytes"]
 
 
 def test_errors_of_the_step_function() -> None:
@@ -311,7 +339,10 @@ def test_conversion() -> None:
         assert row.split(" | ")[-1].removesuffix(" |") == " / ".join(numbers)
     kept = next(row for row in rows if row["setting"].startswith("LoRA") and row["what"] == "ReGELU2 and MS-LN")
     share = 100 - 100 * kept["kept"] / kept["stock"]
-    assert f"ViT-B with LoRA and [shared norms](#memory-sharing-norms) keeps {share:.0f} % less" in flat()
+    assert (
+        f"ViT-B with LoRA and [shared norms](docs/converting.md#memory-sharing-norms) keeps {share:.0f} % less"
+        in flat()
+    )
 
 
 def test_training() -> None:

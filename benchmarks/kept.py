@@ -1,0 +1,107 @@
+"""What whole models keep for backward, as shares of the stock model's: the picture of the README.
+
+    python -m benchmarks.kept
+
+Models have their published sizes and random weights. They are measured without memory, as `fitact memory` does,
+and nothing is timed. Writes results/kept.json and docs/kept.png.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from fitact.runtime.compare.report import measure
+from fitact.runtime.models.prepare import Source, Training
+from fitact.runtime.models.sources import hugging_face, timm_model
+
+RESULTS = Path(__file__).parent / "results" / "kept.json"
+PICTURE = Path(__file__).parents[1] / "docs" / "kept.png"
+LORA = Training(lora=("all",))
+# By name: the model, what is trained, sizes, and the command of the same rows.
+MODELS: dict[str, tuple[Source, Training, dict[str, int], str]] = {
+    "BERT-base": (hugging_face("bert"), Training(), {"batch": 8}, "--hf bert --batch 8"),
+    "GPT-2": (hugging_face("gpt2"), Training(), {"batch": 8}, "--hf gpt2 --batch 8"),
+    "ViT-B/16": (
+        timm_model("vit_base_patch16_224"),
+        Training(),
+        {"batch": 8},
+        "--timm vit_base_patch16_224 --batch 8",
+    ),
+    "LLaMA-7B": (hugging_face("llama"), Training(), {"seq": 2048}, "--hf llama --seq 2048"),
+    "LLaMA-7B, LoRA": (hugging_face("llama"), LORA, {"seq": 2048}, "--hf llama --seq 2048 --lora all"),
+}
+# By label: the row of the report, and its colour.
+WAYS = {
+    "selective checkpointing": ("checkpointing, selective", "#b8b8b8"),
+    "compiler, budget 0.9": ("compiler, budget 0.9", "#888888"),
+    "fitact, exact gradients": ("rebuilt, exact", "#9ecae1"),
+    "fitact, codes of 8 bits": ("coded, 8 bits", "#3182bd"),
+    "fitact.compile, codes of 8 bits": ("compiler, 0.9 and codes", "#08519c"),
+}
+
+
+def counted(name: str) -> dict[str, Any]:
+    """Return what a model keeps, in bytes and as shares of the stock model's, and what is computed again."""
+    source, training, sizes, command = MODELS[name]
+    report = measure(source, training=training, budgets=(0.9,), **sizes)
+    rows = {row.name: row for row in report.rows}
+    stock = rows["stock"].bytes
+    ways = {}
+    for label, (row, _) in WAYS.items():
+        found = rows.get(row)
+        if found is not None:
+            ways[label] = {"bytes": found.bytes, "share": found.bytes / stock, "again": found.flops}
+    return {"model": name, "command": f"fitact memory {command} --budget 0.9", "stock": stock, "ways": ways}
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Draw shares by model; a star marks where products of matrices are computed again."""
+    figure, axes = plt.subplots(figsize=(9.0, 3.6), layout="constrained")
+    width = 0.8 / len(WAYS)
+    for i, (label, (_, colour)) in enumerate(WAYS.items()):
+        for j, row in enumerate(rows):
+            if label not in row["ways"]:
+                continue
+            way = row["ways"][label]
+            x, share = j + (i - (len(WAYS) - 1) / 2) * width, 100 * way["share"]
+            axes.bar(x, share, width * 0.92, color=colour, label=label if j == 0 else None)
+            star = "*" if way["again"] > 0.005 else ""
+            axes.text(x, share + 1, f"{share:.0f}{star}", ha="center", va="bottom", fontsize=8)
+    axes.axhline(100, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xticks(range(len(rows)), [row["model"] for row in rows])
+    axes.set_ylabel("kept for backward, % of stock")
+    axes.set_ylim(0, 120)
+    axes.text(-0.55, 101, "stock PyTorch", fontsize=8, va="bottom")
+    figure.legend(
+        ncols=5, loc="outside upper center", fontsize=8, frameon=False, handlelength=1, columnspacing=1.2
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(PICTURE, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Count, print, write and draw."""
+    rows = []
+    for name in MODELS:
+        rows.append(counted(name))
+        shares = ", ".join(
+            f"{label} {100 * way['share']:.1f} % ({100 * way['again']:.1f} % again)"
+            for label, way in rows[-1]["ways"].items()
+        )
+        print(f"{name}: {shares}", flush=True)
+    RESULTS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n", "utf-8")
+    draw(rows)
+
+
+if __name__ == "__main__":
+    main()
