@@ -1,8 +1,8 @@
 """The pages of the site, put together for MkDocs: `docs/`, the notebooks, and every file that they link to.
 
-On GitHub the pages link to each other, to notebooks, to sources and to results by their places in the repository. The
-site has them elsewhere: a page of `docs/` at its top, a notebook as a page in `notebooks/`, all else in `project/`,
-with sources as pages. So links are written anew, and a link that leads nowhere ends the build.
+On GitHub the pages link to each other, to notebooks, to sources and to results by their places in the repository.
+The site has them elsewhere: a page of `docs/` at its top, a notebook as a page in `notebooks/`, all else in
+`project/`, with sources as pages. So links are written anew, and a link that leads nowhere ends the build.
 
 MkDocs calls `on_config`; nothing else here needs it. Notebooks are shown as committed, not executed.
 """
@@ -35,7 +35,7 @@ def on_config(config: Any) -> Any:
 
 
 def write(found: dict[str, bytes]) -> None:
-    """Write the pages into `build/pages`: only what has changed, so that `mkdocs serve` does not build for ever."""
+    """Write the pages into `build/pages`: only what has changed, or `mkdocs serve` would build for ever."""
     for name, content in found.items():
         path = STAGED / name
         if not path.exists() or path.read_bytes() != content:
@@ -69,8 +69,7 @@ def pages() -> dict[str, bytes]:
         path = waiting.pop()
         if place(path) in found:
             continue
-        for name, content in _read(path):
-            found[name] = content
+        found.update(_read(path))
         if path.endswith((".md", ".ipynb")):
             text, linked = relinked(found[place(path)].decode(), path, found)
             found[place(path)] = text.encode()
@@ -90,14 +89,16 @@ def _read(path: str) -> Iterator[tuple[str, bytes]]:
     if path.endswith(".ipynb"):
         yield from _notebook(file, place(path))
     elif file.suffix in SOURCES:
-        text = f"{HIDDEN}# {file.name}\n\n```{SOURCES[file.suffix]} title=\"{path}\"\n{file.read_text('utf-8')}\n```\n"
+        text = (
+            f'{HIDDEN}# {file.name}\n\n```{SOURCES[file.suffix]} title="{path}"\n{file.read_text("utf-8")}\n```\n'
+        )
         yield place(path), text.encode()
     else:
         yield place(path), file.read_bytes()
 
 
 def relinked(text: str, path: str, made: Container[str] = ()) -> tuple[str, list[str]]:
-    """Return a page's text with its links as the site needs them, and the files of the repository that it links to.
+    """Return a page's text with its links as the site needs them, and the files that it links to.
 
     Args:
         text: the page's text.
@@ -129,7 +130,7 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
     return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
 
 
-# ----------------------------------------------------------------------------------------------------------- notebooks
+# ------------------------------------------------------------------------------------------------------- notebooks
 
 
 def _notebook(file: Path, name: str) -> Iterator[tuple[str, bytes]]:

@@ -57,14 +57,16 @@ def kept(way: dict[str, Any] | None) -> list[int]:
 
 
 def error(way: dict[str, Any] | None) -> str:
-    """Return how far the gradient of a small MLP of this kind is off, for inputs of GELU whose deviation is near 1."""
+    """Return how far the gradient of a small MLP is off, for inputs of GELU whose deviation is near 1."""
     if way is None:
         return ""
     torch.manual_seed(0)
     batch = 1.7 * torch.randn(512, 256, dtype=torch.bfloat16)
     report = fitact.convert(mlp(256, 1024), example_inputs=(batch,), gradients=True, **way)
     assert report.gradient is not None and report.gradient.error is not None
-    return "gradients exact" if report.gradient.error == 0 else f"gradients {100 * report.gradient.error:.1g} % off"
+    return (
+        "gradients exact" if report.gradient.error == 0 else f"gradients {100 * report.gradient.error:.1g} % off"
+    )
 
 
 def canvas(width: float, height: float) -> Figure:
@@ -91,11 +93,15 @@ def box(axes: Axes, x: float, y: float, text: str, color: str = BOX, ink: str = 
     axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=9.5, zorder=3)
 
 
-def arrow(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK, dashed: bool = False
-) -> None:
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK) -> None:
     """Draw an arrow between two points."""
-    style = {"arrowstyle": "-|>", "color": color, "lw": 1.4, "ls": "--" if dashed else "-", "shrinkA": 0, "shrinkB": 1}
+    style = {
+        "arrowstyle": "-|>",
+        "color": color,
+        "lw": 1.4,
+        "shrinkA": 0,
+        "shrinkB": 1,
+    }
     axes.annotate("", end, start, arrowprops=style, zorder=1)
 
 
@@ -108,7 +114,9 @@ def draw_mlp() -> Figure:
     for x, name in layers.items():
         box(axes, x, 4.4, name, width=2.1)
     for x, name in {0.35: "x", 4.1: "h", 7.9: "y", 11.65: "z"}.items():
-        axes.text(x, 4.4, name, ha="center", va="center", fontsize=12, style="italic", fontweight="bold", color=INK)
+        axes.text(
+            x, 4.4, name, ha="center", va="center", fontsize=12, style="italic", fontweight="bold", color=INK
+        )
     for start, end in ((0.6, 1.1), (3.3, 3.8), (4.4, 4.9), (7.1, 7.6), (8.2, 8.7), (10.9, 11.4)):
         arrow(axes, (start, 4.4), (end, 4.4))
     reasons = ("for the gradient\nof its weight", "for f′(h)", "for the gradient\nof its weight")
@@ -203,7 +211,9 @@ def draw_rebuild() -> Figure:
         arrow(axes, (start, 6.3), (end, 6.3))
     axes.text(7.2, 5.6, "freed after forward", ha="center", fontsize=9, color=COLORS["y"])
     box(axes, 1.0, 4.0, "h", COLORS["h"], "white", 1.1)
-    axes.text(1.75, 4.0, "of these two, only h is kept: GELU needs it anyway", va="center", fontsize=9, color=COLORS["h"])
+    axes.text(
+        1.75, 4.0, "of these two, only h is kept: GELU needs it anyway", va="center", fontsize=9, color=COLORS["h"]
+    )
     arrow(axes, (1.0, 5.85), (1.0, 4.45), COLORS["h"])
     arrow(axes, (1.0, 3.55), (1.0, 2.05), COLORS["h"])
     for x, text in ((1.0, "h"), (7.2, "y")):
@@ -212,7 +222,9 @@ def draw_rebuild() -> Figure:
     box(axes, 10.4, 1.6, "dW = dzᵀ · y", width=2.4)
     for start, end in ((1.6, 3.1), (5.1, 6.6), (7.8, 9.2)):
         arrow(axes, (start, 1.6), (end, 1.6))
-    axes.text(7.2, 0.9, "the same bits as before,\nfreed after use", ha="center", va="top", fontsize=9, color=COLORS["y"])
+    axes.text(
+        7.2, 0.9, "the same bits as before,\nfreed after use", ha="center", va="top", fontsize=9, color=COLORS["y"]
+    )
     return figure
 
 
@@ -223,7 +235,9 @@ def draw_ways() -> Figure:
     for i, (name, way, parts) in enumerate(reversed(WAYS)):
         sizes = [size / MIB for size in kept(way)]
         left = 0.0
-        ordered = sorted(zip(_named(sizes, parts), sizes, strict=True), key=lambda pair: list(COLORS).index(pair[0]))
+        ordered = sorted(
+            zip(_named(sizes, parts), sizes, strict=True), key=lambda pair: list(COLORS).index(pair[0])
+        )
         for part, size in ordered:
             axes.barh(i, size, left=left, height=0.68, color=COLORS[part], edgecolor="white", linewidth=0.8)
             if size > 8:

@@ -28,7 +28,9 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.mark.full
