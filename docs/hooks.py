@@ -159,6 +159,14 @@ def _notebook(file: Path, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _formula(match: re.Match[str]) -> str:
+    if match[1]:
+        return mathml(match[1], "block")
+    # a line that begins with <math> would be a paragraph of its own
+    return f"<span>{mathml(match[2], 'inline')}</span>"
+
+
+def mathml(formula: str, display: str) -> str:
+    """Return a formula in LaTeX as MathML; `display` is `block` or `inline`."""
     from latex2mathml.converter import convert
 
-    return convert(match[1] or match[2], display="block" if match[1] else "inline")
+    return convert(formula, display=display)

@@ -26,7 +26,7 @@ DOCS = Path(__file__).resolve().parent
 FITS = DOCS.parent / "generated" / "fits"
 FOLDER = DOCS / "explained"
 MIB = 2**20
-DPI = 170
+DPI = 200
 TOKENS, HIDDEN, WIDE = 8192, 1024, 4096
 BOX, INK, PALE = "#eef2f6", "#2b2d42", "#8d99ae"
 COLORS = {"x": "#8d99ae", "h": EXACT, "y": "#6a994e", "code": FITTED}
@@ -107,7 +107,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 
 def draw_mlp() -> Figure:
     """Draw the MLP, and the three tensors that stock PyTorch keeps of it."""
-    figure = canvas(6.4, 2.6)
+    figure = canvas(5.4, 2.5)
     axes = blank(figure, 12, 5.6)
     axes.set_ylim(0.75, 5.6)
     layers = {2.2: "Linear up", 6.0: "GELU", 9.8: "Linear down"}
@@ -144,7 +144,7 @@ def draw_steps() -> Figure:
     """Draw GELU's derivative and its eight steps, with the code of each."""
     fit = read(FITS / "gelu_fewbit3.json")
     assert isinstance(fit, StepFit)
-    figure = canvas(6.4, 3.5)
+    figure = canvas(5.4, 3.2)
     axes = figure.add_subplot()
     reach = 3.6
     x = np.linspace(-reach, reach, 2001)
@@ -168,7 +168,7 @@ def draw_codes() -> Figure:
     """Draw a code of x: the cell of one number, and the value and the derivative looked up by it."""
     fit = read(FITS / "gelu_coded4.json")
     assert isinstance(fit, CodedFit)
-    figure = canvas(6.4, 5.0)
+    figure = canvas(5.4, 4.6)
     one, reach = 0.82, 2.6
     code = int(fit.code(np.array([one]))[0])
     x = np.linspace(-reach, reach, 4001)
@@ -199,7 +199,7 @@ def draw_codes() -> Figure:
 
 def draw_rebuild() -> Figure:
     """Draw forward and backward of a rebuilt output: the next layer keeps h, not y."""
-    figure = canvas(6.4, 3.7)
+    figure = canvas(5.4, 3.5)
     axes = blank(figure, 12, 7.2)
     for y, name in ((6.3, "forward"), (1.6, "backward")):
         axes.text(1.9, y + 0.45, name, fontsize=9, color=PALE, va="bottom")
@@ -230,7 +230,7 @@ def draw_rebuild() -> Figure:
 
 def draw_ways() -> Figure:
     """Draw what the MLP keeps each way, as stacked bars, and how far gradients are off."""
-    figure = canvas(6.4, 3.2)
+    figure = canvas(5.4, 3.1)
     axes = figure.add_subplot()
     for i, (name, way, parts) in enumerate(reversed(WAYS)):
         sizes = [size / MIB for size in kept(way)]

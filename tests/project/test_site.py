@@ -28,9 +28,8 @@ def script(name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
     module = script("hooks")
-    module.__dict__["_formula"] = lambda match: (
-        f"<math>{match[1] or match[2]}</math>"
-    )  # what makes MathML is an extra
+    # what makes MathML is an extra
+    module.__dict__["mathml"] = lambda formula, display: f"<math {display}>{formula}</math>"
     return module
 
 
@@ -131,7 +130,9 @@ def test_notebooks_as_pages(pages: dict[str, bytes]) -> None:
     pictures = re.findall(r"!\[picture (\d+)\]\((\S+)\)", page)
     assert [int(number) for number, _ in pictures] == list(range(1, len(pictures) + 1)) and len(pictures) > 2
     assert all(pages[f"notebooks/{path}"].startswith(b"\x89PNG") for _, path in pictures)
-    assert page.index("# Coded inputs") < page.index("<math>J =") < page.index("```python\nimport json")
+    assert page.index("# Coded inputs") < page.index("<math block>J =") < page.index("```python\nimport json")
+    assert "<span><math inline>w</math></span>" in page
+    assert not re.search(r"^<math inline>", page, re.MULTILINE)  # it would be a paragraph of its own
     assert re.search(r"^\|:---\|---:", page, re.MULTILINE)
     assert "$" not in re.sub(r"```.*?```|`[^`]*`", "", page, flags=re.DOTALL)
 
