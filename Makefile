@@ -13,7 +13,7 @@ THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
 PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
 
-.PHONY: demo test test-rest test-all test-versions fuzz lint format check bench clean
+.PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench clean
 .DEFAULT_GOAL := test
 
 # The package is installed as users install it, from a wheel; a changed source is installed again.
@@ -51,6 +51,17 @@ test-all: $(VENV)/.installed
 ## As `make test`, on the oldest PyTorch that is supported, on the pinned one, and on the newest.
 test-versions: $(VENV)/.installed
 	$(THREADS) $(BIN)/python benchmarks/versions.py $(WORKERS) -m "not full"
+
+## The wheel in a new environment of each Python from 3.11 to 3.14 that is found, or of PYTHONS="PATH ...".
+PYTHONS ?=
+test-pythons: $(VENV)/.installed
+	$(THREADS) $(BIN)/python benchmarks/pythons.py $(PYTHONS)
+
+## The documentation as a site in build/site; a link that leads nowhere ends it.
+site: $(VENV)/.installed
+	@$(BIN)/python -c 'import latex2mathml, material' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation '.[docs]'
+	@rm -rf build/lib build/bdist.*
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## Random formulas, gates, options and fits for SECONDS, from SEED; then COUNT interruptions of each command, if any.
 ## What fails is reduced, printed, and kept in tests/fuzz/cases.json, which `make test` runs.

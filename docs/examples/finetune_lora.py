@@ -4,7 +4,7 @@
 
 Without `--model` a small LLaMA with random weights learns the characters of Python's licence, so that it runs
 anywhere in a minute; with it, a checkpoint and its tokenizer are loaded from a folder. `--plain` leaves the model
-as it is, to compare: the loss is the same to the last digit. Needs `pip install fitact[models] accelerate`.
+as it is, to compare: the loss is the same to the last digit. Needs `pip install fitact[transformers]`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fitact.errors import UsageError, quote
@@ -20,9 +22,20 @@ METADATA: dict[str, dict[str, None]] = {
 
 
 def check_format(format: str) -> None:
-    """Raise UsageError unless pictures can be saved in this format."""
+    """Raise UsageError unless pictures can be drawn here and saved in this format."""
     if format not in METADATA:
         raise UsageError(f"format: expected png, svg or pdf, got {quote(format)}")
+    if find_spec("matplotlib") is None:
+        raise UsageError('pictures need matplotlib, which is not installed: pip install "fitact[plot]"')
+
+
+def format_of(path: Path) -> str:
+    """Return the format that the ending of a file's name asks for; UsageError if no picture can be saved so."""
+    ending = path.suffix[1:].lower()
+    if ending not in METADATA:
+        raise UsageError(f"{path}: expected a file name that ends in .png, .svg or .pdf")
+    check_format(ending)
+    return ending
 
 
 def literal(text: str, limit: int = 40) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")])
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +40,39 @@ def test_every_shipped_fit_has_a_picture(build: ModuleType) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links(page: Path) -> None:
+    """Files exist, and headings too: the page's own and those of other pages."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        other = page.parent / path if path else page
+        assert other.exists(), target
+        assert not anchor or anchor in _anchors(other), target
+
+
+def test_anchors(tmp_path: Path) -> None:
+    """As GitHub makes them: of headings alone, with numbers for those that repeat."""
+    page = tmp_path / "page.md"
+    page.write_text("# `f′`, *and* G.h_i\n\n```sh\n# no heading\n```\n\n## Two  words\n\n## f, and Gh_i\n")
+    assert _anchors(page) == {"f-and-gh_i", "two--words", "f-and-gh_i-1"}
+
+
+@cache
+def _prose(page: Path) -> str:
+    """Return the text of a page, or of a notebook, without code."""
     text = page.read_text("utf-8")
-    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _headings(text)}
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("https://"):
-            assert (page.parent / target.partition("#")[0]).exists(), target
+    if page.suffix == ".ipynb":
+        cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def _headings(text: str) -> list[str]:
-    return re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+@cache
+def _anchors(page: Path) -> set[str]:
+    found: Counter[str] = Counter()
+    anchors = set()
+    for heading in re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        anchors.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return anchors

@@ -1,12 +1,18 @@
-"""The wheel holds every module, template and fit, and nothing else."""
+"""The wheel holds every module, template and fit, and nothing else; it works where little else is installed."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import ROOT
 
@@ -20,16 +26,23 @@ FOLDERS = {
 KINDS = {".py", ".j2", ".json", ".typed"}
 
 
-def test_wheel_contents(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for room in FOLDERS:
+        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "-w", tmp_path, "."], cwd=source, capture_output=True, text=True, check=False)
+    done = subprocess.run([*pip, "-w", folder, "."], cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_wheel_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata = next(name for name in archive.namelist() if name.endswith("METADATA"))
@@ -45,3 +58,100 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert "fitact/generated/fits/gelu_fewbit3.json" in found
     assert 'Requires-Dist: triton>=3.5; platform_system == "Linux"' in text
     assert not {name.split("/")[0] for name in found} - {"fitact"}
+    assert {"plot", "transformers", "models", "docs"} <= {
+        *re.findall(r"^Provides-Extra: (\w+)$", text, re.MULTILINE)
+    }
+
+
+def needed(name: str, without: str, found: dict[str, Distribution]) -> None:
+    """Collect a package and all that it needs, as far as it is installed."""
+    try:
+        package = distribution(name)
+    except PackageNotFoundError:  # of another platform
+        return
+    if name == without or package.metadata["Name"] in found:
+        return
+    found[package.metadata["Name"]] = package
+    for requirement in package.requires or ():
+        match = re.match(r"[\w.-]+", requirement)
+        if match and "extra ==" not in requirement:
+            needed(match[0], without, found)
+
+
+def installed(folder: Path, wheel: Path, packages: Iterable[str], without: str = "") -> list[str]:
+    """Put the wheel, and packages of this environment, into a folder; return a Python that finds nothing else."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    found: dict[str, Distribution] = {}
+    for name in packages:
+        needed(name, without, found)
+    for package in found.values():
+        for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            (folder / top).symlink_to(Path(str(package.locate_file(top))).resolve())
+    return [sys.executable, "-S", "-W", "ignore"]
+
+
+def run(command: Iterable[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "0", "MPLBACKEND": "agg"}
+    return subprocess.run([*command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+TORCH_ALONE = """
+import sys
+import torch
+import fitact
+from fitact.generated.gelu_inverted1 import GeluInverted1
+
+def gradients():
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [one.grad.clone() for one in model.parameters()]
+
+torch.manual_seed(0)
+x = torch.randn(64, 32)
+model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
+stock = gradients()
+near = [
+    {"method": "fewbit", "bits": 3},
+    {"method": "coded", "bits": 8},
+    {"replace": {torch.nn.GELU: GeluInverted1}},
+    {"method": "auto", "example_inputs": (x,), "gradients": True},
+]
+for given in ({"error": "exact"}, *near):
+    assert len(fitact.convert(model, **given).replaced) == 1
+    found = gradients()
+    assert all(torch.allclose(a, b, rtol=0.1, atol=1e-2) for a, b in zip(stock, found)), given
+    assert all(map(torch.equal, stock, found)) == ("error" in given), given
+    fitact.revert(model)
+assert fitact.__file__.startswith(sys.argv[1]), fitact.__file__
+assert not {"numpy", "scipy", "click", "matplotlib"} & {*sys.modules}
+"""
+
+
+@pytest.mark.full
+def test_trained_with_pytorch_alone(wheel: Path, tmp_path: Path) -> None:
+    python = installed(tmp_path, wheel, ["torch"])
+    assert not (tmp_path / "numpy").exists() and not (tmp_path / "click").exists()
+    done = run([*python, "-c", TORCH_ALONE, str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_commands_without_matplotlib(wheel: Path, tmp_path: Path) -> None:
+    """Fits and modules are made; a picture is refused in one line, before anything is measured for it."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+    base = re.findall(r"^Requires-Dist: ([\w.-]+)(?!.*extra ==)", metadata, re.MULTILINE)
+    assert {"torch", "numpy", "matplotlib"} <= {*base}
+    python = installed(tmp_path, wheel, base, without="matplotlib")
+    assert (tmp_path / "click").exists() and not (tmp_path / "matplotlib").exists()
+    fitact = [*python, "-m", "fitact"]
+    for command in (["fit", "--fn", "relu", "--bits", "1", "--name", "own"], ["codegen"], ["codegen", "--check"]):
+        done = run([*fitact, *command], tmp_path)
+        assert done.returncode == 0, done.stderr
+    measured = ("memory", "fitact.runtime.models.reference:gelu_mlp", "-o", "chart.png")
+    for command in (("plot",), measured):
+        done = run([*fitact, *command], tmp_path)
+        assert done.returncode == 2 and done.stdout == ""
+        lines = done.stderr.strip().splitlines()
+        assert lines == ['fitact: pictures need matplotlib, which is not installed: pip install "fitact[plot]"']

@@ -164,15 +164,14 @@ def memory(
       fitact memory my_models:tiny --batch 8 --json tiny.json
     """
     from fitact.files import write
+    from fitact.pictures import format_of
     from fitact.runtime.compare.report import measure
     from fitact.runtime.models.prepare import Training
 
     from . import charts, memory_tables
 
     source = source_of("memory", call, hf, timm, sizes, head, attention, image)
-    kind = "" if output is None else output.suffix[1:].lower()
-    if output is not None and kind not in ("png", "svg", "pdf"):
-        raise UsageError(f"{output}: expected a file name that ends in .png, .svg or .pdf")
+    kind = "" if output is None else format_of(output)
     if output is not None and output == numbers:
         raise UsageError(f"-o and --json: expected two files, got {output} for both")
     layers = tuple(name.strip() for name in (lora or "").split(",") if name.strip())

@@ -77,14 +77,15 @@ def plan(
       fitact plan --hf bert --batch 32 --gib 16 --error exact --device t4 -o plan.json
       fitact plan my_models:tiny --batch 8 --gib 4 --measure --plot plan.png
     """
+    from fitact.pictures import format_of
     from fitact.planning.make import Planner, Words
     from fitact.runtime.compare.report import DTYPES
     from fitact.runtime.models.prepare import Training, prepare
     from fitact.runtime.plan.devices import device_of, measured
     from fitact.runtime.plan.subjects import of_prepared
 
-    if picture is not None and picture.suffix[1:].lower() not in ("png", "svg", "pdf"):
-        raise UsageError(f"{picture}: expected a file name that ends in .png, .svg or .pdf")
+    if picture is not None:
+        format_of(picture)
     if output is not None and output == picture:
         raise UsageError(f"-o and --plot: expected two files, got {output} for both")
     where = measured() if measures else device_of(device)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import click
 
-from fitact.errors import UsageError
-
 from .options import FILE, PATH, read_fits
 
 
@@ -33,11 +31,9 @@ def plot(fits: Sequence[Path], output: Path | None) -> None:
     """
     from fitact.files import write
     from fitact.fitter.plot import draw
+    from fitact.pictures import format_of
 
     read = read_fits(fits)
     path = output or Path(f"{read[0].name}.png" if len(read) == 1 else "fits.png")
-    kind = path.suffix[1:].lower()
-    if kind not in ("png", "svg", "pdf"):
-        raise UsageError(f"{path}: expected a file name that ends in .png, .svg or .pdf")
-    write(path, draw(read, kind))
+    write(path, draw(read, format_of(path)))
     click.echo(f"wrote {path}")

@@ -1,0 +1,281 @@
+"""Draw the pictures of explained.md, from shipped fits and counted bytes: python docs/pictures.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fitact
+from fitact.fitter.plot import EXACT, FITTED
+from fitact.fitter.records.coded import CodedFit
+from fitact.fitter.records.fit import StepFit
+from fitact.fitter.records.reading import read
+from fitact.pictures import save
+from fitact.runtime.memory.saved import count_saved
+
+DOCS = Path(__file__).resolve().parent
+FITS = DOCS.parent / "generated" / "fits"
+FOLDER = DOCS / "explained"
+MIB = 2**20
+DPI = 200
+TOKENS, HIDDEN, WIDE = 8192, 1024, 4096
+BOX, INK, PALE = "#eef2f6", "#2b2d42", "#8d99ae"
+COLORS = {"x": "#8d99ae", "h": EXACT, "y": "#6a994e", "code": FITTED}
+WAYS: tuple[tuple[str, dict[str, Any] | None, tuple[str, ...]], ...] = (
+    ("stock PyTorch", None, ("x", "h", "y")),
+    ("steps of f′, 3 bits", {"method": "fewbit", "bits": 3}, ("x", "code", "y")),
+    ("inverted: output and 1 bit", {"method": "inverted"}, ("x", "y", "code")),
+    ("rebuilt outputs", {"method": "rebuild"}, ("x", "h")),
+    ("codes of 8 bits", {"method": "coded", "bits": 8}, ("x", "code")),
+)
+
+
+def mlp(hidden: int = HIDDEN, wide: int = WIDE) -> nn.Module:
+    """Return the MLP of the page, in bfloat16."""
+    layers = nn.Linear(hidden, wide, dtype=torch.bfloat16), nn.Linear(wide, hidden, dtype=torch.bfloat16)
+    return nn.Sequential(layers[0], nn.GELU(), layers[1])
+
+
+def kept(way: dict[str, Any] | None) -> list[int]:
+    """Return the bytes of each storage that the MLP keeps, in order, without allocating any."""
+    with FakeTensorMode():
+        model = mlp()
+        if way is not None:
+            fitact.convert(model, **way)
+        with count_saved(model, detail=True) as saved:
+            model(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True))
+    return [one.bytes for one in saved.kept.values() if one.bytes]
+
+
+def error(way: dict[str, Any] | None) -> str:
+    """Return how far the gradient of a small MLP is off, for inputs of GELU whose deviation is near 1."""
+    if way is None:
+        return ""
+    torch.manual_seed(0)
+    batch = 1.7 * torch.randn(512, 256, dtype=torch.bfloat16)
+    report = fitact.convert(mlp(256, 1024), example_inputs=(batch,), gradients=True, **way)
+    assert report.gradient is not None and report.gradient.error is not None
+    return (
+        "gradients exact" if report.gradient.error == 0 else f"gradients {100 * report.gradient.error:.1g} % off"
+    )
+
+
+def canvas(width: float, height: float) -> Figure:
+    """Return an empty figure, in inches."""
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def blank(figure: Figure, width: float, height: float) -> Axes:
+    """Return axes without frame, in units of the drawing."""
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return axes
+
+
+def box(axes: Axes, x: float, y: float, text: str, color: str = BOX, ink: str = INK, width: float = 1.7) -> None:
+    """Draw a box with a text around a point."""
+    from matplotlib.patches import FancyBboxPatch
+
+    style = "round,pad=0,rounding_size=0.12"
+    axes.add_patch(FancyBboxPatch((x - width / 2, y - 0.42), width, 0.84, boxstyle=style, color=color, zorder=2))
+    axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=9.5, zorder=3)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK) -> None:
+    """Draw an arrow between two points."""
+    style = {
+        "arrowstyle": "-|>",
+        "color": color,
+        "lw": 1.4,
+        "shrinkA": 0,
+        "shrinkB": 1,
+    }
+    axes.annotate("", end, start, arrowprops=style, zorder=1)
+
+
+def draw_mlp() -> Figure:
+    """Draw the MLP, and the three tensors that stock PyTorch keeps of it."""
+    figure = canvas(5.4, 2.5)
+    axes = blank(figure, 12, 5.6)
+    axes.set_ylim(0.75, 5.6)
+    layers = {2.2: "Linear up", 6.0: "GELU", 9.8: "Linear down"}
+    for x, name in layers.items():
+        box(axes, x, 4.4, name, width=2.1)
+    for x, name in {0.35: "x", 4.1: "h", 7.9: "y", 11.65: "z"}.items():
+        axes.text(
+            x, 4.4, name, ha="center", va="center", fontsize=12, style="italic", fontweight="bold", color=INK
+        )
+    for start, end in ((0.6, 1.1), (3.3, 3.8), (4.4, 4.9), (7.1, 7.6), (8.2, 8.7), (10.9, 11.4)):
+        arrow(axes, (start, 4.4), (end, 4.4))
+    reasons = ("for the gradient\nof its weight", "for f′(h)", "for the gradient\nof its weight")
+    sizes = kept(None)
+    tallest = max(sizes)
+    for x, name, size, reason in zip(layers, ("x", "h", "y"), sizes, reasons, strict=True):
+        arrow(axes, (x, 3.95), (x, 3.3), COLORS[name])
+        height = 1.75 * size / tallest
+        axes.add_patch(_bar(x - 0.8, 3.25 - height, 1.6, height, COLORS[name]))
+        label = f"{name}: {size / MIB:.0f} MiB"
+        axes.text(x, 3.25 - height / 2, label, ha="center", va="center", color="white", fontsize=9, zorder=4)
+        axes.text(x, 3.1 - height, reason, ha="center", va="top", color=INK, fontsize=9)
+    axes.text(0, 5.5, "forward", fontsize=9, color=PALE, va="top")
+    axes.text(0, 1.75, "kept until backward", fontsize=9, color=PALE, va="top")
+    return figure
+
+
+def _bar(x: float, y: float, width: float, height: float, color: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, color=color, zorder=3, linewidth=0)
+
+
+def draw_steps() -> Figure:
+    """Draw GELU's derivative and its eight steps, with the code of each."""
+    fit = read(FITS / "gelu_fewbit3.json")
+    assert isinstance(fit, StepFit)
+    figure = canvas(5.4, 3.2)
+    axes = figure.add_subplot()
+    reach = 3.6
+    x = np.linspace(-reach, reach, 2001)
+    axes.plot(x, fit.activation.derivative(x), color=EXACT, linewidth=2, label="f′, GELU's derivative")
+    edges = [-reach, *fit.borders, reach]
+    for code, level in enumerate(fit.levels):
+        left, right = edges[code], edges[code + 1]
+        axes.axvspan(left, right, color=BOX if code % 2 else "#dfe7ef", zorder=0, linewidth=0)
+        label = "the step: one number for each code" if code == 0 else None
+        axes.plot([left, right], [level, level], color=FITTED, linewidth=2.4, label=label, solid_capstyle="butt")
+        place = (left + right) / 2
+        axes.text(place, -0.36, f"{code}", ha="center", va="center", color=FITTED, fontsize=10, fontweight="bold")
+    axes.text(-reach, -0.5, "  code that is kept: 3 bits", ha="left", va="center", fontsize=9, color=FITTED)
+    axes.set(xlim=(-reach, reach), ylim=(-0.6, 1.3), xlabel="x")
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_codes() -> Figure:
+    """Draw a code of x: the cell of one number, and the value and the derivative looked up by it."""
+    fit = read(FITS / "gelu_coded4.json")
+    assert isinstance(fit, CodedFit)
+    figure = canvas(5.4, 4.6)
+    one, reach = 0.82, 2.6
+    code = int(fit.code(np.array([one]))[0])
+    x = np.linspace(-reach, reach, 4001)
+    of = fit.code(x)
+    rows = (
+        ("value", fit.activation.value, fit.values, "F", "f"),
+        ("derivative", fit.activation.derivative, fit.derivatives, "D", "f′"),
+    )
+    edges = np.clip([-reach, *fit.borders, reach], -reach, reach)
+    for i, (what, function, table, letter, name) in enumerate(rows):
+        axes = figure.add_subplot(2, 1, i + 1)
+        for cell in range(len(table)):
+            axes.axvspan(edges[cell], edges[cell + 1], color=BOX if cell % 2 else "#dfe7ef", zorder=0, linewidth=0)
+        axes.axvspan(edges[code], edges[code + 1], color="#f6c177", zorder=0, linewidth=0)
+        axes.plot(x, function(x), color=EXACT, linewidth=1.8, label=f"{name}(x)")
+        axes.plot(x, np.asarray(table)[of], color=FITTED, linewidth=1.8, label=f"{letter}[code of x]")
+        exact = float(function(np.array([one]))[0])
+        axes.plot([one], [exact], "o", color=EXACT, markersize=5, zorder=5)
+        axes.plot([one], [table[code]], "o", color=FITTED, markersize=5, zorder=5)
+        text = f"x = {one}: code {code}\n{letter}[{code}] = {table[code]:.3f}\n{name}(x) = {exact:.3f}"
+        axes.text(edges[code + 1] + 0.06, 0.25, text, fontsize=9, va="center", color=INK)
+        axes.set(xlim=(-reach, reach), ylabel=what)
+        axes.legend(frameon=False, loc="upper left", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("x, in 16 cells")
+    return figure
+
+
+def draw_rebuild() -> Figure:
+    """Draw forward and backward of a rebuilt output: the next layer keeps h, not y."""
+    figure = canvas(5.4, 3.5)
+    axes = blank(figure, 12, 7.2)
+    for y, name in ((6.3, "forward"), (1.6, "backward")):
+        axes.text(1.9, y + 0.45, name, fontsize=9, color=PALE, va="bottom")
+    for x, text in ((1.0, "h"), (7.2, "y")):
+        box(axes, x, 6.3, text, COLORS[text], "white", 1.1)
+    box(axes, 4.1, 6.3, "GELU", width=2.0)
+    box(axes, 10.4, 6.3, "Linear down", width=2.4)
+    for start, end in ((1.6, 3.1), (5.1, 6.6), (7.8, 9.2)):
+        arrow(axes, (start, 6.3), (end, 6.3))
+    axes.text(7.2, 5.6, "freed after forward", ha="center", fontsize=9, color=COLORS["y"])
+    box(axes, 1.0, 4.0, "h", COLORS["h"], "white", 1.1)
+    axes.text(
+        1.75, 4.0, "of these two, only h is kept: GELU needs it anyway", va="center", fontsize=9, color=COLORS["h"]
+    )
+    arrow(axes, (1.0, 5.85), (1.0, 4.45), COLORS["h"])
+    arrow(axes, (1.0, 3.55), (1.0, 2.05), COLORS["h"])
+    for x, text in ((1.0, "h"), (7.2, "y")):
+        box(axes, x, 1.6, text, COLORS[text], "white", 1.1)
+    box(axes, 4.1, 1.6, "GELU again", width=2.0)
+    box(axes, 10.4, 1.6, "dW = dzᵀ · y", width=2.4)
+    for start, end in ((1.6, 3.1), (5.1, 6.6), (7.8, 9.2)):
+        arrow(axes, (start, 1.6), (end, 1.6))
+    axes.text(
+        7.2, 0.9, "the same bits as before,\nfreed after use", ha="center", va="top", fontsize=9, color=COLORS["y"]
+    )
+    return figure
+
+
+def draw_ways() -> Figure:
+    """Draw what the MLP keeps each way, as stacked bars, and how far gradients are off."""
+    figure = canvas(5.4, 3.1)
+    axes = figure.add_subplot()
+    for i, (name, way, parts) in enumerate(reversed(WAYS)):
+        sizes = [size / MIB for size in kept(way)]
+        left = 0.0
+        ordered = sorted(
+            zip(_named(sizes, parts), sizes, strict=True), key=lambda pair: list(COLORS).index(pair[0])
+        )
+        for part, size in ordered:
+            axes.barh(i, size, left=left, height=0.68, color=COLORS[part], edgecolor="white", linewidth=0.8)
+            if size > 8:
+                label = f"{part} {size:.0f}" if part != "code" or size > 20 else f"{size:.0f}"
+                axes.text(left + size / 2, i, label, ha="center", va="center", color="white", fontsize=8.5)
+            left += size
+        axes.text(left + 1.5, i, f"{left:.0f} MiB\n{error(way)}".strip(), va="center", fontsize=8.5, color=INK)
+        axes.text(-2, i, name, ha="right", va="center", fontsize=9, color=INK)
+    axes.set(xlim=(0, 185), yticks=[], xlabel="MiB kept for backward")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return figure
+
+
+def _named(sizes: list[float], parts: tuple[str, ...]) -> list[str]:
+    """Return which tensor each size is of: x is the narrow one, a code is none of the three sizes' tensors."""
+    narrow, wide = TOKENS * HIDDEN * 2 / MIB, TOKENS * WIDE * 2 / MIB
+    tensors = [part for part in parts if part not in ("x", "code")]
+    names = ["x" if size == narrow else tensors.pop(0) if size == wide else "code" for size in sizes]
+    assert sorted(names) == sorted(parts), (names, parts)
+    return names
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "mlp": draw_mlp,
+    "steps": draw_steps,
+    "codes": draw_codes,
+    "rebuild": draw_rebuild,
+    "ways": draw_ways,
+}
+
+
+def main() -> None:
+    """Draw all."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.png").write_bytes(save(draw(), "png"))
+        print(f"wrote {FOLDER.name}/{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The site: its pages are those of the repository, each is in its menu, and links lead where they led before."""
+
+from __future__ import annotations
+
+import importlib.util
+import posixpath
+import re
+import tomllib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+
+def script(name: str) -> ModuleType:
+    """Import a script of docs/."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    module = script("hooks")
+    # what makes MathML is an extra
+    module.__dict__["mathml"] = lambda formula, display: f"<math {display}>{formula}</math>"
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(hooks: ModuleType) -> dict[str, bytes]:
+    found: dict[str, bytes] = hooks.pages()
+    return found
+
+
+class Loader(yaml.SafeLoader):
+    """Reads the configuration without making the objects that it names."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, tag, node: tag)
+
+
+def configuration() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
+    return found
+
+
+def entries(menu: Any) -> Iterator[str]:
+    for one in menu if isinstance(menu, list) else menu.values():
+        if isinstance(one, str):
+            yield one
+        else:
+            yield from entries(one)
+
+
+def test_menu() -> None:
+    listed = list(entries(configuration()["nav"]))
+    guides = {path.name for path in (ROOT / "docs").glob("*.md")}
+    notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == guides | notebooks | {"project/CONTRIBUTING.md", "project/CHANGELOG.md"}
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    found = configuration()
+    assert found["theme"]["font"] is False
+    assert not any("//" in one for one in [*found["extra_css"], *found.get("extra_javascript", [])])
+
+
+def links(text: str) -> list[str]:
+    prose = re.sub(r"^ *```.*?^ *```|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [link for link in re.findall(r"\]\(([^)\s#]+)", prose) if not link.startswith("https:")]
+
+
+def test_links_lead_to_pages(pages: dict[str, bytes]) -> None:
+    count = 0
+    for name, content in pages.items():
+        for link in links(content.decode()) if name.endswith(".md") and "/tests/" not in name else ():
+            count += 1
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(name), link)) in pages, (name, link)
+    assert count > 200
+
+
+def test_links_lead_to_the_same(hooks: ModuleType, pages: dict[str, bytes]) -> None:
+    """A source is shown as a page, a notebook as one too, results as they are."""
+    assert links(pages["parallel.md"].decode())[-3:-1] == [
+        "project/tests/compile/test_training.py.md",
+        "project/tests/norms/test_norms.py.md",
+    ]
+    source = (ROOT / "tests" / "norms" / "test_norms.py").read_text("utf-8")
+    assert source in pages["project/tests/norms/test_norms.py.md"].decode()
+    result = "benchmarks/results/layers.json"
+    assert pages[f"project/{result}"] == (ROOT / result).read_bytes()
+    assert hooks.place("README.md") == "project/README.md"
+    assert hooks.place("docs/examples/finetune_lora.py") == "project/docs/examples/finetune_lora.py.md"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "expected"),
+    [
+        ("[a](plan.md#time)", "docs/coded.md", "[a](plan.md#time)"),
+        ("[a](../README.md#speed)", "docs/coded.md", "[a](project/README.md#speed)"),
+        ("[a](docs/coded.md) `[b](c.md)`", "README.md", "[a](../coded.md) `[b](c.md)`"),
+        ("![a](docs/gelu_fewbit3.png)", "README.md", "![a](../gelu_fewbit3.png)"),
+        ("[a](../notebooks/norms.ipynb)", "docs/coded.md", "[a](notebooks/norms.md)"),
+        ("[a](../docs/coded.md)", "notebooks/norms.ipynb", "[a](../coded.md)"),
+        ("[a](LICENSE) [b](#c) [d](https://e.f/g)", "README.md", "[a](LICENSE.md) [b](#c) [d](https://e.f/g)"),
+        ("```text\n[a](b.md)\n```\n", "README.md", "```text\n[a](b.md)\n```\n"),
+    ],
+)
+def test_relinked(text: str, path: str, expected: str, hooks: ModuleType) -> None:
+    assert hooks.relinked(text, path)[0] == expected
+
+
+@pytest.mark.parametrize("target", ["nowhere.md", "../tests"])
+def test_a_link_that_leads_nowhere(target: str, hooks: ModuleType) -> None:
+    with pytest.raises(ValueError, match=rf"docs/coded.md: links to {target}, which is no file"):
+        hooks.relinked(f"[a]({target})", "docs/coded.md")
+
+
+def test_notebooks_as_pages(pages: dict[str, bytes]) -> None:
+    """Code, what it printed, tables, pictures and formulas, in order."""
+    page = pages["notebooks/coded_inputs.md"].decode()
+    pictures = re.findall(r"!\[picture (\d+)\]\((\S+)\)", page)
+    assert [int(number) for number, _ in pictures] == list(range(1, len(pictures) + 1)) and len(pictures) > 2
+    assert all(pages[f"notebooks/{path}"].startswith(b"\x89PNG") for _, path in pictures)
+    assert page.index("# Coded inputs") < page.index("<math block>J =") < page.index("```python\nimport json")
+    assert "<span><math inline>w</math></span>" in page
+    assert not re.search(r"^<math inline>", page, re.MULTILINE)  # it would be a paragraph of its own
+    assert re.search(r"^\|:---\|---:", page, re.MULTILINE)
+    assert "$" not in re.sub(r"```.*?```|`[^`]*`", "", page, flags=re.DOTALL)
+
+
+def test_pictures_of_the_explanation() -> None:
+    drawn = script("pictures").PICTURES
+    assert {path.stem for path in (ROOT / "docs" / "explained").iterdir()} == set(drawn)
+    used = re.findall(r"\(explained/(\w+)\.png\)", (ROOT / "docs" / "explained.md").read_text("utf-8"))
+    assert used == list(drawn)
+
+
+def test_counts_of_the_explanation() -> None:
+    """What the pictures show as text is what is counted."""
+    page = (ROOT / "docs" / "explained.md").read_text("utf-8")
+    module = script("pictures")
+    sizes = [sum(module.kept(way)) // 2**20 for _, way, _ in module.WAYS]
+    assert f"Stock {sizes[0]} MiB, steps {sizes[1]}, inverted {sizes[2]}, rebuilt {sizes[3]}, codes" in page
+    assert f"codes of 8 bits {sizes[4]}]" in page
+
+
+def test_citation() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert all(reference["url"] in readme for reference in citation["references"])
+
+
+def test_extras_are_pinned() -> None:
+    """Each package that an extra or the project itself names has a version in constraints.txt."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    named = {
+        re.match(r"[\w.-]+", one)[0] for group in [project["dependencies"], *extras.values()] for one in group
+    }  # type: ignore[index]
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    assert {name.lower() for name in named} - {"fitact", "wheel"} <= pinned
