@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 import fitact
 from fitact.cli import main
 from fitact.errors import UsageError
+from fitact.planning import make
 from fitact.planning.make import Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.models import reference
 from fitact.runtime.models.prepare import Inputs, Training, prepare
 from fitact.runtime.models.sources import hugging_face
-from fitact.runtime.plan.costs import Costs
+from fitact.runtime.plan.costs import Costs, Step
+from fitact.runtime.plan.costs import step as measured_step
 from fitact.runtime.plan.devices import DEVICES, Device
 from fitact.runtime.plan.subjects import of_model
 from fitact.runtime.plan.timeline import Timeline
@@ -343,3 +347,37 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *given]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours of different kinds need more than the sum of their parts says."""
+    net, x = gelu_blocks()
+    by_parts = Planner(of_model(net, x, None, "cpu"), "none", CPU)
+    tried: list[list[str]] = []
+
+    def noted(subject: Any, device: Any, blocks: Any, ways: Sequence[Way]) -> Step:
+        tried.append([way.name for way in ways])
+        return measured_step(subject, device, blocks, ways)
+
+    monkeypatch.setattr(make, "step", noted)
+    exact = Problem(by_parts.costs, "exact")
+    answer = [[0], [exact.ways[1].index(WAYS["rebuilt"])] * 5 + [0], [0]]
+    blocks = [
+        by_parts.subject.model.get_submodule(path) for part in by_parts.costs.segments for path in part.paths
+    ]
+    needed = measured_step(by_parts.subject, CPU, blocks, exact.taken(answer)).peak
+    assert needed > peak(exact.stages, answer)
+    found = by_parts.plan((by_parts.fixed + needed - 1) / 2**30, "exact", front=False)
+    assert found.fits
+    assert len(tried) == len({tuple(one) for one in tried}) > 1
+
+
+def gelu_blocks() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(reference.Block(nn.GELU(), 4, 64) for _ in range(6)))
+    return nn.Sequential(*blocks, nn.Linear(64, 1), Mean()), torch.randn(4, 64, 64)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()

@@ -252,7 +252,7 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
             if best is None or done.work.seconds < best[1].work.seconds:
                 best = answer, done
             break
-        limit -= done.peak - room
+        limit = peak(problem.stages, answer) - (done.peak - room)  # less than what this answer needs by the sum
     if best is not None:
         return best
     answer = problem.frugal()
