@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ def test_table_is_complete_and_says_what_it_is() -> None:
     assert set(ROWS) == {f"{name} {dtype}" for name in KERNELS for dtype in DTYPES}
     assert "No GPU has run it" in RECORD["note"]
     assert RECORD["left_out"] == list(roofline.LEFT_OUT)
+    for name, chip in roofline.CHIPS.items():
+        stated = {key: RECORD["devices"][name][key] for key in asdict(chip)}
+        assert stated == asdict(chip), f"{name}: run `python benchmarks/roofline.py` again"
 
 
 def test_arithmetic() -> None:
