@@ -86,10 +86,11 @@ format: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/fitact codegen --check
 
-## Times, as ratios of two things measured in one run; instructions of the kernels; whether training suffers.
+## Times, as ratios of two things measured in one run; instructions of the kernels, and which limit of a GPU binds; whether training suffers.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/instructions.py
+	$(BIN)/python benchmarks/roofline.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/activations.py
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py

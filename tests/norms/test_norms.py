@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.norms import kernels
 from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -482,8 +481,11 @@ def test_compiled_without_spills(
     kind: str, columns: str, target: str, rows: list[tuple[str, tuple[str, str]]]
 ) -> None:
     """Vectors of 8 or 16 bytes where the rows are aligned."""
-    made = [build(pass_, kind, x, z, COLUMNS[columns], target) for pass_, (x, z) in rows]
+    pytest.importorskip("triton", reason="Triton is for Linux only")
     from tests.support.instructions import machine_codes
+    from tests.support.more_kernels import NormKernel
+
+    made = [NormKernel(kind, pass_, COLUMNS[columns]).compile(x, target, z) for pass_, (x, z) in rows]
 
     for row, code in zip(rows, machine_codes([compiled.asm for compiled in made], target), strict=True):
         assert code.spills == 0, row
@@ -495,28 +497,3 @@ def test_compiled_without_spills(
             assert not re.search(r"\b(LDL|STL)\b", code.text), row
             wide = re.search(r"\bLDG\.E\S*\.(64|128)\b", code.text)
         assert wide or columns == "odd", row
-
-
-def build(pass_: str, kind: str, x: str, z: str, columns: int, target: str) -> Any:
-    """Compile a kernel as the ops launch it over many rows."""
-    triton = pytest.importorskip("triton", reason="Triton is for Linux only")
-    from triton.compiler import ASTSource
-
-    from tests.support.instructions import TARGETS
-
-    plan = kernels.plan(100_000, columns)
-    tensors = (x, z, "fp32") if pass_ == "forward" else (z, z, "fp32", x)
-    kernel = getattr(kernels, f"ms_norm_{pass_}")
-    kinds = [f"*{dtype}" for dtype in tensors] + ["i32", "i32"] + (["fp32"] if pass_ == "forward" else [])
-    constants = {"centred": kind == "layer", "height": plan.height, "width": plan.width, "whole": plan.whole}
-    signature = dict(zip(kernel.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = [*range(len(tensors)), len(tensors)] + ([len(tensors) + 1] if columns % 16 == 0 else [])
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    warps = plan.threads // TARGETS[target].warp_size
-    options = {"num_warps": warps, "enable_fp_fusion": True}
-    return triton.compile(source, target=TARGETS[target], options=options)

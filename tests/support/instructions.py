@@ -40,6 +40,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+GPUS = TARGETS | {"sm_100": GPUTarget("cuda", 100, 32)}  # all that can be compiled for
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of the table
 FLOATS = DTYPES | {"fp16": torch.float16}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -372,10 +373,10 @@ class Kernel:
         kinds |= {"table": first if self.pass_ == "forward" else "*fp32", "borders": "*fp32", "seed": "*i64"}
         signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-        warps = self.threads(dtype, output or dtype) // TARGETS[target].warp_size
+        warps = self.threads(dtype, output or dtype) // GPUS[target].warp_size
         return triton.compile(
             ASTSource(fn=self.function, signature=signature, constexprs={}, attrs=aligned),
-            target=TARGETS[target],
+            target=GPUS[target],
             options={"num_warps": warps, "enable_fp_fusion": True},
         )
 
@@ -449,8 +450,8 @@ class GateKernel:
                 constexprs={(i,): None for i, kind in kinds if kind == "constexpr"},
                 attrs={(i,): [["tt.divisibility", 16]] for i, kind in kinds if kind[0] == "*" or kind == "i32"},
             ),
-            target=TARGETS[target],
-            options={"num_warps": self.threads(dtype) // TARGETS[target].warp_size},
+            target=GPUS[target],
+            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size},
         )
 
 

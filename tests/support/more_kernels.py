@@ -1,0 +1,162 @@
+"""Kernels of formulas with learned numbers, of norms, and plain ones to compare with, compiled ahead of time."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.compiler import ASTSource
+
+from fitact.runtime.kernels.learned import BLOCK
+from fitact.runtime.learned import ops
+from fitact.runtime.norms import kernels
+from fitact.runtime.ops.reference import TILE
+from tests.support.instructions import GPUS
+
+# How the channels lie: one alone, beside each other, in images.
+PLACES = {"one": (False, False), "last": (True, False), "image": (True, True)}
+PLAIN = 1024  # elements of a program of a plain kernel
+
+
+@dataclass(frozen=True)
+class LearnedKernel:
+    """A kernel of a formula with learned numbers.
+
+    Attributes:
+        module: name of its module.
+        pass_: forward, backward or again.
+        formula: the formula.
+        place: how the channels lie, of `PLACES`.
+
+    """
+
+    module: str
+    pass_: str
+    formula: Any
+    place: str
+
+    @classmethod
+    def of(cls, module: str, pass_: str, place: str) -> LearnedKernel:
+        """Return a kernel of a generated module."""
+        return cls(module, pass_, ops.find(importlib.import_module(f"fitact.generated.{module}")._KEY), place)
+
+    def threads(self, dtype: str) -> int:
+        """Return the threads of a program."""
+        return 256 if dtype == "fp32" or self.pass_ == "backward" else 128
+
+    def elements(self, dtype: str) -> int:
+        """Return the elements that a thread has in a full tile, or in a block of backward."""
+        return (int(BLOCK) if self.pass_ == "backward" else TILE) // self.threads(dtype)
+
+    def compile(self, dtype: str, target: str) -> Any:
+        """Compile ahead of time, as the runtime's launch would."""
+        channels, inner = PLACES[self.place]
+        coded = bool(self.formula.bits)
+        kinds = {
+            "codes": "*u8" if coded else "constexpr",
+            "table": "*u8" if coded else "constexpr",
+            "borders": "*fp32" if coded else "constexpr",
+            "points": "*fp32" if coded else "constexpr",
+            "kept": "*u8" if coded else f"*{dtype}",
+            "numbers": "*fp32",
+            "sums": "*fp32",
+            "channels": "i32" if channels else "constexpr",
+            "inner": "i32" if inner else "constexpr",
+            "rows": "i64",
+            "n": "i64",
+        }
+        kernel = getattr(self.formula, self.pass_)
+        signature = {argument: kinds.get(argument, f"*{dtype}") for argument in kernel.arg_names}
+        constexprs = {(i,): None for i, kind in enumerate(signature.values()) if kind == "constexpr"}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+        return triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned),
+            target=GPUS[target],
+            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size},
+        )
+
+
+@dataclass(frozen=True)
+class NormKernel:
+    """A kernel of a memory-sharing norm of many rows.
+
+    Attributes:
+        kind: layer or rms.
+        pass_: forward or backward.
+        columns: elements of a row.
+
+    """
+
+    kind: str
+    pass_: str
+    columns: int
+
+    @property
+    def plan(self) -> kernels.Plan:
+        """How the rows are cut into blocks."""
+        return kernels.plan(100_000, self.columns)
+
+    def elements(self, dtype: str) -> int:
+        """Return the elements that a thread has."""
+        return self.plan.height * self.columns // self.plan.threads
+
+    def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
+        """Compile ahead of time, as the ops launch it; `output` is the dtype of z, if another."""
+        x, z = dtype, output or dtype
+        tensors = (x, z, "fp32") if self.pass_ == "forward" else (z, z, "fp32", x)
+        kernel = getattr(kernels, f"ms_norm_{self.pass_}")
+        kinds = [f"*{each}" for each in tensors] + ["i32", "i32"] + (["fp32"] if self.pass_ == "forward" else [])
+        constants = {
+            "centred": self.kind == "layer",
+            "height": self.plan.height,
+            "width": self.plan.width,
+            "whole": self.plan.whole,
+        }
+        signature = dict(zip(kernel.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
+        aligned = [*range(len(tensors)), len(tensors)] + ([len(tensors) + 1] if self.columns % 16 == 0 else [])
+        return triton.compile(
+            ASTSource(
+                fn=kernel,
+                signature=signature,
+                constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+                attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+            ),
+            target=GPUS[target],
+            options={"num_warps": self.plan.threads // GPUS[target].warp_size, "enable_fp_fusion": True},
+        )
+
+
+@dataclass(frozen=True)
+class PlainKernel:
+    """A kernel of one block of elements a program, without tiles.
+
+    Attributes:
+        module: what it computes.
+        pass_: forward or backward.
+        function: what Triton compiles.
+
+    """
+
+    module: str
+    pass_: str
+    function: Any
+
+    def elements(self, dtype: str) -> int:
+        """Return the elements that a thread has."""
+        return 8 if dtype != "fp32" else 4  # vectors of 16 bytes
+
+    def compile(self, dtype: str, target: str) -> Any:
+        """Compile ahead of time, for a multiple of 16 elements."""
+        names = self.function.arg_names
+        return triton.compile(
+            ASTSource(
+                fn=self.function,
+                signature={name: "i32" if name == "n" else f"*{dtype}" for name in names},
+                constexprs={},
+                attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
+            ),
+            target=GPUS[target],
+            options={"num_warps": PLAIN // self.elements(dtype) // GPUS[target].warp_size},
+        )
