@@ -193,7 +193,7 @@ def gate_of(codes: Codes) -> gate_ops.Gate:
     return composed
 
 
-def coded_gate(codes: Codes, function: Callable[..., Tensor], g: Tensor, u: Tensor) -> Tensor:
+def gate(codes: Codes, function: Callable[..., Tensor], g: Tensor, u: Tensor) -> Tensor:
     """Return f(g)·u, which keeps codes of g, and u or its codes; layers that follow find what stands for it.
 
     Args:
@@ -239,7 +239,7 @@ class Gate(NamedTuple):
             parts = [getattr(module, name)(x) for name in order]
         g, u = reversed(parts) if self.turned else parts
         f = getattr(module, self.activation)
-        h = functions.gate(f, g, u) if codes is None else coded_gate(codes, f, g, u)
+        h = functions.gate(f, g, u) if codes is None else gate(codes, f, g, u)
         if self.dropout is not None:
             h = getattr(module, self.dropout)(h)
         result: Tensor = getattr(module, self.down)(h)
