@@ -15,7 +15,7 @@ from torch import nn
 from fitact.errors import UsageError
 from fitact.runtime.norms.fold import merge_norms
 from fitact.runtime.rebuild import sites as rebuilding
-from fitact.runtime.rebuild.modules import label, put_back, reading
+from fitact.runtime.rebuild.modules import put_back, reading, standing
 from fitact.runtime.records import Conversion, Gradient, SiteRecord, Unseen
 from fitact.runtime.torch_internals import is_compiled
 
@@ -388,7 +388,7 @@ def _records(job: _Job) -> Iterator[SiteRecord]:
     for i, (site, replacement) in enumerate(zip(job.sites, job.replacements, strict=True)):
         after, reason = replacement.label, replacement.reason
         if after is None and site.found.rebuilt:
-            after, reason = told.get(id(site.held), (label(site.held), ""))
+            after, reason = told.get(id(site.held), standing(site.held))
         record = SiteRecord(site.path, "activation", site.found.before, after, reason)
         if first.setdefault(site.key, site) is not site:
             same = f"the same module as {first[site.key].path}"

@@ -367,6 +367,12 @@ def label(module: nn.Module) -> str:
     return REBUILT if codes is None else ", ".join(codes.names)
 
 
+def standing(module: nn.Module) -> tuple[str | None, str]:
+    """Return what a report says of a module that an earlier conversion made rebuild its output, and the note."""
+    told = label(module)
+    return (told, "") if told == REBUILT else (None, f"already {told}")
+
+
 def restore(model: nn.Module) -> Iterator[SiteRecord]:
     """Give every module of a model its own class again, and yield what was rebuilt."""
     for path, module in model.named_modules():
