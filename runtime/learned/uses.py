@@ -6,6 +6,7 @@ parameters and by running a copy: value and gradients must be those of a formula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..torch_internals import parameters_in, unset_fake_temporarily, without_torch_function
 from .function import LearnedModule
@@ -69,13 +71,13 @@ def use_of(module: nn.Module, kind: type[nn.Module]) -> Use | None:
 
     """
     name = f"{kind.__module__}.{kind.__name__}"
+    own = {name: one for name, one in parameters_in(module).items() if one is not None}
     if name in PRELU:
-        size = parameters_in(module)["weight"].numel()
+        size = own["weight"].numel()
         return Use("prelu", ("weight",), 1, (3, size) if size > 1 else (PROBE,))
     if name == XIELU:
         return _xielu(module)
-    own = {name: one for name, one in parameters_in(module).items() if one is not None}
-    if not 1 <= len(own) <= MOST or any(one.dim() > 1 for one in own.values()):
+    if not 1 <= len(own) <= MOST or any(map(is_lazy, own.values())) or any(one.dim() > 1 for one in own.values()):
         return None
     if kind.__module__.partition(".")[0] == "torch" or isinstance(module, LearnedModule):
         return None
@@ -95,7 +97,8 @@ def _plain(value: object) -> bool:
 
 def _xielu(module: Any) -> Use:
     """Return how transformers' xIELU computes its formula, whose learned numbers pass through softplus."""
-    usual = (module._beta_scalar, module._eps_scalar) == (0.5, -1e-6)
+    constants = zip((module._beta_scalar, module._eps_scalar), (0.5, -1e-6), strict=True)
+    usual = all(math.isclose(own, one, rel_tol=0.01) for own, one in constants)  # they may be rounded to bfloat16
     refusal = "" if module._xielu_cuda_obj is None else "it runs the CUDA kernels of the package xielu"
     return Use("xielu" if usual else "", ("alpha_p", "alpha_n"), -1, (PROBE,), refusal)
 

@@ -90,7 +90,7 @@ class LearnedCodes(NamedTuple):
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """Return the formula of x, which keeps codes; None where the module has to compute it itself."""
-        if not (isinstance(x, Tensor) and plain(x) and x.dtype in DTYPES and x.dim() >= -self.use.dim):
+        if not (plain(x) and x.dtype in DTYPES and x.dim() >= -self.use.dim):
             return None
         numbers = self._numbers(module, x.device)
         if not functions.recorded(x, *numbers) or not all(map(plain, numbers)):

@@ -361,7 +361,7 @@ def put_back(module: Any) -> None:
             vars(module).pop(name, None)
 
 
-def label(module: nn.Module) -> str:
+def label(module: object) -> str:
     """Return the names of the codes that a rebuilding module keeps, or that its output is rebuilt."""
     codes: Codes | LearnedCodes | None = vars(module).get("fitact_codes")
     return REBUILT if codes is None else ", ".join(codes.names)

@@ -373,6 +373,15 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
 
 
+def test_the_compiler_traces_the_module_itself() -> None:
+    torch._dynamo.reset()
+    model = mlp(DyT(WIDTH), nn.PReLU())
+    _, expected, ours = gradients(torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True), X)
+    fitact.convert(model, "coded")
+    _, output, found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), X)
+    assert torch.equal(output, expected) and all_equal(found, ours)
+
+
 def test_without_memory() -> None:
     """A model of fake tensors is recognised by running a real copy of the module."""
     from torch._subclasses.fake_tensor import FakeTensorMode
