@@ -58,7 +58,8 @@ class Use:
         for bits in range(most, least - 1, -1):
             path = f"fitact.generated.{self.formula}_coded{bits}"
             if find_spec(path) is not None:
-                return find(import_module(path)._KEY)
+                module = import_module(path)
+                return find(module._KEY)
         return None
 
 
@@ -95,11 +96,12 @@ def _plain(value: object) -> bool:
     return type(value) in PLAIN or (isinstance(value, tuple) and all(type(one) in PLAIN for one in value))
 
 
-def _xielu(module: Any) -> Use:
+def _xielu(module: nn.Module) -> Use:
     """Return how transformers' xIELU computes its formula, whose learned numbers pass through softplus."""
-    constants = zip((module._beta_scalar, module._eps_scalar), (0.5, -1e-6), strict=True)
-    usual = all(math.isclose(own, one, rel_tol=0.01) for own, one in constants)  # they may be rounded to bfloat16
-    refusal = "" if module._xielu_cuda_obj is None else "it runs the CUDA kernels of the package xielu"
+    own = vars(module)
+    constants = {"_beta_scalar": 0.5, "_eps_scalar": -1e-6}  # which may be rounded to bfloat16
+    usual = all(math.isclose(own.get(name, math.nan), one, rel_tol=0.01) for name, one in constants.items())
+    refusal = "" if own.get("_xielu_cuda_obj") is None else "it runs the CUDA kernels of the package xielu"
     return Use("xielu" if usual else "", ("alpha_p", "alpha_n"), -1, (PROBE,), refusal)
 
 

@@ -134,17 +134,21 @@ def _of_parameters(module: Any) -> tuple[_Noticed, list[Tensor]]:
     return _Noticed(function, module), [*there.values()]
 
 
+def _from_input(module: Any, x: Tensor) -> Tensor:
+    """Return what a module computes of x, to be rebuilt from x and the parameters."""
+    function, parameters = _of_parameters(module)
+    if module.fitact_composed:
+        return functions.again(function, x, *parameters)
+    return functions.noted(module.fitact_stock.forward(module, x), function, x, *parameters)
+
+
 class Norm(Rebuilding):
     """A norm: its input is kept, and its parameters are kept anyway."""
 
     fitact_composed = False
 
     def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
-        function, parameters = _of_parameters(self)
-        if self.fitact_composed:
-            return functions.again(function, hidden_states, *parameters)
-        output = self.fitact_stock.forward(self, hidden_states)
-        return functions.noted(output, function, hidden_states, *parameters)
+        return _from_input(self, hidden_states)
 
 
 class ComposedNorm(Norm):
@@ -166,7 +170,7 @@ class Learned(Norm):
             function, parameters = _of_parameters(self)
             run = partial(self.fitact_stock.forward, self)
             output = chained(run, function, input, self.fitact_exact, parameters)
-        return super()._fitact_forward(input) if output is None else output
+        return _from_input(self, input) if output is None else output
 
 
 class ComposedLearned(Learned):
