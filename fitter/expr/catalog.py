@@ -78,8 +78,12 @@ CATALOG: dict[str, Entry] = {
     "relu6": Entry("where(x >= 6, 6, where(x <= 0, 0, x))", "F.relu6(x)"),
     # α and λ of Klambauer et al., Self-Normalizing Neural Networks, as PyTorch rounds them to float64
     "selu": Entry("1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))", "F.selu(x)"),
+    # Nag et al., SERF, arXiv 2108.09598
+    "serf": Entry("x*erf(softplus(x))", None),
     "sigmoid": Entry("sigmoid(x)", "torch.sigmoid(x)"),
     "silu": Entry("x*sigmoid(x)", "F.silu(x)"),
+    # Ziyin et al., Neural Networks Fail to Learn Periodic Functions and How to Fix It, arXiv 2006.08195
+    "snake": Entry("x + sin({a}*x)**2/{a}", None, {"a": 1.0}),
     "softplus": Entry("softplus(x)", "F.softplus(x)"),
     "softshrink": Entry(
         "where(x >= -{lambd}, where(x <= {lambd}, 0, x - {lambd}), x + {lambd})",
@@ -87,6 +91,8 @@ CATALOG: dict[str, Entry] = {
         {"lambd": 0.5},
     ),
     "softsign": Entry("x/(1 + abs(x))", "F.softsign(x)"),
+    # Barron, Squareplus, arXiv 2112.11687: (x + √(x² + 4))/2
+    "squareplus": Entry("squareplus(x)", None),
     "tanh": Entry("tanh(x)", "torch.tanh(x)"),
     "tanhshrink": Entry("x - tanh(x)", "F.tanhshrink(x)"),
     "threshold": Entry(

@@ -150,8 +150,9 @@ class _Watch:
 
     def _watch(self, site: ActivationSite, stack: ExitStack) -> None:
         found, held = site.found, site.held
-        if found.refusal and found.activation is None:
-            self.skipped.append(f"{site.path}: {found.before}: {found.refusal}")
+        refusal = found.refusal or "its parameters are learned" * (found.learned is not None)
+        if refusal and found.activation is None:
+            self.skipped.append(f"{site.path}: {found.before}: {refusal}")
             return
         self.activations[site.path] = _name(found)
         if isinstance(held, nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import registered
-from fitact.runtime.rebuild.codes import Codes
+from fitact.runtime.rebuild.codes import Codes, LearnedCodes
 from fitact.runtime.rebuild.modules import original_class
 
 from .detect import MODULES, ActivationSite, Found, recipe, recognise, shipped_class, stated_errors
@@ -95,6 +95,9 @@ class Policy:
         given = self.substitutes.get(original_class(site.held))
         if given is not None:
             return self._in_place(Replacement(given, bool(getattr(site.held, "inplace", False))), found)
+        if found.learned is not None:  # it is rebuilt, or keeps codes, as it stands
+            other = self.methods != ("coded",) and bool(self.methods) and not self.measured
+            return Replacement(reason="its parameters are learned: only rebuild and coded keep less" * other)
         if site.activation and not (self.methods and self._allows(site)):
             return Replacement()
         method = self.methods[0] if self.methods else "fewbit"
@@ -233,9 +236,12 @@ class Coding:
         )
         return tuple(replacements), rebuilt
 
-    def codes(self, activation: Any) -> Codes | None:
-        """Return the codes for a gate with an activation; None if there are none."""
+    def codes(self, activation: Any) -> Codes | LearnedCodes | None:
+        """Return the codes for a gate with an activation, or one with learned numbers; None if there are none."""
         found = recognise(activation)
+        if found is not None and found.learned is not None:
+            formula = None if found.refusal else found.learned.coded(self.bits, self.least)
+            return None if formula is None else LearnedCodes(formula.key, found.learned)
         name = None if found is None or found.parameters or found.refusal else found.activation
         kind = None if name is None else shipped_class(name, "coded", self.bits)
         if kind is None or registered(kind).bits < self.least:

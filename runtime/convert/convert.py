@@ -7,16 +7,15 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from fitact.errors import UsageError
 from fitact.runtime.norms.fold import merge_norms
-from fitact.runtime.ops.registry import Coded, find
 from fitact.runtime.rebuild import sites as rebuilding
-from fitact.runtime.rebuild.modules import REBUILT, put_back, reading
+from fitact.runtime.rebuild.modules import put_back, reading, standing
 from fitact.runtime.records import Conversion, Gradient, SiteRecord, Unseen
 from fitact.runtime.torch_internals import is_compiled
 
@@ -325,11 +324,9 @@ class _Job:
         if self.method != "auto" or not self.codings:
             return ()
         assert self.run is not None
-        coded: dict[nn.Module, Coded] = {}
-        for site in self.sites:
-            codes = self.codings[0].codes(site.held) if isinstance(site.held, nn.Module) else None
-            if codes is not None:
-                coded[site.held] = cast("Coded", find(codes.g))
+        held = [site.held for site in self.sites if isinstance(site.held, nn.Module)]
+        found = ((one, self.codings[0].codes(one)) for one in held)
+        coded = {one: codes.table(one) for one, codes in found if codes is not None}
         return too_far(self.model, self.run, coded, attempt=self.attempt)
 
     def _measured(self, state: State) -> Trace:
@@ -387,10 +384,12 @@ def _rebuilt(found: Sequence[rebuilding.Swap]) -> Iterator[SiteRecord]:
 def _records(job: _Job) -> Iterator[SiteRecord]:
     """Yield the records; a module at several sites has its bytes at the first of them."""
     first: dict[Any, ActivationSite] = {}
+    told = {id(one.module): (one.record.after, one.record.reason) for one in job.rebuilt if one.record}
     for i, (site, replacement) in enumerate(zip(job.sites, job.replacements, strict=True)):
-        rebuilt = replacement.label is None and site.found.rebuilt
-        label, reason = (REBUILT, "") if rebuilt else (replacement.label, replacement.reason)
-        record = SiteRecord(site.path, "activation", site.found.before, label, reason)
+        after, reason = replacement.label, replacement.reason
+        if after is None and site.found.rebuilt:
+            after, reason = told.get(id(site.held), standing(site.held))
+        record = SiteRecord(site.path, "activation", site.found.before, after, reason)
         if first.setdefault(site.key, site) is not site:
             same = f"the same module as {first[site.key].path}"
             record = dataclasses.replace(record, reason="; ".join(filter(None, (reason, same))))

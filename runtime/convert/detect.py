@@ -22,6 +22,7 @@ from torch import nn
 
 from fitact.api import activation
 from fitact.errors import UsageError, quote
+from fitact.runtime.learned.uses import Use, use_of
 from fitact.runtime.ops.registry import is_generated, registered
 from fitact.runtime.rebuild.modules import Rebuilding, activation_of, is_activation, original_class
 from fitact.runtime.torch_internals import has_hooks, modules_in
@@ -122,6 +123,7 @@ class Found:
         refusal: why it must not be replaced; `""` if it may.
         converted: whether it is fitact's.
         rebuilt: whether its output is rebuilt in backward.
+        learned: how it computes a formula with learned numbers; None if it does not.
 
     """
 
@@ -133,6 +135,7 @@ class Found:
     refusal: str = ""
     converted: bool = False
     rebuilt: bool = False
+    learned: Use | None = None
 
     @property
     def keeps_input(self) -> bool:
@@ -242,6 +245,9 @@ def _module(module: nn.Module, own: frozenset[type]) -> Found | None:
         return parametrised(name, activation, given)
     if isinstance(module, (Held, InPlace)) or is_generated(kind):
         return Found(label(module), converted=True)
+    use = use_of(module, kind)
+    if use is not None:
+        return Found(name, refusal=use.refusal, learned=use)
     home = kind.__module__
     if home == "torch.nn.modules.activation" or home in LIBRARIES:
         in_place = bool(getattr(module, "inplace", False))
@@ -284,7 +290,7 @@ def _named(before: str, parameters: Mapping[str, float]) -> str:
 def _checked(module: nn.Module, found: Found) -> Found:
     """Refuse a module with parts that a replacement would lose."""
     refusal = ""
-    if any(True for _ in module.parameters()):
+    if found.learned is None and any(True for _ in module.parameters()):
         refusal = "its parameters are learned"
     elif has_hooks(module) or "forward" in vars(module):
         refusal = "it has hooks, which would be lost"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.ops.registry import Coded
+from fitact.runtime.rebuild.codes import Table
 from fitact.runtime.records import Gradient
 from fitact.runtime.restore import generators, unchanged
 from fitact.runtime.torch_internals import FakeTensor, tree_leaves
@@ -91,7 +91,7 @@ FAR = 3.0  # times as far off as for normal inputs: codes are not used then
 NUMBERS = 1 << 16  # of an input that are looked at
 
 
-def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Coded], *, attempt: int = 0) -> set[nn.Module]:
+def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, attempt: int = 0) -> set[nn.Module]:
     """Return the activations whose codes do not suit what a run gives them.
 
     Codes are made for deviations of 0.5 to 4. Values of inputs that are much smaller, or have elements beyond the
@@ -124,7 +124,7 @@ def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Coded], *, att
     return {module for module, error in errors.items() if error > FAR * _normal_error(coded[module])}
 
 
-def _value_error(activation: Coded, x: Tensor) -> float:
+def _value_error(activation: Table, x: Tensor) -> float:
     x = x[:: max(len(x) // NUMBERS, 1)].to("cpu", torch.float64)
     x = x[x.isfinite()]
     code = torch.bucketize(x, torch.tensor(activation.borders, dtype=x.dtype))
@@ -134,6 +134,6 @@ def _value_error(activation: Coded, x: Tensor) -> float:
 
 
 @lru_cache
-def _normal_error(activation: Coded) -> float:
+def _normal_error(activation: Table) -> float:
     share = (torch.arange(NUMBERS, dtype=torch.float64) + 0.5) / NUMBERS
     return _value_error(activation, torch.special.ndtri(share))

@@ -32,12 +32,23 @@ NAMES = (
         "tanhshrink",
     ),
 )
+
+
+def _squareplus(x: Tensor) -> Tensor:
+    """Return (x + √(x² + 4))/2, as a quotient where that would cancel."""
+    root = torch.sqrt(x * x + 4)
+    return torch.where(x > 0, (x + root) / 2, 2 / (root - x))
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(F, name) for name in NAMES},
     "exp": torch.exp,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: F.relu(x).square(),
+    "serf": lambda x: x * torch.erf(F.softplus(x)),
+    "snake": lambda x: x + torch.sin(x).square(),
+    "squareplus": _squareplus,
     "threshold": lambda x: F.threshold(x, 1.0, 0.0),
 }
 # Tolerances of several float32 roundings: relative to a value, and to the terms of a difference.

@@ -22,6 +22,7 @@ from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id, version_of
 
 from . import functions
+from .derivatives import Plain
 from .operation import Expression, bound, operation, rebuilds
 from .recipes import Source, cast, kept_source, note_kept, owned, shares_cast, source
 
@@ -159,7 +160,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         expression = Expression(call, tensors, found)
         if expression.depth <= DEEPEST:
             state = expression.take_state()
-            rebuild = Source(functions.Plain(expression, tensors[0].device.type), state)
+            rebuild = Source(Plain(expression, tensors[0].device.type), state)
     if less:
         output: Any = operation(call, tensors, rebuild if rule.keeps_output else None)
     else:
@@ -290,7 +291,7 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     narrow = found or Source(lambda x: x, (x.detach(),))
     for one in narrow.state:
         setattr(one.untyped_storage(), SHARED, True)
-    again = functions.Plain(lambda *state: call(narrow.function(*state)), device)
+    again = Plain(lambda *state: call(narrow.function(*state)), device)
     rebuild = Source(again, narrow.state, narrow.exact)
     output = operation(call, tensors, rebuild)
     note(output, again, *narrow.state, exact=rebuild.exact)

@@ -1,6 +1,7 @@
-"""Gates f(g)·u that keep codes: of g those of f's coded fit, and u itself or codes of the identity's.
+"""What keeps codes in place of tensors: gates f(g)·u, and activations with learned numbers.
 
-Those that ship have kernels of their own. All others are composed of the activations' ops.
+A gate keeps codes of g, those of f's coded fit, and u itself or codes of the identity's. Those that ship have
+kernels of their own. All others are composed of the activations' ops.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fitact.runtime.learned import ops as learned
+from fitact.runtime.learned.function import apply_learned
+from fitact.runtime.learned.uses import Use
 from fitact.runtime.ops import decode, gate_ops
 from fitact.runtime.ops.autograd import DTYPES, NAMESPACE
 from fitact.runtime.ops.factors import CodedFactor, Factor
@@ -44,6 +48,80 @@ class Codes(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The names of the fits."""
         return tuple(find(key).name for key in self if key is not None)
+
+    def table(self, _: nn.Module) -> Table:
+        """Return the codes of g, and what is looked up by them."""
+        coded = decode.coded(self.g)
+        assert isinstance(coded, Coded), "codes drawn at random do not ship"
+        return Table(coded.borders, coded.values, coded.value)
+
+
+class Table(NamedTuple):
+    """Codes of x, and the values that are looked up by them.
+
+    Attributes:
+        borders: increasing; a code counts those strictly below x.
+        values: by code, what stands in place of f(x).
+        value: f.
+
+    """
+
+    borders: tuple[float, ...]
+    values: tuple[float, ...]
+    value: Callable[[Tensor], Tensor]
+
+
+class LearnedCodes(NamedTuple):
+    """The codes that an activation with learned numbers keeps.
+
+    Attributes:
+        key: of the shipped formula.
+        use: how the module computes it.
+
+    """
+
+    key: str
+    use: Use
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the fit."""
+        return (learned.find(self.key).name,)
+
+    def apply(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """Return the formula of x, which keeps codes; None where the module has to compute it itself."""
+        if not (plain(x) and x.dtype in DTYPES and x.dim() >= -self.use.dim):
+            return None
+        numbers = self._numbers(module, x.device)
+        if not functions.recorded(x, *numbers) or not all(map(plain, numbers)):
+            return None
+        same = all(torch.result_type(x, one) == x.dtype for one in numbers)
+        if not (same or torch.is_autocast_enabled(x.device.type)):
+            return None  # the module returns another dtype, which layers that follow may need
+        return apply_learned(x, numbers, self.use.dim, self.key)
+
+    def _numbers(self, module: nn.Module, device: torch.device) -> list[Tensor]:
+        """Return the numbers; of those that the module has not, the constant."""
+        own = [getattr(module, one) if isinstance(one, str) else one for one in self.use.numbers]
+        channels = max((one.numel() for one in own if isinstance(one, Tensor)), default=1)
+        kinds = learned.find(self.key).numbers
+        return [
+            one if isinstance(one, Tensor) else torch.full((channels if kind.channel else 1,), one, device=device)
+            for one, kind in zip(own, kinds, strict=True)
+        ]
+
+    def table(self, module: nn.Module) -> Table:
+        """Return the codes of x, and the formula at their points, numbers of channels at their starts."""
+        formula = learned.find(self.key)
+        numbers = [
+            torch.full((), kind.start) if kind.channel else one.detach().cpu().float().reshape(())
+            for one, kind in zip(self._numbers(module, torch.device("cpu")), formula.numbers, strict=True)
+        ]
+
+        def value(x: Tensor) -> Tensor:
+            return formula.value(x.float(), *numbers)
+
+        return Table(formula.borders, tuple(value(torch.tensor(formula.points)).tolist()), value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +208,39 @@ def gate(codes: Codes, function: Callable[..., Tensor], g: Tensor, u: Tensor) ->
     if g.shape != u.shape or g.dtype != u.dtype:
         return functions.gate(function, g, u)
     return apply_gate(g, u, gate_of(codes).key)
+
+
+class Gate(NamedTuple):
+    """The names of the children of a gated MLP.
+
+    Attributes:
+        activation: f.
+        gate: the layer whose output is g.
+        up: that whose output is u; None if `gate` returns both side by side.
+        down: the layer that follows.
+        dropout: what is between, None if nothing is.
+        turned: whether u comes first, of the halves or in the order of calls.
+
+    """
+
+    activation: str
+    gate: str
+    up: str | None
+    down: str
+    dropout: str | None
+    turned: bool
+
+    def compute(self, module: Any, x: Tensor, codes: Codes | None = None) -> Tensor:
+        """Return down(dropout(f(g) · u)), keeping codes if there are some."""
+        if self.up is None:
+            parts = getattr(module, self.gate)(x).chunk(2, -1)
+        else:
+            order = [self.up, self.gate] if self.turned else [self.gate, self.up]
+            parts = [getattr(module, name)(x) for name in order]
+        g, u = reversed(parts) if self.turned else parts
+        f = getattr(module, self.activation)
+        h = functions.gate(f, g, u) if codes is None else gate(codes, f, g, u)
+        if self.dropout is not None:
+            h = getattr(module, self.dropout)(h)
+        result: Tensor = getattr(module, self.down)(h)
+        return result

@@ -1,4 +1,4 @@
-"""A function that is computed again for its derivative, and the gradients that come of it."""
+"""A function that is computed again for its derivative, and the gradients; activations of what is rebuilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from .recipes import applied
+from fitact.runtime.recipes import note
+
+from .recipes import Function, Source, applied, source, use
 
 READS = 8  # how often a function that is computed again may read an input
 
@@ -166,3 +168,90 @@ def count_reads(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
     leaf = x.detach().requires_grad_()
     y = function(leaf)  # before PyTorch 2.13, a node of an `autograd.Function` lives no longer than its output
     return sum(len(places) for _, places in readers(y.grad_fn, [leaf]))
+
+
+# ------------------------------------------------------------------------- activations of what is rebuilt
+
+
+class Plain:
+    """A function as it runs in the autocast that is on now, without autograd."""
+
+    def __init__(self, function: Function, device: str) -> None:
+        self.function, self.autocast = function, autocast(device)
+
+    def use(self) -> None:
+        """Tell the function, if it wants to know, that a layer will call it once in each backward pass."""
+        use(self.function)
+
+    def __call__(self, *state: Tensor) -> Tensor:
+        """Return the function of tensors."""
+        with torch.no_grad(), self.autocast():
+            return self.function(*state)
+
+
+class _Chained(torch.autograd.Function):
+    """f(x), perhaps in place of x, which is rebuilt for the derivative; after it come f's parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, run: Function, function: Function, rebuild: Function, count: int, *rest: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.rebuild, ctx.count, ctx.autocast = function, rebuild, count, autocast(x.device.type)
+        ctx.save_for_backward(*rest)
+        y = run(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        state = ctx.saved_tensors
+        x = ctx.rebuild(*state[ctx.count :]).detach()
+        wants = ctx.needs_input_grad[5:][: ctx.count]
+        with differentiable(ctx.autocast):
+            x = started(x)
+            own = [one.detach().requires_grad_(wanted) for one, wanted in zip(state, wants, strict=False)]
+            start, end = get_gradient_edge(x), get_gradient_edge(ctx.function(x, *own))
+        del x  # unless the function keeps it
+        trained = [one for one in own if one.requires_grad]
+        dx, *found = torch.autograd.grad(end, [start, *trained], grads, allow_unused=True)
+        gradients = iter(found)
+        by_own = [next(gradients) if wanted else None for wanted in wants]
+        return dx, None, None, None, None, *by_own, *(None for _ in state[ctx.count :])
+
+
+class _Of:
+    """A function of what is rebuilt; its parameters come first."""
+
+    def __init__(self, function: Function, found: Source, count: int) -> None:
+        self.function, self.rebuild, self.count = function, found.function, count
+
+    def use(self) -> None:
+        use(self.rebuild)
+
+    def __call__(self, *state: Tensor) -> Tensor:
+        return self.function(self.rebuild(*state[self.count :]), *state[: self.count])
+
+
+def chained(
+    run: Function, function: Function, x: Tensor, exact: bool = True, parameters: Sequence[Tensor] = ()
+) -> Tensor | None:
+    """Return f(x), which keeps what x is rebuilt from and is rebuilt from it too; None if x cannot be.
+
+    Args:
+        run: f, which may overwrite its argument and return that.
+        function: the same f of x and its parameters, which does not.
+        x: its argument.
+        exact: whether to keep an argument that would not be rebuilt bit for bit.
+        parameters: f's.
+
+    """
+    found = source(x, exact) if torch.is_grad_enabled() else None
+    if found is None:
+        return None
+    use(found.function)
+    use(function)
+    count, state = len(parameters), (*parameters, *found.state)
+    y: Tensor = applied(_Chained, x, run, function, found.function, count, *state)
+    return note(y, _Of(Plain(function, x.device.type), found, count), *state, exact=found.exact)

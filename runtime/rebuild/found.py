@@ -1,8 +1,12 @@
-"""Which modules keep less of what they call themselves: found by running the model, and checked by running it."""
+"""Which modules keep less: activations and norms, found by trying a few numbers, and what modules call themselves.
+
+The latter is found by running the model, and checked by running it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -10,17 +14,98 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from fitact.runtime.convert.detect import MODULES
 from fitact.runtime.convert.measure import Run, real, traces
+from fitact.runtime.learned.uses import Use
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.norms import linear as layers
 from fitact.runtime.recipes import Recipe
 from fitact.runtime.restore import untouched
-from fitact.runtime.torch_internals import FakeTensor, tree_leaves
+from fitact.runtime.torch_internals import (
+    FakeTensor,
+    buffers_in,
+    parameters_in,
+    storage_id,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 
 from .calls import Looking, here
+from .derivatives import READS, count_reads
 from .modules import PATH, Rebuilding
 from .recipes import recipe_of
 
+PROBE = 64  # elements of what an activation is tried with
+ROWS = 3  # of what a norm is tried with
 UNLIKE = "its outputs would not be stock's bit for bit"
 RANDOM = "the model's outputs differ from one run to the next"
+
+
+# --------------------------------------------------------------------------------------- by trying a few numbers
+
+
+def is_composed(norm: layers.Norm) -> bool:
+    """Return whether a norm is several operations, which keep more bytes of a few rows than these have."""
+    with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, trial = torch.ones(ROWS, norm.columns, dtype=dtype), layers.trial_copy(norm.module, dtype)
+            with count_saved(trial) as saved:
+                y = trial(x.requires_grad_())
+            large = [one.nbytes() for one in saved.storages.values() if one.nbytes() >= x.nbytes]
+            del y
+            if sum(large) > x.nbytes:
+                return count_reads(trial, x) <= READS
+    return False
+
+
+def learned_kind(module: nn.Module, use: Use) -> str | None:
+    """Return the kind of an activation with learned numbers, by what a copy of it keeps of a few numbers."""
+    with unset_fake_temporarily():
+        trial = module.__new__(type(module))
+        parameters, buffers = _ones(parameters_in(module)), _ones(buffers_in(module))
+        vars(trial).update(vars(module), _parameters=parameters, _buffers=buffers)
+        kind = kind_of(trial, torch.linspace(-3, 3, math.prod(use.shape)).view(use.shape))
+    return {"Activation": "Learned", "Composed": "ComposedLearned"}.get(kind or "")
+
+
+def _ones(held: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return ones of float32 in place of tensors, which may be fake."""
+    return {
+        name: None if one is None else torch.ones(one.shape).requires_grad_(one.requires_grad)
+        for name, one in held.items()
+    }
+
+
+def kind_of(activation: nn.Module, values: Tensor | None = None) -> str | None:
+    """Return the kind of an activation by what it keeps of a few numbers; None if that is its output alone.
+
+    Args:
+        activation: the module.
+        values: what it is tried with, float32; by default PROBE numbers.
+
+    """
+    training = activation.training
+    try:
+        with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            values = torch.linspace(-3, 3, PROBE) if values is None else values
+            x = values.clone().requires_grad_().clone()
+            with count_saved(activation) as saved:
+                y = activation(x)
+            reads = 1 if storage_id(y) == storage_id(x) else count_reads(activation, values)
+    except Exception:  # whatever it needs, it is not a function of a tensor alone
+        return None
+    finally:
+        activation.train(training)
+    if not isinstance(y, Tensor) or y.shape != x.shape or not saved.storages:
+        return None
+    if storage_id(y) == storage_id(x) or {*saved.storages} == {storage_id(y)}:
+        return "Chained" if type(activation) in MODULES else None
+    if {*saved.storages} == {storage_id(x)}:
+        return "Activation"
+    return "Composed" if saved.bytes >= x.nbytes and reads <= READS else None
+
+
+# ---------------------------------------------------------------------------------------- by running the model
 
 
 class _Finder:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import base_of, in_functorch_transform
 
 from .bits import pack, unpack
-from .derivatives import READS, Reads, autocast, differentiable, once, started
+from .derivatives import READS, Plain, Reads, autocast, differentiable, once
 from .recipes import (
     Function,
     Source,
@@ -174,22 +173,6 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | No
 # ------------------------------------------------------------------------------------------------------- producers
 
 
-class Plain:
-    """A function as it runs in the autocast that is on now, without autograd."""
-
-    def __init__(self, function: Function, device: str) -> None:
-        self.function, self.autocast = function, autocast(device)
-
-    def use(self) -> None:
-        """Tell the function, if it wants to know, that a layer will call it once in each backward pass."""
-        use(self.function)
-
-    def __call__(self, *state: Tensor) -> Tensor:
-        """Return the function of tensors."""
-        with torch.no_grad(), self.autocast():
-            return self.function(*state)
-
-
 def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
     """Return an output that is to be rebuilt as a function of what its operation keeps."""
     return note(output, Plain(function, output.device.type), *state)
@@ -336,65 +319,3 @@ class _Dropped:
 
     def __call__(self, bits: Tensor, *state: Tensor) -> Tensor:
         return _dropped(self.rebuild(*state), bits, self.layout, self.p)
-
-
-# ------------------------------------------------------------------------- activations of what is rebuilt
-
-
-class _Chained(torch.autograd.Function):
-    """f(x), perhaps in place of x, which is rebuilt for the derivative."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, run: Function, function: Function, rebuild: Function, *state: Tensor
-    ) -> Tensor:
-        ctx.function, ctx.rebuild, ctx.autocast = function, rebuild, autocast(x.device.type)
-        ctx.save_for_backward(*state)
-        y = run(x)
-        if y is x:
-            ctx.mark_dirty(x)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        once()
-        state = ctx.saved_tensors
-        x = ctx.rebuild(*state).detach()
-        with differentiable(ctx.autocast):
-            x = started(x)
-            start, end = get_gradient_edge(x), get_gradient_edge(ctx.function(x))
-        del x  # unless the function keeps it
-        (dx,) = torch.autograd.grad(end, start, grads)
-        return dx, None, None, None, *(None for _ in state)
-
-
-class _Of:
-    """A function of what is rebuilt."""
-
-    def __init__(self, function: Function, found: Source) -> None:
-        self.function, self.rebuild = function, found.function
-
-    def use(self) -> None:
-        use(self.rebuild)
-
-    def __call__(self, *state: Tensor) -> Tensor:
-        return self.function(self.rebuild(*state))
-
-
-def chained(run: Function, function: Function, x: Tensor, exact: bool = True) -> Tensor | None:
-    """Return f(x), which keeps what x is rebuilt from and is rebuilt from it too; None if x cannot be.
-
-    Args:
-        run: f, which may overwrite its argument and return that.
-        function: the same f, which does not.
-        x: its argument.
-        exact: whether to keep an argument that would not be rebuilt bit for bit.
-
-    """
-    found = source(x, exact) if torch.is_grad_enabled() else None
-    if found is None:
-        return None
-    use(found.function)
-    use(function)
-    y: Tensor = applied(_Chained, x, run, function, found.function, *found.state)
-    return note(y, _Of(Plain(function, x.device.type), found), *found.state, exact=found.exact)

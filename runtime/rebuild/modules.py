@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,9 @@ from fitact.runtime.torch_internals import has_hooks, in_functorch_transform, pa
 
 from . import functions
 from .calls import Looking, here
-from .codes import Codes
-from .codes import gate as coded_gate
+from .codes import Codes, Gate, LearnedCodes
 from .convolution import convolution
+from .derivatives import chained
 from .recipes import note_kept
 
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
@@ -90,7 +90,7 @@ class Activation(Rebuilding):
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         function = _Noticed(partial(self.fitact_stock.forward, self), self)
-        output = functions.chained(function, function, input, self.fitact_exact)
+        output = chained(function, function, input, self.fitact_exact)
         return functions.noted(function(input), function, input) if output is None else output
 
 
@@ -103,7 +103,7 @@ class Chained(Rebuilding):
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         run = partial(self.fitact_stock.forward, self)
         function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
-        output = functions.chained(run, function, input, self.fitact_exact)
+        output = chained(run, function, input, self.fitact_exact)
         return note_kept(run(input), function) if output is None else output
 
 
@@ -119,30 +119,62 @@ def _of_copy(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return run(x.clone())
 
 
+def _of_parameters(module: Any) -> tuple[_Noticed, list[Tensor]]:
+    """Return what a module computes, as a function of x and the parameters, and these."""
+    stock, rest = module.fitact_stock, vars(module)
+    there = {name: parameter for name, parameter in parameters_in(module).items() if parameter is not None}
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        twin = stock.__new__(stock)
+        given = parameters_in(module) | dict(zip(there, parameters, strict=True))
+        twin.__dict__.update(rest, _parameters=given)
+        result: Tensor = stock.forward(twin, x)
+        return result
+
+    return _Noticed(function, module), [*there.values()]
+
+
+def _from_input(module: Any, x: Tensor) -> Tensor:
+    """Return what a module computes of x, to be rebuilt from x and the parameters."""
+    function, parameters = _of_parameters(module)
+    if module.fitact_composed:
+        return functions.again(function, x, *parameters)
+    return functions.noted(module.fitact_stock.forward(module, x), function, x, *parameters)
+
+
 class Norm(Rebuilding):
     """A norm: its input is kept, and its parameters are kept anyway."""
 
     fitact_composed = False
 
     def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
-        stock, rest = self.fitact_stock, vars(self)
-        there = {name: parameter for name, parameter in parameters_in(self).items() if parameter is not None}
-
-        def normed(x: Tensor, *parameters: Tensor) -> Tensor:
-            twin = stock.__new__(stock)
-            given = parameters_in(self) | dict(zip(there, parameters, strict=True))
-            twin.__dict__.update(rest, _parameters=given)
-            result: Tensor = stock.forward(twin, x)
-            return result
-
-        if self.fitact_composed:
-            return functions.again(_Noticed(normed, self), hidden_states, *there.values())
-        output = stock.forward(self, hidden_states)
-        return functions.noted(output, _Noticed(normed, self), hidden_states, *there.values())
+        return _from_input(self, hidden_states)
 
 
 class ComposedNorm(Norm):
     """A norm of several operations, which keep more than its input and are computed again."""
+
+    fitact_composed = True
+
+
+class Learned(Norm):
+    """An activation with learned numbers: its input is kept, or codes."""
+
+    fitact_codes: LearnedCodes | None = None
+
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
+        output: Tensor | None = None
+        if self.fitact_codes is not None:
+            output = self.fitact_codes.apply(self, input)
+        elif not self.fitact_composed:
+            function, parameters = _of_parameters(self)
+            run = partial(self.fitact_stock.forward, self)
+            output = chained(run, function, input, self.fitact_exact, parameters)
+        return _from_input(self, input) if output is None else output
+
+
+class ComposedLearned(Learned):
+    """One of several operations, which keep more than its input and are computed again."""
 
     fitact_composed = True
 
@@ -213,42 +245,6 @@ class Dropout(Rebuilding):
         return self.fitact_stock.forward(self, input) if output is None else output
 
 
-class Gate(NamedTuple):
-    """The names of the children of a gated MLP.
-
-    Attributes:
-        activation: f.
-        gate: the layer whose output is g.
-        up: that whose output is u; None if `gate` returns both side by side.
-        down: the layer that follows.
-        dropout: what is between, None if nothing is.
-        turned: whether u comes first, of the halves or in the order of calls.
-
-    """
-
-    activation: str
-    gate: str
-    up: str | None
-    down: str
-    dropout: str | None
-    turned: bool
-
-    def compute(self, module: Any, x: Tensor, codes: Codes | None = None) -> Tensor:
-        """Return down(dropout(f(g) · u)), keeping codes if there are some."""
-        if self.up is None:
-            parts = getattr(module, self.gate)(x).chunk(2, -1)
-        else:
-            order = [self.up, self.gate] if self.turned else [self.gate, self.up]
-            parts = [getattr(module, name)(x) for name in order]
-        g, u = reversed(parts) if self.turned else parts
-        f = getattr(module, self.activation)
-        h = functions.gate(f, g, u) if codes is None else coded_gate(codes, f, g, u)
-        if self.dropout is not None:
-            h = getattr(module, self.dropout)(h)
-        result: Tensor = getattr(module, self.down)(h)
-        return result
-
-
 class GatedMLP(Rebuilding):
     """down(f(g) · u), of which g and u are kept, or codes; f itself is not called where its hooks would notice."""
 
@@ -283,16 +279,14 @@ class Calls(Rebuilding):
 
 
 CLASSES: dict[str, type[Any]] = {
-    **{
-        kind.__name__: kind
-        for kind in (Activation, Chained, Composed, Norm, ComposedNorm, BatchNorm, BatchNormAct)
-    },
-    **{kind.__name__: kind for kind in (Linear, Conv1D, Convolution, Dropout, GatedMLP, OwnGate, Calls)},
+    **{kind.__name__: kind for kind in (Activation, Chained, Composed, Learned, ComposedLearned)},
+    **{kind.__name__: kind for kind in (Norm, ComposedNorm, BatchNorm, BatchNormAct, Linear, Conv1D)},
+    **{kind.__name__: kind for kind in (Convolution, Dropout, GatedMLP, OwnGate, Calls)},
 }
 
 
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("Activation", "Chained", "Composed"), "activation"),
+    **dict.fromkeys(("Activation", "Chained", "Composed", "Learned", "ComposedLearned"), "activation"),
     **dict.fromkeys(("Norm", "ComposedNorm", "BatchNorm", "BatchNormAct"), "norm"),
     **dict.fromkeys(("GatedMLP", "OwnGate"), "gate"),
     "Calls": "calls",
@@ -332,7 +326,7 @@ def swap(
     kind: str,
     path: str,
     gate: Gate | None = None,
-    codes: Codes | None = None,
+    codes: Codes | LearnedCodes | None = None,
     *,
     exact: bool = True,
 ) -> None:
@@ -371,13 +365,24 @@ def put_back(module: Any) -> None:
             vars(module).pop(name, None)
 
 
+def label(module: object) -> str:
+    """Return the names of the codes that a rebuilding module keeps, or that its output is rebuilt."""
+    codes: Codes | LearnedCodes | None = vars(module).get("fitact_codes")
+    return REBUILT if codes is None else ", ".join(codes.names)
+
+
+def standing(module: nn.Module) -> tuple[str | None, str]:
+    """Return what a report says of a module that an earlier conversion made rebuild its output, and the note."""
+    told = label(module)
+    return (told, "") if told == REBUILT else (None, f"already {told}")
+
+
 def restore(model: nn.Module) -> Iterator[SiteRecord]:
     """Give every module of a model its own class again, and yield what was rebuilt."""
     for path, module in model.named_modules():
         if isinstance(module, Rebuilding):
             kind = KINDS.get(module.fitact_kind)
-            codes: Codes | None = vars(module).get("fitact_codes")
-            before = REBUILT if codes is None else ", ".join(codes.names)
+            before = label(module)
             put_back(module)
             if kind is not None:
                 yield SiteRecord(path, kind, before, type(module).__name__)

@@ -15,8 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fitact.runtime.torch_internals import storage_id, without_torch_function
 
-from .derivatives import once, started
-from .functions import Plain
+from .derivatives import Plain, once, started
 from .recipes import Read, Source, applied, source, use
 
 Function = Callable[..., Tensor]

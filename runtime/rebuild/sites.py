@@ -11,25 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fitact.runtime.convert.detect import MODULES, ActivationSite, activation_sites, stated_errors
+from fitact.runtime.convert.detect import ActivationSite, activation_sites, stated_errors
 from fitact.runtime.convert.measure import Run
 from fitact.runtime.learned.function import LearnedModule
-from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
-from fitact.runtime.torch_internals import has_hooks, storage_id, unset_fake_temporarily
+from fitact.runtime.torch_internals import has_hooks
 from fitact.runtime.wrappers import RebuiltGate
 from fitact.text import starred
 
-from .codes import Codes
+from .codes import Codes, Gate, LearnedCodes
 from .convolution import CONVOLUTIONS
-from .derivatives import READS, count_reads
-from .found import check_calls, find_calls
-from .modules import KINDS, REBUILT, Gate, Rebuilding, put_back, swap
+from .found import check_calls, find_calls, is_composed, kind_of, learned_kind
+from .modules import KINDS, REBUILT, Rebuilding, put_back, swap
 
-PROBE = 64  # elements of what an activation is tried with
-ROWS = 3  # of what a norm is tried with
-NOTED = ("Activation", "Chained", "Norm", "BatchNorm", "BatchNormAct")  # these keep less only if a layer does
+# these keep less only if a layer does
+NOTED = ("Activation", "Chained", "Learned", "Norm", "BatchNorm", "BatchNormAct")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
 
@@ -43,7 +40,7 @@ class Swap:
         module: the module.
         kind: the new class, a key of CLASSES.
         gate: what its children are, if it is a gated MLP.
-        codes: which codes that keeps; None to keep g and u.
+        codes: which codes a gate keeps, or an activation with learned numbers; None to keep what they are of.
         exact: whether gradients stay stock's; if not, codes are kept for the output of a coded activation.
 
     """
@@ -52,7 +49,7 @@ class Swap:
     module: nn.Module
     kind: str
     gate: Gate | None = None
-    codes: Codes | None = None
+    codes: Codes | LearnedCodes | None = None
     exact: bool = True
 
     @property
@@ -64,6 +61,11 @@ class Swap:
     def activation(self) -> nn.Module:
         """The module, or the activation of its gate."""
         return self.module if self.gate is None else self.module.get_submodule(self.gate.activation)
+
+    @property
+    def may_code(self) -> bool:
+        """Whether it may keep codes itself; other activations are replaced by others that do."""
+        return self.gate is not None or self.kind in ("Learned", "ComposedLearned")
 
     @property
     def record(self) -> SiteRecord | None:
@@ -146,26 +148,28 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
 
 
 def likes(found: Sequence[Swap], without: Container[nn.Module] = ()) -> list[tuple[str, str]]:
-    """Return what gates have in common with the same in other layers, if none has an activation to leave out."""
-    left = {_like(one) for one in found if one.gate and one.activation in without}
-    return [*dict.fromkeys(like for one in found if one.gate and (like := _like(one)) not in left)]
+    """Return what those that may code have in common with others in other layers, if none is to be left out."""
+    left = {_like(one) for one in found if one.may_code and one.activation in without}
+    return [*dict.fromkeys(like for one in found if one.may_code and (like := _like(one)) not in left)]
 
 
 def coded(
     found: Sequence[Swap],
-    codes: Callable[[nn.Module], Codes | None],
+    codes: Callable[[nn.Module], Codes | LearnedCodes | None],
     like: tuple[str, str] | None = None,
 ) -> list[Swap]:
-    """Let gates keep codes.
+    """Let gates and activations with learned numbers keep codes.
 
     Args:
         found: the modules.
-        codes: of the activation of a gate; None where there are none.
-        like: as from `likes`; None for all gates.
+        codes: of the activation, or of that of a gate; None where there are none.
+        like: as from `likes`; None for all.
 
     """
     return [
-        replace(one, codes=codes(one.activation) or one.codes) if one.gate and like in (None, _like(one)) else one
+        replace(one, codes=codes(one.activation) or one.codes)
+        if one.may_code and like in (None, _like(one))
+        else one
         for one in found
     ]
 
@@ -216,7 +220,8 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
     for site in {site.key: site for site in reversed(activation_sites(model))}.values():  # the first of a module's
         held = site.held
         if isinstance(held, nn.Module) and _free(held) and not site.found.converted and not site.found.refusal:
-            kind = _keeps(held)
+            use = site.found.learned
+            kind = kind_of(held) if use is None else learned_kind(held, use)
             if kind is not None and (chains or kind != "Chained"):
                 yield Swap(site.path, held, kind)
     for path, module in model.named_modules():
@@ -224,7 +229,7 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
             continue
         norm = layers.recognise(module)
         if isinstance(norm, layers.Norm):
-            yield Swap(path, module, "ComposedNorm" if _is_composed(norm) else "Norm")
+            yield Swap(path, module, "ComposedNorm" if is_composed(norm) else "Norm")
         elif type(module) is nn.GroupNorm:
             yield Swap(path, module, "Norm")
         elif type(module) in BATCH_NORMS:
@@ -235,43 +240,6 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
             yield Swap(path, module, "OwnGate")
         elif type(module) is nn.Dropout and not module.inplace:
             yield Swap(path, module, "Dropout")
-
-
-def _is_composed(norm: layers.Norm) -> bool:
-    """Return whether a norm is several operations, which keep more bytes of a few rows than these have."""
-    with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        for dtype in (torch.float32, torch.bfloat16):
-            x, trial = torch.ones(ROWS, norm.columns, dtype=dtype), layers.trial_copy(norm.module, dtype)
-            with count_saved(trial) as saved:
-                y = trial(x.requires_grad_())
-            large = [one.nbytes() for one in saved.storages.values() if one.nbytes() >= x.nbytes]
-            del y
-            if sum(large) > x.nbytes:
-                return count_reads(trial, x) <= READS
-    return False
-
-
-def _keeps(activation: nn.Module) -> str | None:
-    """Return the kind of an activation by what it keeps of a few numbers; None if that is its output alone."""
-    training = activation.training
-    try:
-        with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            values = torch.linspace(-3, 3, PROBE)
-            x = values.clone().requires_grad_().clone()
-            with count_saved(activation) as saved:
-                y = activation(x)
-            reads = 1 if storage_id(y) == storage_id(x) else count_reads(activation, values)
-    except Exception:  # whatever it needs, it is not a function of a tensor alone
-        return None
-    finally:
-        activation.train(training)
-    if not isinstance(y, Tensor) or y.shape != x.shape or not saved.storages:
-        return None
-    if storage_id(y) == storage_id(x) or {*saved.storages} == {storage_id(y)}:
-        return "Chained" if type(activation) in MODULES else None
-    if {*saved.storages} == {storage_id(x)}:
-        return "Activation"
-    return "Composed" if saved.bytes >= x.nbytes and reads <= READS else None
 
 
 # ----------------------------------------------------------------------------------------------------------- gates
@@ -315,7 +283,10 @@ def gated(model: nn.Module) -> Iterator[Swap]:
 
 
 def _is_gates(site: ActivationSite) -> bool:
-    return not (site.found.converted or site.found.refusal or site.found.in_place or has_hooks(site.held))
+    found = site.found  # a gate is a function of g and u alone, without parameters
+    return not (
+        found.converted or found.refusal or found.in_place or found.learned is not None or has_hooks(site.held)
+    )
 
 
 def _one_dtype(module: nn.Module, gate: Gate) -> bool:

@@ -12,6 +12,12 @@ from fitact.cli import cli
 
 FIT = ["fit", "--method", "rebuild", "--name", "own"]
 OF = {
+    "": "learned number '': a name is a Python identifier of at most 40 characters; choose another name",
+    "sin": "learned number 'sin': sin is a function of formulas; choose another name",
+    "where": "learned number 'where': where is a function of formulas; choose another name",
+    "class": "learned number 'class': the name is Python's own; choose another name",
+    "__import__": "learned number '__import__': names that begin with an underscore belong to generated modules; "
+    "choose another name",
     "exp": "learned number 'exp': exp is a function of formulas; choose another name",
     "gelu": "learned number 'gelu': gelu is a function of formulas; choose another name",
     "pi": "learned number 'pi': pi is a constant of formulas; choose another name",
@@ -33,6 +39,24 @@ WRONG = [
     (
         ["--fn", "a*x", "--learn", "a"],
         "--learn 'a': expected NAME=START or NAME:channel=START, with a number to start from",
+    ),
+    *(
+        (
+            ["--fn", "a*x", "--learn", text],
+            f"--learn '{text}': expected NAME=START or NAME:channel=START, with a number to start from",
+        )
+        for text in ("a=", "a=one", "a:channel", "")
+    ),
+    (["--fn", "a*x", "--learn", "a=inf"], "learned number 'a': expected a start that float32 holds, got inf"),
+    (
+        ["--fn", "log(a)*x", "--learn", "a=0"],
+        "formula 'log(a)*x': with its start a=0 the formula is inf at x = -10: expected finite numbers from "
+        "x = -10 to 10; choose another start",
+    ),
+    (
+        ["--fn", "x*sqrt(a)", "--learn", "a=0"],
+        "formula 'x*sqrt(a)': with its start a=0 the derivative in a of the formula is nan at x = -10: expected "
+        "finite numbers from x = -10 to 10; choose another start",
     ),
     (
         ["--fn", "a*x", "--learn", "a:rows=1"],

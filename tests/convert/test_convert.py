@@ -1330,13 +1330,14 @@ def test_table() -> None:
     assert str(fitact.convert(model, dry_run=True)).splitlines() == [
         "site       was    would be      note",
         "*.act  ×3  GELU   gelu_fewbit3",
-        "3          PReLU  left alone    its parameters are learned",
+        "3          PReLU  left alone    its parameters are learned: only rebuild and coded keep less",
         "3 of 4 would be replaced",
     ]
     assert str(fitact.convert(model, example_inputs=x)).splitlines() == [
         "site       was    is                     kept           then  shared  note",
         "*.act  ×3  GELU   gelu_fewbit3        1.5 MiB  147,456 bytes  yes",
-        "3          PReLU  left alone    131,072 bytes  131,072 bytes  no      its parameters are learned",
+        "3          PReLU  left alone    131,072 bytes  131,072 bytes  no      "
+        "its parameters are learned: only rebuild and coded keep less",
         "3 of 4 replaced; the model keeps 2.1 MiB for backward instead of 3.5 MiB, 61.2 %",
     ]
 

@@ -104,7 +104,7 @@ def test_derivative(entry: Entry) -> None:
 def test_the_table_adds_to_the_catalog() -> None:
     names = [entry.name for entry in LITERATURE]
     assert len(names) == len(set(names)) >= 40
-    assert not set(names) & set(CATALOG)
+    assert set(names) & set(CATALOG) == {"serf", "snake", "squareplus"}  # here as one types them
     known = {entry.filled(entry.expression, {}) for entry in CATALOG.values()}
     assert not {entry.text for entry in LITERATURE} & known
 

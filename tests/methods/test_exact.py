@@ -329,6 +329,10 @@ STABLE: dict[str, tuple[Callable, Callable]] = {
     "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), lambda x: np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x))) ** 2),
     "softplus": (lambda x: np.logaddexp(x, 0), lambda x: 1 / (1 + np.exp(-x))),
     "softsign": (lambda x: x / (1 + np.abs(x)), lambda x: (1 + np.abs(x)) ** -2),
+    "squareplus": (
+        lambda x: np.where(x > 0, (x + np.hypot(x, 2)) / 2, 2 / (np.hypot(x, 2) - x)),
+        lambda x: (1 + x / np.hypot(x, 2)) / 2,
+    ),
     "tanh": (np.tanh, lambda x: 1 / np.cosh(np.clip(x, -300, 300)) ** 2),
 }
 
@@ -706,6 +710,7 @@ SPECIAL = {
     "sigmoid": (0.0, 0.0),
     "softplus": (1.0, 0.0),
     "softsign": (float("nan"), float("nan")),  # ∞/∞, as in PyTorch
+    "squareplus": (1.0, 0.0),
     "tanh": (0.0, 0.0),
 }
 

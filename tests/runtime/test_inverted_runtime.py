@@ -40,7 +40,7 @@ def derivatives(
 
 
 def test_what_is_shipped() -> None:
-    ones = ("gelu", "gelu_tanh", "silu", "mish", "quick_gelu")
+    ones = ("gelu", "gelu_tanh", "silu", "mish", "quick_gelu", "serf")
     twos = ("gelu", "silu", "hardswish")
     published = {"gelu_inverted_published": 1, "silu_inverted_published": 1}
     expected = {f"{name}_inverted1": 1 for name in ones} | {f"{name}_inverted2": 2 for name in twos} | published
@@ -114,6 +114,7 @@ NEARBY = {
     "hardswish_inverted2": 2e-4,
     "mish_inverted1": 3e-4,
     "quick_gelu_inverted1": 2e-4,
+    "serf_inverted1": 4e-4,
     "silu_inverted1": 2e-4,
     "silu_inverted2": 2e-4,
 }

@@ -47,6 +47,11 @@ def _mish_derivative(x: np.ndarray) -> np.ndarray:
     return t + x * (1 - t * t) * special.expit(x)
 
 
+def _serf_derivative(x: np.ndarray) -> np.ndarray:
+    u = np.logaddexp(0, x)
+    return special.erf(u) + x * 2 / np.sqrt(np.pi) * np.exp(-u * u) * special.expit(x)
+
+
 def _elu(scale: float, alpha: float) -> Curve:
     at = {"corners" if alpha == 1 else "jumps": (0.0,)}
     return Curve(
@@ -81,6 +86,7 @@ CURVES = {
     "quick_gelu": _swish(1.702),
     "relu": Curve(lambda x: np.maximum(x, 0), lambda x: np.where(x > 0, 1.0, 0.0), jumps=(0.0,)),
     "selu": _elu(LAMBDA, ALPHA),
+    "serf": Curve(lambda x: x * special.erf(np.logaddexp(0, x)), _serf_derivative, minimum=-1.193059968928188),
     "sigmoid": Curve(special.expit, lambda x: special.expit(x) * special.expit(-x)),
     "silu": _swish(1.0),
     "softplus": Curve(lambda x: np.logaddexp(0, x), special.expit),

@@ -37,6 +37,11 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _squareplus(x: torch.Tensor) -> torch.Tensor:
+    root = 2 * torch.hypot(x / 2, x.new_ones(()))
+    return torch.where(x > 0, x / 2 + root / 2, 2 / (root - x))
+
+
 # PyTorch's own, written out here: the catalog is under test.
 STOCK: dict[str, Any] = {
     "celu": F.celu,
@@ -58,11 +63,16 @@ STOCK: dict[str, Any] = {
     "relu2": lambda x: F.relu(x).square(),
     "relu6": F.relu6,
     "selu": F.selu,
+    # the next, and two below, PyTorch does not have either; rounded once
+    "serf": lambda x: (wide(x) * torch.erf(F.softplus(wide(x)))).to(x.dtype),
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
+    "snake": lambda x: (wide(x) + torch.sin(wide(x)).square()).to(x.dtype),
     "softplus": F.softplus,
     "softshrink": F.softshrink,
     "softsign": F.softsign,
+    # (x + √(x² + 4))/2, written so that nothing cancels for x < 0
+    "squareplus": lambda x: _squareplus(wide(x)).to(x.dtype),
     "tanh": torch.tanh,
     "tanhshrink": F.tanhshrink,
     "threshold": lambda x: F.threshold(x, 1.0, 0.0),

@@ -42,6 +42,7 @@ CLOSED: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "sigmoid": ("1/(1 + exp(-x))", "y*(1 - y)", ()),
     "softplus": ("log(1 + exp(x))", "-expm1(-y)", ()),
     "softsign": ("x/(1 + abs(x))", "(1 - abs(y))**2", ()),
+    "squareplus": ("(x + sqrt(x*x + 4))/2", "1/(1 + y**-2)", ()),
     "tanh": ("tanh(x)", "1 - y**2", ()),
 }
 # constant between corners, so that PyTorch's own gradient is the reference at every float

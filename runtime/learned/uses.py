@@ -1,0 +1,228 @@
+"""Recognising modules with learned numbers: which formula a module computes, of which of its parameters.
+
+PyTorch's and transformers' are known by their classes; others, such as the DyT layers of many models, by their
+parameters and by running a copy: value and gradients must be those of a formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..torch_internals import parameters_in, unset_fake_temporarily, without_torch_function
+from .function import LearnedModule
+from .ops import Learned, find
+
+PRELU = ("torch.nn.modules.activation.PReLU", "timm.layers.activations.PReLU")
+XIELU = "transformers.activations.XIELUActivation"
+RELATIVE, ABSOLUTE = 1e-4, 1e-4  # several float32 roundings, also of sums of a hundred terms
+PROBE = 60  # elements of what a module without channels is tried with
+MOST = 4  # parameters
+PLAIN = frozenset((bool, int, float, str, type(None)))  # what a recognised module may hold, and tuples of these
+EMPTY = frozenset(vars(nn.Module()))
+OURS = "fitact_"  # what the names of the attributes of modules that rebuild begin with
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a module computes a formula with learned numbers.
+
+    Attributes:
+        formula: its name in the catalog; `""` if the module has constants of its own.
+        numbers: for each learned number the name of the module's parameter, or its value if the module has none.
+        dim: the dimension of x that the channels lie along.
+        shape: one that x may have.
+        refusal: why the module must be left alone; `""` if it need not.
+
+    """
+
+    formula: str
+    numbers: tuple[str | float, ...]
+    dim: int
+    shape: tuple[int, ...]
+    refusal: str = ""
+
+    def coded(self, most: int, least: int = 1) -> Learned | None:
+        """Return the shipped formula with the widest codes, of `least` to `most` bits; None if there is none."""
+        for bits in range(most, least - 1, -1):
+            path = f"fitact.generated.{self.formula}_coded{bits}"
+            if find_spec(path) is not None:
+                module = import_module(path)
+                return find(module._KEY)
+        return None
+
+
+def use_of(module: nn.Module, kind: type[nn.Module]) -> Use | None:
+    """Return how a module computes a formula with learned numbers; None if it does not, or it is not certain.
+
+    Args:
+        module: the module; it is not changed, and its tensors may be fake.
+        kind: its class, as it was before anything was rebuilt.
+
+    """
+    name = f"{kind.__module__}.{kind.__name__}"
+    own = {name: one for name, one in parameters_in(module).items() if one is not None}
+    if name in PRELU:
+        size = own["weight"].numel()
+        return Use("prelu", ("weight",), 1, (3, size) if size > 1 else (PROBE,))
+    if name == XIELU:
+        return _xielu(module)
+    if not 1 <= len(own) <= MOST or any(map(is_lazy, own.values())) or any(one.dim() > 1 for one in own.values()):
+        return None
+    if kind.__module__.partition(".")[0] == "torch" or isinstance(module, LearnedModule):
+        return None
+    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+        return None
+    held = {name: value for name, value in vars(module).items() if name not in EMPTY and not name.startswith(OURS)}
+    sizes = tuple((name, tuple(one.shape)) for name, one in own.items())
+    if not all(map(_plain, held.values())) or not any(_matched(one, sizes) for one in FORMULAS.values()):
+        return None
+    hashable: Any = kind
+    return _recognised(hashable, kind.forward, tuple((name, type(one), one) for name, one in held.items()), sizes)
+
+
+def _plain(value: object) -> bool:
+    return type(value) in PLAIN or (isinstance(value, tuple) and all(type(one) in PLAIN for one in value))
+
+
+def _xielu(module: nn.Module) -> Use:
+    """Return how transformers' xIELU computes its formula, whose learned numbers pass through softplus."""
+    own = vars(module)
+    constants = {"_beta_scalar": 0.5, "_eps_scalar": -1e-6}  # which may be rounded to bfloat16
+    usual = all(math.isclose(own.get(name, math.nan), one, rel_tol=0.01) for name, one in constants.items())
+    refusal = "" if own.get("_xielu_cuda_obj") is None else "it runs the CUDA kernels of the package xielu"
+    return Use("xielu" if usual else "", ("alpha_p", "alpha_n"), -1, (PROBE,), refusal)
+
+
+# ------------------------------------------------------------------------------------------- by what they compute
+
+
+class _Formula(NamedTuple):
+    """A formula in PyTorch's operators, and which parameters a module of it has.
+
+    Attributes:
+        value: of x, the numbers of one element and then those of channels, in the order of the catalog.
+        single: for each number of one element, its value where a module does not have it; None if it must.
+        channel: likewise for each number of channels.
+
+    """
+
+    value: Callable[..., Tensor]
+    single: tuple[float | None, ...]
+    channel: tuple[float | None, ...] = ()
+
+
+FORMULAS: Mapping[str, _Formula] = {
+    "dyt": _Formula(lambda x, a, g, b: g * torch.tanh(a * x) + b, (None,), (None, 0.0)),
+    "derf": _Formula(lambda x, a, s, g, b: g * torch.erf(a * x + s) + b, (None, 0.0), (None, 0.0)),
+    "swish_beta": _Formula(lambda x, b: x * torch.sigmoid(b * x), (None,)),
+    "prelu": _Formula(lambda x, w: torch.where(x > 0, x, w * x), (None,)),
+}
+Sizes = tuple[tuple[str, tuple[int, ...]], ...]  # of parameters, by name
+Held = tuple[tuple[str, type, Any], ...]  # attributes: name, type and value
+
+
+def _matched(formula: _Formula, sizes: Sizes) -> list[tuple[str | float, ...]]:
+    """Return the orders in which a module's parameters may be the numbers of a formula; none if they cannot be."""
+    singles = [name for name, size in sizes if size in ((), (1,))]
+    wide = [name for name, _ in sizes if name not in singles]
+    if len({size for name, size in sizes if name in wide}) > 1:
+        return []
+    orders = [_filled(own, given) for own, given in ((formula.single, singles), (formula.channel, wide))]
+    return [(*one, *other) for one, other in product(*orders)]
+
+
+def _filled(own: Sequence[float | None], given: Sequence[str]) -> list[tuple[str | float, ...]]:
+    """Return the ways to put names in the places of numbers: all that are needed, then others in their order."""
+    needed = sum(one is None for one in own)
+    if not needed <= len(given) <= len(own):
+        return []
+    rest = [one for one in own[len(given) :] if one is not None]
+    return [(*names, *rest) for names in permutations(given)]
+
+
+@lru_cache(maxsize=256)
+def _recognised(kind: type[nn.Module], _: Any, held: Held, sizes: Sizes) -> Use | None:
+    """Return what modules of a class with given attributes and parameters compute."""
+    channels = max((size[0] for _, size in sizes if size), default=1)
+    layouts = {-1: (3, 7, channels), -3: (2, channels, 3, 4)} if channels > 1 else {-1: (PROBE,)}
+    with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(without_torch_function())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        random = torch.Generator().manual_seed(0)
+        size = {name: torch.rand(shape, generator=random) + 0.3 for name, shape in sizes}
+        trials = [({name: sign * one for name, one in size.items()}, mode) for sign in (1, -1) for mode in (1, 0)]
+        for dim, shape in layouts.items():
+            x = 3 * torch.randn(shape, generator=random)
+            found = [_run(_twin(kind, held, values).train(bool(mode)), x) for values, mode in trials]
+            for name, formula in FORMULAS.items():
+                for numbers in _matched(formula, sizes):
+                    expected = (_expected(formula, numbers, values, dim, x) for values, _ in trials)
+                    if all(map(_near, found, expected)):
+                        return Use(name, numbers, dim, shape)
+    return None
+
+
+def _twin(kind: type[nn.Module], held: Held, values: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module of a class with given attributes and values of its parameters."""
+    twin = kind.__new__(kind)
+    nn.Module.__init__(twin)
+    vars(twin).update({name: value for name, _, value in held})
+    for name, value in values.items():
+        twin.register_parameter(name, nn.Parameter(value))
+    return twin
+
+
+Outcome = list[Tensor]  # value, gradient of x, and those of the parameters by name
+
+
+def _run(twin: nn.Module, x: Tensor) -> Outcome | None:
+    """Return what a module computes; None if it cannot be run so, or returns no new tensor like x."""
+    leaf = x.clone().requires_grad_()
+    try:
+        y = twin(leaf)
+        if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(leaf, x):
+            return None
+        return [y, *torch.autograd.grad(y, [leaf, *twin.parameters()], _weights(x))]
+    except Exception:  # whatever it needs, it is not a function of a tensor alone
+        return None
+
+
+def _expected(
+    formula: _Formula, numbers: Sequence[str | float], values: Mapping[str, Tensor], dim: int, x: Tensor
+) -> Outcome:
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    leaf = x.clone().requires_grad_()
+    y = formula.value(leaf, *_columns(numbers, leaves, dim))
+    return [y, *torch.autograd.grad(y, [leaf, *leaves.values()], _weights(x))]
+
+
+def _columns(numbers: Sequence[str | float], leaves: Mapping[str, Tensor], dim: int) -> Iterator[Tensor | float]:
+    after = (1,) * (-1 - dim)
+    for one in numbers:
+        yield leaves[one].reshape(-1, *after) if isinstance(one, str) else one
+
+
+def _weights(x: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, x.numel()).view(x.shape)
+
+
+def _near(found: Outcome | None, expected: Outcome) -> bool:
+    return found is not None and all(
+        torch.allclose(a, b, RELATIVE, ABSOLUTE) for a, b in zip(found, expected, strict=True)
+    )
