@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -381,3 +382,42 @@ def gelu_blocks() -> tuple[nn.Module, Tensor]:
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
+
+
+MINE = """
+import torch
+
+def mine(batch=2, seq=8):
+    torch.manual_seed(0)
+    parts = torch.nn.Linear, torch.nn.GELU
+    layers = [torch.nn.Sequential(parts[0](32, 128), parts[1](), parts[0](128, 32)) for _ in range(3)]
+    return torch.nn.Sequential(*layers), torch.randn(batch, seq, 32)
+"""
+
+
+@pytest.mark.parametrize("name", ["batch", pytest.param("seq", marks=pytest.mark.full)])
+def test_the_largest_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan fits with it, and none with one more."""
+    (tmp_path / "sizes_of_mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    call = "plan sizes_of_mine:mine --gib 0.0015 --error exact --no-front --batch 3 --seq 17"
+    assert main([*call.split(), "--largest", name]) == 0
+    size = int(re.findall(rf"the largest {name} that fits is (\d+)", capsys.readouterr().out)[0])
+    assert size > 1
+    for more, verdict in ((0, "fits"), (1, "does not fit")):
+        assert main([*call.split(), f"--{name}", str(size + more)]) == 0
+        assert f": {verdict}" in capsys.readouterr().out
+
+
+def test_no_size_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "no_size_of_mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    call = "plan no_size_of_mine:mine --gib 0.0001 --largest batch"
+    assert main(call.split()) == 2
+    assert re.search(r"not even 1 fits 0.0001 GiB: that takes at least 0.000\d+ GiB", capsys.readouterr().err)
+    assert main(["plan", "--timm", "resnet10t", "--gib", "1", "--largest", "seq"]) == 2
+    assert "--largest seq: resnet10t takes none" in capsys.readouterr().err

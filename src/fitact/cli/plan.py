@@ -37,6 +37,11 @@ from .options import FILE, advance, progress
     help="Device to foretell time for: a100, h100, h200, b200, mi300x, rtx4090, rtx3090, t4.",
 )
 @click.option("--measure", "measures", is_flag=True, help="Measure this machine's device instead, in ten seconds.")
+@click.option(
+    "--largest",
+    type=click.Choice(["batch", "seq"]),
+    help="Plan for the largest batch, or the longest sequence, that fits; takes a few times as long.",
+)
 @click.option("--no-front", is_flag=True, help="Leave out other ways, and plans for other memories.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
 @click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
@@ -45,6 +50,7 @@ def plan(
     error: str,
     device: str,
     measures: bool,
+    largest: str | None,
     no_front: bool,
     output: Path | None,
     picture: Path | None,
@@ -76,8 +82,10 @@ def plan(
       fitact plan --hf llama --lora all --batch 8 --seq 2048 --gib 24
       fitact plan --hf bert --batch 32 --gib 16 --error exact --device t4 -o plan.json
       fitact plan my_models:tiny --batch 8 --gib 4 --measure --plot plan.png
+      fitact plan --hf gpt2 --gib 12 --error exact --largest batch
     """
     from fitact.pictures import format_of
+    from fitact.planning.largest import largest as largest_of
     from fitact.planning.make import Planner, Words
     from fitact.runtime.compare.report import DTYPES
     from fitact.runtime.models.prepare import Training, prepare
@@ -97,18 +105,41 @@ def plan(
     layers = tuple(name.strip() for name in (lora or "").split(",") if name.strip())
     training = Training(layers, rank, tuple(freeze))
     of = DTYPES[dtype or ("bfloat16" if autocast is None else "float32")]
+    if largest is not None and largest not in source.varies:
+        raise UsageError(f"--largest {largest}: {source.name} takes none")
+    sizes_given = {"batch": batch, "seq": seq}
     prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=of)
-    given = [f"{name} {size}" for name, size in (("batch", batch), ("seq", seq)) if name in source.varies]
-    cpu = where.name.startswith("CPU")
-    with progress(1, "planning") as bar:
-        planner = Planner(
-            of_prepared(prepared, inputs, DTYPES[autocast] if autocast else None, "cpu" if cpu else "cuda"),
-            optimizer,
-            where,
-            Words(str(training), ", ".join(given) or "inputs as given"),
-            partial(advance, bar, 0),
+    kernels = "cpu" if where.name.startswith("CPU") else "cuda"
+    casting = DTYPES[autocast] if autocast else None
+
+    def planner(size: int | None = None) -> Planner:
+        """Return the planner of the sizes that are given, or of another one in place of the largest."""
+        now = sizes_given if largest is None or size is None else sizes_given | {largest: size}
+        given = [f"{name} {count}" for name, count in now.items() if name in source.varies]
+        with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
+            return Planner(
+                of_prepared(prepared, inputs if size is None else prepared.inputs(**now), casting, kernels),
+                optimizer,
+                where,
+                Words(str(training), ", ".join(given) or "inputs as given"),
+                partial(advance, bar, 0),
+            )
+
+    if largest is None:
+        result = planner().plan(gib, error, front=not no_front)
+    else:
+        limit = source.longest(prepared.model) if largest == "seq" else None
+        degree = 2 if largest == "seq" else 1
+        size, result = largest_of(
+            planner,
+            gib=gib,
+            error=error,
+            here=sizes_given[largest],
+            limit=limit,
+            degree=degree,
+            front=not no_front,
         )
-    result = planner.plan(gib, error, front=not no_front)
+        click.echo(f"the largest {largest} that fits is {size}")
     if output is not None:
         result.save(output)
     if picture is not None:

@@ -151,6 +151,11 @@ class Planner:
             notes=self.costs.notes,
         )
 
+    def least(self, error: str) -> int:
+        """Return the least peak of a step in bytes, as measured, with the ways that an error allows."""
+        _, done = _answer(self.subject, self.device, Problem(self.costs, error), 0)
+        return self.fixed + done.peak
+
 
 def check(gib: float, error: str) -> None:
     """Raise UsageError unless these are a memory in GiB and an error of gradients."""
