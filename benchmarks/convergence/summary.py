@@ -75,13 +75,14 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     for task in TASKS.values():
         for metric in METRICS if task.accuracy else ["loss"]:
             for family, pairs in COMPARISONS.items():
-                found += _family(values, task.name, metric, family, pairs)
+                found += compare_pairs(values, task.name, metric, family, pairs)
     return found
 
 
-def _family(
+def compare_pairs(
     values: dict[tuple[str, str, int], Run], task: str, metric: str, family: str, pairs: list[tuple[str, str]]
 ) -> list[Comparison]:
+    """Return the comparisons of one family of tests, of pairs (method, reference) with LEAST seeds in common."""
     rows: list[dict[str, Any]] = []
     for method, reference in pairs:
         seeds = [seed for t, m, seed in values if (t, m) == (task, method) and (task, reference, seed) in values]

@@ -1,0 +1,300 @@
+"""benchmarks/evidence: its data, its gradients, that a run goes on, and the numbers of docs/antibody.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from benchmarks import antibodies, evidence, evidence_gradients
+from benchmarks.antibodies import IGNORED, INDEX, VOCABULARY, Genes
+from benchmarks.convergence import run
+from benchmarks.convergence.training import Run
+from benchmarks.evidence import METHODS, REGIMES, Setting
+from fitact.errors import JobError, UsageError
+from tests.conftest import ROOT
+
+TINY = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+}
+SETTING = Setting(steps=2, rank=2, validation=3, gradient_batch=2)
+
+
+def _sequences(count: int) -> list[str]:
+    draw = random.Random(0)
+    return ["".join(draw.choices("ACDEFGHIKLMNPQRSTVWY", k=draw.randint(6, 10))) for _ in range(count)]
+
+
+GENES = Genes(_sequences(8), _sequences(12)[8:])
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A small BERT, whose numbers are large enough that its activations are not linear."""
+    torch.manual_seed(0)
+    made = antibodies.bert({**TINY, "initializer_range": 0.5})
+    return made.eval()
+
+
+# Data
+
+
+def test_masked() -> None:
+    """A label is what was there, tokens are masked exactly where there is one, and only residues are."""
+    batch = antibodies.masked(GENES.training, 0.5, torch.Generator().manual_seed(0))
+    tokens, there, labels = batch
+    chosen = labels != IGNORED
+    assert torch.equal(chosen, tokens == INDEX["[MASK]"])
+    assert 0.3 < chosen.sum() / sum(map(len, GENES.training)) < 0.7
+    for row, length, sequence in zip(
+        torch.where(chosen, labels, tokens).tolist(), there.sum(1).tolist(), GENES.training, strict=True
+    ):
+        words = [VOCABULARY[token] for token in row]
+        assert words[:length] == ["[CLS]", *sequence, "[SEP]"] and set(words[length:]) <= {"[PAD]"}
+    for seed in range(20):
+        assert (antibodies.masked(["ACD"], 0.0, torch.Generator().manual_seed(seed))[2] != IGNORED).sum() == 1
+
+
+def test_families_are_apart() -> None:
+    alleles = {f"human TRAV{i}-{j}*01": "A" * i + "C" * j for i in range(1, 11) for j in range(1, 4)}
+    alleles |= {f"mouse TRAV{i}D-1*01": "A" * i + "D" for i in range(1, 11)}
+    genes = antibodies.split(alleles)
+    of_training, of_held_out = ({sequence.count("A") for sequence in part} for part in dataclasses.astuple(genes))
+    assert len(of_held_out) == 2 and of_training | of_held_out == set(range(1, 11))
+    assert not of_training & of_held_out and len(genes.training) + len(genes.held_out) == len(alleles)
+    with pytest.raises(UsageError, match="IGHV1: expected a V gene of a T-cell receptor"):
+        antibodies.split({"IGHV1": "A"})
+
+
+def test_a_wheel_that_is_another(tmp_path: Path) -> None:
+    (tmp_path / antibodies.ANARCI.file).write_bytes(b"other")
+    with pytest.raises(UsageError, match=r"expected SHA-256 8f88d498.*remove it"):
+        antibodies.fetch(antibodies.ANARCI, tmp_path)
+
+
+def _wheel(path: Path, weights: object) -> Path:
+    data = io.BytesIO()
+    torch.save(weights, data)
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{antibodies.CHECKPOINT}config.json", json.dumps(TINY))
+        wheel.writestr(f"{antibodies.CHECKPOINT}pytorch_model.bin", data.getvalue())
+        wheel.writestr("antiberty/trained_models/vocab.txt", "\n".join(VOCABULARY))
+    return path
+
+
+def test_weights_are_read(model: nn.Module, tmp_path: Path) -> None:
+    """Heads that are not used are left out; what is missing or strange is refused, and so is what is no tensor."""
+    weights = model.state_dict()
+    heads = {"cls.species.weight": torch.ones(1), "bert.pooler.dense.bias": torch.ones(1)}
+    read = antibodies.pretrained(_wheel(tmp_path / "whole", {**weights, **heads}))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in read.state_dict().items())
+    batch = antibodies.masked(GENES.training, 0.5, torch.Generator().manual_seed(0))
+    logits = [evidence_gradients.logits_of(each, batch) for each in (read.train(), model)]
+    assert torch.equal(*logits)  # dropout is off
+    with pytest.raises(UsageError, match="missing or too many: other"):
+        antibodies.pretrained(_wheel(tmp_path / "more", {**weights, "other": torch.ones(1)}))
+    few = {name: tensor for name, tensor in weights.items() if name != "bert.embeddings.LayerNorm.weight"}
+    with pytest.raises(UsageError, match=r"missing or too many: bert\.embeddings\.LayerNorm\.weight"):
+        antibodies.pretrained(_wheel(tmp_path / "fewer", few))
+    with pytest.raises(UsageError, match="expected a checkpoint of tensors alone"):
+        antibodies.pretrained(_wheel(tmp_path / "code", {"a": Path("b")}))
+
+
+def test_genes_are_parsed_not_run(tmp_path: Path) -> None:
+    def wheel(source: str) -> Path:
+        with zipfile.ZipFile(tmp_path / "wheel", "w") as made:
+            made.writestr("anarci/germlines.py", source)
+        return tmp_path / "wheel"
+
+    chains = {chain: {"human": {f"TR{chain}V1*01": f"-{chain}C--D"}} for chain in ("A", "B", "G", "D")}
+    genes = {"J": {}, "V": {**chains, "H": {"human": {"IGHV1*01": "A"}}}}
+    found = antibodies.receptors(wheel(f"all_germlines = {genes}"))
+    assert found == {f"human TR{chain}V1*01": f"{chain}CD" for chain in "ABGD"}
+    with pytest.raises(ValueError, match="malformed node"):
+        antibodies.receptors(wheel("all_germlines = print()"))
+
+
+# Gradients
+
+
+def test_gradients_are_those_of_finite_differences(model: nn.Module) -> None:
+    """Along a random direction, of each part of each layer."""
+    double = antibodies.with_weights(antibodies.bert(TINY), model.state_dict()).double()
+    batch = antibodies.masked(GENES.training[:2], 0.5, torch.Generator().manual_seed(0))
+    found = evidence_gradients.gradients(double, batch)
+    assert {part for _, part in found} == set(evidence_gradients.PARTS) and len(found) == 8
+    step = 1e-6
+    for (i, part), gradient in found.items():
+        way = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        layer = evidence_gradients.layers_of(double)[i]
+        slope = sum(sign * _moved(double, layer, part, sign * step * way, batch) for sign in (1, -1)) / (2 * step)
+        assert float(gradient @ way) == pytest.approx(slope, rel=1e-5, abs=1e-8)
+
+
+@torch.no_grad()
+def _moved(model: nn.Module, layer: nn.Module, part: str, way: Tensor, batch: antibodies.Batch) -> float:
+    """Return the loss with a part of a layer moved."""
+    if part == "input":
+        hook = layer.register_forward_pre_hook(
+            lambda _layer, given: (given[0] + way.view_as(given[0]), *given[1:])
+        )
+        loss = evidence_gradients.loss_of(model, batch).item()
+        hook.remove()
+        return loss
+    weights = [each.weight for each in layer.get_submodule(part).modules() if isinstance(each, nn.Linear)]
+    pieces = way.split([weight.numel() for weight in weights])
+    for weight, piece in zip(weights, pieces, strict=True):
+        weight += piece.view_as(weight)
+    loss = evidence_gradients.loss_of(model, batch).item()
+    for weight, piece in zip(weights, pieces, strict=True):
+        weight -= piece.view_as(weight)
+    return loss
+
+
+def test_losses_that_should_agree() -> None:
+    stock = Run("full", "stock", 0, [2.0, 1.5], 1.25, 0.5, None, 1000, 1.0)
+    rebuilt = dataclasses.replace(stock, method="rebuilt", kept_bytes=500, seconds=2.0)
+    evidence.agree([stock, rebuilt])
+    with pytest.raises(JobError, match="full, seed 0: expected the stock losses"):
+        evidence.agree([stock, dataclasses.replace(rebuilt, curve=[2.0, 1.5000001])])
+
+
+# Runs
+
+
+def test_runs_go_on(model: nn.Module, tmp_path: Path) -> None:
+    """What an interrupt leaves is neither lost nor done again, and each run is that of one go."""
+    path = tmp_path / "a.json"
+    interrupted = evidence.work(path, SETTING, 1, lambda: model, GENES, picture=False)
+    first = [next(interrupted) for _ in range(3)]
+    interrupted.close()
+    rest = list(evidence.work(path, SETTING, 1, lambda: model, GENES))
+    runs = run.read(path, evidence.circumstances(SETTING, GENES))
+    jobs = [(one.task, one.method, one.seed) for one in [*first, *rest]]
+    assert jobs == evidence.jobs_of(1) == [(regime, method, 0) for regime in REGIMES for method in METHODS]
+    assert sorted(map(repr, runs)) == sorted(map(repr, [*first, *rest]))
+    again = evidence.train(model, GENES, ("full", "coded4", 0), SETTING)
+    (there,) = (one for one in runs if (one.task, one.method) == ("full", "coded4"))
+    assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(there, seconds=0.0)
+
+    losses = {(one.task, one.method): one.curve for one in runs}
+    assert losses["lora", "stock"][0] == losses["full", "stock"][0]  # adapters begin with nothing
+    assert losses["full", "stock"] == losses["full", "rebuilt"] != losses["full", "coded4"]
+    kept = {method: next(one.kept_bytes for one in runs if one.method == method) for method in METHODS}
+    assert kept["rebuilt"] < kept["stock"]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    off = {(row["method"], row["layer"]): row["output"] for row in record["gradients"]}
+    assert off["stock", 1] < 1e-5 < off["coded8", 1] < off["coded6", 1] < off["coded4", 1]
+    assert path.with_name("a_gradients.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="made with other setting: remove it"):
+        run.read(path, evidence.circumstances(dataclasses.replace(SETTING, steps=3), GENES))
+
+
+# What is committed
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks/results/evidence.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_the_page_says_what_the_record_says(record: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "antibody.md").read_text(encoding="utf-8")
+    for name in ("differences", "intermediate", "input"):
+        assert evidence.tables(record)[name] in page, name
+    words = " ".join(page.split())
+    for sentence in evidence.sentences(record):
+        assert sentence in words, sentence
+    setting, sequences = record["setting"], record["sequences"]
+    for part in (
+        f"{setting['steps']} steps of {setting['batch']} sequence",
+        f"{100 * setting['share']:.0f} % of its residues",
+        f"{sequences['training']} sequences to train on, {sequences['held_out']} held out",
+        f"PyTorch {record['versions']['torch'].partition('+')[0]}",
+        f"transformers {record['versions']['transformers']}",
+        f"peft {record['versions']['peft']}",
+        record["date"],
+    ):
+        assert part in words, part
+
+
+def test_comparisons_are_those_of_the_runs(record: dict[str, Any]) -> None:
+    """With SciPy's paired t test, and Holm's correction by its definition."""
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for each in record["runs"]:
+        losses.setdefault((each["task"], each["method"]), {})[each["seed"]] = each["loss"]
+    assert {(one["task"], one["method"]) for one in record["comparisons"]} == {
+        (regime, method) for regime in REGIMES for method in evidence.TESTED
+    }
+    for regime in REGIMES:
+        of = [one for one in record["comparisons"] if one["task"] == regime]
+        ps = {}
+        for one in of:
+            seeds = sorted(losses[regime, one["method"]].keys() & losses[regime, "stock"].keys())
+            pair = [[losses[regime, method][seed] for seed in seeds] for method in (one["method"], "stock")]
+            test = stats.ttest_rel(*pair)
+            low, high = test.confidence_interval()
+            assert one["pairs"] == len(seeds) >= 3
+            assert one["difference"] == pytest.approx((low + high) / 2, rel=1e-4, abs=1e-9)
+            assert one["half"] == pytest.approx((high - low) / 2, rel=1e-4)
+            ps[one["method"]] = test.pvalue
+        for one in of:
+            smaller = sorted(ps.values())[: sorted(ps.values()).index(ps[one["method"]]) + 1]
+            expected = max(min(1.0, (len(ps) - rank) * p) for rank, p in enumerate(smaller))
+            assert one["adjusted"] == pytest.approx(expected, rel=1e-4)
+            assert one["distinguishable"] == (expected < 0.05)
+
+
+def test_rebuilt_outputs_change_no_bit(record: dict[str, Any]) -> None:
+    runs = {(each["task"], each["method"], each["seed"]): each for each in record["runs"]}
+    for regime in REGIMES:
+        stock, rebuilt = (runs[regime, method, 0] for method in ("stock", "rebuilt"))
+        assert (rebuilt["curve"], rebuilt["loss"]) == (stock["curve"], stock["loss"])
+        assert len(stock["curve"]) == record["setting"]["steps"]
+    assert all(row["bits"] for row in record["gradients"] if row["method"] == "rebuilt")
+    assert sum(row["method"] == "rebuilt" for row in record["gradients"]) == 8
+
+
+def test_what_the_page_tells(record: dict[str, Any]) -> None:
+    """The ranges of its last list."""
+    errors: dict[str, list[float]] = {}
+    for row in record["gradients"]:
+        errors.setdefault(row["method"], []).extend(row[part] for part in evidence_gradients.PARTS)
+    layers = {(row["method"], row["layer"]): row for row in record["gradients"] if row["method"] != "stock"}
+    growth = [
+        row[part] / layers[method, 8][part]
+        for (method, layer), row in layers.items()
+        for part in evidence_gradients.PARTS
+        if layer == 1 and method != "rebuilt"
+    ]
+    assert round(max(growth), 1) == 1.6
+    ranges = {method: (100 * min(each), 100 * max(each)) for method, each in errors.items()}
+    assert [round(x, 1) for x in ranges["coded8"]] == [0.6, 1.1]
+    assert [round(x, 1) for x in ranges["coded6"]] == [2.3, 4.7]
+    assert [round(x) for method in ("coded4", "fewbit3") for x in ranges[method]] == [9, 17, 12, 20]
+    assert [round(x, 2) for x in ranges["inverted1"]] == [0.01, 0.02]
+    deviations = [row["deviation"] for row in record["pre_activations"]]
+    assert [round(x, 1) for x in (min(deviations), max(deviations))] == [1.1, 1.4]
+    gains = [record["before"]["loss"] - one["loss"] for one in record["runs"] if one["method"] == "stock"]
+    assert [round(x, 1) for x in (min(gains), max(gains))] == [0.6, 0.7]
+    first = [one for one in record["runs"] if one["seed"] == 0]
+    kept = {(one["task"], one["method"]): one["kept_bytes"] for one in first}
+    for regime in REGIMES:
+        share = {method: kept[regime, method] / kept[regime, "stock"] for method in METHODS}
+        assert abs(share["rebuilt"] - 5 / 8) < 0.02 and share["coded8"] < 0.5
+        assert share["coded8"] - share["coded4"] < 0.04
