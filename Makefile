@@ -13,8 +13,7 @@ THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
 PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
 
-.PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench clean
-.PHONY: demo test test-rest test-all test-versions fuzz lint format check bench evidence clean
+.PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench evidence clean
 .DEFAULT_GOAL := test
 
 # The package is installed as users install it, from a wheel; a changed source is installed again.
