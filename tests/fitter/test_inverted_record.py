@@ -38,6 +38,7 @@ def test_what_ships() -> None:
         "hardswish_inverted2",
         "mish_inverted1",
         "quick_gelu_inverted1",
+        "serf_inverted1",
         "silu_inverted1",
         "silu_inverted2",
         "silu_inverted_published",

@@ -103,7 +103,7 @@ class Scaled(nn.Module):
         return x + self.layer(x) * self.scale
 
 
-@pytest.mark.parametrize("blocks", [3, 60, 250])
+@pytest.mark.parametrize("blocks", [3, 60, pytest.param(250, marks=pytest.mark.full)])
 def test_chains(blocks: int) -> None:
     """A chain is rebuilt as a whole, unless it is too long for Python's stack."""
 
