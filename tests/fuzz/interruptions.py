@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from fitact.files import PREFIX
@@ -27,11 +28,20 @@ COMMANDS = {
     "codegen": ["codegen"],
     "codegen --standalone": ["codegen", "--standalone"],
     "plot": ["plot", "-o", "picture.svg"],
+    "plan": ["plan", "mine:mine", "--gib", "1", "--no-front", "-o", "plan.json"],
 }
+MINE = """
+import torch
+
+def mine(batch=1, seq=8):
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    return torch.nn.Sequential(block(), block()), torch.randn(batch, seq, 16)
+"""
 
 
 def prepared(folder: Path) -> Path:
-    """Return a new folder with three fits."""
+    """Return a new folder with three fits and a model."""
+    (folder / "mine.py").write_text(MINE)
     fits = folder / "generated" / "fits"
     fits.mkdir(parents=True)
     for name in FITS:
@@ -58,7 +68,8 @@ def start(
         if obedient and os.geteuid() == 0:
             ctypes.CDLL(None).prctl(DROP, OVERRIDE)
 
-    arguments = [sys.executable, "-m", "fitact", *COMMANDS[command]]
+    # without files of bytecode: Python itself may leave one half-written
+    arguments = [sys.executable, "-B", "-m", "fitact", *COMMANDS[command]]
     return subprocess.Popen(
         arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limited
     )
@@ -81,17 +92,25 @@ def check_whole(folder: Path, *, killed: bool = False) -> None:
 
 
 def check_run(command: str, folder: Path) -> None:
-    """Check that a command does its work, whatever happened in the folder, and tidies up."""
+    """Check that a command does its work, or finds it done, whatever happened in the folder, and tidies up."""
     with start(command, folder) as process:
         out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, ""), (process.returncode, err)
-    assert out.splitlines()[-1].startswith("wrote "), out
+    assert out.splitlines()[-1].startswith("wrote ") or "nothing to do" in out, out
     check_whole(folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@cache
+def undisturbed(command: str) -> dict[str, bytes]:
+    """Return what a command leaves in a new folder."""
+    with tempfile.TemporaryDirectory() as place:
+        check_run(command, prepared(Path(place)))
+        return contents(Path(place))
 
 
 def check_interrupted(command: str, sign: signal.Signals, after: float) -> str:
@@ -111,6 +130,7 @@ def check_interrupted(command: str, sign: signal.Signals, after: float) -> str:
             assert status in (-sign, 0), status
         check_whole(folder, killed=sign == signal.SIGKILL)
         check_run(command, folder)
+        assert contents(folder) == undisturbed(command)
         return (
             "done" if status == 0 else "ended by Python" if "KeyboardInterrupt" in err or status == -2 else "ended"
         )
@@ -155,13 +175,12 @@ def check_read_only(command: str) -> None:
 
 def check_together(command: str) -> None:
     """Check that two processes in one folder write what one writes."""
-    with tempfile.TemporaryDirectory() as alone, tempfile.TemporaryDirectory() as place:
-        check_run(command, prepared(Path(alone)))
+    with tempfile.TemporaryDirectory() as place:
         folder = prepared(Path(place))
         with start(command, folder) as one, start(command, folder) as other:
             ends = [process.communicate(timeout=300)[1] for process in (one, other)]
         assert [one.returncode, other.returncode, *ends] == [0, 0, "", ""], ends
-        assert contents(folder) == contents(Path(alone))
+        assert contents(folder) == undisturbed(command)
 
 
 def moments(command: str, count: int, seed: int) -> Iterator[float]:
