@@ -31,7 +31,7 @@ from ..kernels.learned import BLOCK, HEIGHT, WIDTH
 from ..ops import reference
 from ..ops.autograd import KERNEL_DEVICES, NAMESPACE
 from ..ops.factors import CodedFactor, Factor
-from ..ops.launch import Launch, warp_size
+from ..ops.launch import Launch, options
 from ..ops.registry import KERNEL_DTYPES, sources
 from ..torch_internals import constant_in_graphs
 
@@ -246,7 +246,7 @@ def _backward_triton(
     points = formula.argument.tables(dy.device)[0]
     arguments = (dy, kept, points, numbers, dx if wants_x else None, sums, channels, beside, rows)
     with torch.cuda.device_of(dy):
-        formula.backward[grid](*arguments, num_warps=THREADS // warp_size(dy.device))
+        formula.backward[grid](*arguments, **options(THREADS, dy.device))
     return dx, found if sums is None else sums.sum(0)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fitact.runtime.kernels.triton_compat import HAS_TRITON
 from fitact.runtime.ops.autograd import DTYPES, autocast_dtype, with_signature
-from fitact.runtime.ops.launch import warp_size
+from fitact.runtime.ops.launch import options
 from fitact.runtime.ops.reference import TILE, arithmetic_dtype, chunk
 from fitact.runtime.ops.registry import KERNEL_DTYPES
 
@@ -319,9 +319,9 @@ def _launch(kernel: Any, over: Tensor, *arguments: Any, centred: bool) -> None:
     """Run `kernel(*arguments, centred, ...)` over (rows, columns)."""
     plan = kernels.plan(*over.shape)
     grid = (-(-over.shape[0] // plan.height),)
-    warps = max(1, plan.threads // warp_size(over.device))
     with torch.cuda.device_of(over):
-        kernel[grid](*arguments, centred, plan.height, plan.width, plan.whole, num_warps=warps)
+        chosen = options(plan.threads, over.device)
+        kernel[grid](*arguments, centred, plan.height, plan.width, plan.whole, **chosen)
 
 
 def _forward_triton(x: Tensor, dims: int, centred: bool, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

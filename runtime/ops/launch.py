@@ -17,13 +17,21 @@ class Launch:
     def __init__(self, over: Tensor, threads: int) -> None:
         self.over = over
         self.grid = (reference.tiles_of(over),)
-        self.num_warps = threads // warp_size(over.device)
+        self.options = options(threads, over.device)
 
     def __call__(self, kernel: Any, *arguments: Tensor | int | None) -> None:
         """Run `kernel(*arguments, n)`, one program per tile."""
         if self.over.numel():
             with torch.cuda.device_of(self.over):
-                kernel[self.grid](*arguments, self.over.numel(), num_warps=self.num_warps)
+                kernel[self.grid](*arguments, self.over.numel(), **self.options)
+
+
+def options(threads: int, device: torch.device) -> dict[str, Any]:
+    """Return Triton's options for a program of so many threads.
+
+    Products and sums are fused whatever the version's own default is, so that every version computes the same.
+    """
+    return {"num_warps": max(1, threads // warp_size(device)), "enable_fp_fusion": True}
 
 
 @cache

@@ -170,7 +170,8 @@ def planned(error: str, front: bool = False) -> Plan:
 
 def test_exact_plans_have_the_gradients_of_the_stock_model() -> None:
     model, x = stack()
-    plan = planned("exact")
+    low = planner().plan(1e-9, "exact", front=False)
+    plan = planner().plan(low.peak * 1.001 / GIB, "exact", front=False)
     assert plan.fits
     step(model, Inputs((x,)))
     before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -370,7 +371,7 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
     assert needed > peak(exact.stages, answer)
     found = by_parts.plan((by_parts.fixed + needed - 1) / 2**30, "exact", front=False)
     assert found.fits
-    assert len(tried) == len({tuple(one) for one in tried}) > 1
+    assert len(tried) == len({tuple(one) for one in tried})
 
 
 def gelu_blocks() -> tuple[nn.Module, Tensor]:

@@ -451,7 +451,7 @@ class GateKernel:
                 attrs={(i,): [["tt.divisibility", 16]] for i, kind in kinds if kind[0] == "*" or kind == "i32"},
             ),
             target=GPUS[target],
-            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size},
+            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size, "enable_fp_fusion": True},
         )
 
 

@@ -74,7 +74,7 @@ class LearnedKernel:
         return triton.compile(
             ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned),
             target=GPUS[target],
-            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size},
+            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size, "enable_fp_fusion": True},
         )
 
 
@@ -158,5 +158,8 @@ class PlainKernel:
                 attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
             ),
             target=GPUS[target],
-            options={"num_warps": PLAIN // self.elements(dtype) // GPUS[target].warp_size},
+            options={
+                "num_warps": PLAIN // self.elements(dtype) // GPUS[target].warp_size,
+                "enable_fp_fusion": True,
+            },
         )
