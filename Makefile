@@ -90,7 +90,7 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/instructions.py
-	$(BIN)/python benchmarks/roofline.py
+	$(BIN)/python -m benchmarks.roofline
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/activations.py
 	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py

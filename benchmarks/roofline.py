@@ -6,13 +6,14 @@ code in a full tile (tests/support/instructions.py), by the part that they occup
 bandwidth is that of runtime/plan/devices.py, and the clock the one that gives the float32 FLOPs there. Beside the
 kernels stand plain ones: a copy, and the exact GELU and SiLU, whose backward keeps the input.
 
-Run by `make bench`; writes benchmarks/results/roofline.json.
+    python -m benchmarks.roofline
+
+Run by `make bench`; writes results/roofline.json.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -27,12 +28,7 @@ from fitact.runtime.kernels.triton_compat import constexpr, jit, tl
 from fitact.runtime.ops.factors import CodedFactor
 from fitact.runtime.ops.registry import LookedUp
 from fitact.runtime.plan.devices import DEVICES
-
-ROOT = Path(__file__).parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from tests.support.instructions import (  # noqa: E402
+from tests.support.instructions import (
     DTYPES,
     GateKernel,
     Kernel,
@@ -41,10 +37,10 @@ from tests.support.instructions import (  # noqa: E402
     machine_code,
     nvidia,
 )
-from tests.support.more_kernels import PLAIN, LearnedKernel, NormKernel, PlainKernel  # noqa: E402
-from tests.support.pipes import masked, pipes  # noqa: E402
+from tests.support.more_kernels import PLAIN, LearnedKernel, NormKernel, PlainKernel
+from tests.support.pipes import masked, pipes
 
-RESULTS = ROOT / "benchmarks" / "results" / "roofline.json"
+RESULTS = Path(__file__).parent / "results" / "roofline.json"
 NOTE = "A model from data sheets and machine code. No GPU has run it, and no time here is measured."
 LEFT_OUT = (
     "latency, and whether enough threads are there to hide it (occupancy)",

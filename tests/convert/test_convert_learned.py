@@ -347,7 +347,10 @@ def test_copies(method: str, copied: Callable[[nn.Module], nn.Module]) -> None:
 
 def test_patterns() -> None:
     model = mlp(DyT(WIDTH), nn.PReLU(), xielu())
-    names = lambda **given: [one.name for one in fitact.convert(model, "rebuild", dry_run=True, **given).replaced]  # noqa: E731
+
+    def names(**given: str) -> list[str]:
+        return [one.name for one in fitact.convert(model, "rebuild", dry_run=True, **given).replaced]
+
     assert names() == ["1", "2", "3"]
     assert names(include="[12]") == ["1", "2"]
     assert names(exclude="2") == ["1", "3"]

@@ -166,9 +166,8 @@ def test_extras_are_pinned() -> None:
     """Each package that an extra or the project itself names has a version in constraints.txt."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    named = {
-        re.match(r"[\w.-]+", one)[0] for group in [project["dependencies"], *extras.values()] for one in group
-    }  # type: ignore[index]
+    requirements = [one for group in (project["dependencies"], *extras.values()) for one in group]
+    named = {re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in requirements}
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert {name.lower() for name in named} - {"fitact", "wheel"} <= pinned
