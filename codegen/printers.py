@@ -51,7 +51,9 @@ def _for_device(formula: Expr) -> Expr:
     done: dict[Expr, Expr] = {}
 
     def rewritten(node: Expr) -> Expr:
-        if node not in done:
+        if node not in done and not _varies(node):
+            done[node] = node  # a number, which the fitter computes
+        elif node not in done:
             args = [rewritten(arg) for arg in node.args]
             rule = {atoms.erfc: _by_ndtr, atoms.tanh: _of_softplus}.get(node.func)
             done[node] = rule(*args) if rule else node if list(node.args) == args else node.func(*args)

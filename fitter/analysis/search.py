@@ -121,8 +121,9 @@ class Search:
             decided.append((low[same], high[same], ends[0][same]))
             isolated.append((low[one], high[one], ends[-1][one]))
             # where rounding is more than a hundredth of the value, smaller boxes would hardly tell more
-            rounding = points[1][1:-1] - points[0][1:-1]
-            vague = ~(rounding * NOISE < np.abs(points[0][1:-1]))
+            with np.errstate(over="ignore", invalid="ignore"):
+                rounding = points[1][1:-1] - points[0][1:-1]
+                vague = ~(rounding * NOISE < np.abs(points[0][1:-1]))
             noise = (vague & (ends[1:-1] != FLAT) & (ends[1:-1] != TINY)).all(0)
             width, size = high - low, np.maximum(np.abs(low), np.abs(high))
             narrow = width <= np.maximum(NARROW * size, 1e-15)

@@ -49,6 +49,13 @@ class WhereAtLeast(Where):
     holds = staticmethod(operator.ge)
 
 
+def _leads_with_minus(u: Any) -> bool:
+    """Whether to write u as −(−u): true of at most one of the two, also where SymPy would turn both round."""
+    if not u.could_extract_minus_sign():
+        return False
+    return bool(not (-u).could_extract_minus_sign() or u.as_coeff_Mul()[0].is_negative)
+
+
 class _Atom(sympy.Function):
     """A function of one argument u; `derivative(u)` is its derivative.
 
@@ -65,7 +72,7 @@ class _Atom(sympy.Function):
     def eval(cls, u: Any) -> Any:
         if u == 0 and (cls.parity < 0 or cls.origin is not None):
             return sympy.Integer(cls.origin or 0)
-        if cls.parity and u.could_extract_minus_sign():
+        if cls.parity and _leads_with_minus(u):
             return cls.parity * cls(-u)
         return None
 

@@ -36,6 +36,7 @@ MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may ov
 MIN_NUMBER = 1e-300  # and below it underflow
 MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
 MAX_BITS = 1024  # of an exact power of a number
+MAX_EXPONENT = 1000  # in size
 MAX_READ = 256  # formulas that are remembered
 _READ: dict[tuple[str, str, tuple[str, ...]], Expr] = {}  # formulas read lately, by their text and its names
 
@@ -267,8 +268,8 @@ class Parser:
                 result = math.inf
             if not math.isfinite(result) or abs(result) > MAX_NUMBER:
                 self.refuse(node, "this power of numbers is out of range")
-        elif abs(size) > 1000:
-            self.refuse(node, f"the exponent {size:g} is out of range: at most 1000 in size")
+        elif abs(size) > MAX_EXPONENT:
+            self.refuse(node, f"the exponent {size:g} is out of range: at most {MAX_EXPONENT} in size")
         # SymPy multiplies out the power of a coefficient, and exactly
         if _bits(base.as_coeff_Mul()[0]) * abs(size) > MAX_BITS:
             self.refuse(node, "this power of numbers is out of range")

@@ -50,7 +50,7 @@ from fitact.fitter.expr.atoms import (
 )
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
-from fitact.fitter.expr.parser import parse, text_of
+from fitact.fitter.expr.parser import MAX_EXPONENT, parse, text_of
 from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.expr.work import stage
 from fitact.fitter.numerics.dtypes import DTYPES, halves, stored
@@ -173,6 +173,8 @@ def _power(base: Expr, n: Expr, y: Expr) -> Expr:
     """Return the derivative of base**n: n·v^(n−1)·base′ with v = y^(1/n)."""
     if not n.is_number:
         raise _NoFormulaError("x occurs in an exponent")
+    if abs(constant(1 / n)) > MAX_EXPONENT:
+        raise _NoFormulaError(f"it would raise the output to the power {constant(1 / n):g}")
     if base.func in _POSITIVE or (base.is_Pow and base.exp.is_Integer and base.exp % 2 == 0):
         radical = y ** (1 / n)
     elif n.is_Integer and n % 2 == 1 and n > 0:
@@ -201,6 +203,10 @@ def _branches(node: Expr, y: Expr) -> Expr:
         closed = False
     kind = WhereAtLeast if closed else Where
     bound = (upper if closed else lower).xreplace({x: at})
+    if not np.isfinite(constant(bound)):
+        raise _NoFormulaError(
+            f"{text_of(upper if closed else lower)} is {constant(bound):g} where the branches meet"
+        )
     ends = evaluate(node, np.array([-REACH, REACH]))
     above = y - bound if ends[0] < ends[1] else bound - y
     return kind(above, _derivative(upper, y), _derivative(lower, y))
