@@ -194,7 +194,7 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
             off = np.abs(found - true)
         lost = LOST if dtype == torch.float32 else LOST * UNIT[torch.float64] / UNIT[torch.float32]
         # on the way to a value so large, a power may overflow
-        beyond = np.isinf(found) & (found * true > 0) & (np.abs(true) > HUGE)
+        beyond = np.isinf(found) & (np.sign(found) == np.sign(true)) & (np.abs(true) > HUGE)
         wrong = known & ~beyond & ~(off <= np.maximum(scale, lost * np.abs(true)) + TINY[dtype])
         for i in np.flatnonzero(wrong):
             sides = [_exact(activation.typed, at[i] + d) for d in np.linspace(-NEAR, NEAR, 9)]
