@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
 
-from ..keeping import DRAWN, KEEPERS
+from ..keeping import DRAWN as DRAWN_KEEPERS
 from ..keeping import EXACT as WHOLE
+from ..keeping import KEEPERS
 from .models import Block, Transformer
 from .quantised import QuantisedGelu
 
@@ -96,15 +97,16 @@ def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
 
-FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, FACTORS, COMPILED = (
+FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, DRAWN, FACTORS, COMPILED = (
     "Few-Bit",
     "other methods",
     "stochastic quantisation of the input",
     "codes of the input, and float8",
+    "codes drawn at random",
     "both factors of a gate coded",
     "compiled",
 )
-_KEEPERS = {**KEEPERS, **DRAWN, WHOLE.name: WHOLE}
+_KEEPERS = {**KEEPERS, **DRAWN_KEEPERS, WHOLE.name: WHOLE}
 EXACT = Method("exact", "exact", "exact")
 METHODS = {
     method.name: method
@@ -128,7 +130,7 @@ METHODS = {
         ),
         *(Method(f"coded{k}", f"codes, {k} bits", CODES, keepers=(f"coded{k}", "exact")) for k in (8, 6, 5, 4)),
         *(
-            Method(f"drawn{k}", f"codes drawn at random, {k} bits", CODES, keepers=(f"drawn{k}", "exact"))
+            Method(f"drawn{k}", f"codes drawn at random, {k} bits", DRAWN, keepers=(f"drawn{k}", "exact"))
             for k in (8, 6, 5, 4)
         ),
         Method("float8", "float8 e4m3", CODES, keepers=("e4m3", "exact")),
@@ -151,7 +153,7 @@ METHODS = {
 def methods_of(task: str, setting: str) -> tuple[str, ...]:
     """Return which methods a task is trained with in a setting, by their names."""
     families = {
-        "codes": (CODES, *([FACTORS] if task == "gated" else [])),
+        "codes": (CODES, DRAWN, *([FACTORS] if task == "gated" else [])),
         "compiled": (COMPILED,),
     }.get(setting, (FEW_BIT, OTHER, RANDOM))
     return tuple(name for name, method in METHODS.items() if method.family in (EXACT.family, *families))

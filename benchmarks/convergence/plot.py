@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from .methods import CODES, COMPILED, EXACT, FACTORS, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
+from .methods import CODES, COMPILED, DRAWN, EXACT, FACTORS, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
 from .summary import Comparison
 from .tasks import TASKS
 from .training import Run
@@ -22,11 +24,8 @@ COLORS = {
     FEW_BIT: ("#9ecae1", "#6baed6", "#3182bd", "#08306b"),
     OTHER: ("#7b3294", "#1b9e77", "#999999", "#b8860b", "#d6604d"),
     RANDOM: ("#fdbe85", "#fd8d3c", "#d94701", "#7f2704"),
-    CODES: (
-        *("#08306b", "#3182bd", "#6baed6", "#9ecae1"),
-        *("#00441b", "#238b45", "#66c2a4", "#b2e2ab"),  # drawn at random
-        "#d94701",
-    ),
+    CODES: ("#08306b", "#3182bd", "#6baed6", "#9ecae1", "#d94701"),
+    DRAWN: ("#00441b", "#238b45", "#66c2a4", "#b2e2ab"),
     FACTORS: ("#3182bd", "#d94701"),
     COMPILED: ("#999999", "#08306b", "#9ecae1", "#d94701", "#fdbe85"),
 }
@@ -119,6 +118,7 @@ def final(comparisons: Sequence[Comparison]) -> Figure:
         axes.set_title(TASKS[task].title, fontsize=9)
         axes.set_xlabel(f"{METRICS[metric]}\n{'worse →' if metric == 'loss' else '← worse'}", fontsize=8)
         axes.grid(axis="x", color="#e5e5e5", linewidth=0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.tick_params(labelsize=8)
         axes.tick_params(axis="y", length=0)
         axes.set_axisbelow(True)
@@ -146,22 +146,28 @@ def _interval(axes: Axes, one: Comparison, place: int) -> None:
 
 
 def _grid(runs: Sequence[Run], title: str) -> tuple[Figure, dict[tuple[str, str], Axes]]:
-    """Return panels by task and family, with the legend of each family over its column."""
-    tasks = [name for name in TASKS if any(run.task == name for run in runs)]
-    there = {METHODS[run.method].family for run in runs}
-    families = [family for family in FAMILIES if family in there]
+    """Return panels by task and family, where there are any runs, with the legend of a family over its first."""
+    there = {(run.task, METHODS[run.method].family) for run in runs}
+    tasks = [name for name in TASKS if any(name == task for task, _ in there)]
+    families = [family for family in FAMILIES if any(family == one for _, one in there)]
     figure = Figure(figsize=(max(6.5, 3.5 * len(families)), 2.3 * len(tasks) + 1.5), layout="constrained")
     grid = figure.subplots(len(tasks), len(families), sharey="row", squeeze=False)
-    panels = {(task, family): grid[i, j] for i, task in enumerate(tasks) for j, family in enumerate(families)}
-    for (task, family), axes in panels.items():
+    panels, labelled = {}, set()
+    for (i, task), (j, family) in itertools.product(enumerate(tasks), enumerate(families)):
+        axes = grid[i, j]
+        if (task, family) not in there:
+            axes.set_axis_off()
+            continue
+        panels[task, family] = axes
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7)
         if task == tasks[-1]:
             axes.set_xlabel("step", fontsize=8)
-        if task == tasks[0]:
-            axes.set_title(f"{family}\n\n\n\n", fontsize=9)
+        if family not in labelled:
+            labelled.add(family)
             names = [EXACT, *(method for method in METHODS.values() if method.family == family)]
             lines = [Line2D([], [], color=COLOR.get(m.name, BLACK), linewidth=1.8, label=m.label) for m in names]
+            axes.set_title(family, fontsize=9, pad=8 + 11 * math.ceil(len(lines) / 2))
             axes.legend(
                 handles=lines, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=7
             )
