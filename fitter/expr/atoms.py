@@ -201,10 +201,17 @@ def raised(base: Expr, exponent: Expr) -> Expr:
 
     SymPy takes the root of a number apart by its prime factors, and may raise these to the order of the root.
     For the root of a power it computes real and imaginary parts, which takes minutes for nested formulas. Here all
-    numbers are real, so a power has a root only where its base is positive, unless its exponent is even.
+    numbers are real, so a power has a root only where its base is positive, unless its exponent is even: then its
+    root is a power of the absolute value.
     """
     number, rest = base.as_coeff_Mul()
     inner = rest.exp if rest.is_Pow else sympy.Integer(0)
+    if inner != 0 and inner.is_even and not exponent.is_integer:
+        if number < 0:
+            return exp(exponent * log(base))  # a root of what is nowhere positive
+        power = inner * exponent
+        root = raised(rest.base if power.is_even else absolute(rest.base), power)
+        return root if number == 1 else raised(number, exponent) * root
     if inner.is_Rational and not inner.is_even and not exponent.is_integer:
         if abs(number) != 1:
             return raised(abs(number), exponent) * raised(sympy.sign(number) * rest, exponent)

@@ -38,7 +38,10 @@ NEAR = 0.1  # distance from a root within which a relative error says nothing
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 TINY = {torch.float32: 1e-36, torch.float64: 1e-280}
 LARGEST = 1.3e38
-HUGE = 1e20  # a value beyond it may come out infinite
+HUGE, SMALL = (
+    1e20,
+    1e-18,
+)  # a value beyond may come out infinite, and one below 0: parts of it may be beyond float32
 DIGITS = 25
 
 
@@ -193,9 +196,9 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
             scale = ROUNDINGS * UNIT[dtype] * (np.abs(true) + np.abs(at * slope))
             off = np.abs(found - true)
         lost = LOST if dtype == torch.float32 else LOST * UNIT[torch.float64] / UNIT[torch.float32]
-        # on the way to a value so large, a power may overflow
         beyond = np.isinf(found) & (np.sign(found) == np.sign(true)) & (np.abs(true) > HUGE)
-        wrong = known & ~beyond & ~(off <= np.maximum(scale, lost * np.abs(true)) + TINY[dtype])
+        below = (found == 0) & (np.abs(true) < SMALL)
+        wrong = known & ~beyond & ~below & ~(off <= np.maximum(scale, lost * np.abs(true)) + TINY[dtype])
         for i in np.flatnonzero(wrong):
             sides = [_exact(activation.typed, at[i] + d) for d in np.linspace(-NEAR, NEAR, 9)]
             near_root = min(sides) * max(sides) <= 0 or max(map(abs, sides)) > 10 * min(map(abs, sides))
