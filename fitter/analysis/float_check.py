@@ -61,8 +61,9 @@ def problem(activation: Activation) -> str | None:
     product may overflow on its way to a value that does not; between the points a part may, where the value is
     beyond 1e20, and may underflow to 0, where it is below 1e-18. The value is lost where it is off by more than
     64 roundings (of f, and of x times f′) and by more than the rounding to bfloat16, unless a root of f is within
-    0.1: there it is off by roundings of the terms of a sum. The derivative is computed in float64, as in the
-    fitter, and may be off by 1e-7 of the larger of itself and 1.
+    0.1: there it is off by roundings of the parts of f. Nor is it known between the points which branch a `where`
+    takes, if its condition is decided by less than the roundings of its terms. The derivative is computed in
+    float64, as in the fitter, and may be off by 1e-7 of the larger of itself and 1.
     """
     with np.errstate(all="ignore"):
         parts: dict[Expr, Any] = {}

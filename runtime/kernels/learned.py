@@ -53,15 +53,52 @@ def _forward_row(
     steps: tl.constexpr,
 ):  # fmt: skip
     """Write y of a row, and return its codes, 0 where the tensor has ended."""
-    at = start + tl.arange(0, COLUMNS)
-    inside = at < n
+    at = tl.arange(0, COLUMNS)
+    inside = at < tl.minimum(n - start, COLUMNS).to(tl.int32)
     place, stride = _places(numbers, start, channels, inner)
-    kept = tl.load(x + at, mask=inside, other=0.0)
-    tl.store(y + at, value(kept.to(tl.float32), place, stride).to(y.dtype.element_ty), mask=inside)
+    kept = tl.load(x + start + at, mask=inside, other=0.0)
+    tl.store(y + start + at, value(kept.to(tl.float32), place, stride).to(y.dtype.element_ty), mask=inside)
     if bits == 0:
         return tl.zeros((COLUMNS,), tl.int32)
     else:
         return tl.where(inside, code_of(kept, table, borders, steps), 0)
+
+
+@jit
+def _tile(x, y, numbers, channels, inner, n, value: tl.constexpr):
+    """Write y of the tile of this program; unmasked rows are read and written in whole vectors."""
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    if first + ROWS * COLUMNS <= n:
+        for row in range(ROWS):
+            start = first + row * COLUMNS
+            place, stride = _places(numbers, start, channels, inner)
+            at = tl.arange(0, COLUMNS)
+            kept = tl.load(x + start + at).to(tl.float32)
+            tl.store(y + start + at, value(kept, place, stride).to(y.dtype.element_ty))
+    else:
+        for row in range(ROWS):
+            start = first + row * COLUMNS
+            _forward_row(x, y, start, n, None, None, numbers, channels, inner, value, 0, 0)
+
+
+@jit
+def _block(x, y, numbers, channels, n, value: tl.constexpr):
+    """Write y of this program's block of HEIGHT rows and WIDTH channels that lie beside each other."""
+    block = tl.program_id(0).to(tl.int64)
+    beside = tl.cdiv(channels, WIDTH)
+    left = (block % beside).to(tl.int32) * WIDTH
+    first = block // beside * HEIGHT
+    row, column = tl.arange(0, HEIGHT)[:, None], left + tl.arange(0, WIDTH)
+    at = first * channels + row * channels + column[None, :]
+    if ((first + HEIGHT) * channels <= n) & (left + WIDTH <= channels):
+        place = (numbers + column)[None, :]
+        tl.store(y + at, value(tl.load(x + at).to(tl.float32), place, channels).to(y.dtype.element_ty))
+    else:
+        valid = column < channels
+        inside = valid[None, :] & ((first + row) * channels < n)
+        place = (numbers + tl.where(valid, column, 0))[None, :]
+        kept = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + at, value(kept, place, channels).to(y.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -71,18 +108,26 @@ def learned_forward_tile(
 ):  # fmt: skip
     """Forward on the tile of this program: x (n,) → y (n,) and the codes of x, if `bits` is not 0.
 
+    Without codes, a program has a block as in backward where WIDTH channels or more lie beside each other.
+
     value: device function of x, float32, and of the places of numbers. table, borders, steps: as `code_of` takes
     them. channels: columns of `numbers`, None for one. inner: elements of a channel that lie beside each other,
     None for one.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if bits == 0 or bits == 8:
+    if bits == 0 and channels is not None and inner is None:
+        if channels >= WIDTH:
+            _block(x, y, numbers, channels, n, value)
+        else:
+            _tile(x, y, numbers, channels, inner, n, value)
+    elif bits == 0:
+        _tile(x, y, numbers, channels, inner, n, value)
+    elif bits == 8:
         for row in range(ROWS):
             start = first + row * COLUMNS
             code = _forward_row(x, y, start, n, table, borders, numbers, channels, inner, value, bits, steps)
-            if bits == 8:
-                at = start + tl.arange(0, COLUMNS)
-                tl.store(codes + at, code.to(tl.uint8), mask=at < n)
+            at = start + tl.arange(0, COLUMNS)
+            tl.store(codes + at, code.to(tl.uint8), mask=at < n)
     else:
         low, high = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
         for row in range(HALF):
@@ -101,13 +146,18 @@ def learned_value_tile(
 ):  # fmt: skip
     """Write y of the tile of this program from what is kept: x, or codes if `bits` is not 0."""
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    for row in range(ROWS):
-        start = first + row * COLUMNS
-        at = start + tl.arange(0, COLUMNS)
-        inside = at < n
-        place, stride = _places(numbers, start, channels, inner)
-        x = _point_of(kept, points, at, inside, bits)
-        tl.store(y + at, value(x, place, stride).to(y.dtype.element_ty), mask=inside)
+    if bits == 0:
+        learned_forward_tile(
+            kept, y, None, None, None, numbers, channels, inner, n, value, bits, 0
+        )  # fmt: skip
+    else:
+        for row in range(ROWS):
+            start = first + row * COLUMNS
+            at = start + tl.arange(0, COLUMNS)
+            inside = at < n
+            place, stride = _places(numbers, start, channels, inner)
+            x = _point_of(kept, points, at, inside, bits)
+            tl.store(y + at, value(x, place, stride).to(y.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -211,8 +211,21 @@ def _channels(numbers: Tensor, inner: int) -> tuple[int | None, int | None]:
     return (numbers.shape[1], inner if inner > 1 else None) if numbers.shape[1] > 1 else (None, None)
 
 
-def _launch(over: Tensor) -> Launch:
-    return Launch(over, THREADS if over.dtype == torch.float32 else THREADS // 2)
+def _launch(over: Tensor, numbers: Tensor, inner: int, bits: int) -> Launch:
+    """Return what launches a forward kernel: over tiles, or over blocks as `learned_forward_tile` takes them."""
+    launch = Launch(over, THREADS if over.dtype == torch.float32 else THREADS // 2)
+    channels, beside = _channels(numbers, inner)
+    if channels is not None and channels >= WIDTH.value and beside is None and not bits:
+        launch.grid = (_heights(over.numel() // channels) * _widths(channels),)
+    return launch
+
+
+def _heights(rows: int) -> int:
+    return -(-rows // HEIGHT.value)
+
+
+def _widths(channels: int) -> int:
+    return -(-channels // WIDTH.value)
 
 
 def _forward_triton(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
@@ -221,7 +234,7 @@ def _forward_triton(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[T
     formula = find(key)
     y, codes = _forward_fake(x, numbers, inner, key)
     coding = formula.argument.coding(codes, x)
-    _launch(x)(formula.forward, x, y, *coding, numbers, *_channels(numbers, inner))
+    _launch(x, numbers, inner, formula.bits)(formula.forward, x, y, *coding, numbers, *_channels(numbers, inner))
     return y, codes
 
 
@@ -237,8 +250,8 @@ def _backward_triton(
     channels, beside = _channels(numbers, inner)
     rows = dy.numel() // (numbers.shape[1] * (beside or 1))
     if channels is not None and beside is None:
-        parts = -(-rows // HEIGHT.value)
-        grid = (parts * -(-channels // WIDTH.value),)
+        parts = _heights(rows)
+        grid = (parts * _widths(channels),)
     else:
         parts = -(-rows * (beside or 1) // BLOCK.value)
         grid = (parts * numbers.shape[1],)
@@ -257,7 +270,7 @@ def _value_triton(
         return _value_reference(kept, numbers, inner, size, dtype, key)
     formula, y = find(key), kept.new_empty(size, dtype=dtype)
     points = formula.argument.tables(kept.device)[0]
-    _launch(y)(formula.again, kept, points, numbers, y, *_channels(numbers, inner))
+    _launch(y, numbers, inner, formula.bits)(formula.again, kept, points, numbers, y, *_channels(numbers, inner))
     return y
 
 

@@ -21,6 +21,7 @@ from fitact.codegen.generate import render
 from fitact.errors import FitWarning, UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.expr.atoms import Where
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.methods.table import make, make_gate
 from fitact.fitter.numerics.weight import Weight
@@ -200,13 +201,24 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
         below = (found == 0) & (np.abs(true) < SMALL)
         wrong = known & ~beyond & ~below & ~(off <= np.maximum(scale, lost * np.abs(true)) + TINY[dtype])
         for i in np.flatnonzero(wrong):
+            if _undecided(activation.typed, at[i], UNIT[dtype]):
+                continue
             sides = [_exact(activation.typed, at[i] + d) for d in np.linspace(-NEAR, NEAR, 9)]
             near_root = min(sides) * max(sides) <= 0 or max(map(abs, sides)) > 10 * min(map(abs, sides))
-            terms = [_exact(term, at[i]) for term in sympy.Add.make_args(activation.typed)]
-            largest = max(map(abs, [*sides, *terms]))
+            parts = [_exact(node, at[i]) for node in sympy.preorder_traversal(activation.typed)]
+            largest = max(abs(size) for size in [*sides, *parts] if np.isfinite(size))
             assert near_root and off[i] <= ROUNDINGS * UNIT[dtype] * largest * 4, (
                 f"in {dtype} the value is {found[i]!r} at x = {at[i]!r} in place of {true[i]!r}"
             )
+
+
+def _undecided(formula: Any, at: float, unit: float) -> bool:
+    """Whether roundings of its terms decide a condition of the formula."""
+    for node in formula.atoms(Where):
+        terms = [abs(_exact(term, at)) for term in sympy.Add.make_args(node.args[0])]
+        if not abs(_exact(node.args[0], at)) > ROUNDINGS * unit * max(terms):
+            return True
+    return False
 
 
 def _exact(formula: Any, at: float) -> float:

@@ -48,7 +48,8 @@ class LearnedKernel:
 
     def elements(self, dtype: str) -> int:
         """Return the elements that a thread has in a full tile, or in a block of backward."""
-        return (int(BLOCK) if self.pass_ == "backward" else TILE) // self.threads(dtype)
+        block = self.pass_ == "backward" or (self.place == "last" and not self.formula.bits)
+        return (int(BLOCK) if block else TILE) // self.threads(dtype)
 
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""
@@ -70,7 +71,11 @@ class LearnedKernel:
         kernel = getattr(self.formula, self.pass_)
         signature = {argument: kinds.get(argument, f"*{dtype}") for argument in kernel.arg_names}
         constexprs = {(i,): None for i, kind in enumerate(signature.values()) if kind == "constexpr"}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, (name, kind) in enumerate(signature.items())
+            if kind[0] == "*" or (name == "channels" and kind == "i32")
+        }
         return triton.compile(
             ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned),
             target=GPUS[target],
