@@ -266,7 +266,9 @@ class Coding:
         return Codes(registered(kind).key, None if of_u is None else registered(of_u).key)
 
 
-def codings(method: str, error: str, bits: int | None, bits_u: int | None, bits_norms: int | None) -> list[Coding]:
+def codings(
+    method: str, error: str, bits: int | None, bits_u: int | None = None, bits_norms: int | None = None
+) -> list[Coding]:
     """Return the codes that a conversion may keep, each to be compared with what the ones before it keep.
 
     Codes of 8 bits err by less than 1 %, where bfloat16's rounding errs by up to 0.4 %: `"rounding"` has these

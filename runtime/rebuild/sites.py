@@ -57,7 +57,9 @@ class Swap:
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths of the module and of the activation of its gate."""
-        return (self.path,) if self.gate is None else (self.path, f"{self.path}.{self.gate.activation}")
+        if self.gate is None:
+            return (self.path,)
+        return self.path, ".".join(filter(None, (self.path, self.gate.activation)))
 
     @property
     def activation(self) -> nn.Module:
@@ -111,9 +113,8 @@ def swaps(
     producers = [one for one in _producers(model) if id(one.module) not in inside]
     producers = [*gates, *(one for one in producers if one.record is None or wanted(one))]
     consumers = [*_consumers(model)]
-    trained = any(
-        parameter.requires_grad for one in consumers for parameter in one.module.parameters(recurse=False)
-    )
+    there = [*(one.module for one in consumers), *filter(_rebuilds, model.modules())]
+    trained = any(parameter.requires_grad for one in there for parameter in one.parameters(recurse=False))
     found = [*producers, *consumers]
     calls, refused = ([], []) if run is None else _calls(model, run, found, wanted)
     noting = any(isinstance(one, LearnedModule) for one in model.modules())  # with nothing changed in them
@@ -215,6 +216,11 @@ def swapped(found: Sequence[Swap]) -> Iterator[None]:
 def _free(module: nn.Module) -> bool:
     """Whether nothing but a module's class says what it computes."""
     return "forward" not in vars(module) and not isinstance(module, Rebuilding)
+
+
+def _rebuilds(module: nn.Module) -> bool:
+    """Whether a module is a layer that an earlier conversion made keep less."""
+    return isinstance(module, Rebuilding) and module.fitact_kind in ("Conv1D", *CONSUMERS_OF.values())
 
 
 def _consumers(model: nn.Module) -> Iterator[Swap]:
