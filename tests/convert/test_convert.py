@@ -637,12 +637,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "replace by a layer",
         {"replace": {nn.GELU: nn.Linear}},
-        "replace: Linear is not an activation that fitact codegen",
+        "replace: Linear is not an activation or a gate that fitact codegen",
     ),
     (
         "replace by PyTorch's",
         {"replace": {nn.GELU: nn.SiLU}},
-        "replace: SiLU is not an activation that fitact codegen",
+        "replace: SiLU is not an activation or a gate that fitact codegen",
     ),
     ("replace a layer", {"replace": {nn.Linear: GeluFewbit3}}, "Linear holds modules or parameters"),
     ("replace what is not there", {"replace": {nn.SiLU: GeluFewbit3}}, "replace: the model holds no SiLU"),
