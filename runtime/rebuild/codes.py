@@ -292,7 +292,7 @@ class _Activated(Factor):
     def bits(self) -> int:
         return find(self.key).bits
 
-    def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_codes(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> tuple[Tensor, Tensor]:
         y, codes = ops.forward(x.contiguous(), None, x.dtype, self.key)
         return y if x.is_contiguous() else self.value(x), codes  # a CPU rounds a view's otherwise
 

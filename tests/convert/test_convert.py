@@ -1027,11 +1027,11 @@ AUTO = [
     ("GELU and linear", [nn.GELU(), nn.Linear(64, 8)], ["gelu_coded6"]),
     ("GELU, dropout and linear", [nn.GELU(), nn.Dropout(), nn.Linear(64, 8)], ["gelu_coded6"]),
     ("GELU and frozen linear", [nn.GELU(), nn.Linear(64, 8).requires_grad_(False)], ["gelu_fewbit3"]),
-    ("norm, GELU and product", [nn.LayerNorm(64), nn.GELU(), Scaled(64)], ["rebuilt", "rebuilt"]),
+    ("norm, GELU and product", [nn.LayerNorm(64), nn.GELU(), Scaled(64)], ["rebuilt", "identity_coded8"]),
     (
         "norm, GELU and two",
         [nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), Scaled(64)],
-        ["gelu_inverted1", "rebuilt"],
+        ["gelu_inverted1", "identity_coded8"],
     ),
     ("ReLU and product", [nn.ReLU(), Scaled(64)], [None]),
     ("Tanh and product", [nn.Tanh(), Scaled(64)], [None]),
