@@ -8,8 +8,8 @@
 They stand beside the ops of `autograd`, opaque to PyTorch like these. In backward and value, g and u are what is
 kept of them: they themselves, or their codes; the two bools say which gradients are wanted. `seed`, int64 (1,), is
 there where codes are drawn at random: those of g by one stream of random numbers, those of u by another. Codes are
-in the order of the elements, whatever the layout of g and u, which may differ: halves of one tensor are kept as the
-views that they are. The result h is laid out like g, and gradients like dh.
+in the order of the elements, whatever the layout of g and u, which may differ: halves of one tensor are kept as
+the views that they are. The result h is laid out like g, and gradients like dh.
 
 Values are those of PyTorch's composition: a(g) rounded to the dtype, and then multiplied. So are the gradients
 where g and u are kept: dh·b(u) goes through PyTorch's own backward of a, and dh·a(g) through that of b.
