@@ -30,7 +30,7 @@ from fitact.runtime.recipes import note, plain
 
 from . import functions
 from .derivatives import once
-from .recipes import applied, without_autocast
+from .recipes import Function, applied, without_autocast
 
 ops: Any = getattr(torch.ops, NAMESPACE)
 SHIPPED = {"gelu": "geglu", "silu": "swiglu"}  # the gates that ship, by f
@@ -215,7 +215,7 @@ class _CodedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run: functions.Function, of: NormCodes
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run: Function, of: NormCodes
     ) -> tuple[Tensor, Tensor, Tensor]:
         y = run(x)
         z, scale = of.normalised(x)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import fitact
 from fitact.calibration import calibrate
 from fitact.errors import UsageError
 from fitact.fitter.analysis.gate import Gate
@@ -18,6 +19,7 @@ from fitact.fitter.methods.table import again
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.reading import from_json, read
 from tests.support import drawn, gates
+from tests.support.generated import load
 
 
 def test_from_fit_to_module(command):
@@ -95,6 +97,8 @@ def test_weights_of_both_factors(command):
     assert both.code_g == coded.fit(both.activation.a, 4, "own", weight=of_g)
     assert both.code_u == coded.fit(both.activation.b, 6, "own", weight=of_u)
     assert again(both).to_json() == both.to_json()
+    (site,) = fitact.convert(Gated(), "coded", replace={torch.nn.SiLU: load(both).Own}, example_inputs=x)
+    assert (site.name, site.after) == ("", "own")
     assert command(f"{line} -o g.json")[0] == 0
     assert read(Path("g.json")).code_u is None
     assert command(f'{line} --bits-u 6 --weight-u "normal(0, 2)" -o given.json')[0] == 0
