@@ -21,7 +21,7 @@ from fitact.runtime.learned.function import apply_learned
 from fitact.runtime.learned.uses import Use
 from fitact.runtime.norms.linear import Norm
 from fitact.runtime.ops import decode, gate_ops
-from fitact.runtime.ops.autograd import DTYPES, NAMESPACE
+from fitact.runtime.ops.autograd import DTYPES, KERNEL_DEVICES, NAMESPACE
 from fitact.runtime.ops.factors import CodedFactor, Factor
 from fitact.runtime.ops.gates import apply_gate
 from fitact.runtime.ops.reference import arithmetic_dtype
@@ -194,6 +194,8 @@ class NormCodes(NamedTuple):
         known = all(plain(one) and one.dtype in DTYPES for one in there)
         if not (known and functions.recorded(*there) and x.numel()):
             return None
+        if x.device.type in KERNEL_DEVICES:
+            decode.prepare(self.key, str(x.device))
         y, codes, _ = applied(_CodedNorm, x, *own, partial(module.fitact_stock.forward, module), self)
         held = [one for one in own if one is not None]
         return note(y, _NormAgain(self, y.shape, y.dtype), codes, *held, exact=False)
