@@ -42,7 +42,7 @@ def forward(bits: int, bits_u: int, g: Tensor, u: Tensor, seed: int) -> tuple[Te
 
 
 @pytest.mark.parametrize(("bits", "bits_u"), KINDS)
-@pytest.mark.parametrize("n", [0, 7, 8200])
+@pytest.mark.parametrize("n", [0, 1100, pytest.param(8200, marks=pytest.mark.full)])
 def test_codes_and_layout(n: int, bits: int, bits_u: int) -> None:
     """Those of g by one stream of random numbers, those of u by another; the output is stock's."""
     fit, seed = drawn.gate(bits, bits_u), 2**62 + 12345
@@ -107,7 +107,7 @@ def test_what_is_right_in_the_mean() -> None:
 
 
 def test_the_streams_differ() -> None:
-    g, u = (one.detach() for one in inputs(8192))
+    g, u = (one.detach() for one in inputs(500))
     _, of_g, of_u = forward(8, 8, g, g, 3)
     record = drawn.record(8, "identity")
     assert of_u.tolist() == drawn.codes(record, g, 3, 1) != drawn.codes(record, g, 3)
@@ -161,7 +161,8 @@ def test_refuses() -> None:
         torch.autograd.grad(dg.sum(), u)
 
 
-@pytest.mark.parametrize(("bits", "bits_u"), [pytest.param(*KINDS[0], marks=pytest.mark.full), KINDS[2]])
+@pytest.mark.parametrize(("bits", "bits_u"), [KINDS[0], KINDS[2]])
+@pytest.mark.full
 def test_the_op_is_a_good_one(bits: int, bits_u: int) -> None:
     key = drawn.gate_module(bits, bits_u)._KEY
     torch.library.opcheck(ops.gate_forward.default, (*inputs(3, 700), key, torch.tensor([1])))
