@@ -38,5 +38,8 @@ def test_nothing_spills(case: str) -> None:
     gate: Any = gate_ops.find(load(FITS[name])._KEY)
     cost = measure(GateKernel(name, pass_, gate, view), dtype, target)
     assert cost.spills == 0
-    # a program that draws codes has twice the threads, and they write half as much each in half precision
-    assert cost.store_bytes == 16 or (gate.drawn and pass_ == "forward" and dtype != "fp32")
+    if gate.drawn and pass_ == "forward":  # twice the threads, so half of it in half precision; one on an AMD GPU
+        size = DTYPES[dtype].itemsize
+        assert cost.store_bytes in ((size, 4, 4 * size) if target == "gfx942" else (4 * size,))
+    else:
+        assert cost.store_bytes == 16
