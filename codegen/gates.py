@@ -8,9 +8,9 @@ from typing import Any
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import is_identity
 from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.records.coded import CodedFit
-from fitact.fitter.records.gate import CodedGateFit
+from fitact.fitter.records.gate import Code, CodedGateFit
 from fitact.fitter.records.kinds import AnyGateFit
+from fitact.fitter.records.stochastic import StochasticFit
 
 from . import dialects, printers
 from .tables import lines, search_steps
@@ -23,6 +23,7 @@ def context(fit: AnyGateFit) -> dict[str, Any]:
     return {
         "kept": _kept(codes),
         "exact": codes == (None, None),
+        "drawn": isinstance(codes[0], StochasticFit),
         "factors": [
             {"of": "g", "name": "a", **_tables(codes[0])},
             {"of": "u", "name": "b", **_tables(codes[1])},
@@ -33,7 +34,7 @@ def context(fit: AnyGateFit) -> dict[str, Any]:
     }
 
 
-def _kept(codes: Sequence[CodedFit | None]) -> str:
+def _kept(codes: Sequence[Code | None]) -> str:
     texts = [
         f"{argument} as it is" if code is None else f"{code.bits} bits of {argument}"
         for argument, code in zip("gu", codes, strict=True)
@@ -41,16 +42,18 @@ def _kept(codes: Sequence[CodedFit | None]) -> str:
     return "g and u" if codes == (None, None) else " and ".join(texts)
 
 
-def _tables(code: CodedFit | None) -> dict[str, Any]:
-    """Return the tables of a code, for the template; the borders are empty where the argument is kept."""
+def _tables(code: Code | None) -> dict[str, Any]:
+    """Return the tables of a code, for the template: borders or nodes; both are empty for what is kept."""
     if code is None:
-        return {"borders": [], "table": [], "bits": 0, "steps": 0}
+        return {"borders": [], "nodes": [], "table": [], "bits": 0, "steps": 0}
     pairs = [[repr(one) for one in pair] for pair in zip(code.values, code.derivatives, strict=True)]
+    borders, nodes = ((), code.nodes) if isinstance(code, StochasticFit) else (code.borders, ())
     return {
-        "borders": lines([repr(border) for border in code.borders], 4),
+        "borders": lines([repr(border) for border in borders], 4),
+        "nodes": lines([repr(node) for node in nodes], 4),
         "table": lines(pairs, 2),
         "bits": code.bits,
-        "steps": search_steps(code.borders),
+        "steps": search_steps(borders) if borders else 0,
     }
 
 

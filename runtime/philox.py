@@ -14,12 +14,13 @@ FACTORS = (0xD2511F53, 0xCD9E8D57)
 STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def words(seed: Tensor, counter: Tensor) -> list[Tensor]:
+def words(seed: Tensor, counter: Tensor, stream: int = 0) -> list[Tensor]:
     """Return four random numbers of 32 bits for each counter.
 
     Args:
         seed: int64, (1,), the key: its lower half is the first word.
-        counter: int64, not negative, of any shape: the lower half of Philox's counter, whose upper half is 0.
+        counter: int64, not negative, of any shape: the lower half of Philox's counter.
+        stream: the upper half of that; others give other numbers.
 
     Returns:
         Four tensors of the counter's shape, int64, from 0 to 2³² − 1.
@@ -27,7 +28,7 @@ def words(seed: Tensor, counter: Tensor) -> list[Tensor]:
     """
     keys = [seed & LOW, (seed >> 32) & LOW]
     zero = torch.zeros_like(counter)
-    state = [counter & LOW, counter >> 32, zero, zero]
+    state = [counter & LOW, counter >> 32, zero + stream, zero]
     for _ in range(ROUNDS):
         # of 64 bits: an int64 wraps round, and keeps them all
         first, second = state[0] * FACTORS[0], state[2] * FACTORS[1]

@@ -10,6 +10,7 @@ stationary point nearby, where x at a border costs the same in both neighbouring
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from fitact.fitter.numerics.coding import Objective, Steps, errors, reach
 from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import DEVIATIONS, MAX_DOMAIN, CodedFit
-from fitact.fitter.records.gate import BITS_U, KEPT, CodedGateFit, combined
+from fitact.fitter.records.gate import BITS_U, KEPT, Code, CodedGateFit, combined
 from fitact.fitter.records.learned import CodedLearnedFit
 from fitact.fitter.records.learned import errors as errors_at_points
 from fitact.fitter.records.stochastic import StochasticFit
@@ -35,6 +36,7 @@ from fitact.fitter.records.validate import check_bits
 from .fewbit import check_finite, check_height, check_width, round_borders, without_noise
 
 METHOD = "coded"
+NEAREST = "nearest"  # of the roundings
 CELLS = 4000  # grid of the programme, some 16 for each of 256 levels; its optimum is then refined
 DOMAIN = (-64.0, 64.0)
 WEIGHT = "student(3)"  # heavy tails: serves inputs of deviation 0.5 to 4 without a scale, and their outliers
@@ -318,6 +320,7 @@ def fit_gate(
     bits_u: int = KEPT,
     weight: Weight | None = None,
     weight_u: Weight | None = None,
+    rounding: str = NEAREST,
 ) -> CodedGateFit:
     """Fit the code of g of a gate a(g)·b(u), and that of u if it is to have one.
 
@@ -328,6 +331,7 @@ def fit_gate(
         bits_u: 6 or 8, of a code of u; 16 to keep u as it is.
         weight: how much an error counts by g; as in `fit`.
         weight_u: by u, where that is coded; likewise.
+        rounding: `"nearest"`, or `"stochastic"` for codes that are drawn at random, as by `fit_stochastic`.
 
     Returns:
         The fit, whose parts are those of `fit` for a and b.
@@ -340,8 +344,9 @@ def fit_gate(
         raise UsageError(
             f"--bits-u: expected {', '.join(map(str, BITS_U))}, or {KEPT} to keep u as it is, got {quote(bits_u)}"
         )
-    code_u = None if bits_u == KEPT else fit(gate.b, bits_u, name, weight=weight_u)
-    return _gate_of(gate, fit(gate.a, bits, name, weight=weight), code_u)
+    made: Callable[..., Code] = fit if rounding == NEAREST else fit_stochastic
+    code_u = None if bits_u == KEPT else made(gate.b, bits_u, name, weight=weight_u)
+    return _gate_of(gate, made(gate.a, bits, name, weight=weight), code_u)
 
 
 def fit_gate_again(gate_fit: CodedGateFit) -> CodedGateFit:
@@ -350,14 +355,16 @@ def fit_gate_again(gate_fit: CodedGateFit) -> CodedGateFit:
     return _gate_of(gate_fit.activation, _again(gate_fit.code_g), code_u)
 
 
-def _gate_of(gate: Gate, code_g: CodedFit, code_u: CodedFit | None) -> CodedGateFit:
+def _gate_of(gate: Gate, code_g: Code, code_u: Code | None) -> CodedGateFit:
     error = combined(code_g, code_u)
     return CodedGateFit(
         name=code_g.name, method="gate_coded", activation=gate, code_g=code_g, code_u=code_u, error=error
     )
 
 
-def _again(part: CodedFit) -> CodedFit:
+def _again(part: Code) -> Code:
+    if isinstance(part, StochasticFit):
+        return fit_stochastic(part.activation, part.bits, part.name, domain=part.domain, weight=part.weight)
     cells = int(part.options.get("cells", CELLS))
     return fit(part.activation, part.bits, part.name, domain=part.domain, weight=part.weight, cells=cells)
 

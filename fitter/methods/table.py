@@ -28,7 +28,7 @@ OPTIONS = {
     "coded": ("bits", "domain", "weight", "rounding"),
 }
 # Those of gates.
-GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u")}
+GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u", "rounding")}
 # Those of formulas with learned numbers.
 LEARNED_OPTIONS = {"rebuild": (), "coded": ("bits", "domain", "weight")}
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
@@ -57,7 +57,7 @@ def _made(method: str, activation: Activation, name: str, **options: Any) -> Any
         return inverted.fit(activation, name, **options)
     bits = options.pop("bits")
     if method == "coded":
-        stochastic = options.pop("rounding", "nearest") == "stochastic"
+        stochastic = options.pop("rounding", coded.NEAREST) != coded.NEAREST
         return (coded.fit_stochastic if stochastic else coded.fit)(activation, bits, name, **options)
     if method == "relumix":
         return relumix.fit(activation, bits, name, **options)
@@ -71,15 +71,23 @@ def make_gate(
     bits: int | None = None,
     bits_u: int | None = None,
     weights: tuple[Weight | None, Weight | None] = (None, None),
+    rounding: str | None = None,
 ) -> AnyGateFit:
-    """Fit a gate by the method of that name, which has `bits`, and weights of g and u, if it is coded."""
+    """Fit a gate by the method of that name; if it is coded, with bits, weights of g and u, and a rounding."""
     if method == "rebuild":
         return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
     assert bits is not None
     of_g, of_u = weights
-    kept = KEPT if bits_u is None else bits_u
     with budget(gate, FITTING), stage("the fit", "write it with fewer functions"):
-        return coded.fit_gate(gate, bits, name, bits_u=kept, weight=of_g, weight_u=of_u)
+        return coded.fit_gate(
+            gate,
+            bits,
+            name,
+            bits_u=KEPT if bits_u is None else bits_u,
+            weight=of_g,
+            weight_u=of_u,
+            rounding=rounding or coded.NEAREST,
+        )
 
 
 def make_learned(method: str, formula: Learned, name: str, **options: Any) -> AnyLearnedFit:

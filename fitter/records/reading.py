@@ -21,6 +21,7 @@ from .fit import SCHEMA, activation_record
 from .gate import CodedGateFit, GateFit
 from .kinds import KINDS, AnyFit
 from .learned import CodedLearnedFit, LearnedFit
+from .stochastic import StochasticFit
 from .validate import json_object, label, mapping, number, objects, text
 
 MAX_BYTES = 1 << 20
@@ -75,12 +76,12 @@ def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
         "activation": _READ.get(kind, _activation)(record["activation"]),
         "error": mapping(record["error"], "error", (int, float)),
         **{name: read(record[name], name) for name, read in kind.READ.items()},
-        **{name: _part(record[name], name) for name in kind.PARTS},
+        **{name: _part(record[name], name, kind) for name in kind.PARTS},
     }
     return kind(name=record["name"], method=record["method"], **own)
 
 
-def _part(value: object, what: str) -> AnyFit | None:
+def _part(value: object, what: str, within: type[AnyFit]) -> AnyFit | None:
     """Return a coded fit within a fit; null is none, which only the code of u may be."""
     optional = what == "code_u"
     if value is None and optional:
@@ -88,7 +89,8 @@ def _part(value: object, what: str) -> AnyFit | None:
     if not isinstance(value, dict):
         raise UsageError(f"{what}: expected an object{' or null' if optional else ''}, got {quote(value)}")
     try:
-        return _fit(CodedFit, value)
+        drawn = value.get("method") in StochasticFit.METHODS and within is CodedGateFit
+        return _fit(StochasticFit if drawn else CodedFit, value)
     except FitactError as error:
         raise UsageError(f"{what}.{error}") from None
 

@@ -69,7 +69,7 @@ def rebuilding(model: nn.Module) -> Iterator[Candidate]:
     if not found:
         return
     yield Candidate("rebuilt, exact", lambda saved: swapped(found), again=True)
-    (coding,) = codings("coded", "", None, None)
+    (coding,) = codings("coded", "", None)
     near = coded([replace(one, exact=False) for one in found], coding.codes)
 
     @contextmanager

@@ -11,7 +11,10 @@ from typing import Any
 from torch import nn
 
 from fitact.errors import UsageError, quote
-from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.ops import gate_ops
+from fitact.runtime.ops.gate_ops import is_gate
+from fitact.runtime.ops.registry import home_of, is_generated
+from fitact.runtime.rebuild.codes import OwnCodes
 from fitact.runtime.rebuild.modules import Rebuilding, original_class
 from fitact.runtime.rebuild.sites import Swap
 from fitact.runtime.records import SiteRecord
@@ -20,6 +23,7 @@ from fitact.text import few
 from .choices import ERRORS, METHODS, Substitutes, check_bits
 from .detect import ActivationSite, recognise
 from .measure import Run, stock, traces
+from .probe import agree
 from .replacement import Replacement
 
 Patterns = str | Sequence[str] | None
@@ -60,15 +64,44 @@ def check(
         raise UsageError(f"the model is itself an activation, {found.before}: use fitact.activation instead")
 
 
-def own_classes(substitutes: Mapping[Any, Any]) -> frozenset[type]:
-    """Return the classes that the user's own classes replace."""
+def own_classes(substitutes: Mapping[Any, Any]) -> tuple[Substitutes, Substitutes]:
+    """Return the user's own activations and own gates, by the classes of activations that they are for."""
     for old, new in substitutes.items():
         for kind in (old, new):
             if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
-        if not is_generated(new):
-            raise UsageError(f"replace: {new.__name__} is not an activation that fitact codegen generated")
-    return frozenset(substitutes)
+        if not (is_generated(new) or is_gate(new)):
+            raise UsageError(
+                f"replace: {new.__name__} is not an activation or a gate that fitact codegen generated"
+            )
+    gates = {old: new for old, new in substitutes.items() if is_gate(new)}
+    return {old: new for old, new in substitutes.items() if old not in gates}, gates
+
+
+def with_own_gates(found: Sequence[Swap], gates: Substitutes, method: str, error: str) -> list[Swap]:
+    """Let gates f(g)·u keep what the user's own generated gates keep, which are chosen by the class of f.
+
+    Raises:
+        UsageError: the method keeps no codes; or there is no gate of such a class, or it computes something else.
+
+    """
+    if gates and (method not in ("coded", "auto") or error == "exact"):
+        names = ", ".join(one.__name__ for one in gates.values())
+        raise UsageError(f'replace: gates such as {names} need method="coded", or "auto" with an error')
+    given = list(found)
+    for old, new in gates.items():
+        gate = gate_ops.find(home_of(new)["_KEY"])
+        places = [i for i, one in enumerate(found) if one.gate and original_class(one.activation) is old]
+        if not places:
+            raise UsageError(
+                f"replace: expected a module down(f(gate(x)) · up(x)) whose f is {old.__name__}, for the gate "
+                f"{new.__name__}; found none that is to be changed"
+            )
+        for i in places:
+            if not (agree(found[i].activation, gate.a.value) and agree(nn.Identity(), gate.b.value)):
+                raise UsageError(f"replace: {new.__name__} does not compute {old.__name__} of g times u")
+            given[i] = dataclasses.replace(found[i], codes=OwnCodes(gate.key))
+    return given
 
 
 def check_substitutes(sites: Sequence[ActivationSite], substitutes: Substitutes) -> None:

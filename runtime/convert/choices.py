@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fitact.errors import UsageError, quote
+from fitact.runtime.norms import linear as layers
+from fitact.runtime.norms.linear import Norm
 from fitact.runtime.ops.registry import registered
-from fitact.runtime.rebuild.codes import Codes, LearnedCodes
+from fitact.runtime.rebuild.codes import Codes, LearnedCodes, NormCodes
 from fitact.runtime.rebuild.modules import original_class
 
 from .detect import MODULES, ActivationSite, Found, recipe, recognise, shipped_class, stated_errors
@@ -46,17 +48,25 @@ def check_bits(method: str, bits: object) -> None:
         raise UsageError(f"bits {quote(bits)}: expected {expected}")
 
 
-def check_bits_u(method: str, error: str | None, bits_u: object) -> None:
-    """Raise a UsageError if gates cannot keep codes of u of this number of bits."""
-    if bits_u is None:
+def check_coded(method: str, error: str | None, name: str, bits: object) -> None:
+    """Raise a UsageError if nothing can keep codes of the identity of this number of bits.
+
+    Args:
+        method: of `convert`.
+        error: likewise.
+        name: of the argument.
+        bits: its value; None for its default.
+
+    """
+    if bits is None:
         return
     if method not in ("coded", "auto") or error == "exact":
-        raise UsageError(f'bits_u {quote(bits_u)}: no gate keeps codes by this method: expected method="coded"')
+        raise UsageError(f'{name} {quote(bits)}: nothing keeps codes by this method: expected method="coded"')
     widths = WIDTHS["coded"]
-    if type(bits_u) is bool or not isinstance(bits_u, Integral) or bits_u not in widths:
-        raise UsageError(f"bits_u {quote(bits_u)}: expected {', '.join(map(str, widths[:-1]))} or {widths[-1]}")
-    if shipped_class("identity", "coded", int(bits_u)) is None:
-        raise UsageError(f"bits_u {quote(bits_u)}: no code of the identity of so few bits is shipped")
+    if type(bits) is bool or not isinstance(bits, Integral) or bits not in widths:
+        raise UsageError(f"{name} {quote(bits)}: expected {', '.join(map(str, widths[:-1]))} or {widths[-1]}")
+    if shipped_class("identity", "coded", int(bits)) is None:
+        raise UsageError(f"{name} {quote(bits)}: no code of the identity of so few bits is shipped")
 
 
 @dataclass(frozen=True)
@@ -217,12 +227,14 @@ class Coding:
         bits: the most bits of a code.
         least: codes with fewer bits are left out.
         bits_u: the most bits of a code of the factor u of a gate; None to keep u.
+        bits_norms: the most bits of a code of a norm's normalised rows; None to keep its input.
 
     """
 
     bits: int
     least: int = 1
     bits_u: int | None = None
+    bits_norms: int | None = None
 
     def code(
         self, sites: Sequence[ActivationSite], group: Collection[int], state: tuple[Sequence[Replacement], Any]
@@ -236,9 +248,13 @@ class Coding:
         )
         return tuple(replacements), rebuilt
 
-    def codes(self, activation: Any) -> Codes | LearnedCodes | None:
-        """Return the codes for a gate with an activation, or one with learned numbers; None if there are none."""
+    def codes(self, activation: Any) -> Codes | LearnedCodes | NormCodes | None:
+        """Return the codes for a gate with an activation, one with learned numbers, or a norm; or None."""
         found = recognise(activation)
+        norm = None if found is not None or self.bits_norms is None else layers.recognise(activation)
+        if isinstance(norm, Norm):
+            of_rows = shipped_class("identity", "coded", self.bits_norms)
+            return None if of_rows is None else NormCodes.of(norm, registered(of_rows).key)
         if found is not None and found.learned is not None:
             formula = None if found.refusal else found.learned.coded(self.bits, self.least)
             return None if formula is None else LearnedCodes(formula.key, found.learned)
@@ -250,20 +266,23 @@ class Coding:
         return Codes(registered(kind).key, None if of_u is None else registered(of_u).key)
 
 
-def codings(method: str, error: str, bits: int | None, bits_u: int | None) -> list[Coding]:
+def codings(
+    method: str, error: str, bits: int | None, bits_u: int | None = None, bits_norms: int | None = None
+) -> list[Coding]:
     """Return the codes that a conversion may keep, each to be compared with what the ones before it keep.
 
     Codes of 8 bits err by less than 1 %, where bfloat16's rounding errs by up to 0.4 %: `"rounding"` has these
-    alone, and u of gates as it is. `"few-bit"` also has fewer bits, 6 by default, and u in 8 bits.
+    alone, and u of gates and the inputs of norms as they are. `"few-bit"` also has fewer bits, 6 by default, and
+    these two in 8 bits.
     """
     if method == "coded":
-        return [Coding(bits or CODES, bits_u=bits_u)]
+        return [Coding(bits or CODES, 1, bits_u, bits_norms)]
     if method != "auto" or error == "exact":
         return []
     if error == "rounding":
-        return [Coding(CODES, CODES, bits_u)] if bits is None or bits >= CODES else []
-    of_u = bits_u or CODES
-    return [Coding(one, bits_u=of_u) for one in ((CODES, FEW_CODES) if bits is None else (bits,))]
+        return [Coding(CODES, CODES, bits_u, bits_norms)] if bits is None or bits >= CODES else []
+    of_both = bits_u or CODES, bits_norms or CODES
+    return [Coding(one, 1, *of_both) for one in ((CODES, FEW_CODES) if bits is None else (bits,))]
 
 
 def least(

@@ -29,6 +29,7 @@ from .arguments import (
     nothing_to_rebuild,
     own_classes,
     patterns,
+    with_own_gates,
 )
 from .choices import (
     ERRORS,
@@ -36,7 +37,7 @@ from .choices import (
     Policy,
     Substitutes,
     best,
-    check_bits_u,
+    check_coded,
     codings,
     least,
     paying,
@@ -53,6 +54,7 @@ def convert(
     bits: int | None = None,
     *,
     bits_u: int | None = None,
+    bits_norms: int | None = None,
     norms: bool = False,
     replace: Substitutes | None = None,
     include: Patterns = None,
@@ -87,13 +89,16 @@ def convert(
             and the fewest possible for the others.
         bits_u: bits of a code of the factor u of gates, 3 to 8; by default u is kept as it is, but coded in 8 bits
             with `error="few-bit"`.
+        bits_norms: bits of a code of a norm's normalised rows, 3 to 8, which give its gradients and the input of
+            the next layers; by default its input is kept, but with `error="few-bit"` codes of 8 bits.
         norms: whether to merge norms into the next linear layers, too, as
             `fitact.runtime.norms.fold.merge_norms` describes. This needs `example_inputs` and changes parameters:
             make the optimizer afterwards. A dry run merges norms in a copy of the model, which takes as much
             memory again.
         replace: generated classes of your own for classes of activations, such as `{nn.GELU: MyGelu3}`. They
             replace every module of exactly that class, whatever its parameters; use `include` or `exclude` to
-            limit this.
+            limit this. A generated gate, such as `{nn.SiLU: MySwiglu8}`, is for gated MLPs whose f has the class:
+            these keep what your gate keeps, with `"coded"`, or `"auto"` with an error other than `"exact"`.
         include: patterns (fnmatch) of the paths of activations, such as `"encoder.*"`; by default all.
         exclude: patterns of the paths to leave alone; by default none.
         dry_run: whether to leave the model as it is and only report what would be done.
@@ -133,14 +138,15 @@ def convert(
     given, model = model, inner(model)
     method = method or ("fewbit" if error is None else "auto")
     check(model, method, bits, norms, example_inputs is not None, error, gradients)
-    check_bits_u(method, error, bits_u)
+    for name, width in (("bits_u", bits_u), ("bits_norms", bits_norms)):
+        check_coded(method, error, name, width)
     # of a compiled model the stock one is traced, so only replacements can gain something
     compiled = given is not model or any(map(is_compiled, model.modules()))
     if dry_run and norms:  # the gain of activations depends on what merged norms keep
         model = copy.deepcopy(model)
     job = _Job(model, method, bits, replace or {}, error or ERRORS[1], example_inputs)
     rebuilds = method in ("coded", "rebuild") or (method == "auto" and not compiled)
-    job.codings = codings(method, job.error, bits, bits_u) if rebuilds else []
+    job.codings = codings(method, job.error, bits, bits_u, bits_norms) if rebuilds else []
     job.choose(include, exclude, norms=norms, rebuilds=rebuilds)
     job.measure_stock()
     refused = job.find_rebuilt(norms=norms)
@@ -154,7 +160,7 @@ def convert(
         job.put()
     paths = {one.path for one in job.rebuilt}
     merged = [one for one in merged if one.after or one.name not in paths]  # what is rebuilt is not left alone
-    records = (*_records(job), *_rebuilt(job.rebuilt), *refused, *merged)
+    records = (*_records(job), *rebuilding.records(job.rebuilt), *refused, *merged)
     after = None if job.after is None else job.after.kept
     return Conversion(records, dry_run, job.stock_kept, after, job.unseen, gradient)
 
@@ -167,7 +173,8 @@ class _Job:
 
     Attributes:
         model: the model.
-        method, bits, replace, error: what was asked for, as in `convert`.
+        method, bits, replace, error: what was asked for, as in `convert`; `replace` without gates.
+        gates: the gates of `replace`.
         own: classes of activations that one replaces oneself.
         run: runs the model; None without example inputs, and then nothing is measured.
         rebuilds: whether outputs may be rebuilt.
@@ -193,10 +200,11 @@ class _Job:
         error: str,
         example_inputs: Any,
     ) -> None:
-        self.model, self.method, self.bits, self.replace, self.error = model, method, bits, replace, error
+        self.model, self.method, self.bits, self.error = model, method, bits, error
+        self.replace, self.gates = own_classes(replace)
         self.example_inputs = example_inputs
         self.run = None if example_inputs is None else runner(example_inputs)
-        self.own = own_classes(replace)
+        self.own = frozenset(self.replace)
         self.rebuilt: list[rebuilding.Swap] = []
         self.codings: list[Coding] = []
         self.attempt = 0
@@ -238,7 +246,9 @@ class _Job:
         if self.rebuilds:
             allowed = partial(self.chosen.rebuilt, own=self.own)
             self.rebuilt, refused = rebuilding.swaps(self.model, self.run, allowed)
-            self.rebuilt = [dataclasses.replace(one, exact=not self.codings) for one in self.rebuilt]
+            exact = not (self.codings or self.gates)
+            self.rebuilt = [dataclasses.replace(one, exact=exact) for one in self.rebuilt]
+        self.rebuilt = with_own_gates(self.rebuilt, self.gates, self.method, self.error)
         if not self.rebuilt and self.method == "rebuild":
             raise UsageError(nothing_to_rebuild(refused, self.run))
         if not (self.rebuilt or self.sites or norms):
@@ -247,8 +257,8 @@ class _Job:
 
     def merge_norms(self, include: Patterns, exclude: Patterns) -> list[SiteRecord]:
         """Merge norms but those whose outputs are rebuilt; return their records."""
-        autocast = torch.is_autocast_enabled(_device(self.model))
-        spared = [] if autocast else self._rebuilt_norms()
+        device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
+        spared = [] if torch.is_autocast_enabled(device) else self._rebuilt_norms()
         left = [*patterns(exclude), *spared]
         merged = merge_norms(self.model, self.example_inputs, include=include, exclude=left)
         (self.before,) = self.measure([stock])
@@ -273,7 +283,8 @@ class _Job:
         if self.before is not None and self.rebuilt:
             with rebuilding.swapped(self.rebuilt), reading() as read:
                 (rebuilt,) = self.measure([stock], detail=True)
-            self.rebuilt = rebuilding.paying(self.rebuilt, read) if rebuilt.kept < self.before.kept else []
+            pays = rebuilt.kept < self.before.kept or any(one.given for one in self.rebuilt)
+            self.rebuilt = rebuilding.paying(self.rebuilt, read) if pays else []
             if self.rebuilt:
                 self.before, self.unseen = rebuilt, rebuilt.unseen
 
@@ -320,11 +331,12 @@ class _Job:
         self.replacements, self.rebuilt = [*as_likes(self.sites, replacements, self.before)], [*rebuilt]
 
     def _too_far(self) -> Collection[nn.Module]:
-        """Return the activations that `auto` leaves without codes, because these do not suit the inputs."""
+        """Return the activations and norms that `auto` leaves without codes, which do not suit their inputs."""
         if self.method != "auto" or not self.codings:
             return ()
         assert self.run is not None
         held = [site.held for site in self.sites if isinstance(site.held, nn.Module)]
+        held += [one.activation for one in self.rebuilt if one.may_code]
         found = ((one, self.codings[0].codes(one)) for one in held)
         coded = {one: codes.table(one) for one, codes in found if codes is not None}
         return too_far(self.model, self.run, coded, attempt=self.attempt)
@@ -356,11 +368,6 @@ def _code_gates(coding: Coding, like: tuple[str, str], state: State) -> State:
     return replacements, tuple(rebuilding.coded(rebuilt, coding.codes, like))
 
 
-def _device(model: nn.Module) -> str:
-    """Return the kind of device that a model is on."""
-    return next((parameter.device.type for parameter in model.parameters()), "cpu")
-
-
 def _whole(
     found: Sequence[rebuilding.Swap], sites: Sequence[ActivationSite], replacements: Sequence[Replacement]
 ) -> Plan:
@@ -372,13 +379,6 @@ def _whole(
             yield
 
     return done
-
-
-def _rebuilt(found: Sequence[rebuilding.Swap]) -> Iterator[SiteRecord]:
-    """Yield the records of gates, norms and calls; activations are among the sites."""
-    for one in found:
-        if one.record is not None and one.record.kind != "activation":
-            yield one.record
 
 
 def _records(job: _Job) -> Iterator[SiteRecord]:

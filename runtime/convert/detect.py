@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import nn
 from fitact.api import activation
 from fitact.errors import UsageError, quote
 from fitact.runtime.learned.uses import Use, use_of
+from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.registry import is_generated, registered
 from fitact.runtime.rebuild.modules import Rebuilding, activation_of, is_activation, original_class
 from fitact.runtime.torch_internals import has_hooks, modules_in
@@ -326,12 +329,24 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
 
 def stated_errors(name: str, what: str = "value") -> str:
     """Return the errors that a shipped coded fit states for normal inputs; `""` for fits of one's own."""
-    file = files("fitact.generated").joinpath("fits", f"{name}.json")
-    if not file.is_file():
+    error = _errors(files("fitact.generated").joinpath("fits", f"{name}.json"))
+    if not error:
         return ""
-    error: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["error"]
     value, derivative = (f"{100 * error[one]:.2g} %" for one in ("value_1", "derivative_1"))
     return f"{what} off by {value}" + f", derivative by {derivative}" * (error["derivative_1"] > 0)
+
+
+def own_errors(gate: Gate) -> str:
+    """Return the errors that a generated gate's fit states for normal inputs; `""` if it lies not beside it."""
+    home = Path(gate.a.value.__code__.co_filename).parent
+    error = _errors(home / "fits" / f"{gate.name}.json")
+    return ", ".join(f"{what} off by {100 * error[f'{what}_1']:.2g} %" for what in ("h", "dg", "du") if error)
+
+
+def _errors(file: Traversable) -> dict[str, float]:
+    """Return the errors that a file of a fit states, none if there is no such file."""
+    found: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["error"] if file.is_file() else {}
+    return found
 
 
 def recipe(found: Found, method: str, bits: int | None) -> str:

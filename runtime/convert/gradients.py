@@ -113,7 +113,7 @@ def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, att
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            error = _value_error(coded[module], args[0].detach().reshape(-1))
+            error = _value_error(coded[module], coded[module].coded(args[0]).reshape(-1))
             errors[module] = max(error, errors.get(module, 0.0))
 
     with torch.no_grad(), generators(model, attempt), unchanged(model), ExitStack() as hooks:

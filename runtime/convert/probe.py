@@ -81,6 +81,13 @@ def computes(module: nn.Module) -> str | None:
     return _computed(hashable, kind.forward, tuple((name, type(value), value) for name, value in held.items()))
 
 
+def agree(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a module without parameters computes a function, within several roundings of float32."""
+    with unset_fake_temporarily(), without_torch_function(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        x = _inputs().float()
+        return _near(module(x.clone()), function(x))
+
+
 def _takes_one(forward: Callable[..., Any]) -> bool:
     """Return whether a method takes exactly one argument."""
     try:

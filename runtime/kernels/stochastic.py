@@ -1,4 +1,4 @@
-"""The Triton tile loop of coded activations whose codes are drawn at random.
+"""The Triton tile loops of coded activations, and of gates, whose codes are drawn at random.
 
 A *position* is a whole number of 1/65536 that rises by 1 from node to node; adding a random number of 16 bits and
 rounding down draws the code. A table has the positions of all numbers of bfloat16. A float32 lies between two of
@@ -6,12 +6,14 @@ them, which the upper 16 bits find; the position is interpolated between theirs.
 `ops.reference` draws the same codes.
 
 The 128 bits that Philox makes of one counter serve the eight elements of a column of a tile: row r takes the lower
-half of word r, and row r + 4 the upper half of it. The counter is 1024 · tile + column.
+half of word r, and row r + 4 the upper half of it. The counter is 1024 · tile + column, and above it, where a gate
+draws codes of both arguments, 1 for those of u.
 """
 
 from __future__ import annotations
 
 from .coded import HALF, _store_bytes, store_words
+from .gates import _load, _of_tile, _start, _store
 from .tiles import COLUMNS, ROWS
 from .triton_compat import constexpr, jit, tl
 
@@ -47,16 +49,22 @@ def _drawn_row(x_row, y_row, left, random, table, value: tl.constexpr, whole: tl
 
 
 @jit
-def _drawn_rows(
-    x, y, codes, first, left, table, seed, value: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr
-):
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+def _random_words(first, table, seed, stream: tl.constexpr):
+    """Return four random words for each column of the tile that begins at `first`."""
     # a load, of the position of NaN, which is 0: so the numbers are made by the threads that need them. Otherwise
     # Triton spreads them over the threads in another way, and moves them through shared memory
     zero = tl.load(table + (tl.zeros((COLUMNS,), tl.int32) + NAN))
     counter = first // ROWS + tl.arange(0, COLUMNS) + zero
     lower, upper = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-    word, second, third, fourth = tl.philox(tl.load(seed), lower, upper, lower * 0, lower * 0)
+    return tl.philox(tl.load(seed), lower, upper, lower * 0 + stream, lower * 0)
+
+
+@jit
+def _drawn_rows(
+    x, y, codes, first, left, table, seed, value: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr
+):
+    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    word, second, third, fourth = _random_words(first, table, seed, 0)
     low, high = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
     for row in range(HALF):
         at, rest = first + row * COLUMNS, left - row * COLUMNS
@@ -89,3 +97,124 @@ def drawn_forward_tile(x, y, codes, table, seed, n, value: tl.constexpr, bits: t
         _drawn_rows(x, y, codes, first, 0, table, seed, value, bits, True)
     else:
         _drawn_rows(x, y, codes, first, (n - first).to(tl.int32), table, seed, value, bits, False)
+
+
+@jit
+def _words_if(first, table, seed, stream: tl.constexpr, bits: tl.constexpr):
+    """Return random words for a factor with codes; for one without, zeros."""
+    if bits == 0:
+        zero = tl.zeros((COLUMNS,), tl.uint32)
+        return zero, zero, zero, zero
+    else:
+        return _random_words(first, table, seed, stream)
+
+
+@jit
+def _drawn(x, codes, left, random, table, bits: tl.constexpr, whole: tl.constexpr):
+    """Return the codes of a row for a word, 0 where the tensor has ended; those of 8 bits are written, too."""
+    column = tl.arange(0, COLUMNS)
+    if bits == 0:
+        return tl.zeros((COLUMNS,), tl.int32)
+    else:
+        code = (position_of(x, table) + random.to(tl.int32)) >> 16
+        if bits == 8:
+            _store(codes, left, code, whole)
+            return code
+        elif whole:
+            return code
+        else:
+            return tl.where(column < left, code, 0)
+
+
+@jit
+def _drawn_gate_row(
+    g, u, h, codes_g, table_g, random_g, codes_u, table_u, random_u, behind_g, width_g, stride_g, behind_u,
+    width_u, stride_u, offset, left, a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr,
+    whole: tl.constexpr,
+):  # fmt: skip
+    """Write h of a row and return the codes of g and u."""
+    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
+    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
+    dtype: tl.constexpr = h.dtype.element_ty
+    product = a(x.to(tl.float32)).to(dtype).to(tl.float32) * b(y.to(tl.float32)).to(dtype).to(tl.float32)
+    _store(h + offset, left, product, whole)
+    row_g = codes_g + offset if bits_g == 8 else codes_g
+    row_u = codes_u + offset if bits_u == 8 else codes_u
+    code_g = _drawn(x, row_g, left, random_g, table_g, bits_g, whole)
+    code_u = _drawn(y, row_u, left, random_u, table_u, bits_u, whole)
+    return code_g, code_u
+
+
+@jit
+def _drawn_gate_rows(
+    g, u, h, codes_g, table_g, codes_u, table_u, seed, width_g, stride_g, width_u, stride_u, first, left,
+    a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
+):  # fmt: skip
+    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    g, behind_g = _start(g, first, width_g, stride_g)
+    u, behind_u = _start(u, first, width_u, stride_u)
+    h += first
+    codes_g, codes_u = _of_tile(codes_g, first, bits_g), _of_tile(codes_u, first, bits_u)
+    word_g, second_g, third_g, fourth_g = _words_if(first, table_g, seed, 0, bits_g)
+    word_u, second_u, third_u, fourth_u = _words_if(first, table_u, seed, 1, bits_u)
+    low_g, high_g = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
+    low_u, high_u = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
+    for row in range(HALF):
+        offset = row * COLUMNS
+        code_g, code_u = _drawn_gate_row(
+            g, u, h, codes_g, table_g, word_g & 0xFFFF, codes_u, table_u, word_u & 0xFFFF, behind_g, width_g,
+            stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, bits_g, bits_u, whole,
+        )  # fmt: skip
+        low_g |= code_g << (bits_g * row)
+        low_u |= code_u << (bits_u * row)
+        offset += HALF * COLUMNS
+        code_g, code_u = _drawn_gate_row(
+            g, u, h, codes_g, table_g, word_g >> 16, codes_u, table_u, word_u >> 16, behind_g, width_g,
+            stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, bits_g, bits_u, whole,
+        )  # fmt: skip
+        high_g |= code_g << (bits_g * row)
+        high_u |= code_u << (bits_u * row)
+        word_g, second_g, third_g, fourth_g = second_g, third_g, fourth_g, word_g
+        word_u, second_u, third_u, fourth_u = second_u, third_u, fourth_u, word_u
+    if bits_g > 0 and bits_g < 8:
+        store_words(codes_g, low_g, high_g, bits_g)
+    if bits_u > 0 and bits_u < 8:
+        store_words(codes_u, low_u, high_u, bits_u)
+
+
+@jit
+def drawn_gate_forward_tile(
+    g,
+    u,
+    h,
+    codes_g,
+    table_g,
+    codes_u,
+    table_u,
+    seed,
+    width_g,
+    stride_g,
+    width_u,
+    stride_u,
+    n,
+    a: tl.constexpr,
+    b: tl.constexpr,
+    bits_g: tl.constexpr,
+    bits_u: tl.constexpr,
+):
+    """Forward on the tile of this program: g and u (n,) → h (n,) and codes that are drawn at random.
+
+    a, b: device functions, float32 → float32. bits: of codes; 0 without, then what belongs to these is None.
+    table: as `position_of` takes it. seed: int64, (1,). width, stride: as in `gates`.
+    """
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    if first + ROWS * COLUMNS <= n:
+        _drawn_gate_rows(
+            g, u, h, codes_g, table_g, codes_u, table_u, seed, width_g, stride_g, width_u, stride_u,
+            first, 0, a, b, bits_g, bits_u, True,
+        )  # fmt: skip
+    else:
+        _drawn_gate_rows(
+            g, u, h, codes_g, table_g, codes_u, table_u, seed, width_g, stride_g, width_u, stride_u,
+            first, (n - first).to(tl.int32), a, b, bits_g, bits_u, False,
+        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .registry import Tables
+from .registry import DrawnTables, Tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +31,16 @@ class Factor:
         """Bits of a code; 0 where x is kept."""
         return 0
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the codes of x, uint8 (`reference.bytes_of_codes`,), in the order of its elements."""
+    def encode(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> Tensor:
+        """Return the codes of x, uint8 (`reference.bytes_of_codes`,), in the order of its elements.
+
+        `seed`, int64 (1,), and `stream` choose the random numbers, where codes are drawn with some.
+        """
         return x.new_empty(0, dtype=torch.uint8)
 
-    def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_codes(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> tuple[Tensor, Tensor]:
         """Return the value of x, and the codes of x."""
-        return self.value(x), self.encode(x)
+        return self.value(x), self.encode(x, seed, stream)
 
     def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the value from what is kept, as `dtype`."""
@@ -58,22 +62,20 @@ class Factor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedFactor(Factor):
+class LookedUpFactor(Factor):
     """A factor of whose argument a code is kept, from which value and derivative are looked up.
 
     Attributes:
-        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
         table: for each code the value and the derivative.
 
     """
 
-    borders: tuple[float, ...]
     table: tuple[tuple[float, float], ...]
 
     @cached_property
     def bits(self) -> int:
         """Bits of a code."""
-        return len(self.borders).bit_length()
+        return (len(self.table) - 1).bit_length()
 
     @cached_property
     def values(self) -> tuple[float, ...]:
@@ -88,10 +90,6 @@ class CodedFactor(Factor):
     @cached_property
     def _levels(self) -> reference.Levels:
         return reference.Levels(self.derivatives)
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the codes of x."""
-        return reference.encode(x.contiguous(), self.borders, self.bits, even=False)
 
     def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the values of codes, of that size."""
@@ -108,15 +106,35 @@ class CodedFactor(Factor):
             return dy
         return reference.backward(dy.contiguous(), None, kept, self.bits, self._levels, dy.dtype)
 
-    def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a kernel takes to write codes of x: these, the first codes, and the borders."""
-        tables = self._on(x.device)
-        return codes, tables.codes[x.dtype], tables.borders
-
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return what a kernel takes to look up: values and derivatives, float32, without them if all are 1."""
         tables = self._on(device)
         return tables.values, None if self.linear else tables.derivatives
+
+    @abstractmethod
+    def _on(self, device: torch.device) -> Tables | DrawnTables:
+        """Return what kernels read on a device, made once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedFactor(LookedUpFactor):
+    """One whose code says in which cell x lies.
+
+    Attributes:
+        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
+
+    """
+
+    borders: tuple[float, ...]
+
+    def encode(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> Tensor:
+        """Return the codes of x."""
+        return reference.encode(x.contiguous(), self.borders, self.bits, even=False)
+
+    def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a kernel takes to write codes of x: these, the first codes, and the borders."""
+        tables = self._on(x.device)
+        return codes, tables.codes[x.dtype], tables.borders
 
     def _on(self, device: torch.device) -> Tables:
         if device not in self._tables:
@@ -126,3 +144,44 @@ class CodedFactor(Factor):
     @cached_property
     def _tables(self) -> dict[torch.device, Tables]:
         return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnFactor(LookedUpFactor):
+    """One whose code is drawn at random, such that the value looked up is that of x in the mean.
+
+    Attributes:
+        nodes: 2^bits numbers of bfloat16, increasing, for each code the one that it stands for.
+
+    """
+
+    nodes: tuple[float, ...]
+
+    def encode(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> Tensor:
+        """Return codes of x, drawn with the random numbers of a seed and a stream.
+
+        Raises:
+            RuntimeError: there is no seed.
+
+        """
+        return reference.draw(x.contiguous(), self._on(x.device).positions, self.bits, seeded(seed), stream)
+
+    def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return what a kernel takes to write codes of x: these, and the positions of numbers of bfloat16."""
+        return codes, self._on(x.device).positions, None
+
+    def _on(self, device: torch.device) -> DrawnTables:
+        if device not in self._tables:
+            self._tables[device] = DrawnTables.on(device, self.nodes, self.table, self.value)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, DrawnTables]:
+        return {}
+
+
+def seeded(seed: Tensor | None) -> Tensor:
+    """Return a seed, int64 (1,); without one raise a RuntimeError."""
+    if seed is None:
+        raise RuntimeError("expected a seed, int64 (1,), as codes are drawn at random, got none")
+    return seed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..recipes import note, plain
 from ..torch_internals import in_functorch_transform
-from .autograd import DTYPES, KERNEL_DEVICES, may_need_gradient, with_signature
+from .autograd import DTYPES, KERNEL_DEVICES, SEEDS, may_need_gradient, with_signature
 from .gate_ops import Gate, find, kept, like, ops, prepare, refuse_second_derivative
 
 
@@ -23,6 +23,8 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
         u: of the shape, dtype and device of g; its strides may be others. A DTensor if g is one, of its mesh; it
             is brought to the placements of g.
         key: the key of a registered gate.
+
+    Where codes are drawn at random, each call draws a seed from PyTorch's generator of the device.
 
     Where codes of g are kept and u as it is, a u that is a part of a larger tensor is copied, so that the rest of
     that is not kept.
@@ -41,6 +43,7 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     _check(gate, g, u)
     if type(g).__name__ == "DTensor":
         return _distributed(g, u, key)
+    seed = torch.randint(SEEDS, (1,), device=g.device) if gate.drawn else None
     if not (may_need_gradient(g) or may_need_gradient(u)):
         return like(gate.a.value(g) * gate.b.value(u), g)
     if g.device.type in KERNEL_DEVICES:
@@ -48,9 +51,9 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     if gate.a.bits and not gate.b.bits:
         u = _by_itself(u)
     if torch.compiler.is_compiling():
-        compiled: Tensor = ops.gate_forward(g, u, key)[0]
+        compiled: Tensor = ops.gate_forward(g, u, key, seed)[0]
         return compiled
-    h, of_g, of_u, _ = _Gate.apply(g, u, key)
+    h, of_g, of_u, _ = _Gate.apply(g, u, key, seed)
     return note(h, Again(key, h.shape, h.dtype), *kept(gate, g, u, of_g, of_u), exact=gate.exact)
 
 
@@ -132,24 +135,24 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return *ops.gate_forward(g, u, key), g.new_empty(0)
+    def forward(g: Tensor, u: Tensor, key: str, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return *ops.gate_forward(g, u, key, seed), g.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (g, u, ctx.key), (_, codes_g, codes_u, autograd_anchor) = inputs, output
+        (g, u, ctx.key, _), (_, codes_g, codes_u, autograd_anchor) = inputs, output
         ctx.mark_non_differentiable(codes_g, codes_u)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept(find(ctx.key), g, u, codes_g, codes_u), autograd_anchor)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:
         if dh is None:
-            return None, None, None
+            return None, None, None, None
         kept_g, kept_u, autograd_anchor = ctx.saved_tensors
         wants_g, wants_u = ctx.needs_input_grad[:2]
         dg, du = _Gradients.apply(dh, autograd_anchor, kept_g, kept_u, wants_g, wants_u, ctx.key)
-        return dg if wants_g else None, du if wants_u else None, None
+        return dg if wants_g else None, du if wants_u else None, None, None
 
 
 class _Gradients(torch.autograd.Function):

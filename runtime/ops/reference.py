@@ -199,7 +199,7 @@ def positions(nodes: tuple[float, ...], values: tuple[float, ...], value: Callab
     return (cell * PATTERNS + (share * PATTERNS).round().to(torch.int64)).to(torch.int32)
 
 
-def draw(x: Tensor, table: Tensor, bits: int, seed: Tensor) -> Tensor:
+def draw(x: Tensor, table: Tensor, bits: int, seed: Tensor, stream: int = 0) -> Tensor:
     """Return codes of a contiguous tensor that are drawn at random, laid out as `encode` lays them out.
 
     Args:
@@ -207,13 +207,14 @@ def draw(x: Tensor, table: Tensor, bits: int, seed: Tensor) -> Tensor:
         table: from `positions`, on the device of x.
         bits: bits of a code.
         seed: int64, (1,), on the device of x.
+        stream: of random numbers, which others do not share.
 
     """
     flat, tiles = x.view(-1), tiles_of(x)
     codes = x.new_zeros(bytes_of_codes(x, bits), dtype=torch.uint8)
     for tile, element in _chunks(x, 0, tiles):
         code = _positions_of(flat[element], table)
-        code.add_(_random(seed, tile, code.numel())).bitwise_right_shift_(16)
+        code.add_(_random(seed, tile, code.numel(), stream)).bitwise_right_shift_(16)
         if in_words(bits):
             _pack(code, codes.view(tiles, bits, COLUMNS)[tile])
         else:
@@ -233,14 +234,14 @@ def _positions_of(x: Tensor, table: Tensor) -> Tensor:
     return found.masked_fill_(x.isnan(), 0)
 
 
-def _random(seed: Tensor, tile: slice, count: int) -> Tensor:
+def _random(seed: Tensor, tile: slice, count: int, stream: int) -> Tensor:
     """Return random numbers of 16 bits for the first elements of tiles, int32 (count,).
 
     A counter serves the eight elements of a column: row r has half r // 4 of word r % 4, the lower half first.
     """
     columns = min(COLUMNS, count) if tile.stop - tile.start == 1 else COLUMNS
     tiles = torch.arange(tile.start, tile.stop, device=seed.device)[:, None] * COLUMNS
-    four = torch.stack(words(seed, tiles + torch.arange(columns, device=seed.device)), 1)
+    four = torch.stack(words(seed, tiles + torch.arange(columns, device=seed.device), stream), 1)
     return torch.cat([four & (PATTERNS - 1), four >> 16], 1).to(torch.int32).view(-1)[:count]
 
 

@@ -291,6 +291,15 @@ class DrawnTables(NamedTuple):
     values: Tensor
     derivatives: Tensor
 
+    @classmethod
+    def on(
+        cls, device: torch.device, nodes: Sequence[float], table: Sequence[Sequence[float]], value: Any
+    ) -> DrawnTables:
+        """Return the tables of nodes, of values and derivatives by code, and of a function, on a device."""
+        values, derivatives = zip(*table, strict=True)
+        rows = (torch.tensor(row, dtype=torch.float32) for row in (values, derivatives))
+        return cls(*(one.to(device) for one in (reference.positions((*nodes,), values, value), *rows)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stochastic(LookedUp):
@@ -321,9 +330,7 @@ class Stochastic(LookedUp):
     def tables(self, device: torch.device) -> DrawnTables:
         """Return what is read on a device, made once."""
         if device not in self._tables:
-            positions = reference.positions(self.nodes, self.values, self.value)
-            rows = (torch.tensor(row, dtype=torch.float32) for row in (self.values, self.derivatives))
-            self._tables[device] = DrawnTables(*(table.to(device) for table in (positions, *rows)))
+            self._tables[device] = DrawnTables.on(device, self.nodes, self.table, self.value)
         return self._tables[device]
 
     @cached_property

@@ -1,14 +1,14 @@
-"""What keeps codes in place of tensors: gates f(g)·u, and activations with learned numbers.
+"""What keeps codes in place of tensors: gates f(g)·u, activations with learned numbers, and norms.
 
-A gate keeps codes of g, those of f's coded fit, and u itself or codes of the identity's. Those that ship have
-kernels of their own. All others are composed of the activations' ops.
+A gate keeps codes of g, those of f's coded fit, and u itself or codes of the identity's. Those that ship and those
+that one has generated have kernels of their own. All others are composed of the activations' ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -19,14 +19,18 @@ from torch import Tensor, nn
 from fitact.runtime.learned import ops as learned
 from fitact.runtime.learned.function import apply_learned
 from fitact.runtime.learned.uses import Use
+from fitact.runtime.norms.linear import Norm
 from fitact.runtime.ops import decode, gate_ops
-from fitact.runtime.ops.autograd import DTYPES, NAMESPACE
+from fitact.runtime.ops.autograd import DTYPES, KERNEL_DEVICES, NAMESPACE
 from fitact.runtime.ops.factors import CodedFactor, Factor
 from fitact.runtime.ops.gates import apply_gate
+from fitact.runtime.ops.reference import arithmetic_dtype
 from fitact.runtime.ops.registry import Coded, LookedUp, find
-from fitact.runtime.recipes import plain
+from fitact.runtime.recipes import note, plain
 
 from . import functions
+from .derivatives import once
+from .recipes import Function, applied, without_autocast
 
 ops: Any = getattr(torch.ops, NAMESPACE)
 SHIPPED = {"gelu": "geglu", "silu": "swiglu"}  # the gates that ship, by f
@@ -49,11 +53,37 @@ class Codes(NamedTuple):
         """The names of the fits."""
         return tuple(find(key).name for key in self if key is not None)
 
+    @property
+    def gate(self) -> gate_ops.Gate:
+        """The gate that keeps them."""
+        return gate_of(self)
+
     def table(self, _: nn.Module) -> Table:
         """Return the codes of g, and what is looked up by them."""
         coded = decode.coded(self.g)
         assert isinstance(coded, Coded), "codes drawn at random do not ship"
         return Table(coded.borders, coded.values, coded.value)
+
+
+class OwnCodes(NamedTuple):
+    """The codes of a generated gate that the user gives.
+
+    Attributes:
+        key: of the gate.
+
+    """
+
+    key: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the fit."""
+        return (self.gate.name,)
+
+    @property
+    def gate(self) -> gate_ops.Gate:
+        """The gate."""
+        return gate_ops.find(self.key)
 
 
 class Table(NamedTuple):
@@ -63,12 +93,14 @@ class Table(NamedTuple):
         borders: increasing; a code counts those strictly below x.
         values: by code, what stands in place of f(x).
         value: f.
+        coded: x, of what the module is called with.
 
     """
 
     borders: tuple[float, ...]
     values: tuple[float, ...]
     value: Callable[[Tensor], Tensor]
+    coded: Callable[[Tensor], Tensor] = Tensor.detach
 
 
 class LearnedCodes(NamedTuple):
@@ -124,6 +156,121 @@ class LearnedCodes(NamedTuple):
         return Table(formula.borders, tuple(value(torch.tensor(formula.points)).tolist()), value)
 
 
+class NormCodes(NamedTuple):
+    """The codes that a norm keeps, of its normalised rows z; its output is z·α + β with α = offset + weight.
+
+    Attributes:
+        key: of the identity's coded fit.
+        centred: whether the mean is subtracted.
+        eps: the number added under the root; None for the machine epsilon.
+        offset: 0 or 1.
+        weight, bias: the names of the norm's parameters; None if α is 1, or β is 0.
+
+    """
+
+    key: str
+    centred: bool
+    eps: float | None
+    offset: float
+    weight: str | None
+    bias: str | None
+
+    @classmethod
+    def of(cls, norm: Norm, key: str) -> NormCodes:
+        """Return the codes of a norm."""
+        names = {id(one): name for name, one in norm.module.named_parameters(recurse=False)}
+        of_norm = (names.get(id(one)) for one in (norm.weight, norm.bias))
+        return cls(key, norm.centred, norm.eps, norm.offset, *of_norm)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the fit."""
+        return (find(self.key).name,)
+
+    def apply(self, module: Any, x: Tensor) -> Tensor | None:
+        """Return the norm of x, which keeps codes; None where the module has to compute it itself."""
+        own = [None if name is None else getattr(module, name) for name in (self.weight, self.bias)]
+        there = [one for one in (x, *own) if one is not None]
+        known = all(plain(one) and one.dtype in DTYPES for one in there)
+        if not (known and functions.recorded(*there) and x.numel()):
+            return None
+        if x.device.type in KERNEL_DEVICES:
+            decode.prepare(self.key, str(x.device))
+        y, codes, _ = applied(_CodedNorm, x, *own, partial(module.fitact_stock.forward, module), self)
+        held = [one for one in own if one is not None]
+        return note(y, _NormAgain(self, y.shape, y.dtype), codes, *held, exact=False)
+
+    def normalised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return z, contiguous and of the dtype of x, and 1/σ of each row."""
+        eps = torch.finfo(arithmetic_dtype(x)).eps if self.eps is None else self.eps
+        z, scale = ops.norm_forward(x.contiguous(), 1, self.centred, eps, x.dtype)
+        return z, scale
+
+    def table(self, _: nn.Module) -> Table:
+        """Return the codes of z, and what is looked up by them."""
+        table = Codes(self.key).table(nn.Identity())
+        return table._replace(coded=lambda x: self.normalised(x.detach())[0])
+
+
+class _CodedNorm(torch.autograd.Function):
+    """A norm that keeps codes of z and 1/σ of each row, from which all gradients are computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, run: Function, of: NormCodes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y = run(x)
+        z, scale = of.normalised(x)
+        codes = ops.forward(z, None, z.dtype, of.key)[1]
+        ctx.of, ctx.dtype, ctx.dtype_of_bias = of, x.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(codes, scale)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(codes, scale, weight)
+        return y, codes, scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        once()
+        codes, scale, weight = ctx.saved_tensors
+        dy, of = grads[0], ctx.of
+        if dy is None:
+            return None, None, None, None, None
+        dy = dy.contiguous().to(scale.dtype)
+        z = ops.decode(codes, dy.shape, scale.dtype, of.key)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if wants_weight:
+            dw = (dy * z).sum_to_size(z.shape[-1:]).to(weight.dtype)
+        if wants_bias:
+            db = dy.sum_to_size(z.shape[-1:]).to(ctx.dtype_of_bias)
+        if wants_x:
+            dz = dy if weight is None else dy * (weight.to(dy.dtype) + of.offset)
+            dx = ops.norm_backward(dz, z, scale, 1, of.centred, ctx.dtype)
+        return dx, dw, db, None, None
+
+
+class _NormAgain:
+    """What stands in place of a norm's output, looked up by codes."""
+
+    def __init__(self, of: NormCodes, size: torch.Size, dtype: torch.dtype) -> None:
+        self.of, self.size, self.dtype = of, size, dtype
+
+    def __call__(self, codes: Tensor, *own: Tensor) -> Tensor:
+        """Return it, from codes and the norm's parameters."""
+        of, given = self.of, iter(own)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        with torch.no_grad(), without_autocast(codes.device.type):
+            y: Tensor = ops.decode(codes, self.size, wide, of.key)
+            if of.weight is not None:
+                y = y * (next(given).to(wide) + of.offset)
+            if of.bias is not None:
+                y = y + next(given).to(wide)
+            return y.to(self.dtype)
+
+
+AnyCodes = Codes | OwnCodes | LearnedCodes | NormCodes
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Itself(Factor):
     """u, which is kept as it is."""
@@ -147,7 +294,7 @@ class _Activated(Factor):
     def bits(self) -> int:
         return find(self.key).bits
 
-    def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_codes(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> tuple[Tensor, Tensor]:
         y, codes = ops.forward(x.contiguous(), None, x.dtype, self.key)
         return y if x.is_contiguous() else self.value(x), codes  # a CPU rounds a view's otherwise
 
@@ -193,7 +340,7 @@ def gate_of(codes: Codes) -> gate_ops.Gate:
     return composed
 
 
-def gate(codes: Codes, function: Callable[..., Tensor], g: Tensor, u: Tensor) -> Tensor:
+def gate(codes: Codes | OwnCodes, function: Callable[..., Tensor], g: Tensor, u: Tensor) -> Tensor:
     """Return f(g)·u, which keeps codes of g, and u or its codes; layers that follow find what stands for it.
 
     Args:
@@ -207,7 +354,7 @@ def gate(codes: Codes, function: Callable[..., Tensor], g: Tensor, u: Tensor) ->
         return functions.gate(function, g, u)
     if g.shape != u.shape or g.dtype != u.dtype:
         return functions.gate(function, g, u)
-    return apply_gate(g, u, gate_of(codes).key)
+    return apply_gate(g, u, codes.gate.key)
 
 
 class Gate(NamedTuple):
@@ -230,7 +377,7 @@ class Gate(NamedTuple):
     dropout: str | None
     turned: bool
 
-    def compute(self, module: Any, x: Tensor, codes: Codes | None = None) -> Tensor:
+    def compute(self, module: Any, x: Tensor, codes: Codes | OwnCodes | None = None) -> Tensor:
         """Return down(dropout(f(g) · u)), keeping codes if there are some."""
         if self.up is None:
             parts = getattr(module, self.gate)(x).chunk(2, -1)

@@ -21,7 +21,7 @@ from fitact.runtime.torch_internals import has_hooks, in_functorch_transform, pa
 
 from . import functions
 from .calls import Looking, here
-from .codes import Codes, Gate, LearnedCodes
+from .codes import AnyCodes, Codes, Gate, LearnedCodes, NormCodes, OwnCodes
 from .convolution import convolution
 from .derivatives import chained
 from .recipes import note_kept
@@ -143,12 +143,14 @@ def _from_input(module: Any, x: Tensor) -> Tensor:
 
 
 class Norm(Rebuilding):
-    """A norm: its input is kept, and its parameters are kept anyway."""
+    """A norm: its input is kept, or codes, and its parameters are kept anyway."""
 
     fitact_composed = False
+    fitact_codes: NormCodes | None = None
 
     def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return _from_input(self, hidden_states)
+        output = None if self.fitact_codes is None else self.fitact_codes.apply(self, hidden_states)
+        return _from_input(self, hidden_states) if output is None else output
 
 
 class ComposedNorm(Norm):
@@ -157,9 +159,10 @@ class ComposedNorm(Norm):
     fitact_composed = True
 
 
-class Learned(Norm):
+class Learned(Rebuilding):
     """An activation with learned numbers: its input is kept, or codes."""
 
+    fitact_composed = False
     fitact_codes: LearnedCodes | None = None
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
@@ -248,7 +251,7 @@ class Dropout(Rebuilding):
 class GatedMLP(Rebuilding):
     """down(f(g) · u), of which g and u are kept, or codes; f itself is not called where its hooks would notice."""
 
-    fitact_codes: Codes | None = None
+    fitact_codes: Codes | OwnCodes | None = None
 
     def _fitact_forward(self: Any, x: Tensor) -> Tensor:
         gate: Gate = self.fitact_gate
@@ -326,7 +329,7 @@ def swap(
     kind: str,
     path: str,
     gate: Gate | None = None,
-    codes: Codes | LearnedCodes | None = None,
+    codes: AnyCodes | None = None,
     *,
     exact: bool = True,
 ) -> None:
@@ -367,7 +370,7 @@ def put_back(module: Any) -> None:
 
 def label(module: object) -> str:
     """Return the names of the codes that a rebuilding module keeps, or that its output is rebuilt."""
-    codes: Codes | LearnedCodes | None = vars(module).get("fitact_codes")
+    codes: AnyCodes | None = vars(module).get("fitact_codes")
     return REBUILT if codes is None else ", ".join(codes.names)
 
 

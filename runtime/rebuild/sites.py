@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fitact.runtime.convert.detect import ActivationSite, activation_sites, stated_errors
+from fitact.runtime.convert.detect import ActivationSite, activation_sites, own_errors, stated_errors
 from fitact.runtime.convert.measure import Run
 from fitact.runtime.learned.function import LearnedModule
 from fitact.runtime.norms import linear as layers
@@ -20,12 +20,13 @@ from fitact.runtime.torch_internals import has_hooks
 from fitact.runtime.wrappers import RebuiltGate
 from fitact.text import starred
 
-from .codes import Codes, Gate, LearnedCodes
+from .codes import AnyCodes, Gate, OwnCodes
 from .convolution import CONVOLUTIONS
 from .found import check_calls, find_calls, is_composed, kind_of, learned_kind
 from .modules import KINDS, REBUILT, Rebuilding, put_back, swap
 
 # these keep less only if a layer does
+CODING = ("Learned", "ComposedLearned", "Norm", "ComposedNorm")  # these may keep codes, as gates do
 NOTED = ("Activation", "Chained", "Learned", "Norm", "BatchNorm", "BatchNormAct")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
@@ -40,7 +41,8 @@ class Swap:
         module: the module.
         kind: the new class, a key of CLASSES.
         gate: what its children are, if it is a gated MLP.
-        codes: which codes a gate keeps, or an activation with learned numbers; None to keep what they are of.
+        codes: which codes a gate keeps, an activation with learned numbers, or a norm; None to keep what they are
+            of.
         exact: whether gradients stay stock's; if not, codes are kept for the output of a coded activation.
 
     """
@@ -49,13 +51,15 @@ class Swap:
     module: nn.Module
     kind: str
     gate: Gate | None = None
-    codes: Codes | LearnedCodes | None = None
+    codes: AnyCodes | None = None
     exact: bool = True
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths of the module and of the activation of its gate."""
-        return (self.path,) if self.gate is None else (self.path, f"{self.path}.{self.gate.activation}")
+        if self.gate is None:
+            return (self.path,)
+        return self.path, ".".join(filter(None, (self.path, self.gate.activation)))
 
     @property
     def activation(self) -> nn.Module:
@@ -64,8 +68,13 @@ class Swap:
 
     @property
     def may_code(self) -> bool:
-        """Whether it may keep codes itself; other activations are replaced by others that do."""
-        return self.gate is not None or self.kind in ("Learned", "ComposedLearned")
+        """Whether it may be given codes; other activations are replaced by others that keep some."""
+        return (self.gate is not None and not self.given) or self.kind in CODING
+
+    @property
+    def given(self) -> bool:
+        """Whether it is a gate whose codes the user has chosen."""
+        return isinstance(self.codes, OwnCodes)
 
     @property
     def record(self) -> SiteRecord | None:
@@ -74,7 +83,9 @@ class Swap:
         if kind is None:
             return None
         names = () if self.codes is None else self.codes.names
-        errors = (stated_errors(name, what) for name, what in zip(names, ("value", "u"), strict=False))
+        errors = [stated_errors(name, what) for name, what in zip(names, ("value", "u"), strict=False)]
+        if isinstance(self.codes, OwnCodes):
+            errors = [own_errors(self.codes.gate)]
         label = ", ".join(names) or REBUILT
         return SiteRecord(self.path, kind, type(self.module).__name__, label, "; ".join(filter(None, errors)))
 
@@ -102,9 +113,8 @@ def swaps(
     producers = [one for one in _producers(model) if id(one.module) not in inside]
     producers = [*gates, *(one for one in producers if one.record is None or wanted(one))]
     consumers = [*_consumers(model)]
-    trained = any(
-        parameter.requires_grad for one in consumers for parameter in one.module.parameters(recurse=False)
-    )
+    there = [*(one.module for one in consumers), *filter(_rebuilds, model.modules())]
+    trained = any(parameter.requires_grad for one in there for parameter in one.parameters(recurse=False))
     found = [*producers, *consumers]
     calls, refused = ([], []) if run is None else _calls(model, run, found, wanted)
     noting = any(isinstance(one, LearnedModule) for one in model.modules())  # with nothing changed in them
@@ -155,14 +165,14 @@ def likes(found: Sequence[Swap], without: Container[nn.Module] = ()) -> list[tup
 
 def coded(
     found: Sequence[Swap],
-    codes: Callable[[nn.Module], Codes | LearnedCodes | None],
+    codes: Callable[[nn.Module], AnyCodes | None],
     like: tuple[str, str] | None = None,
 ) -> list[Swap]:
-    """Let gates and activations with learned numbers keep codes.
+    """Let gates, activations with learned numbers, and norms keep codes.
 
     Args:
         found: the modules.
-        codes: of the activation, or of that of a gate; None where there are none.
+        codes: of the activation, of that of a gate, or of a norm; None where there are none.
         like: as from `likes`; None for all.
 
     """
@@ -177,6 +187,13 @@ def coded(
 def _like(one: Swap) -> tuple[str, str]:
     """Return what a module has in common with the same module in other layers."""
     return type(one.module).__name__, starred(one.path)
+
+
+def records(found: Sequence[Swap]) -> Iterator[SiteRecord]:
+    """Yield the records of gates, norms and calls; activations have records of their own."""
+    for one in found:
+        if one.record is not None and one.record.kind != "activation":
+            yield one.record
 
 
 def put(found: Sequence[Swap]) -> None:
@@ -199,6 +216,11 @@ def swapped(found: Sequence[Swap]) -> Iterator[None]:
 def _free(module: nn.Module) -> bool:
     """Whether nothing but a module's class says what it computes."""
     return "forward" not in vars(module) and not isinstance(module, Rebuilding)
+
+
+def _rebuilds(module: nn.Module) -> bool:
+    """Whether a module is a layer that an earlier conversion made keep less."""
+    return isinstance(module, Rebuilding) and module.fitact_kind in ("Conv1D", *CONSUMERS_OF.values())
 
 
 def _consumers(model: nn.Module) -> Iterator[Swap]:

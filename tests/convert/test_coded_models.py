@@ -134,13 +134,16 @@ def test_gates(make: Callable[[], nn.Module], bits: int, bits_u: int | None, tot
     assert sum(kept(model, x)) == x.nbytes + ELEMENTS * total // 8
 
 
-BLOCKS = {  # bytes for a token in a layer, with a method and its bits_u; those with codes are the README's
-    "llama, rebuilt": (5904, "rebuild", None),
-    "llama": (5200, "coded", None),
-    "llama, u coded": (4496, "coded", 8),
-    "llama, auto": (5200, "auto", None),
-    "gpt2, rebuilt": (5136, "rebuild", None),
-    "gpt2": (4112, "coded", None),
+BLOCKS: dict[str, tuple[int, dict[str, Any]]] = {  # bytes for a token in a layer; those with codes are the docs'
+    "llama, rebuilt": (5904, {"method": "rebuild"}),
+    "llama": (5200, {"method": "coded"}),
+    "llama, u coded": (4496, {"method": "coded", "bits_u": 8}),
+    "llama, norms coded": (4696, {"method": "coded", "bits_norms": 8}),
+    "llama, u and norms coded": (3992, {"method": "coded", "bits_u": 8, "bits_norms": 8}),
+    "llama, auto": (5200, {"method": "auto"}),
+    "gpt2, rebuilt": (5136, {"method": "rebuild"}),
+    "gpt2": (4112, {"method": "coded"}),
+    "gpt2, norms coded": (3600, {"method": "coded", "bits_norms": 8}),
 }
 
 
@@ -160,11 +163,10 @@ def block(name: str, layers: int) -> nn.Module:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_transformers(name: str) -> None:
     """Hidden size 256, bfloat16, everything trained: a token in a layer more keeps this much more."""
-    bytes_kept, method, bits_u = BLOCKS[name]
+    bytes_kept, given = BLOCKS[name]
     ids = {"input_ids": torch.zeros(2, 512, dtype=torch.long)}
     one, two = (
-        fitact.convert(block(name.partition(",")[0], n), method, bits_u=bits_u, dry_run=True, example_inputs=ids)
-        for n in (1, 2)
+        fitact.convert(block(name.partition(",")[0], n), dry_run=True, example_inputs=ids, **given) for n in (1, 2)
     )
     assert one.kept_after is not None
     assert two.kept_after is not None
@@ -220,14 +222,14 @@ def test_gradients_of_a_gate_by_definition(bits: int, bits_u: int | None) -> Non
     assert all(error <= 1.05 * most for error, most in zip(errors, stated, strict=True)), (errors, stated)
 
 
-@pytest.mark.parametrize("bits_u", [None, 8])
+@pytest.mark.parametrize("given", [{}, {"bits_u": 8}, {"bits_u": 8, "bits_norms": 8}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_whole_gradient(name: str, bits_u: int | None) -> None:
+def test_the_whole_gradient(name: str, given: dict[str, int]) -> None:
     model = model_of(name)
-    done = fitact.convert(model, "coded", bits_u=bits_u, example_inputs=batch_of(name), gradients=True)
+    done = fitact.convert(model, "coded", example_inputs=batch_of(name), gradients=True, **given)
     assert done.gradient is not None
     assert done.gradient.error is not None
-    print(f"{name}: {done.gradient}")
+    print(f"{name}, {given}: {done.gradient}")
     assert 0 < done.gradient.error < 0.02
 
 
@@ -440,8 +442,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "coded", "bits": 3}, "nothing is replaced: not shipped|nothing is shipped for gelu"),
     ({"method": "coded", "bits_u": 9}, "bits_u 9: expected 3, 4, 5, 6, 7 or 8"),
     ({"method": "coded", "bits_u": 3}, "bits_u 3: no code of the identity of so few bits is shipped"),
-    ({"method": "fewbit", "bits_u": 8}, "bits_u 8: no gate keeps codes"),
-    ({"error": "exact", "bits_u": 8}, "bits_u 8: no gate keeps codes"),
+    ({"method": "fewbit", "bits_u": 8}, "bits_u 8: nothing keeps codes"),
+    ({"error": "exact", "bits_u": 8}, "bits_u 8: nothing keeps codes"),
+    ({"method": "rebuild", "bits_norms": 8}, "bits_norms 8: nothing keeps codes"),
+    ({"method": "coded", "bits_norms": 2}, "bits_norms 2: expected 3, 4, 5, 6, 7 or 8"),
 ]
 
 
@@ -474,3 +478,11 @@ def test_auto_leaves_inputs_that_codes_do_not_suit(scale: float, outliers: float
     fitact.revert(model)
     asked = fitact.convert(model, "coded", example_inputs=torch.randn(512, 64))
     assert [site.after for site in asked.sites if site.kind == "activation"] == ["gelu_coded8"]
+
+
+def test_auto_leaves_gates_whose_inputs_codes_do_not_suit() -> None:
+    model = made(Gated)
+    with torch.no_grad():
+        model.gate.weight.mul_(0.01)
+        model.gate.bias.zero_()
+    assert after(model) == {"": "rebuilt"}

@@ -637,12 +637,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "replace by a layer",
         {"replace": {nn.GELU: nn.Linear}},
-        "replace: Linear is not an activation that fitact codegen",
+        "replace: Linear is not an activation or a gate that fitact codegen",
     ),
     (
         "replace by PyTorch's",
         {"replace": {nn.GELU: nn.SiLU}},
-        "replace: SiLU is not an activation that fitact codegen",
+        "replace: SiLU is not an activation or a gate that fitact codegen",
     ),
     ("replace a layer", {"replace": {nn.Linear: GeluFewbit3}}, "Linear holds modules or parameters"),
     ("replace what is not there", {"replace": {nn.SiLU: GeluFewbit3}}, "replace: the model holds no SiLU"),
@@ -1027,11 +1027,11 @@ AUTO = [
     ("GELU and linear", [nn.GELU(), nn.Linear(64, 8)], ["gelu_coded6"]),
     ("GELU, dropout and linear", [nn.GELU(), nn.Dropout(), nn.Linear(64, 8)], ["gelu_coded6"]),
     ("GELU and frozen linear", [nn.GELU(), nn.Linear(64, 8).requires_grad_(False)], ["gelu_fewbit3"]),
-    ("norm, GELU and product", [nn.LayerNorm(64), nn.GELU(), Scaled(64)], ["rebuilt", "rebuilt"]),
+    ("norm, GELU and product", [nn.LayerNorm(64), nn.GELU(), Scaled(64)], ["rebuilt", "identity_coded8"]),
     (
         "norm, GELU and two",
         [nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), Scaled(64)],
-        ["gelu_inverted1", "rebuilt"],
+        ["gelu_inverted1", "identity_coded8"],
     ),
     ("ReLU and product", [nn.ReLU(), Scaled(64)], [None]),
     ("Tanh and product", [nn.Tanh(), Scaled(64)], [None]),

@@ -80,7 +80,8 @@ def test_nearest_is_the_default(command: Command) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("--fn swiglu --method coded --bits 8", "--method coded has no --rounding: it takes --bits, --bits-u"),
+        ("--fn swiglu --method rebuild", "--method rebuild has no --rounding"),
+        ("--fn dyt --method coded --bits 8", "--method coded has no --rounding"),
         ("--fn gelu --method fewbit --bits 3", "--method fewbit has no --rounding"),
     ],
 )

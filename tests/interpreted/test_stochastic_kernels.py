@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fitact.runtime.ops import autograd
+from fitact.runtime.ops import autograd, gate_ops
 from tests.support import drawn
 from tests.support.generated import DTYPES, HALVES, patterns
 
@@ -41,3 +41,18 @@ def test_through_autograd() -> None:
         found.append(torch.autograd.grad(function(leaf).sum(), leaf)[0])
     assert torch.equal(*found)
     assert bool(torch.isin(found[0], torch.tensor(drawn.record(8).derivatives)).all())
+
+
+@pytest.mark.parametrize(("bits", "bits_u"), [(8, 16), (5, 6), pytest.param(8, 8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_of_gates_are_those_of_the_reference(bits: int, bits_u: int, dtype: torch.dtype) -> None:
+    """Of a tensor of more than a tile, of its halves, and of none."""
+    key = drawn.gate_module(bits, bits_u)._KEY
+    whole = (3 * torch.randn(5, 2 * 1700)).to(dtype)
+    seed = torch.tensor([2**62 + 12345678901])
+    flat = whole.flatten()
+    for g, u in (whole.chunk(2, -1), (flat[:8500], flat[-8500:]), (flat[:0], flat[:0])):
+        h, *codes = torch.ops.fitact.gate_forward(g, u, key, seed)
+        expected, *others = gate_ops._forward_reference(g, u, key, seed)
+        assert all(map(torch.equal, codes, others))
+        assert (h.double() - expected.double()).abs().le(2**-6 * (1 + expected.double().abs())).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.numerics.weight import Weight
+from fitact.fitter.records.gate import KEPT, CodedGateFit, combined
 from fitact.fitter.records.stochastic import StochasticFit
 from tests.support.generated import load
 
@@ -24,7 +27,8 @@ def record(bits: int, expression: str = "silu") -> StochasticFit:
     activation = Activation.of(expression)
     spaced = np.float32(np.sinh(np.linspace(-1, 1, 2**bits) * np.arcsinh(64)) / 4)
     nodes = (spaced.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
-    nodes[np.abs(nodes - TURN[expression]).argmin()] = TURN[expression]
+    if expression in TURN:
+        nodes[np.abs(nodes - TURN[expression]).argmin()] = TURN[expression]
     values, slopes = (function(nodes).astype(np.float32) for function in (activation.value, activation.derivative))
     return StochasticFit(
         name=f"{expression}_coded{bits}_stochastic",
@@ -44,6 +48,28 @@ def record(bits: int, expression: str = "silu") -> StochasticFit:
 def module(bits: int, expression: str = "silu") -> ModuleType:
     """Its module."""
     return load(record(bits, expression))
+
+
+@cache
+def gate(bits: int, bits_u: int = KEPT) -> CodedGateFit:
+    """A fit of a SwiGLU whose parts are such records."""
+    name, whole = f"swiglu_coded{bits}_{bits_u}_stochastic", Gate.of("swiglu")
+    of_g = replace(record(bits), name=name)
+    of_u = None if bits_u == KEPT else replace(record(bits_u, "identity"), name=name, activation=whole.b)
+    return CodedGateFit(
+        name=name,
+        method="gate_coded",
+        activation=whole,
+        code_g=of_g,
+        code_u=of_u,
+        error=combined(of_g, of_u),
+    )
+
+
+@cache
+def gate_module(bits: int, bits_u: int = KEPT) -> ModuleType:
+    """Its module."""
+    return load(gate(bits, bits_u))
 
 
 def philox(seed: int, counter: int) -> list[int]:
@@ -84,7 +110,7 @@ def position(fit: StochasticFit, x: float) -> int:
     return first + ((of(high) - first) * (bits >> 1 & 0x7FFF) >> 15) if high == high else first
 
 
-def codes(fit: StochasticFit, x: torch.Tensor, seed: int) -> list[int]:
+def codes(fit: StochasticFit, x: torch.Tensor, seed: int, stream: int = 0) -> list[int]:
     """The codes of a flat tensor, one after the other."""
     found = []
     made: dict[int, list[int]] = {}
@@ -92,7 +118,7 @@ def codes(fit: StochasticFit, x: torch.Tensor, seed: int) -> list[int]:
         tile, row, column = i // 8192, i % 8192 // 1024, i % 1024
         counter = 1024 * tile + column
         if counter not in made:
-            made[counter] = philox(seed, counter)
+            made[counter] = philox(seed, counter + (stream << 64))
         random = made[counter][row % 4] >> (16 * (row // 4)) & 0xFFFF
         found.append(position(fit, number) + random >> 16)
     return found

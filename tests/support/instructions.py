@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 
 from fitact.codegen.generate import search_steps
 from fitact.runtime.ops import gate_ops, registry
-from fitact.runtime.ops.factors import CodedFactor
+from fitact.runtime.ops.factors import CodedFactor, LookedUpFactor
 from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.reference import TILE
 from fitact.runtime.ops.registry import LookedUp, Pointwise, Stochastic
@@ -405,7 +405,8 @@ class GateKernel:
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
-        return gate_ops.threads(FLOATS[dtype])
+        drawing = self.gate.drawn and self.pass_ == "forward"
+        return gate_ops.DRAWING if drawing else gate_ops.threads(FLOATS[dtype])
 
     def work(self, dtype: str) -> Work:
         """Return what a thread has to do in a full tile."""
@@ -413,9 +414,14 @@ class GateKernel:
         factors = (self.gate.a, self.gate.b)
         byte = sum(factor.bits == 8 for factor in factors)
         words = sum(elements * factor.bits // 8 for factor in factors if factor.bits < 8)
-        coded = [factor for factor in factors if isinstance(factor, CodedFactor)]
+        coded = [factor for factor in factors if isinstance(factor, LookedUpFactor)]
+        if self.pass_ == "forward" and self.gate.drawn:
+            once = 8 + 4 * len(coded)  # the seed and numbers
+            positions = (4 if dtype == "bf16" else 8) * len(coded)
+            return Work(elements, 2 * size + positions, size + byte, once, words)
         if self.pass_ == "forward":
-            looked_up = sum(1 if dtype != "fp32" else 1 + 4 * search_steps(one.borders) for one in coded)
+            borders = [one.borders for one in coded if isinstance(one, CodedFactor)]
+            looked_up = sum(1 if dtype != "fp32" else 1 + 4 * search_steps(one) for one in borders)
             return Work(elements, 2 * size + looked_up, size + byte, writes_once=words)
         kept = size * (2 - len(coded)) + byte + 4 * len(coded)
         if self.pass_ == "again":
@@ -437,11 +443,12 @@ class GateKernel:
                 signature[argument] = "i32" if self.view and read else "constexpr"
             elif what:
                 there = bits and not (what == "derivatives" and getattr(factor, "linear", False))
-                kind = "*u8" if what in ("codes", "first") else "*fp32"
+                kind = {"codes": "*u8", "first": "*u8", "table": "*i32"}.get(what, "*fp32")
                 signature[argument] = kind if there else "constexpr"
             else:
                 kept_as_codes = self.pass_ != "forward" and bits
-                signature[argument] = "i64" if of == "n" else "*u8" if kept_as_codes else f"*{dtype}"
+                plain = {"n": "i64", "seed": "*i64"}
+                signature[argument] = plain.get(of, "*u8" if kept_as_codes else f"*{dtype}")
         kinds = list(enumerate(signature.values()))
         return triton.compile(
             ASTSource(

@@ -265,8 +265,9 @@ def fit(
             taken = LEARNED_OPTIONS[method] if isinstance(activation, Learned) else OPTIONS.get(method, ())
             options = {key: given[key] for key in taken if given[key] is not None}
             if isinstance(activation, Gate):
-                named_so = name or _gate_name(activation, method, k, bits_u)
-                made.append(make_gate(method, activation, named_so, k, bits_u, (weighing, weighing_u)))
+                named_so = name or _gate_name(activation, method, k, bits_u, rounding)
+                weights = weighing, weighing_u
+                made.append(make_gate(method, activation, named_so, k, bits_u, weights, rounding))
             elif isinstance(activation, Learned):
                 named_so = name or f"{activation.name}_{method}{k or ''}"
                 made.append(make_learned(method, activation, named_so, **options))
@@ -337,11 +338,11 @@ def _are_gates(method: str, functions: Sequence[str]) -> bool:
     return bool(gates)
 
 
-def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None) -> str:
+def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None, rounding: str | None) -> str:
     from fitact.fitter.records.gate import KEPT
 
     widths = "_".join(str(width) for width in (bits, bits_u) if width not in (None, KEPT))
-    return f"{gate.name}_{method}{widths}"
+    return f"{gate.name}_{method}{widths}" + "_stochastic" * (rounding == "stochastic")
 
 
 def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:
