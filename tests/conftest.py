@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.set_threshold(50_000, 10, 10)  # more seldom than by default: it took up to a tenth of the time of tests
     _settle()
 
 
