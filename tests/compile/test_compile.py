@@ -359,7 +359,7 @@ ERRORS = ("none", "exact", "rounding", "few-bit")
 @pytest.mark.long
 @pytest.mark.full
 def test_caches_of_other_options(tmp_path: Path) -> None:
-    """Options that share PyTorch's caches get each their own graphs, and in the next process those of the cache."""
+    """Options that share PyTorch's caches get graphs of their own, and in the next process those of the cache."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = []
     for _ in range(2):
