@@ -25,6 +25,8 @@ if "FITACT_TESTS_SHARED" not in os.environ:
     os.environ["FITACT_TESTS_SHARED"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, os.environ["FITACT_TESTS_SHARED"], ignore_errors=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# The garbage collector passes over all that lives more seldom than by default; `_settle` does so after each file.
+gc.set_threshold(50_000, 10, 10)
 
 # The kernels' decorators read TRITON_INTERPRET when they are imported, so a process has one kind of kernel.
 collect_ignore = [] if INTERPRETED else ["interpreted"]

@@ -128,9 +128,16 @@ class Primitive:
     def _rows(self, starts: Array, ends: Array) -> Array:
         x, weights = nodes(starts, ends)
         h = self.h(x)
-        off = [h - line.slope * x - line.intercept for line in (self.left, self.right)]
-        integrands = (h, x * h, h * h, off[0] ** 2, off[1] ** 2)
-        return np.stack([(integrand * weights).sum(axis=1) for integrand in integrands])
+        integrands = np.empty((5, *x.shape))  # filled in place: a search calls this tens of thousands of times
+        integrands[0] = h
+        np.multiply(x, h, out=integrands[1])
+        np.multiply(h, h, out=integrands[2])
+        for off, line in zip(integrands[3:], (self.left, self.right), strict=True):
+            np.subtract(h, line.slope * x, out=off)
+            off -= line.intercept
+            off *= off
+        integrands *= weights
+        return np.asarray(integrands.sum(axis=2))
 
     def _tail(self, line: Asymptote, side: int) -> float:
         x = side * REACH * np.array([1.0, 2.0])
@@ -142,7 +149,7 @@ class Primitive:
 
     def at(self, knots: Array) -> Array:
         """Return the running integrals at the knots, (5, knots)."""
-        cell = np.clip(np.searchsorted(self.edges, knots, side="right") - 1, 0, len(self.edges) - 2)
+        cell = self.edges[1:-1].searchsorted(knots, side="right")
         return np.asarray(self.sums[:, cell] + self._rows(self.edges[cell], knots))
 
     def __call__(self, knots: Array) -> tuple[float, Array, Array]:
@@ -153,8 +160,8 @@ class Primitive:
         """
         left, right = self.left, self.right
         moments = self.at(knots)
-        h0, h1, h2 = np.diff(moments[:3], axis=1)
-        gap = np.diff(knots)
+        h0, h1, h2 = moments[:3, 1:] - moments[:3, :-1]
+        gap = knots[1:] - knots[:-1]
         falling = (knots[1:] * h0 - h1) / gap  # ∫ h times the hat function of a segment's left end
         rising = (h1 - knots[:-1] * h0) / gap  # and of its right end
         values = np.empty_like(knots)
@@ -169,10 +176,12 @@ class Primitive:
         inside = h2 - 2 * (first * falling + last * rising) + gap / 3 * (first**2 + first * last + last**2)
         before = moments[3, 0] + self.tails[0]
         after = self.tails[1] - moments[4, -1]
-        slopes = np.concatenate([[left.slope], np.diff(values) / gap, [right.slope]])
-        off_rising = np.concatenate([[0.0], rising - gap * (first / 6 + last / 3)])
-        off_falling = np.concatenate([falling - gap * (first / 3 + last / 6), [0.0]])
-        gradient = 2 * (slopes[:-1] * off_rising + slopes[1:] * off_falling)
+        slopes = np.empty(len(knots) + 1)
+        slopes[0], slopes[1:-1], slopes[-1] = left.slope, (last - first) / gap, right.slope
+        off_rising = rising - gap * (first / 6 + last / 3)
+        off_falling = falling - gap * (first / 3 + last / 6)
+        gradient = np.empty(len(knots))
+        gradient[1:-1] = 2 * (slopes[1:-2] * off_rising[:-1] + slopes[2:-1] * off_falling[1:])
         # the outer knots move along the asymptotes
         gradient[0] = 2 * (slopes[1] - left.slope) * off_falling[0]
         gradient[-1] = 2 * (slopes[-2] - right.slope) * off_rising[-1]

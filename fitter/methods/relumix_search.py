@@ -148,18 +148,23 @@ def _descend(problem: Primitive, start: Array) -> tuple[float, Array] | None:
         start = start + np.arange(len(start)) * 1e-3
 
     def knots_of(z: Array) -> Array:
-        return np.asarray(z[0] + np.concatenate([[0.0], np.cumsum(np.exp(np.minimum(z[1:], 10.0)))]))
+        knots = np.empty(len(z))
+        knots[0] = 0.0
+        np.exp(np.minimum(z[1:], 10.0), out=knots[1:])
+        return np.asarray(z[0] + knots.cumsum())
 
     def function(z: Array) -> tuple[float, Array]:
         knots = knots_of(z)
-        largest = np.abs(knots).max()
-        if not (largest < REACH / 10 and np.diff(knots).min() > 1e-7 * max(1.0, largest)):
+        gaps = knots[1:] - knots[:-1]
+        largest = max(abs(knots[0]), abs(knots[-1]))
+        if not (largest < REACH / 10 and gaps.min() > 1e-7 * max(1.0, largest)):
             return 1e9, np.zeros_like(z)
         value, gradient, _ = problem(knots)
         if value < 0:  # all digits cancel
             return 1e9, np.zeros_like(z)
-        later = np.cumsum(gradient[::-1])[::-1]
-        return value, np.concatenate([later[:1], later[1:] * np.diff(knots)])
+        later = gradient[::-1].cumsum()[::-1]
+        later[1:] *= gaps
+        return value, later
 
     z = np.concatenate([start[:1], np.log(np.diff(start))])
     result = minimize(function, z, jac=True, method="BFGS", options={"gtol": 1e-9, "maxiter": 400})

@@ -226,6 +226,7 @@ FORMULAS = [
 QUICK = {"softplus(x) - 0.3*x", "x + sin(x)**2", "x**3", "relu(x)**2", "x*sqrt(x)", "relu(x)"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "domain", "count", "bound", "value", "derivative"),
     [pytest.param(*row, marks=() if row[0] in QUICK else pytest.mark.full) for row in FORMULAS],

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -14,39 +15,46 @@ import torch
 from torch._inductor.graph import GraphLowering
 
 from fitact.runtime.ops import inductor as compiled
+from fitact.runtime.ops import registry
+from tests.conftest import ROOT
 
 COMPILER = any(map(shutil.which, ("g++", "clang++")))
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
 SCRIPT = """
 import sys
-from importlib import import_module
 import torch
-from fitact.runtime.ops import registry
+from tests.runtime.test_inductor import computed
 
-found = {}
-for name in sys.argv[2].split(","):
-    module = import_module(f"fitact.generated.{name}")
-    for dtype in map(torch.__dict__.__getitem__, sys.argv[3].split(",")):
-        torch.manual_seed(0)
-        for elements in (8192 * 5 + 77, 8192, 100, 0):
-            x = (torch.randn(elements) * 3).to(dtype)
-            x[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")][: len(x)]).to(dtype)
-            dy = torch.randn(elements).to(dtype)
-            y, codes = torch.ops.fitact.forward(x, (), dtype, module._KEY)
-            kept = y if registry.find(module._KEY).keeps_output else None
-            dx = torch.ops.fitact.backward(dy, kept, codes, dtype, module._KEY)
-            found[name, str(dtype), elements] = (y, codes, dx)
-torch.save(found, sys.argv[1])
+torch.save(computed(*sys.argv[2:]), sys.argv[1])
 """
+Found = dict[tuple[str, str, int], tuple[torch.Tensor, ...]]
 
 
-def run(
-    folder: Path, modules: str, dtypes: str, value: str
-) -> dict[tuple[str, str, int], tuple[torch.Tensor, ...]]:
-    path = folder / f"found_{value}.pt"
+def computed(modules: str, dtypes: str) -> Found:
+    """Outputs, codes and gradients of modules in dtypes, as this process computes them."""
+    found = {}
+    for name in modules.split(","):
+        module = import_module(f"fitact.generated.{name}")
+        for dtype in map(torch.__dict__.__getitem__, dtypes.split(",")):
+            torch.manual_seed(0)
+            for elements in (8192 * 5 + 77, 8192, 100, 0):
+                x = (torch.randn(elements) * 3).to(dtype)
+                x[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")][: len(x)]).to(dtype)
+                dy = torch.randn(elements).to(dtype)
+                y, codes = torch.ops.fitact.forward(x, (), dtype, module._KEY)
+                kept = y if registry.find(module._KEY).keeps_output else None
+                dx = torch.ops.fitact.backward(dy, kept, codes, dtype, module._KEY)
+                found[name, str(dtype), elements] = (y, codes, dx)
+    return found
+
+
+def computed_by_inductor(folder: Path, modules: str, dtypes: str) -> Found:
+    """The same, of a process that compiles."""
+    path = folder / "found.pt"
     command = [sys.executable, "-c", SCRIPT, str(path), modules, dtypes]
-    subprocess.run(command, check=True, env=os.environ | {"FITACT_CPU": value, "TRITON_INTERPRET": "0"})
-    found: dict[tuple[str, str, int], tuple[torch.Tensor, ...]] = torch.load(path)
+    environment = os.environ | {"FITACT_CPU": "inductor", "TRITON_INTERPRET": "0"}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment)
+    found: Found = torch.load(path)
     return found
 
 
@@ -66,7 +74,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     ],
 )
 def test_the_same_codes_and_gradients(modules: str, dtypes: str, tmp_path: Path) -> None:
-    eager, compiled = (run(tmp_path, modules, dtypes, value) for value in ("", "inductor"))
+    assert not os.environ.get("FITACT_CPU")
+    eager, compiled = computed(modules, dtypes), computed_by_inductor(tmp_path, modules, dtypes)
     assert eager.keys() == compiled.keys()
     for key, (y, codes, dx) in eager.items():
         own_y, own_codes, own_dx = compiled[key]
