@@ -213,11 +213,12 @@ def _channels(numbers: Tensor, inner: int) -> tuple[int | None, int | None]:
 
 def _launch(over: Tensor, numbers: Tensor, inner: int, bits: int) -> Launch:
     """Return what launches a forward kernel: over tiles, or over blocks as `learned_forward_tile` takes them."""
-    launch = Launch(over, THREADS if over.dtype == torch.float32 else THREADS // 2)
     channels, beside = _channels(numbers, inner)
     if channels is not None and channels >= WIDTH.value and beside is None and not bits:
+        launch = Launch(over, THREADS)
         launch.grid = (_heights(over.numel() // channels) * _widths(channels),)
-    return launch
+        return launch
+    return Launch(over, THREADS if over.dtype == torch.float32 else THREADS // 2)
 
 
 def _heights(rows: int) -> int:

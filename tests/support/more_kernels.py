@@ -44,12 +44,16 @@ class LearnedKernel:
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
-        return 256 if dtype == "fp32" or self.pass_ == "backward" else 128
+        return 256 if dtype == "fp32" or self.block else 128
+
+    @property
+    def block(self) -> bool:
+        """Whether a program has a block of rows and channels, and no tile."""
+        return self.pass_ == "backward" or (self.place == "last" and not self.formula.bits)
 
     def elements(self, dtype: str) -> int:
         """Return the elements that a thread has in a full tile, or in a block of backward."""
-        block = self.pass_ == "backward" or (self.place == "last" and not self.formula.bits)
-        return (int(BLOCK) if block else TILE) // self.threads(dtype)
+        return (int(BLOCK) if self.block else TILE) // self.threads(dtype)
 
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""
