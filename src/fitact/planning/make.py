@@ -244,15 +244,14 @@ def _option(cost: Cost) -> Option:
 def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer | None, Step]:
     """Return the fastest answer that fits as measured, and its step; else None, and the lowest peak's step."""
     stock = problem.costs.stock
-    paths = [path for segment in problem.costs.segments for path in segment.paths]
-    blocks = [subject.model.get_submodule(path) for path in paths]
+    runs = problem.costs.runs
     limit = room
     best: tuple[Answer, Step] | None = (problem.all(STOCK), stock) if stock.peak <= room else None
     for _ in range(TRIES):
         answer = fastest(problem.stages, limit)
         if answer is None:
             break
-        done = step(subject, device, blocks, problem.taken(answer))
+        done = step(subject, device, runs, problem.taken(answer))
         if done.peak <= room:
             if best is None or done.work.seconds < best[1].work.seconds:
                 best = answer, done
@@ -261,7 +260,7 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
     if best is not None:
         return best
     answer = problem.frugal()
-    done = step(subject, device, blocks, problem.taken(answer))
+    done = step(subject, device, runs, problem.taken(answer))
     if done.peak <= room:
         return answer, done
     return None, min(done, stock, key=lambda one: one.peak)
