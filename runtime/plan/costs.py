@@ -119,11 +119,10 @@ def measure(
         UsageError: the stock model cannot be run.
 
     """
-    runs = _checked(subject, device, runs_of(subject, device))
+    runs, marks = _stock_marks(subject, device, runs_of(subject, device))
     wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
     notes: list[str] = []
-    marks = _marks(subject, device, runs, _stock(runs))
     progress(1 / (1 + passes))
     parts = _Parts(marks, [len(run.blocks) for run in runs])
     ends = [sum(len(run.blocks) for run in runs[: i + 1]) for i in range(len(runs))]
@@ -148,20 +147,21 @@ def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[W
     return _step(_marks(subject, device, runs, ways))
 
 
-def _checked(subject: Subject, device: Device, runs: Sequence[Run]) -> list[Run]:
-    """Return the runs, steady only where a step cut short tells what a longer one does.
+def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
+    """Return the runs, steady only where a step cut short tells what a longer one does; and the stock step's marks.
 
     What the rest of a model does may depend on the number of its blocks, such as a loss that reads them all.
     """
-    if not cut(runs, _stock(runs), ROW + 1):
-        return list(runs)
-    try:
-        steps = [_step(_marks(subject, device, runs, _stock(runs), row)) for row in (ROW, ROW + 1)]
-    except UsageError:  # a block that is skipped breaks the model
-        steps = []
-    if steps and steps[0].like(steps[1]):
-        return list(runs)
-    return [replace(run, steady=False) for run in runs]
+    stock = _stock(runs)
+    if cut(runs, stock, ROW + 1):
+        try:
+            longer, marks = (_marks(subject, device, runs, stock, row) for row in (ROW + 1, ROW))
+        except UsageError:  # a block that is skipped breaks the model
+            longer = marks = []
+        if marks and _step(marks).like(_step(longer)):
+            return runs, marks
+        runs = [replace(run, steady=False) for run in runs]
+    return runs, _marks(subject, device, runs, stock)
 
 
 def _stock(runs: Sequence[Run]) -> list[Way]:
@@ -236,9 +236,10 @@ def _pass(
     first = 0
     for run, some in zip(runs, given, strict=True):
         width = min(len(run.blocks), 2)
+        begin = first + min(len(run.blocks) - width * len(some), 1)  # the first two blocks of a model may differ
         for i, way in enumerate(some):
-            ways[first + width * i : first + width * (i + 1)] = [way] * width
-        where.append({way: first + width * (i + 1) - 1 for i, way in enumerate(some)})
+            ways[begin + width * i : begin + width * (i + 1)] = [way] * width
+        where.append({way: begin + width * (i + 1) - 1 for i, way in enumerate(some)})
         first += len(run.blocks)
     parts = _Parts(_marks(subject, device, runs, ways), [len(run.blocks) for run in runs])
     return [{way: parts.blocks[i].cost for way, i in found.items()} for found in where]

@@ -102,10 +102,12 @@ class Timeline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace == "prim":  # most calls only ask where a fake tensor is
+            return result
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
                 self._born(leaf)
-        if func.namespace != "prim" and not func.is_view and func is not torch.ops.aten.detach.default:
+        if not func.is_view and func is not torch.ops.aten.detach.default:
             self.work += self._work(func, args, kwargs, result)
         return result
 
