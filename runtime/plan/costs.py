@@ -8,8 +8,8 @@ that go the same way four run, and the third stands for those that follow it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fitact.errors import FitactError, UsageError
 from fitact.runtime.restore import generators
@@ -68,6 +68,7 @@ class Costs:
         stock: the step of the stock model.
         runs: the runs of blocks among them.
         notes: ways that a block refuses, and why.
+        compiled: the steps of the compiled model.
 
     """
 
@@ -75,6 +76,7 @@ class Costs:
     stock: Step
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
+    compiled: Mapping[Way, Step] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "few-bit": "#e09f3e"}
-MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
+MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">", "p", "h", "d", "8")
 
 
 def draw(plan: Plan, format: str = "png") -> bytes:
