@@ -34,7 +34,7 @@ FUSED = frozenset(
         *("sum", "mean", "var", "var_mean", "amax", "amin", "prod", "any", "all", "argmax", "argmin", "max", "min"),
         *("full", "iota", "arange", "scalar_tensor", "empty", "rand", "inductor_random", "inductor_lookup_seed"),
         *("inductor_seeds", "clone", "cat", "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "copy_"),
-        *("expand", "repeat", "embedding", "gather", "index", "index_select"),
+        *("where", "expand", "repeat", "embedding", "gather", "index", "index_select"),
     ]
 )
 PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # read only what they return

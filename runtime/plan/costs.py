@@ -155,7 +155,7 @@ def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[lis
     What the rest of a model does may depend on the number of its blocks, such as a loss that reads them all.
     """
     stock = _stock(runs)
-    if cut(runs, stock, ROW + 1):
+    if cut(runs, stock):
         try:
             longer, marks = (_marks(subject, device, runs, stock, row) for row in (ROW + 1, ROW))
         except UsageError:  # a block that is skipped breaks the model
