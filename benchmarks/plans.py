@@ -2,8 +2,8 @@
 
     python -m benchmarks.plans
 
-Models are built without memory, in their published sizes. Seconds are CPU time of the command, imports included, on
-one thread; memory is the most that the process has, PyTorch and transformers included.
+Models are built without memory, in their published sizes. Seconds are CPU time of the command, imports included,
+on one thread; memory is the most that the process has, PyTorch and transformers included.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "plans.json"
-LLAMA = "--hf llama --lora all --batch 8 --seq 2048 --gib 24"
 PLANS = (
-    LLAMA,
+    "--hf llama --lora all --batch 8 --seq 2048 --gib 24",
     "--timm vit_base_patch16_224 --batch 128 --gib 8",
     "--hf gpt2 --batch 16 --seq 1024 --gib 12",
     "--hf bert --batch 32 --seq 512 --gib 8",
     "--hf qwen2_moe --lora all --batch 8 --seq 1024 --gib 80",
-    f"{LLAMA} --compiled",
     "--timm vit_base_patch16_224 --batch 128 --gib 8 --compiled",
     "--hf gpt2 --batch 16 --seq 1024 --gib 12 --compiled",
-    "--hf bert --batch 32 --seq 512 --gib 8 --compiled",
 )
 
 

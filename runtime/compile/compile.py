@@ -147,9 +147,7 @@ def compile_report(compiled: Callable[..., Any]) -> CompileReport:
         ) from None
 
 
-def codes_of(
-    error: str, bits: int | None = None, more: Sequence[type[nn.Module]] = ()
-) -> tuple[Code, ...]:
+def codes_of(error: str, bits: int | None = None, more: Sequence[type[nn.Module]] = ()) -> tuple[Code, ...]:
     """Return the codes that arguments of `compile_options` ask for."""
     if error == "exact":
         if bits is not None or more:

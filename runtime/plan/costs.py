@@ -1,8 +1,8 @@
 """What each way to train each block costs: bytes kept, bytes at its peak, time; measured by running the model.
 
 A pass runs the whole model once, forward and backward, with several ways at once: like blocks follow one another,
-and each way gets two of them. The second is measured, so that its neighbour is changed as it is. Of a row of blocks
-that go the same way four run, and the third stands for those that follow it.
+and each way gets two of them. The second is measured, so that its neighbour is changed as it is. Of a row of
+blocks that go the same way four run, and the third stands for those that follow it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Step:
 
     def like(self, other: Step) -> bool:
         """Return whether another step is the same to a millionth."""
-        numbers = [(one.kept, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)]
+        numbers = [
+            (one.kept, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)
+        ]
         return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(*numbers, strict=True))
 
 
@@ -150,7 +152,7 @@ def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[W
 
 
 def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
-    """Return the runs, steady only where a step cut short tells what a longer one does; and the stock step's marks.
+    """Return the runs, steady only where a step cut short tells what a longer one does; and stock marks.
 
     What the rest of a model does may depend on the number of its blocks, such as a loss that reads them all.
     """

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from fitact.errors import UsageError, quote
 from fitact.runtime.compare.baselines import UNSEEN, selectively
 from fitact.runtime.compile.compile import compile_options
-from fitact.runtime.convert.choices import ERRORS
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
 from fitact.runtime.ops.registry import is_generated

@@ -136,7 +136,7 @@ class Planner:
         check(gib, error)
         problem = Problem(self.costs, error)
         room = int(gib * GIB) - self.fixed
-        groups, done = _chosen(self.subject, self.device, problem, room)
+        groups, done = chosen(self.subject, self.device, problem, room)
         stock = self.costs.stock
         again = done.work - stock.work
         return Plan(
@@ -164,7 +164,7 @@ class Planner:
 
     def least(self, error: str) -> int:
         """Return the least peak of a step in bytes, as measured, with the ways that an error allows."""
-        _, done = _chosen(self.subject, self.device, Problem(self.costs, error), 0)
+        _, done = chosen(self.subject, self.device, Problem(self.costs, error), 0)
         return self.fixed + done.peak
 
 
@@ -254,8 +254,8 @@ def _option(cost: Cost) -> Option:
     return Option(cost.keep, cost.high, cost.work.seconds)
 
 
-def _chosen(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[list[Group], Step]:
-    """Return the groups of the fastest plan that fits as measured, and its step; else none, and the lowest peak's."""
+def chosen(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[list[Group], Step]:
+    """Return the groups of the fastest plan that fits as measured, and its step; or none, and the least."""
     answer, done = _answer(subject, device, problem, room)
     choices = [] if answer is None else [(problem.groups(answer), done)]
     choices += [([Group(way.name, ("",))], one) for way, one in problem.compiled.items() if one.peak <= room]
@@ -302,13 +302,15 @@ def _points(costs: Costs, fixed: int) -> list[Point]:
         point(SELECTIVE.name, problem.all(SELECTIVE)),
         *(point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()),
     ]
-    points += (Point(way.name, way.error, fixed + one.peak, one.work.seconds) for way, one in costs.compiled.items())
+    points += (
+        Point(way.name, way.error, fixed + one.peak, one.work.seconds) for way, one in costs.compiled.items()
+    )
     for error in ERRORS:
-        points += _line(Problem(costs, error), error, points[0].peak - fixed, fixed)
+        points += line_of(Problem(costs, error), error, points[0].peak - fixed, fixed)
     return points
 
 
-def _line(problem: Problem, error: str, high: int, fixed: int) -> list[Point]:
+def line_of(problem: Problem, error: str, high: int, fixed: int) -> list[Point]:
     """Return the least time for a few memories up to `high`."""
     low = min([least(problem.stages), *(one.peak for one in problem.compiled.values())])
     line: list[Point] = []
