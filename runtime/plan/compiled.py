@@ -55,7 +55,7 @@ PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # read onl
 
 
 def compiled_steps(
-    subject: Subject, device: Device, ways: Sequence[Way], advance: Callable[[], None] = lambda: None
+    subject: Subject, device: Device, ways: Sequence[Way], progress: Callable[[float], None] = lambda share: None
 ) -> dict[Way, Step]:
     """Measure training steps of the compiled model.
 
@@ -63,7 +63,7 @@ def compiled_steps(
         subject: the model.
         device: how long operations take.
         ways: ways with a budget.
-        advance: called after the model has been traced, and after each way.
+        progress: called with the share that is done.
 
     Returns:
         The step of each way.
@@ -75,12 +75,13 @@ def compiled_steps(
     found: dict[Way, Step] = {}
 
     def each(graph: fx.GraphModule, given: Sequence[Any], owned: int, **options: Any) -> None:
-        advance()
-        for way in ways:
-            partition = Partition(way.budget, codes_of(way.error), (), lambda records: None)
+        progress(1 / (1 + len(ways)))
+        for i, way in enumerate(ways):
+            budget = 1.0 if way.budget is None else way.budget
+            partition = Partition(budget, codes_of(way.error), (), lambda records: None)
             forward, backward = partition(copied(graph), given, **options)
             found[way] = step_of(forward, backward, options["num_fwd_outputs"], device)
-            advance()
+            progress((2 + i) / (1 + len(ways)))
 
     with subject.environment():
         inputs = _inputs_of(subject)
@@ -162,7 +163,7 @@ class _Kernels:
     def __init__(self, module: fx.GraphModule, device: Device) -> None:
         self.nodes = [*module.graph.nodes]
         self.place = {node: i for i, node in enumerate(self.nodes)}
-        self.source = {}
+        self.source: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:  # views and parts of a result are the result itself
             alias = node.op == "call_function" and (node.target is operator.getitem or is_view(node))
             self.source[node] = self.source[node.all_input_nodes[0]] if alias else node

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 TRIES = 6  # of budgets, until what the programme answers also fits as measured
+MEASURING = 0.3  # of the work if the model is compiled, too
 FRONT = 9  # budgets of each line of the front
 EVERY = {2: "second", 3: "third", 4: "fourth"}  # block is checkpointed
 
@@ -124,10 +125,14 @@ class Planner:
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
-        self.costs = measure(subject, device, OF_BLOCKS, progress)
+        share = MEASURING if compiled else 1.0
+        self.costs = measure(subject, device, OF_BLOCKS, lambda done: progress(share * done))
         if compiled:
             try:
-                self.costs = replace(self.costs, compiled=compiled_steps(subject, device, COMPILED))
+                steps = compiled_steps(
+                    subject, device, COMPILED, lambda done: progress(share + (1 - share) * done)
+                )
+                self.costs = replace(self.costs, compiled=steps)
             except UsageError as error:
                 self.costs = replace(self.costs, notes=(*self.costs.notes, str(error)))
 
