@@ -1,8 +1,8 @@
 """What the compiler makes of a whole model: the bytes that its graphs keep, those at the peak, and their time.
 
-Graphs are traced and partitioned as `torch.compile` does it; no code is generated. Time is foretold as if all that
-is between two products became one kernel, which reads once what comes from outside, and writes once what is read
-outside.
+Graphs are traced and partitioned as `torch.compile` does it; no code is generated. Time is foretold as if what is
+between two products and connected became one kernel, which reads once what comes from outside, and writes once
+what is read outside.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _name(node: fx.Node) -> str:
 
 
 class _Kernels:
-    """A graph's kernels: products and the like, each alone, and one for all that lies between two of them.
+    """A graph's kernels: products and the like, each alone, and what lies between them, as far as it is connected.
 
     Attributes:
         work: of all kernels.
@@ -168,7 +168,7 @@ class _Kernels:
             alias = node.op == "call_function" and (node.target is operator.getitem or is_view(node))
             self.source[node] = self.source[node.all_input_nodes[0]] if alias else node
         self.fused = {node: self._is_fused(node) for node in self.nodes}
-        self.kernel = self._stages()
+        self.kernel = self._connected()
         self.written = {node for node in self.nodes if self._is_written(node)}
         self.work = sum(self._works(device), Work())
 
@@ -186,28 +186,35 @@ class _Kernels:
             if node.op == "call_function" and self.source[node] is node and is_operator(node.target)
         )
 
-    def _stages(self) -> dict[fx.Node, int]:
-        """Return for each fused node how many products come before it on the longest way, or before its readers.
-
-        A result that is read only later is computed there: so what is computed again is not written.
-        """
-        stage: dict[fx.Node, int] = {}
+    def _connected(self) -> dict[fx.Node, fx.Node]:
+        """Return for each fused node the first of its kernel."""
+        stage: dict[fx.Node, int] = {}  # how many products come before on the longest way
         for node in self.nodes:
             found = [
                 stage[one] + (one.op == "call_function" and not self.fused[one]) for one in self._inputs(node)
             ]
             stage[node] = max(found, default=0)
-        for node in reversed([*filter(self.fused.__getitem__, self._calls())]):
-            readers = [stage[one] for one in self._readers(node) if one.op == "call_function"]
-            stage[node] = min(readers, default=stage[node])
-        return {node: at for node, at in stage.items() if self.fused[node]}
+        first: dict[fx.Node, fx.Node] = {}
+
+        def root(node: fx.Node) -> fx.Node:
+            while first[node] is not node:
+                node = first[node]
+            return node
+
+        for node in filter(self.fused.__getitem__, self._calls()):
+            first[node] = node
+            for one in self._inputs(node):
+                if self.fused[one] and stage[one] == stage[node]:
+                    a, b = root(one), root(node)
+                    first[b if self.place[a] < self.place[b] else a] = min(a, b, key=self.place.__getitem__)
+        return {node: root(node) for node in first}
 
     def _is_written(self, node: fx.Node) -> bool:
         """Return whether a node's result is in memory: its kernel is not its only reader."""
         if node.op != "call_function" or self.source[node] is not node:
             return False
         return not self.fused[node] or any(
-            self.kernel.get(one) != self.kernel[node] for one in self._readers(node)
+            self.kernel.get(one) is not self.kernel[node] for one in self._readers(node)
         )
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -219,9 +226,9 @@ class _Kernels:
                 yield from self._readers(user)
 
     def _works(self, device: Device) -> Iterator[Work]:
-        traffic: dict[int, int] = {}
-        rest: dict[int, int] = {}
-        read: set[tuple[int, fx.Node]] = set()
+        traffic: dict[fx.Node, int] = {}
+        rest: dict[fx.Node, int] = {}
+        read: set[tuple[fx.Node, fx.Node]] = set()
         for node in self._calls():
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda other: other.meta.get("val"))
             if not self.fused[node]:
@@ -234,7 +241,7 @@ class _Kernels:
             ]
             rest[kernel] = rest.get(kernel, 0) + rest_of(node.target, tensors)
             for given, one in zip(node.all_input_nodes, self._inputs(node), strict=True):
-                if self.kernel.get(one) == kernel or (kernel, one) in read:
+                if self.kernel.get(one) is kernel or (kernel, one) in read:
                     continue
                 read.add((kernel, one))
                 picks = _name(node) in PICKED and given is node.args[0]

@@ -64,7 +64,7 @@ def plan_of(way: Way) -> Plan:
 
 
 def test_what_is_between_products_is_one_kernel() -> None:
-    """y = relu(x w) z: relu and its product are one kernel, which reads x w and z, and writes y and a mask."""
+    """y = relu(x w) z, summed, is one kernel, which reads x w and z; the mask that is kept is another."""
 
     def forward(x: Tensor, w: Tensor, z: Tensor) -> Any:
         h = x @ w
@@ -84,7 +84,7 @@ def test_what_is_between_products_is_one_kernel() -> None:
     found = step_of(one, other, 1, CPU)
     rows, wide, mask, number = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH, ROWS * WIDTH, 4
     products = 2 * (rows + wide + rows)
-    assert found.work.traffic == products + (2 * rows + number + mask) + (number + mask + rows + rows)
+    assert found.work.traffic == products + (2 * rows + number) + (rows + mask) + (number + mask + rows + rows)
     assert found.work.flops == 2 * 2 * ROWS * WIDTH * WIDTH
     assert found.kept == number + mask  # z and x are inputs
     assert found.peak == max(rows + number + mask, number + number + mask + rows, number + rows + wide)
@@ -181,7 +181,7 @@ def test_a_compiled_step_peaks_at_what_was_foretold() -> None:
         model.zero_grad(set_to_none=True)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             model(x).backward()
-    assert peak_of(seen) == pytest.approx(foretold.peak, rel=0.05)
+    assert peak_of(seen) == pytest.approx(foretold.peak, rel=0.1)
 
 
 def peak_of(seen: Any) -> int:
