@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fitact.runtime.models.prepare import prepare
+from fitact.runtime.models.sources import hugging_face
 from fitact.runtime.plan.costs import measure, step
 from fitact.runtime.plan.devices import DEVICES
 from fitact.runtime.plan.short import cut
-from fitact.runtime.plan.subjects import Subject, of_model, runs_of
+from fitact.runtime.plan.subjects import Subject, of_model, of_prepared, runs_of
 from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Way
 
 DEVICE = DEVICES["t4"]
@@ -76,6 +78,17 @@ def test_a_step_cut_short_is_the_whole_step(ways: list[Way], frozen: int) -> Non
     assert (short.kept, short.peak) == (whole.kept, whole.peak)
     assert (short.work.flops, short.work.traffic) == (whole.work.flops, whole.work.traffic)
     assert short.work.seconds == pytest.approx(whole.work.seconds)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2_moe"])
+def test_full_size_models_are_cut_short(kind: str) -> None:
+    prepared, inputs = prepare(hugging_face(kind), batch=2, seq=64)
+    of = of_prepared(prepared, inputs)
+    costs = measure(of, DEVICE, [STOCK])
+    assert all(run.steady for run in costs.runs)
+    ways = [STOCK for run in costs.runs for _ in run.blocks]
+    assert costs.stock.like(step(of, DEVICE, [replace(run, steady=False) for run in costs.runs], ways))
 
 
 def test_a_model_that_reads_every_block_is_not_cut_short() -> None:

@@ -266,7 +266,7 @@ def chosen(subject: Subject, device: Device, problem: Problem, room: int) -> tup
     choices += [([Group(way.name, ("",))], one) for way, one in problem.compiled.items() if one.peak <= room]
     if choices:
         return min(choices, key=lambda choice: choice[1].work.seconds)
-    return [], min(done, *problem.compiled.values(), key=lambda one: one.peak)
+    return [], min([done, *problem.compiled.values()], key=lambda one: one.peak)
 
 
 def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer | None, Step]:
