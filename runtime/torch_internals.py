@@ -210,6 +210,11 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def not_compiled(module: nn.Module) -> None:
+    """Undo `nn.Module.compile`; there is no public way."""
+    module._compiled_call_impl = None
+
+
 def uncompiled(module: Any) -> Any:
     """Return the module that `torch.compile` wrapped; other objects unchanged."""
     return getattr(module, "_orig_mod", module)
@@ -357,11 +362,7 @@ def size_hint(size: Any) -> int:
 
 
 def kept_selectively(context: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a selective checkpoint keeps.
-
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes two contexts. The first, of a private
-    class, has these tensors in its `storage`, each in a wrapper that watches its version.
-    """
+    """Yield what a selective checkpoint keeps: the `storage` of the first of its contexts, each in a wrapper."""
     yield from _wrapped(context.storage)
 
 

@@ -180,39 +180,35 @@ class Compiled:
 
 
 class _DoneError(Exception):
-    """Ends a compilation when all budgets have been tried."""
+    """Ends a compilation when its graphs have been seen."""
 
 
 @dataclass
 class _Partitions:
-    owned: int
     budgets: Sequence[float]
     coded: Sequence[float]
     advance: Callable[[], None]
+    owned: int = 0
     found: list[Compiled] = field(default_factory=list)
 
-    def __call__(self, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    def __call__(self, graph: fx.GraphModule, given: Sequence[Any], owned: int, **more: Any) -> None:
         """Partition the joint graph under each budget, as Inductor does."""
+        self.owned = owned
         self.advance()
-
-        def each(graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> Any:
-            for budget in self.budgets:
-                forward, backward = min_cut(_copy(graph), given, budget, **more)
-                read = partial(self.read, budget, forward, backward, more["num_fwd_outputs"])
-                self.found.append(read())
+        for budget in self.budgets:
+            forward, backward = min_cut(copied(graph), given, budget, **more)
+            read = partial(self.read, budget, forward, backward, more["num_fwd_outputs"])
+            self.found.append(read())
+            self.advance()
+            if budget in self.coded:
+                coded = Partition(budget, (Compander("identity", 8),), (), lambda records: None)
+                with unset_fake_temporarily():
+                    coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
+                self.found.append(read(kept="codes"))
                 self.advance()
-                if budget in self.coded:
-                    coded = Partition(budget, (Compander("identity", 8),), (), lambda records: None)
-                    with unset_fake_temporarily():
-                        coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
-                    self.found.append(read(kept="codes"))
-                    self.advance()
-                    forward, backward = min_cut(_copy(graph), given, budget, float8=True, **more)
-                    self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
-                    self.advance()
-            raise _DoneError
-
-        return partition_with(joint, inputs, self.owned, each, **options)
+                forward, backward = min_cut(copied(graph), given, budget, float8=True, **more)
+                self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
+                self.advance()
 
     def read(
         self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, kept: str = ""
@@ -227,7 +223,8 @@ class _Partitions:
         return Compiled(budget, saved, _flops(forward) + _flops(backward), kept)
 
 
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     (old,) = module.graph.find_nodes(op="output")
@@ -268,7 +265,29 @@ def compiled(
         and partitioner; no code is generated.
 
     """
-    model = prepared.model
+    partitions = _Partitions(budgets, coded, advance)
+    traced(prepared.model, prepared.mode, inputs, partitions, around)
+    return partitions.found
+
+
+def traced(
+    model: nn.Module,
+    mode: FakeTensorMode | None,
+    inputs: Inputs,
+    each: Callable[..., None],
+    around: Callable[[], Any] = nullcontext,
+) -> None:
+    """Trace a model's forward and backward pass as `torch.compile` does, up to what partitions the graph.
+
+    Args:
+        model: the model.
+        mode: the mode of its fake tensors; None if they are real.
+        inputs: its inputs.
+        each: called with the joint graph after Inductor's passes, the graph's inputs, the number of those that are
+            parameters and buffers, which come first, and options by name, for `min_cut`.
+        around: a context for the forward pass, such as autocast.
+
+    """
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names, values = list(tensors), list(tensors.values())
     leaves, spec = tree_flatten((inputs.args, dict(inputs.kwargs)))
@@ -286,9 +305,14 @@ def compiled(
         found = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
         return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
 
-    partitions = _Partitions(len(values), budgets, coded, advance)
-    mode = prepared.mode or FakeTensorMode(allow_non_fake_inputs=True)
+    def partition(joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        def once(graph: fx.GraphModule, passed: Sequence[Any], **more: Any) -> Any:
+            each(graph, passed, len(values), **more)
+            raise _DoneError
+
+        return partition_with(joint, given, len(values), once, **options)
+
+    fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
     given = (*values, *(leaves[i] for i in places))
-    with prepared.mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
-        trace_joint(run, given, len(values), mode, partitions)
-    return partitions.found
+    with mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
+        trace_joint(run, given, len(values), fake, partition)

@@ -79,7 +79,7 @@ def compile_options(
         UsageError: an argument is not valid.
 
     """
-    found = _codes(error, bits, tables)
+    found = codes_of(error, bits, tables)
     budget = real("budget", budget, 0, 1)
     report = CompileReport()
     asked = zip(ALSO, (attention, inputs, loss), strict=True)
@@ -147,8 +147,8 @@ def compile_report(compiled: Callable[..., Any]) -> CompileReport:
         ) from None
 
 
-def _codes(error: str, bits: int | None, more: Sequence[type[nn.Module]]) -> tuple[Code, ...]:
-    """Return the codes that the arguments ask for."""
+def codes_of(error: str, bits: int | None = None, more: Sequence[type[nn.Module]] = ()) -> tuple[Code, ...]:
+    """Return the codes that arguments of `compile_options` ask for."""
     if error == "exact":
         if bits is not None or more:
             raise UsageError("error='exact' codes only masks: leave out bits and tables")

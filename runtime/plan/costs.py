@@ -1,21 +1,22 @@
 """What each way to train each block costs: bytes kept, bytes at its peak, time; measured by running the model.
 
 A pass runs the whole model once, forward and backward, with several ways at once: like blocks follow one another,
-and each way gets two of them, of which the second is measured, so that its neighbour is changed as it is.
+and each way gets two of them. The second is measured, so that its neighbour is changed as it is. Of a row of
+blocks that go the same way four run, and the third stands for those that follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-
-from torch import nn
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fitact.errors import FitactError, UsageError
 from fitact.runtime.restore import generators
 from fitact.text import one_line
 
 from .devices import Device
+from .short import ROW, cut, filled, skipped
 from .subjects import Hooks, Run, Subject, runs_of
 from .timeline import Mark, Timeline, Work
 from .ways import STOCK, Way, changed, put, put_back
@@ -65,13 +66,17 @@ class Costs:
     Attributes:
         segments: the runs of blocks, and what lies between, before and after.
         stock: the step of the stock model.
+        runs: the runs of blocks among them.
         notes: ways that a block refuses, and why.
+        compiled: the steps of the compiled model.
 
     """
 
     segments: tuple[Segment, ...]
     stock: Step
+    runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
+    compiled: Mapping[Way, Step] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,13 @@ class Step:
     kept: int
     peak: int
     work: Work
+
+    def like(self, other: Step) -> bool:
+        """Return whether another step is the same to a ten-thousandth: what a first run caches is much less."""
+        numbers = [
+            (one.kept, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)
+        ]
+        return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*numbers, strict=True))
 
 
 def measure(
@@ -111,12 +123,10 @@ def measure(
         UsageError: the stock model cannot be run.
 
     """
-    runs = runs_of(subject)
+    runs, marks = _stock_marks(subject, device, runs_of(subject, device))
     wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
     notes: list[str] = []
-    blocks = [block for run in runs for block in run.blocks]
-    marks = _marks(subject, device, blocks, [STOCK] * len(blocks))
     progress(1 / (1 + passes))
     parts = _Parts(marks, [len(run.blocks) for run in runs])
     ends = [sum(len(run.blocks) for run in runs[: i + 1]) for i in range(len(runs))]
@@ -133,12 +143,33 @@ def measure(
     segments = [_between(parts.between[0])]
     for run, span, of_ways, after in zip(runs, stock, found, parts.between[1:], strict=True):
         segments += [Segment(run.paths, span.grads, of_ways), _between(after)]
-    return Costs(tuple(segments), _step(marks), tuple(notes))
+    return Costs(tuple(segments), _step(marks), tuple(runs), tuple(notes))
 
 
-def step(subject: Subject, device: Device, blocks: Sequence[nn.Module], ways: Sequence[Way]) -> Step:
-    """Measure a training step of the whole model, with a way for each block."""
-    return _step(_marks(subject, device, blocks, ways))
+def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way]) -> Step:
+    """Measure a training step of the whole model, with a way for each block of its runs."""
+    return _step(_marks(subject, device, runs, ways))
+
+
+def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
+    """Return the runs, steady only where a step cut short tells what a longer one does; and stock marks.
+
+    What the rest of a model does may depend on the number of its blocks, such as a loss that reads them all.
+    """
+    stock = _stock(runs)
+    if cut(runs, stock):
+        try:
+            longer, marks = (_marks(subject, device, runs, stock, row) for row in (ROW + 1, ROW))
+        except UsageError:  # a block that is skipped breaks the model
+            longer = marks = []
+        if marks and _step(marks).like(_step(longer)):
+            return runs, marks
+        runs = [replace(run, steady=False) for run in runs]
+    return runs, _marks(subject, device, runs, stock)
+
+
+def _stock(runs: Sequence[Run]) -> list[Way]:
+    return [STOCK for run in runs for _ in run.blocks]
 
 
 def _step(marks: Sequence[Mark]) -> Step:
@@ -204,34 +235,45 @@ def _pass(
     subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Way]]
 ) -> list[dict[Way, Cost]]:
     """Return the costs that a pass measures, in each run of each way."""
-    blocks = [block for run in runs for block in run.blocks]
-    ways = [STOCK] * len(blocks)
+    ways = _stock(runs)
     where: list[dict[Way, int]] = []
     first = 0
     for run, some in zip(runs, given, strict=True):
         width = min(len(run.blocks), 2)
+        begin = first + min(len(run.blocks) - width * len(some), 1)  # the first two blocks of a model may differ
         for i, way in enumerate(some):
-            ways[first + width * i : first + width * (i + 1)] = [way] * width
-        where.append({way: first + width * (i + 1) - 1 for i, way in enumerate(some)})
+            ways[begin + width * i : begin + width * (i + 1)] = [way] * width
+        where.append({way: begin + width * (i + 1) - 1 for i, way in enumerate(some)})
         first += len(run.blocks)
-    parts = _Parts(_marks(subject, device, blocks, ways), [len(run.blocks) for run in runs])
+    parts = _Parts(_marks(subject, device, runs, ways), [len(run.blocks) for run in runs])
     return [{way: parts.blocks[i].cost for way, i in found.items()} for found in where]
 
 
-def _marks(subject: Subject, device: Device, blocks: Sequence[nn.Module], ways: Sequence[Way]) -> list[Mark]:
-    """Run a step and return its moments."""
+def _marks(
+    subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], row: int = ROW
+) -> list[Mark]:
+    """Run a step, with at most so many blocks of a row that goes the same way, and return its moments."""
     model = subject.model
     there = [*model.parameters(), *model.buffers()]
-    with generators(model), subject.environment(), changed(blocks, ways):
+    standing = cut(runs, ways, row)
+    without = {place + k for place, count in standing.items() for k in range(1, count + 1)}
+    every = dict(enumerate(block for run in runs for block in run.blocks))
+    running = {i: block for i, block in every.items() if i not in without}
+    with (
+        generators(model),
+        subject.environment(),
+        changed([*running.values()], [ways[i] for i in running]),
+        skipped([every[i] for i in without]),
+    ):
         timeline = Timeline(device, there)
-        with timeline, Hooks(blocks, timeline.mark):
+        with timeline, Hooks(running, timeline.mark):
             timeline.mark("start")
             outputs = subject.run()
             timeline.mark("loss")
             subject.differentiate(outputs)
             timeline.mark("end")
         model.zero_grad(set_to_none=True)
-    return timeline.marks
+    return filled(timeline.marks, standing)
 
 
 class _Parts:

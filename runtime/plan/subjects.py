@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from fitact.runtime.memory.saved import gpu_kernels
 from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
+
+from .devices import Device
+from .timeline import Timeline, Work
 
 
 @dataclass(frozen=True)
@@ -121,40 +125,72 @@ class Run:
     Attributes:
         paths: their paths in the model, in the order they run in.
         blocks: the modules.
+        steady: whether all do the same work, and return a tensor like the first that they are given. Then some of
+            them may stand for the others.
 
     """
 
     paths: tuple[str, ...]
     blocks: tuple[nn.Module, ...]
+    steady: bool = False
 
 
-def runs_of(subject: Subject) -> list[Run]:
+def runs_of(subject: Subject, device: Device) -> list[Run]:
     """Return the repeated blocks of a model by runs; a model that repeats nothing is one run of itself."""
     found = blocks_of(subject.model)
-    calls: list[tuple[int, Any]] = []
+    calls: list[_Call] = []
+    timeline = Timeline(device, [*subject.model.parameters(), *subject.model.buffers()])
     with ExitStack() as stack:
         for i, (_, block) in enumerate(found):
-            enter = partial(_note, calls, i)
-            stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        with subject.environment(), torch.no_grad():
+            stack.callback(block.register_forward_pre_hook(partial(_enter, timeline, i), with_kwargs=True).remove)
+            leave = partial(_leave, timeline, calls, i)
+            stack.callback(block.register_forward_hook(leave, with_kwargs=True).remove)
+        with subject.environment(), torch.no_grad(), timeline:
             _forward_untrained(subject)
-    order = [i for i, _ in calls]
+    order = [one.block for one in calls]
     if len({*order}) != len(order) or not order:
         return [Run(("",), (subject.model,))]
-    likes = dict(calls)
-    runs: list[list[int]] = []
-    for i in order:
-        like = _signature(found[i][1]), likes[i]
-        if runs and like == (_signature(found[runs[-1][0]][1]), likes[runs[-1][0]]):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return [Run(tuple(found[i][0] for i in run), tuple(found[i][1] for i in run)) for run in runs]
+    runs: list[list[_Call]] = []
+    for _, some in groupby(calls, lambda one: (_signature(found[one.block][1]), one.inputs)):
+        runs.append(list(some))
+    return [
+        Run(
+            tuple(found[one.block][0] for one in run),
+            tuple(found[one.block][1] for one in run),
+            all(one.same and one.work == run[0].work for one in run),
+        )
+        for run in runs
+    ]
 
 
-def _note(calls: list[tuple[int, Any]], i: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-    calls.append((i, tuple((tuple(one.shape), one.dtype) for one in tensors)))
+@dataclass(frozen=True)
+class _Call:
+    """A call of a block: what it was given, what it did, and whether it returned a tensor like the first given."""
+
+    block: int
+    inputs: Any
+    work: Work
+    same: bool
+
+
+def _enter(timeline: Timeline, i: int, *_: Any) -> None:
+    timeline.mark("in", i)
+
+
+def _leave(timeline: Timeline, calls: list[_Call], i: int, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    timeline.mark("out", i)
+    inputs = tuple(_kind(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
+    same = isinstance(out, Tensor) and bool(inputs) and _kind(out) == _kind(first_tensor(*args, **kwargs))
+    calls.append(_Call(i, inputs, timeline.marks[-1].work, same))
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
+    """Return the first tensor among arguments."""
+    return next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
 
 
 def _forward_untrained(subject: Subject) -> None:
@@ -179,16 +215,16 @@ class Hooks:
     """Calls a function when a block's forward and backward pass begin and end.
 
     Args:
-        blocks: the blocks.
+        blocks: the blocks, by their places.
         mark: called with `"in"` and `"out"` in the forward pass, with `"grad out"` and `"grad in"` in the backward
             pass, and with the block's place.
 
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], mark: Callable[[str, int], None]) -> None:
+    def __init__(self, blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) -> None:
         self.mark = mark
         self.handles: list[RemovableHandle] = []
-        for i, block in enumerate(blocks):
+        for i, block in blocks.items():
             self.handles.append(block.register_forward_pre_hook(partial(self._enter, i), with_kwargs=True))
             self.handles.append(block.register_forward_hook(partial(self._leave, i)))
 

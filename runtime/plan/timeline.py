@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,11 +102,13 @@ class Timeline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace == "prim":  # most calls only ask where a fake tensor is
+            return result
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
                 self._born(leaf)
-        if func.namespace != "prim" and not func.is_view and func is not torch.ops.aten.detach.default:
-            self.work += self._work(func, args, kwargs, result)
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            self.work += work_of(self.device, func, args, kwargs, result)
         return result
 
     def _born(self, tensor: Tensor) -> None:
@@ -122,17 +124,21 @@ class Timeline(TorchDispatchMode):
         self.level -= size
         del self.alive[key]
 
-    def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-        tensors = [leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        traffic = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
-        count = FLOPS.get(func.overloadpacket)
-        if count is not None:
-            flops = int(count(*args, **kwargs, out_val=result))
-            half = any(leaf.dtype in (torch.bfloat16, torch.float16) for leaf in tensors)
-            seconds = self.device.seconds(traffic, flops if half else 0, 0 if half else flops, 0)
-            return Work(seconds, flops, traffic)
-        elements = max((leaf.numel() for leaf in tensors), default=0)
-        name = func.overloadpacket.__name__
-        heavy = func.namespace == "fitact" or any(word in name for word in HEAVY)
-        rest = elements * (CURVED if heavy else 1)
-        return Work(self.device.seconds(traffic, 0, 0, rest), 0, traffic)
+
+def work_of(device: Device, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Return the work of an operation by its arguments and its result."""
+    tensors = [leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, Tensor)]
+    traffic = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+    count = FLOPS.get(func.overloadpacket)
+    if count is not None:
+        flops = int(count(*args, **kwargs, out_val=result))
+        half = any(leaf.dtype in (torch.bfloat16, torch.float16) for leaf in tensors)
+        seconds = device.seconds(traffic, flops if half else 0, 0 if half else flops, 0)
+        return Work(seconds, flops, traffic)
+    return Work(device.seconds(traffic, 0, 0, rest_of(func, tensors)), 0, traffic)
+
+
+def rest_of(func: Any, tensors: Sequence[Tensor]) -> int:
+    """Return the FLOPs of an operation that is no product, by its arguments and results."""
+    heavy = func.namespace == "fitact" or any(word in func.overloadpacket.__name__ for word in HEAVY)
+    return max((leaf.numel() for leaf in tensors), default=0) * (CURVED if heavy else 1)

@@ -7,19 +7,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.compare.baselines import UNSEEN, selectively
-from fitact.runtime.convert.choices import ERRORS
+from fitact.runtime.compile.compile import compile_options
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.rebuild.modules import Rebuilding
-from fitact.runtime.torch_internals import FakeTensor, tree_iter
+from fitact.runtime.torch_internals import FakeTensor, is_compiled, not_compiled, tree_iter
 
+BUDGETS = (1.0, 0.9, 0.7)  # of the compiler
+_compiled_here: WeakSet[nn.Module] = WeakSet()  # modules that are compiled as planned
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
 
 
@@ -34,6 +37,8 @@ class Way:
         checkpoint: one of CHECKPOINTS: whether the block is run again in backward, wholly or but for matrix
             products, convolutions and fused attention.
         words: what it does, for a sentence.
+        budget: the whole model is compiled with this memory budget, and with `fitact.compile`'s codes if `error`
+            allows them; None to leave it as it is.
 
     """
 
@@ -42,6 +47,7 @@ class Way:
     conversion: Mapping[str, Any] | None = field(default=None, compare=False)
     checkpoint: str = ""
     words: str = field(default="", compare=False)
+    budget: float | None = None
 
 
 def _converted() -> Iterator[Way]:
@@ -66,13 +72,18 @@ def _all() -> Iterator[Way]:
                 yield Way(name, way.error, way.conversion, kind, words)
 
 
-WAYS: dict[str, Way] = {way.name: way for way in _all()}
+def _compiled() -> Iterator[Way]:
+    for budget in BUDGETS:
+        yield Way(f"compiler, budget {budget:g}", "exact", budget=budget, words="exact gradients, compiled")
+    for budget in BUDGETS[1:]:
+        words = "codes of 8 bits, compiled"
+        yield Way(f"compiler, {budget:g} and codes", "rounding", budget=budget, words=words)
+
+
+OF_BLOCKS = tuple(_all())
+COMPILED = tuple(_compiled())
+WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, *COMPILED)}
 STOCK, FULL, SELECTIVE = WAYS["stock"], WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
-
-
-def allowed(error: str) -> list[Way]:
-    """Return the ways whose errors are no larger than `error`, one of ERRORS."""
-    return [way for way in WAYS.values() if ERRORS.index(way.error) <= ERRORS.index(error)]
 
 
 def put(block: nn.Module, way: Way) -> None:
@@ -86,6 +97,9 @@ def put(block: nn.Module, way: Way) -> None:
         UsageError: nothing in the block can be changed so.
 
     """
+    if way.budget is not None:
+        block.compile(options=compile_options(error=way.error, budget=way.budget))
+        _compiled_here.add(block)
     if way.conversion is not None:
         convert(block, **way.conversion)
     if way.checkpoint:
@@ -95,6 +109,9 @@ def put(block: nn.Module, way: Way) -> None:
 
 def put_back(block: nn.Module) -> None:
     """Put a block back as it was before `put`."""
+    if block in _compiled_here:
+        _compiled_here.remove(block)
+        not_compiled(block)
     if isinstance(block, Checkpointed):
         block.__class__ = block.fitact_inner
     revert(block)
@@ -168,6 +185,8 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
         raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
     if any(isinstance(one, (Checkpointed, Rebuilding)) or is_generated(type(one)) for one in model.modules()):
         raise UsageError("the model is converted or planned already: call fitact.revert_plan(model) first")
+    if any(map(is_compiled, model.modules())):
+        raise UsageError("the model is compiled already: apply the plan first, and compile it then")
     there = dict(model.named_modules())
     done: list[nn.Module] = []
     try:
@@ -194,6 +213,6 @@ def revert_plan(model: nn.Module) -> None:
 
     """
     for module in [*model.modules()]:
-        if isinstance(module, Checkpointed):
-            module.__class__ = module.fitact_inner
+        if isinstance(module, Checkpointed) or module in _compiled_here:
+            put_back(module)
     revert(model)

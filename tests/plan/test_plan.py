@@ -357,17 +357,14 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
     by_parts = Planner(of_model(net, x, None, "cpu"), "none", CPU)
     tried: list[list[str]] = []
 
-    def noted(subject: Any, device: Any, blocks: Any, ways: Sequence[Way]) -> Step:
+    def noted(subject: Any, device: Any, runs: Any, ways: Sequence[Way]) -> Step:
         tried.append([way.name for way in ways])
-        return measured_step(subject, device, blocks, ways)
+        return measured_step(subject, device, runs, ways)
 
     monkeypatch.setattr(make, "step", noted)
     exact = Problem(by_parts.costs, "exact")
     answer = [[0], [exact.ways[1].index(WAYS["rebuilt"])] * 5 + [0], [0]]
-    blocks = [
-        by_parts.subject.model.get_submodule(path) for part in by_parts.costs.segments for path in part.paths
-    ]
-    needed = measured_step(by_parts.subject, CPU, blocks, exact.taken(answer)).peak
+    needed = measured_step(by_parts.subject, CPU, exact.costs.runs, exact.taken(answer)).peak
     assert needed > peak(exact.stages, answer)
     found = by_parts.plan((by_parts.fixed + needed - 1) / 2**30, "exact", front=False)
     assert found.fits

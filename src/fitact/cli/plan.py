@@ -42,6 +42,7 @@ from .options import FILE, advance, progress
     type=click.Choice(["batch", "seq"]),
     help="Plan for the largest batch, or the longest sequence, that fits; takes a few times as long.",
 )
+@click.option("--compiled", is_flag=True, help="Let the plan compile the whole model, too; takes longer.")
 @click.option("--no-front", is_flag=True, help="Leave out other ways, and plans for other memories.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
 @click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
@@ -51,6 +52,7 @@ def plan(
     device: str,
     measures: bool,
     largest: str | None,
+    compiled: bool,
     no_front: bool,
     output: Path | None,
     picture: Path | None,
@@ -122,6 +124,7 @@ def plan(
                 optimizer,
                 where,
                 Words(str(training), ", ".join(given) or "inputs as given"),
+                compiled,
                 partial(advance, bar, 0),
             )
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fitact.arguments import real
 from fitact.errors import UsageError, quote
 from fitact.runtime.compare.report import DTYPES, MOST_GIB, OPTIMIZERS
 from fitact.runtime.convert.choices import ERRORS
+from fitact.runtime.plan.compiled import compiled_steps
 from fitact.runtime.plan.costs import Cost, Costs, Step, measure, step
 from fitact.runtime.plan.devices import USUAL, Device, device_of
 from fitact.runtime.plan.subjects import Subject, of_model
-from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Way
+from fitact.runtime.plan.ways import COMPILED, FULL, OF_BLOCKS, SELECTIVE, STOCK, Way
 
 from .programme import Option, Stage, fastest, least, peak, seconds
 from .record import GIB, Group, Plan, Point
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 TRIES = 6  # of budgets, until what the programme answers also fits as measured
+MEASURING = 0.3  # of the work if the model is compiled, too
 FRONT = 9  # budgets of each line of the front
 EVERY = {2: "second", 3: "third", 4: "fourth"}  # block is checkpointed
 
@@ -35,6 +37,7 @@ def plan(
     optimizer: str = "adamw",
     device: str | Device = USUAL,
     autocast: str | None = None,
+    compiled: bool = False,
     front: bool = True,
 ) -> Plan:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
@@ -55,6 +58,8 @@ def plan(
         device: for which time is foretold: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
             there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
+        compiled: whether the plan may also compile the whole model, at one of a few memory budgets, with codes or
+            without. To trace the model takes longer than all else.
         front: whether to find the least time for other memories, too.
 
     Returns:
@@ -72,7 +77,7 @@ def plan(
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
     subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
-    return Planner(subject, optimizer, where).plan(gib, error, front=front)
+    return Planner(subject, optimizer, where, compiled=compiled).plan(gib, error, front=front)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Planner:
         optimizer: as for `plan`.
         device: for which time is foretold.
         words: what plans say of the model.
+        compiled: as for `plan`.
         progress: called with the share of the measuring that is done.
 
     Raises:
@@ -104,6 +110,7 @@ class Planner:
         optimizer: str,
         device: Device,
         words: Words | None = None,
+        compiled: bool = False,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         if optimizer not in OPTIMIZERS:
@@ -118,14 +125,23 @@ class Planner:
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
-        self.costs = measure(subject, device, list(WAYS.values()), progress)
+        share = MEASURING if compiled else 1.0
+        self.costs = measure(subject, device, OF_BLOCKS, lambda done: progress(share * done))
+        if compiled:
+            try:
+                steps = compiled_steps(
+                    subject, device, COMPILED, lambda done: progress(share + (1 - share) * done)
+                )
+                self.costs = replace(self.costs, compiled=steps)
+            except UsageError as error:
+                self.costs = replace(self.costs, notes=(*self.costs.notes, str(error)))
 
     def plan(self, gib: float, error: str, *, front: bool = True) -> Plan:
         """Return the plan for a memory; arguments as for the function `plan`."""
         check(gib, error)
         problem = Problem(self.costs, error)
         room = int(gib * GIB) - self.fixed
-        answer, done = _answer(self.subject, self.device, problem, room)
+        groups, done = chosen(self.subject, self.device, problem, room)
         stock = self.costs.stock
         again = done.work - stock.work
         return Plan(
@@ -146,14 +162,14 @@ class Planner:
             traffic_again=max(again.traffic, 0),
             stock_peak=self.fixed + stock.peak,
             stock_seconds=stock.work.seconds,
-            groups=tuple(problem.groups(answer)) if answer else (),
+            groups=tuple(groups),
             points=tuple(_points(self.costs, self.fixed)) if front else (),
             notes=self.costs.notes,
         )
 
     def least(self, error: str) -> int:
         """Return the least peak of a step in bytes, as measured, with the ways that an error allows."""
-        _, done = _answer(self.subject, self.device, Problem(self.costs, error), 0)
+        _, done = chosen(self.subject, self.device, Problem(self.costs, error), 0)
         return self.fixed + done.peak
 
 
@@ -174,6 +190,7 @@ class Problem:
         costs: the costs.
         ways: for each segment the ways, in the order of the stages' options.
         stages: the programme's stages.
+        compiled: the steps of the compiled model.
 
     """
 
@@ -181,9 +198,10 @@ class Problem:
         self.costs = costs
         most = ERRORS.index(error)
         self.ways = [
-            [way for way in WAYS.values() if way in one.costs and ERRORS.index(way.error) <= most]
+            [way for way in OF_BLOCKS if way in one.costs and ERRORS.index(way.error) <= most]
             for one in costs.segments
         ]
+        self.compiled = {way: done for way, done in costs.compiled.items() if ERRORS.index(way.error) <= most}
         self.stages = [
             Stage(one.count, one.grads, tuple(_option(one.costs[way]) for way in ways))
             for one, ways in zip(costs.segments, self.ways, strict=True)
@@ -241,18 +259,27 @@ def _option(cost: Cost) -> Option:
     return Option(cost.keep, cost.high, cost.work.seconds)
 
 
+def chosen(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[list[Group], Step]:
+    """Return the groups of the fastest plan that fits as measured, and its step; or none, and the least."""
+    answer, done = _answer(subject, device, problem, room)
+    choices = [] if answer is None else [(problem.groups(answer), done)]
+    choices += [([Group(way.name, ("",))], one) for way, one in problem.compiled.items() if one.peak <= room]
+    if choices:
+        return min(choices, key=lambda choice: choice[1].work.seconds)
+    return [], min([done, *problem.compiled.values()], key=lambda one: one.peak)
+
+
 def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer | None, Step]:
     """Return the fastest answer that fits as measured, and its step; else None, and the lowest peak's step."""
     stock = problem.costs.stock
-    paths = [path for segment in problem.costs.segments for path in segment.paths]
-    blocks = [subject.model.get_submodule(path) for path in paths]
+    runs = problem.costs.runs
     limit = room
     best: tuple[Answer, Step] | None = (problem.all(STOCK), stock) if stock.peak <= room else None
     for _ in range(TRIES):
         answer = fastest(problem.stages, limit)
         if answer is None:
             break
-        done = step(subject, device, blocks, problem.taken(answer))
+        done = step(subject, device, runs, problem.taken(answer))
         if done.peak <= room:
             if best is None or done.work.seconds < best[1].work.seconds:
                 best = answer, done
@@ -261,7 +288,7 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
     if best is not None:
         return best
     answer = problem.frugal()
-    done = step(subject, device, blocks, problem.taken(answer))
+    done = step(subject, device, runs, problem.taken(answer))
     if done.peak <= room:
         return answer, done
     return None, min(done, stock, key=lambda one: one.peak)
@@ -280,16 +307,25 @@ def _points(costs: Costs, fixed: int) -> list[Point]:
         point(SELECTIVE.name, problem.all(SELECTIVE)),
         *(point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()),
     ]
+    points += (
+        Point(way.name, way.error, fixed + one.peak, one.work.seconds) for way, one in costs.compiled.items()
+    )
     for error in ERRORS:
-        one = Problem(costs, error)
-        low, high = least(one.stages), points[0].peak - fixed
-        line: list[Point] = []
-        for k in range(FRONT):
-            answer = fastest(one.stages, slack(low + (high - low) * k // (FRONT - 1)))
-            if answer is None:
-                continue
-            new = point("plan", answer, error, one)
-            if not line or new.seconds < line[-1].seconds:
-                line.append(new)
-        points += line
+        points += line_of(Problem(costs, error), error, points[0].peak - fixed, fixed)
     return points
+
+
+def line_of(problem: Problem, error: str, high: int, fixed: int) -> list[Point]:
+    """Return the least time for a few memories up to `high`."""
+    low = min([least(problem.stages), *(one.peak for one in problem.compiled.values())])
+    line: list[Point] = []
+    for k in range(FRONT):
+        room = slack(low + (high - low) * k // (FRONT - 1))
+        found = [(one.work.seconds, one.peak) for one in problem.compiled.values() if one.peak <= room]
+        answer = fastest(problem.stages, room)
+        if answer is not None:
+            found.append((seconds(problem.stages, answer), peak(problem.stages, answer)))
+        time, most = min(found)
+        if not line or time < line[-1].seconds:
+            line.append(Point("plan", error, fixed + most, time))
+    return line

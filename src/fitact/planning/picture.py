@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "few-bit": "#e09f3e"}
-MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
+MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">", "p", "h", "d", "8")
 
 
 def draw(plan: Plan, format: str = "png") -> bytes:
@@ -32,7 +32,7 @@ def draw(plan: Plan, format: str = "png") -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11, 5.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     stock = plan.stock_seconds
@@ -73,5 +73,5 @@ def draw(plan: Plan, format: str = "png") -> bytes:
         fontweight="bold",
         fontsize=11,
     )
-    axes.legend(frameon=False, fontsize=8.5, loc="upper right")
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.02, 1))
     return save(figure, format)

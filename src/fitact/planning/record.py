@@ -178,9 +178,8 @@ def sentence(plan: Plan) -> str:
     if all(group.way == "stock" for group in plan.groups):
         return "fits as it is"
     prefix = "fits as it is, and " if plan.stock_peak <= plan.gib * GIB else "fits "
-    if wide.error == "exact":
-        return f"{prefix}with exact gradients, {_pace(plan)}"
-    return f"{prefix}with {wide.words}, {_pace(plan)}"
+    words = "exact gradients" if wide.error == "exact" and wide.budget is None else wide.words
+    return f"{prefix}with {words}, {_pace(plan)}"
 
 
 def _pace(plan: Plan) -> str:

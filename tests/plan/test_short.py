@@ -1,0 +1,104 @@
+"""A step cut short is the whole step: of like blocks that go one way some run, and one stands for the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fitact.runtime.models.prepare import prepare
+from fitact.runtime.models.sources import hugging_face
+from fitact.runtime.plan.costs import measure, step
+from fitact.runtime.plan.devices import DEVICES
+from fitact.runtime.plan.short import cut
+from fitact.runtime.plan.subjects import Subject, of_model, of_prepared, runs_of
+from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Way
+
+DEVICE = DEVICES["t4"]
+REBUILT, CODED = WAYS["rebuilt"], WAYS["codes of 8 bits"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(32), nn.GELU()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.down(self.act(self.up(self.norm(x))))
+        return x
+
+
+class Model(nn.Module):
+    """Blocks and a loss, which may read what every block returns."""
+
+    def __init__(self, all_read: bool = False) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(8, 32), nn.ModuleList(Block() for _ in range(9))
+        self.all_read = all_read
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        read = []
+        for block in self.blocks:
+            x = block(x)
+            read += [x] if self.all_read else []
+        return torch.stack(read or [x]).square().mean()
+
+
+def subject(model: nn.Module) -> Subject:
+    return of_model(model, torch.randn(2, 16, 8), None, "cpu")
+
+
+ROWS = {
+    "stock": ([STOCK] * 9, 0),
+    "rebuilt": ([REBUILT] * 7 + [STOCK] * 2, 0),
+    "coded": ([FULL] + [CODED] * 8, 0),
+    "selective": ([SELECTIVE] * 5 + [REBUILT] * 4, 0),
+    "frozen": ([FULL] * 9, 5),
+}
+
+
+@pytest.mark.parametrize(("ways", "frozen"), ROWS.values(), ids=ROWS)
+def test_a_step_cut_short_is_the_whole_step(ways: list[Way], frozen: int) -> None:
+    model = Model()
+    for block in [model.embed, *model.blocks][: frozen + 1 if frozen else 0]:
+        block.requires_grad_(False)
+    of = subject(model)
+    runs = runs_of(of, DEVICE)
+    assert [len(run.blocks) for run in runs] == ([5, 4] if frozen else [9])
+    assert all(run.steady for run in runs)
+    assert cut(runs, ways)
+    short = step(of, DEVICE, runs, ways)
+    whole = step(of, DEVICE, [replace(run, steady=False) for run in runs], ways)
+    assert (short.kept, short.peak) == (whole.kept, whole.peak)
+    assert (short.work.flops, short.work.traffic) == (whole.work.flops, whole.work.traffic)
+    assert short.work.seconds == pytest.approx(whole.work.seconds)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2_moe"])
+def test_full_size_models_are_cut_short(kind: str) -> None:
+    prepared, inputs = prepare(hugging_face(kind), batch=2, seq=64)
+    of = of_prepared(prepared, inputs)
+    costs = measure(of, DEVICE, [STOCK])
+    assert all(run.steady for run in costs.runs)
+    ways = [STOCK for run in costs.runs for _ in run.blocks]
+    assert costs.stock.like(step(of, DEVICE, [replace(run, steady=False) for run in costs.runs], ways))
+
+
+def test_a_model_that_reads_every_block_is_not_cut_short() -> None:
+    assert all(run.steady for run in measure(subject(Model()), DEVICE, [STOCK]).runs)
+    costs = measure(subject(Model(all_read=True)), DEVICE, [STOCK])
+    assert not any(run.steady for run in costs.runs)
+
+
+def test_blocks_that_work_differently_are_not_cut_short() -> None:
+    model = Model()
+    model.blocks[3].times = 2  # type: ignore[assignment]
+    (run,) = runs_of(subject(model), DEVICE)
+    assert not run.steady
