@@ -18,16 +18,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.recipes import note, plain
-from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id, version_of
+from fitact.runtime.recipes import Note, note, plain
+from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
 
 from . import functions
 from .derivatives import Plain
-from .operation import Expression, bound, operation, rebuilds
-from .recipes import Source, cast, kept_source, note_kept, owned, shares_cast, source
+from .operation import Expression, bound, depth, operation, rebuilds
+from .recipes import (
+    Read,
+    Source,
+    cast,
+    kept_source,
+    narrow,
+    narrower,
+    normed,
+    note_kept,
+    note_narrow,
+    owned,
+    shares_cast,
+    source,
+)
 
 Function = Callable[..., Any]
 SHARED = "_fitact_shared"  # the attribute of storages from which scores are rebuilt, perhaps of several layers
+SHALLOW = 1  # functions of what is kept, in a sum that is rebuilt: what is rebuilt of one is kept in another
 DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
 
 
@@ -142,9 +156,20 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
     ):
         return function(*args, **kwargs)
     found = [source(one) if rule.replaced else None for one in tensors]
-    if rule.cast and torch.is_autocast_enabled(tensors[0].device.type):
-        tensors, found = _casts(tensors, found)
+    dtype = _product_dtype(rule, tensors)
+    if dtype is not None:
+        if any(shares_cast(one, dtype) and not owned(one) for one in tensors):
+            return function(*args, **kwargs)  # PyTorch has to cast it, for all that read its cast
+        tensors = [_cast(*both, dtype) for both in zip(tensors, found, strict=True)]
+        found = [source(one) for one in tensors]
+    elif rule is CARRIED and len(tensors) > 1:
+        found = [None if one is None or _is_narrow(one) else one for one in found]
     keeps = rule.keeps(tensors)
+    if rule.replaced:
+        found = [
+            narrower(tensor) if one is None and kept and dtype in (None, tensor.dtype) else one
+            for one, kept, tensor in zip(found, keeps, tensors, strict=True)
+        ]
     less = any(one is not None and kept for one, kept in zip(found, keeps, strict=True))
     if rule.noted:
         found = [
@@ -179,54 +204,61 @@ def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) 
     """Note what PyTorch's operation keeps itself, or what it would take fewer bytes to keep."""
     if rule.keeps_output:
         note_kept(output)
-    elif rule is CARRIED and isinstance(output, Tensor):
-        found = [_narrower(one) for one in tensors]
-        if output.dtype == tensors[0].dtype and not any(found):
-            return output
-        expression = Expression(call, tensors, found)
-        state = expression.take_state()
-        if _bytes(state) <= output.nbytes:
-            here.widened = _Widened(weakref.ref(output), expression, state, [*map(version_of, (output, *state))])
+    elif rule.noted and rule.replaced and isinstance(output, Tensor):
+        _note_narrow(output, call, tensors, rule.keeps(tensors))
     return output
 
 
-class _Widened(NamedTuple):
-    """The newest output that takes no fewer bytes than what it is a function of; nothing has kept it yet."""
-
-    output: weakref.ref[Tensor]
-    function: Function
-    state: tuple[Tensor, ...]
-    versions: list[int]
+class _Narrow(Plain):
+    """What takes fewer bytes to keep than its output."""
 
 
-def _narrower(tensor: Tensor) -> Source | None:
-    """Return what a tensor is a function of that takes no more bytes, None if nothing is known of that."""
-    found = here.widened
-    if found is None or found.output() is not tensor:
-        return None
-    same = found.versions == [*map(version_of, (tensor, *found.state))]
-    return Source(found.function, found.state) if same else None
+def _is_narrow(found: Source) -> bool:
+    """Whether a tensor is kept as something narrower; a sum with it is not, or each would be rebuilt from all."""
+    return isinstance(found.function, Read) and isinstance(found.function.recipe.function, _Narrow)
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Return how much more memory is held if tensors are: parameters are anyway, as is what other scores need."""
-    storages = [one.untyped_storage() for one in tensors if not owned(one)]
-    return sum(one.nbytes() for one in storages if not hasattr(one, SHARED))
+def _note_narrow(output: Tensor, call: Function, tensors: Sequence[Tensor], keeps: Sequence[bool]) -> None:
+    """Note on an output if it takes no more bytes to keep what it is a function of: of a cast, a sum, a copy."""
+    widens, extra, found = output.dtype != tensors[0].dtype, dict[int, int](), []
+    for tensor, kept in zip(tensors, keeps, strict=True):
+        one, more = narrow(tensor)
+        widens = widens or one is not None
+        if one is None:
+            near = source(tensor)
+            if near is not None and depth(near.function) <= SHALLOW and not _is_narrow(near):
+                one = near
+            elif not kept:
+                more = _held(tensor)
+        found.append(one)
+        extra |= more
+    if sum(extra.values()) < output.nbytes + widens:
+        expression = Expression(call, tensors, found)
+        if expression.depth <= DEEPEST:
+            state = expression.take_state()
+            noted = note_narrow(output, _Narrow(expression, output.device.type), state, extra)
+            if noted is not None:
+                here.narrow.append(weakref.ref(noted))
+                here.tell(output, False)
 
 
-def _casts(tensors: list[Tensor], found: list[Source | None]) -> tuple[list[Tensor], list[Source | None]]:
-    """Return tensors as autocast would cast them, where the casts can be rebuilt, and what from."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    if any(shares_cast(one, dtype) and not owned(one) for one in tensors):
-        return tensors, [None] * len(tensors)  # PyTorch has to do it, for all that read its cast
-    made = [_cast(*both, dtype) for both in zip(tensors, found, strict=True)]
-    return made, [source(one) for one in made]
+def _held(tensor: Tensor) -> dict[int, int]:
+    """Return the memory that is held if a tensor is: none of a parameter, or of what others keep anyway."""
+    storage = tensor.untyped_storage()
+    free = owned(tensor) or hasattr(storage, SHARED) or normed(tensor)
+    return {} if free else {storage_id(storage): storage.nbytes()}
+
+
+def _product_dtype(rule: Rule, tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the dtype to which autocast casts the arguments of a function, None if it does not."""
+    device = tensors[0].device.type
+    return torch.get_autocast_dtype(device) if rule.cast and torch.is_autocast_enabled(device) else None
 
 
 def _cast(tensor: Tensor, found: Source | None, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == torch.float64:
         return tensor
-    if found is None:
+    if found is None and narrow(tensor)[0] is None:
         return cast(tensor, dtype) if owned(tensor) else tensor
     made: Tensor = _ruled(CARRIED, Tensor.to, (tensor, dtype), {})
     return made
@@ -285,16 +317,17 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     dtype = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), x.dtype)
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.float32
-    found, size = _narrower(x), x.numel() * dtype.itemsize
-    if not (x.untyped_storage().nbytes() < size if found is None else _bytes(found.state) <= size):
+    size = x.numel() * dtype.itemsize
+    found, extra = narrow(x)
+    if not (x.untyped_storage().nbytes() < size if found is None else sum(extra.values()) <= size):
         return _ruled(OUTPUT, function, args, kwargs)
-    narrow = found or Source(lambda x: x, (x.detach(),))
-    for one in narrow.state:
+    near = found or Source(lambda x: x, (x.detach(),))
+    for one in near.state:
         setattr(one.untyped_storage(), SHARED, True)
-    again = Plain(lambda *state: call(narrow.function(*state)), device)
-    rebuild = Source(again, narrow.state, narrow.exact)
+    again = Plain(lambda *state: call(near.function(*state)), device)
+    rebuild = Source(again, near.state, near.exact)
     output = operation(call, tensors, rebuild)
-    note(output, again, *narrow.state, exact=rebuild.exact)
+    note(output, again, *near.state, exact=rebuild.exact)
     here.tell(output, True)
     return output
 
@@ -327,7 +360,7 @@ class _Here(threading.local):
         hooks: of saved tensors, as they were when the innermost module was entered. In a checkpoint inside of a
             module nothing is looked at: it would be run again in backward, outside of the module.
         watch: is told of outputs, and whether their operation keeps something else than PyTorch's.
-        widened: for the call that follows.
+        narrow: notes of the innermost module, which hold what none may keep.
 
     """
 
@@ -335,7 +368,9 @@ class _Here(threading.local):
     pushed = False
     hooks: Any = None
     watch: Callable[[Tensor, bool], None] | None = None
-    widened: _Widened | None = None
+
+    def __init__(self) -> None:
+        self.narrow: list[weakref.ref[Note]] = []
 
     def tell(self, output: Tensor, less: bool) -> None:
         if self.watch is not None:
@@ -368,9 +403,10 @@ class Looking:
         self.on = on
 
     def __enter__(self) -> None:
-        self.before = here.on, here.hooks, here.pushed
+        self.before = here.on, here.hooks, here.pushed, here.narrow
         if self.on:
             here.hooks = saved_tensor_hooks()
+            here.narrow = []
         elif here.pushed and innermost_mode() is MODE:  # so that it costs nothing
             MODE.__exit__(None, None, None)
             here.pushed = False
@@ -381,8 +417,12 @@ class Looking:
 
     def __exit__(self, *_: Any) -> None:
         pushed = here.pushed
-        here.on, here.hooks, here.pushed = self.before
-        here.widened = None
+        if self.on:
+            for one in here.narrow:
+                noted = one()
+                if noted is not None and not noted.recipe.readers:
+                    noted.state = ()
+        here.on, here.hooks, here.pushed, here.narrow = self.before
         if pushed and not here.pushed:
             MODE.__exit__(None, None, None)
         elif here.pushed and not pushed:

@@ -13,7 +13,7 @@ from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import base_of, in_functorch_transform
 
 from .bits import pack, unpack
-from .derivatives import READS, Plain, Reads, autocast, differentiable, once
+from .derivatives import READS, Of, Plain, Reads, autocast, differentiable, once
 from .recipes import (
     Function,
     Source,
@@ -219,33 +219,55 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
 
 
 class _Again(torch.autograd.Function):
-    """A function whose backward computes it again, from the inputs that it keeps, each given as often as READS."""
+    """A function whose backward computes it again, from the inputs that it keeps, each given as often as READS.
+
+    If the first input is rebuilt, the others come first in what is kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, function: Function, *reads: Tensor) -> Tensor:
-        inputs = reads[::READS]
-        ctx.function, ctx.autocast = function, autocast(inputs[0].device.type)
-        ctx.save_for_backward(*inputs)
+    def forward(ctx: Any, function: Function, rebuild: Function | None, count: int, *given: Tensor) -> Tensor:
+        inputs = given[count::READS]
+        ctx.function, ctx.rebuild, ctx.autocast = function, rebuild, autocast(inputs[0].device.type)
+        ctx.count = count
+        ctx.save_for_backward(*(inputs if rebuild is None else given[:count]))
         return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
-        wanted = ctx.needs_input_grad[1::READS]
+        wanted = ctx.needs_input_grad[3 + ctx.count :: READS]
+        kept = ctx.saved_tensors
+        if ctx.rebuild is not None:
+            others = len(wanted) - 1
+            kept = (ctx.rebuild(*kept[others:]), *kept[:others])
         with differentiable(ctx.autocast):
-            inputs = [
-                one.detach().requires_grad_(wants) for one, wants in zip(ctx.saved_tensors, wanted, strict=True)
-            ]
+            inputs = [one.detach().requires_grad_(wants) for one, wants in zip(kept, wanted, strict=True)]
+            del kept
             reads = Reads(ctx.function(*inputs), inputs)
-        return None, *reads.gradients(grads)
+        return *(None,) * (3 + ctx.count), *reads.gradients(grads)
 
 
-def again(function: Function, *inputs: Tensor) -> Tensor:
-    """Return a function of inputs that keeps these alone, its output to be rebuilt from them."""
-    if not recorded(*inputs):
-        return function(*inputs)
-    y: Tensor = applied(_Again, function, *(one for one in inputs for _ in range(READS)))
-    return noted(y, function, *inputs)
+def again(function: Function, x: Tensor, *others: Tensor, found: Source | None = None) -> Tensor:
+    """Return a function of tensors that keeps these alone, its output to be rebuilt from them.
+
+    Args:
+        function: of all tensors.
+        x: the first.
+        others: that follow.
+        found: what x is rebuilt from, to be kept in its place; None to keep x.
+
+    """
+    if not recorded(x, *others):
+        return function(x, *others)
+    reads = [one for one in (x, *others) for _ in range(READS)]
+    if found is None:
+        y: Tensor = applied(_Again, function, None, 0, *reads)
+        return noted(y, function, x, *others)
+    use(found.function)
+    use(function)
+    state = (*others, *found.state)
+    y = applied(_Again, function, found.function, len(state), *state, *reads)
+    return noted(y, Of(function, found, len(others)), *state)
 
 
 class _Dropout(torch.autograd.Function):

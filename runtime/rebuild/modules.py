@@ -24,7 +24,7 @@ from .calls import Looking, here
 from .codes import Codes, Gate, LearnedCodes
 from .convolution import convolution
 from .derivatives import chained
-from .recipes import note_kept
+from .recipes import narrower, note_kept, note_normed
 
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
 
@@ -143,11 +143,18 @@ def _from_input(module: Any, x: Tensor) -> Tensor:
 
 
 class Norm(Rebuilding):
-    """A norm: its input is kept, and its parameters are kept anyway."""
+    """A norm: its input is kept, or what takes fewer bytes, and its parameters are kept anyway."""
 
     fitact_composed = False
 
     def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if functions.recorded(hidden_states):
+            again = self.fitact_composed or self.fitact_stock in (nn.LayerNorm, nn.RMSNorm)
+            found = narrower(hidden_states) if again else None
+            if found is not None:
+                function, parameters = _of_parameters(self)
+                return functions.again(function, hidden_states, *parameters, found=found)
+            note_normed(hidden_states)
         return _from_input(self, hidden_states)
 
 

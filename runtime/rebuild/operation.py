@@ -180,7 +180,7 @@ class Expression:
 
     def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
         self.function = function
-        self.depth = 1 + max((_depth(one.function) for one in found if one is not None), default=0)
+        self.depth = 1 + max((depth(one.function) for one in found if one is not None), default=0)
         self.state: list[Tensor] = []
         self.parts: list[tuple[Function | None, list[int]]] = []
         numbers: dict[int, int] = {}
@@ -211,7 +211,7 @@ class Expression:
         return self.function(*given)
 
 
-def _depth(function: Any) -> int:
+def depth(function: Any) -> int:
     """Return how many functions deep something is rebuilt."""
     if isinstance(function, Read):
         function = function.recipe.function
@@ -220,4 +220,4 @@ def _depth(function: Any) -> int:
     if isinstance(function, Expression):
         return function.depth
     rebuild = getattr(function, "rebuild", None)
-    return 1 if rebuild is None else 1 + _depth(rebuild)
+    return 1 if rebuild is None else 1 + depth(rebuild)
