@@ -178,31 +178,6 @@ def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
     return note(output, Plain(function, output.device.type), *state)
 
 
-class _Gate(torch.autograd.Function):
-    """f(g)·u, of which g and u are kept; u, and as often as f may read it, g."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Function, u: Tensor, *gs: Tensor) -> Tensor:
-        g = gs[0]
-        ctx.function, ctx.autocast = function, autocast(g.device.type)
-        ctx.save_for_backward(g, u)
-        return function(g) * u
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        once()
-        g, u = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()
-        wants_u, wants_g = ctx.needs_input_grad[1:3]
-        with differentiable(ctx.autocast):
-            g = g.detach().requires_grad_(wants_g)
-            value = ctx.function(g)
-            reads = Reads(value * u.detach(), [g]) if wants_g else None
-        du = grads[0] * value.detach() if wants_u else None
-        del value, u  # autograd frees what it keeps of them as it goes
-        return None, du, *(reads.gradients(grads) if reads is not None else [None] * READS)
-
-
 def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
     """Return f(g)·u, which keeps g and u, its output to be rebuilt from them.
 
@@ -212,10 +187,9 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
         u: of the shape and dtype of g.
 
     """
-    if not recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
+    if g.shape != u.shape or g.dtype != u.dtype:
         return function(g) * u
-    h: Tensor = applied(_Gate, function, u, *[g] * READS)
-    return noted(h, lambda g, u: function(g) * u, g, u)
+    return again(lambda u, g: function(g) * u, u, g)  # in this order they get their gradients
 
 
 class _Again(torch.autograd.Function):
