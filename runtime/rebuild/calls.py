@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,97 +23,34 @@ from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_ten
 
 from . import functions
 from .derivatives import Plain
-from .operation import Expression, bound, depth, operation, rebuilds
-from .recipes import (
-    Read,
-    Source,
-    cast,
-    kept_source,
-    narrow,
-    narrower,
-    normed,
-    note_kept,
-    note_narrow,
-    owned,
-    shares_cast,
-    source,
+from .operation import (
+    DEEPEST,
+    SHARED,
+    Expression,
+    Rule,
+    bound,
+    is_narrow,
+    keep_everything,
+    keep_factors,
+    keep_indexed,
+    keep_input,
+    keep_normed,
+    keep_nothing,
+    keep_quotient,
+    keep_summed_factors,
+    note_if_narrow,
+    operation,
+    rebuilds,
 )
+from .recipes import Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, small, source
 
 Function = Callable[..., Any]
-SHARED = "_fitact_shared"  # the attribute of storages from which scores are rebuilt, perhaps of several layers
-SHALLOW = 1  # functions of what is kept, in a sum that is rebuilt: what is rebuilt of one is kept in another
-DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
 
 
 # --------------------------------------------------------------------------------------------------------- rules
 
-Keeps = Callable[[Sequence[Tensor]], Sequence[bool]]
-
-
-class Rule(NamedTuple):
-    """What a function of PyTorch keeps; each is one operation, which reads its tensors once.
-
-    Attributes:
-        keeps: of the tensors among its arguments, whether it keeps each.
-        keeps_output: whether it keeps what it returns; it has one tensor then.
-        noted: whether it is noted what the output is rebuilt from: not of products, which are not computed again.
-        replaced: whether it may keep something else, as `operation` does it.
-        cast: whether autocast casts its arguments.
-
-    """
-
-    keeps: Keeps
-    keeps_output: bool = False
-    noted: bool = True
-    replaced: bool = True
-    cast: bool = False
-
-
-def _nothing(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    return [False] * len(tensors)
-
-
-def _everything(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    return [True] * len(tensors)
-
-
-def _input(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep one tensor."""
-    return [one.requires_grad for one in tensors] if len(tensors) == 1 else _nothing(tensors)
-
-
-def _factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep each of two factors for the other's gradient, and what follows them."""
-    if len(tensors) < 2:
-        return _nothing(tensors)
-    a, b, *others = tensors
-    return [b.requires_grad, a.requires_grad, *(True for _ in others)]
-
-
-def _summed_factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    return [False, *_factors(tensors[1:])]
-
-
-def _quotient(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    if len(tensors) < 2:
-        return _nothing(tensors)
-    a, b = tensors
-    return [b.requires_grad, a.requires_grad or b.requires_grad]
-
-
-def _indexed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep indices, if they are numbers."""
-    return [False, *(one.dtype == torch.int64 for one in tensors[1:])]
-
-
-def _normed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep what is normed, and parameters, which are there anyway."""
-    x, *parameters = tensors
-    return [x.requires_grad, *(isinstance(one, nn.Parameter) for one in parameters)]
-
-
-INPUT, OUTPUT, CARRIED, INDEX = Rule(_input), Rule(_nothing, True), Rule(_nothing), Rule(_indexed)
-PRODUCT = Rule(_factors, noted=False, cast=True)
+INPUT, OUTPUT, CARRIED, INDEX = Rule(keep_input), Rule(keep_nothing, True), Rule(keep_nothing), Rule(keep_indexed)
+PRODUCT = Rule(keep_factors, noted=False, cast=True)
 _HOMES = {"F": F, "torch": torch, "Tensor": Tensor}
 _RULES: dict[Rule, dict[str, str]] = {
     INPUT: {
@@ -132,15 +69,15 @@ _RULES: dict[Rule, dict[str, str]] = {
         "reshape flatten to type float double half bfloat16 type_as",
     },
     INDEX: {"torch": "index_select", "Tensor": "__getitem__ index_select"},
-    Rule(_factors): {"torch": "mul multiply", "Tensor": "mul __mul__ __rmul__ multiply"},
-    Rule(_quotient): {
+    Rule(keep_factors): {"torch": "mul multiply", "Tensor": "mul __mul__ __rmul__ multiply"},
+    Rule(keep_quotient): {
         "torch": "div divide true_divide",
         "Tensor": "div __div__ __truediv__ divide true_divide",
     },
-    Rule(_normed, replaced=False): {"F": "layer_norm", "torch": "layer_norm"},
+    Rule(keep_normed, replaced=False): {"F": "layer_norm", "torch": "layer_norm"},
     PRODUCT: {"torch": "matmul mm bmm", "Tensor": "matmul __matmul__ mm bmm"},
-    Rule(_summed_factors, noted=False, cast=True): {"torch": "addmm baddbmm", "Tensor": "addmm baddbmm"},
-    Rule(_everything, noted=False, cast=True): {"F": "scaled_dot_product_attention"},
+    Rule(keep_summed_factors, noted=False, cast=True): {"torch": "addmm baddbmm", "Tensor": "addmm baddbmm"},
+    Rule(keep_everything, noted=False, cast=True): {"F": "scaled_dot_product_attention"},
 }
 
 
@@ -163,7 +100,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         tensors = [_cast(*both, dtype) for both in zip(tensors, found, strict=True)]
         found = [source(one) for one in tensors]
     elif rule is CARRIED and len(tensors) > 1:
-        found = [None if one is None or _is_narrow(one) else one for one in found]
+        found = [None if one is None or is_narrow(one) else one for one in found]
     keeps = rule.keeps(tensors)
     if rule.replaced:
         found = [
@@ -171,6 +108,8 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
             for one, kept, tensor in zip(found, keeps, tensors, strict=True)
         ]
     less = any(one is not None and kept for one, kept in zip(found, keeps, strict=True))
+    if rule is INDEX:
+        found = [found[0], *map(partial(_small, tensors[0]), tensors[1:])]
     if rule.noted:
         found = [
             one if one is not None or kept else kept_source(tensor)
@@ -178,7 +117,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         ]
     noted = rule.noted and all(one is not None or kept for one, kept in zip(found, keeps, strict=True))
     less = less or (noted and rule.keeps_output)
-    if not (less or noted):
+    if not (less or noted or (rule is INDEX and any(found[1:]))):
         return _passed(rule, function(*args, **kwargs), call, tensors)
     rebuild = None
     if noted:
@@ -186,7 +125,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         if expression.depth <= DEEPEST:
             state = expression.take_state()
             rebuild = Source(Plain(expression, tensors[0].device.type), state)
-    if less:
+    if less or (rule is INDEX and any(found[1:])):
         output: Any = operation(call, tensors, rebuild if rule.keeps_output else None)
     else:
         output = function(*args, **kwargs)
@@ -205,48 +144,16 @@ def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) 
     if rule.keeps_output:
         note_kept(output)
     elif rule.noted and rule.replaced and isinstance(output, Tensor):
-        _note_narrow(output, call, tensors, rule.keeps(tensors))
+        here.hold(note_if_narrow(output, call, tensors, rule.keeps(tensors)), output)
     return output
 
 
-class _Narrow(Plain):
-    """What takes fewer bytes to keep than its output."""
-
-
-def _is_narrow(found: Source) -> bool:
-    """Whether a tensor is kept as something narrower; a sum with it is not, or each would be rebuilt from all."""
-    return isinstance(found.function, Read) and isinstance(found.function.recipe.function, _Narrow)
-
-
-def _note_narrow(output: Tensor, call: Function, tensors: Sequence[Tensor], keeps: Sequence[bool]) -> None:
-    """Note on an output if it takes no more bytes to keep what it is a function of: of a cast, a sum, a copy."""
-    widens, extra, found = output.dtype != tensors[0].dtype, dict[int, int](), []
-    for tensor, kept in zip(tensors, keeps, strict=True):
-        one, more = narrow(tensor)
-        widens = widens or one is not None
-        if one is None:
-            near = source(tensor)
-            if near is not None and depth(near.function) <= SHALLOW and not _is_narrow(near):
-                one = near
-            elif not kept:
-                more = _held(tensor)
-        found.append(one)
-        extra |= more
-    if sum(extra.values()) < output.nbytes + widens:
-        expression = Expression(call, tensors, found)
-        if expression.depth <= DEEPEST:
-            state = expression.take_state()
-            noted = note_narrow(output, _Narrow(expression, output.device.type), state, extra)
-            if noted is not None:
-                here.narrow.append(weakref.ref(noted))
-                here.tell(output, False)
-
-
-def _held(tensor: Tensor) -> dict[int, int]:
-    """Return the memory that is held if a tensor is: none of a parameter, or of what others keep anyway."""
-    storage = tensor.untyped_storage()
-    free = owned(tensor) or hasattr(storage, SHARED) or normed(tensor)
-    return {} if free else {storage_id(storage): storage.nbytes()}
+def _small(x: Tensor, index: Tensor) -> Source | None:
+    """Return what takes fewer bytes than an index of x; one number makes a view, and a buffer is there anyway."""
+    module = here.module
+    if not index.dim() or module is None or any(storage_id(one) == storage_id(index) for one in module.buffers()):
+        return None
+    return small(index, max(x.shape, default=0))
 
 
 def _product_dtype(rule: Rule, tensors: Sequence[Tensor]) -> torch.dtype | None:
@@ -307,6 +214,21 @@ def _index_add(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any
     return output
 
 
+def _ranked(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Keep where the largest are in fewer bytes."""
+    given = {**dict(zip(_RANKED[function], args, strict=False)), **kwargs}
+    x, dim = given.get("input", given.get("self")), given.get("dim", -1 if "k" in given else None)
+    if not isinstance(x, Tensor) or not x.dim() or type(dim) is not int or "out" in kwargs:
+        return function(*args, **kwargs)
+    tensors, call = bound(function, args, kwargs)
+    found = None
+    if len(tensors) == 1:
+        found = functions.ranked(call, x, dim, "k" in given or given.get("keepdim", False))
+    if found is None:
+        return function(*args, **kwargs)
+    return (torch.return_types.topk if "k" in given else torch.return_types.max)(found)
+
+
 def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Keep the output, or the input if that is narrower."""
     tensors, call = bound(function, args, kwargs)
@@ -332,8 +254,15 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
+_RANKED: dict[Any, Sequence[str]] = {
+    **dict.fromkeys((torch.topk, Tensor.topk), ("input", "k", "dim")),
+    **dict.fromkeys((torch.max, Tensor.max), ("input", "dim", "keepdim")),
+}
+
+
 def _handlers() -> dict[Any, Function]:
     found: dict[Any, Function] = {F.linear: _linear, F.dropout: _dropout, Tensor.index_add_: _index_add}
+    found |= dict.fromkeys(_RANKED, _ranked)
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
         for home, names in homes.items():
@@ -341,7 +270,7 @@ def _handlers() -> dict[Any, Function]:
                 function = getattr(_HOMES[home], name, None)  # not every version has all
                 if function is not None:
                     found[function] = partial(_ruled, rule)
-    found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
+    found[GROUPED_MM] = partial(_ruled, Rule(keep_factors, noted=False))
     return found
 
 
@@ -361,6 +290,7 @@ class _Here(threading.local):
             module nothing is looked at: it would be run again in backward, outside of the module.
         watch: is told of outputs, and whether their operation keeps something else than PyTorch's.
         narrow: notes of the innermost module, which hold what none may keep.
+        module: the innermost module.
 
     """
 
@@ -368,6 +298,7 @@ class _Here(threading.local):
     pushed = False
     hooks: Any = None
     watch: Callable[[Tensor, bool], None] | None = None
+    module: nn.Module | None = None
 
     def __init__(self) -> None:
         self.narrow: list[weakref.ref[Note]] = []
@@ -375,6 +306,12 @@ class _Here(threading.local):
     def tell(self, output: Tensor, less: bool) -> None:
         if self.watch is not None:
             self.watch(output, less)
+
+    def hold(self, noted: Note | None, output: Tensor) -> None:
+        """Let a note be cleared when the innermost module has run, if none uses it."""
+        if noted is not None:
+            self.narrow.append(weakref.ref(noted))
+            self.tell(output, False)
 
 
 here = _Here()
@@ -399,14 +336,13 @@ MODE: Any = _Calls()
 class Looking:
     """A context in which calls are looked at, or with `on=False` are not."""
 
-    def __init__(self, on: bool = True) -> None:
-        self.on = on
+    def __init__(self, on: bool = True, module: nn.Module | None = None) -> None:
+        self.on, self.module = on, module
 
     def __enter__(self) -> None:
-        self.before = here.on, here.hooks, here.pushed, here.narrow
+        self.before = here.on, here.hooks, here.pushed, here.narrow, here.module
         if self.on:
-            here.hooks = saved_tensor_hooks()
-            here.narrow = []
+            here.hooks, here.narrow, here.module = saved_tensor_hooks(), [], self.module
         elif here.pushed and innermost_mode() is MODE:  # so that it costs nothing
             MODE.__exit__(None, None, None)
             here.pushed = False
@@ -422,7 +358,7 @@ class Looking:
                 noted = one()
                 if noted is not None and not noted.recipe.readers:
                     noted.state = ()
-        here.on, here.hooks, here.pushed, here.narrow = self.before
+        here.on, here.hooks, here.pushed, here.narrow, here.module = self.before
         if pushed and not here.pushed:
             MODE.__exit__(None, None, None)
         elif here.pushed and not pushed:

@@ -22,6 +22,7 @@ from .recipes import (
     kept_source,
     product_dtype,
     recast,
+    small,
     source,
     use,
     without_autocast,
@@ -138,9 +139,9 @@ class _IndexAdd(torch.autograd.Function):
     """x with rows of a source added in place; PyTorch's keeps the source too, of which it asks only the shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, kept: Tensor) -> Tensor:
         ctx.dim = dim
-        ctx.save_for_backward(index)
+        ctx.save_for_backward(kept)
         ctx.mark_dirty(x)
         return x.index_add_(dim, index, source)
 
@@ -148,8 +149,8 @@ class _IndexAdd(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
         (index,) = ctx.saved_tensors
-        found = grads[0].index_select(ctx.dim, index) if ctx.needs_input_grad[3] else None
-        return grads[0], None, None, found
+        found = grads[0].index_select(ctx.dim, index.long()) if ctx.needs_input_grad[3] else None
+        return grads[0], None, None, found, None
 
 
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:
@@ -166,8 +167,46 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | No
         return None
     if base_of(x) is not None or (x.is_leaf and x.requires_grad):
         return None
-    y: Tensor = applied(_IndexAdd, x, dim, index, source)
+    kept = small(index, max(x.shape))
+    y: Tensor = applied(_IndexAdd, x, dim, index, source, index if kept is None else kept.state[0])
     return y
+
+
+class _Ranked(torch.autograd.Function):
+    """The largest along a dimension, and where they are, of which PyTorch keeps the latter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any, dim: int, whole: bool) -> tuple[Tensor, Tensor]:
+        values, index = function(x)
+        ctx.shape, ctx.dim, ctx.whole = x.shape, dim, whole
+        kept = small(index, x.shape[dim])
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(index if kept is None else kept.state[0])
+        return values, index
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        index, grad = ctx.saved_tensors[0].long(), grads[0]
+        if not ctx.whole:
+            index, grad = index.unsqueeze(ctx.dim), grad.unsqueeze(ctx.dim)
+        return grad.new_zeros(ctx.shape).scatter_(ctx.dim, index, grad), None, None, None
+
+
+def ranked(function: Any, x: Tensor, dim: int, whole: bool) -> tuple[Tensor, Tensor] | None:
+    """Return the largest of x along a dimension and where they are, None if PyTorch has to do it.
+
+    Args:
+        function: of x alone: `topk`, or `max` along the dimension.
+        x: of one dimension or more.
+        dim: the dimension.
+        whole: whether it stays.
+
+    """
+    if not recorded(x) or not plain(x):
+        return None
+    found: tuple[Tensor, Tensor] = applied(_Ranked, x, function, dim, whole)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- producers

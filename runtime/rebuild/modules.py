@@ -279,7 +279,7 @@ class Calls(Rebuilding):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
                 return stock(self, *args, **kwargs)
-            with Looking():
+            with Looking(module=self):
                 return stock(self, *args, **kwargs)
 
         cls.forward = forward  # type: ignore[method-assign]

@@ -17,6 +17,8 @@ Function = Callable[..., Tensor]
 KEPT = "_fitact_kept"
 NARROW = "_fitact_narrow"
 NORMED = "_fitact_normed"
+SMALL = "_fitact_small"
+INTEGERS = torch.int8, torch.int16, torch.int32
 
 
 class Source(NamedTuple):
@@ -152,6 +154,31 @@ def note_normed(input: Tensor) -> None:
 def normed(input: Tensor) -> bool:
     """Whether a norm keeps a tensor."""
     return getattr(input.untyped_storage(), NORMED, None) == version_of(input)
+
+
+def small(index: Tensor, size: int) -> Source | None:
+    """Return what takes fewer bytes than whole numbers of int64 from -size to size - 1, None if nothing does."""
+    if index.dtype != torch.int64 or not plain(index) or in_functorch_transform():
+        return None
+    storage = index.untyped_storage()
+    dtype = next((one for one in INTEGERS if size <= torch.iinfo(one).max), None)
+    if dtype is None or index.numel() * dtype.itemsize >= storage.nbytes():
+        return None
+    found = small_source(index)
+    if found is None or found.state[0].dtype != dtype:
+        found = Source(Tensor.long, (index.to(dtype),))
+        setattr(storage, SMALL, (_layout(index), found))
+    return found
+
+
+def small_source(index: Tensor) -> Source | None:
+    """Return what `small` has last returned of a tensor."""
+    layout, found = getattr(index.untyped_storage(), SMALL, (None, None))
+    return found if layout is not None and layout == _layout(index) else None
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return version_of(x), x.shape, x.stride(), x.storage_offset()
 
 
 @dataclass(frozen=True)
