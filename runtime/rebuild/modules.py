@@ -148,7 +148,7 @@ class Norm(Rebuilding):
     fitact_composed = False
 
     def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if functions.recorded(hidden_states):
+        if functions.recorded(hidden_states, *(one for one in parameters_in(self).values() if one is not None)):
             again = self.fitact_composed or self.fitact_stock in (nn.LayerNorm, nn.RMSNorm)
             found = narrower(hidden_states) if again else None
             if found is not None:

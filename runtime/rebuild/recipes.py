@@ -167,14 +167,14 @@ def small(index: Tensor, size: int) -> Source | None:
     found = small_source(index)
     if found is None or found.state[0].dtype != dtype:
         found = Source(Tensor.long, (index.to(dtype),))
-        setattr(storage, SMALL, (_layout(index), found))
+        setattr(storage, SMALL, getattr(storage, SMALL, {}) | {_layout(index): found})
     return found
 
 
 def small_source(index: Tensor) -> Source | None:
     """Return what `small` has last returned of a tensor."""
-    layout, found = getattr(index.untyped_storage(), SMALL, (None, None))
-    return found if layout is not None and layout == _layout(index) else None
+    noted: dict[Any, Source] = getattr(index.untyped_storage(), SMALL, {})
+    return noted.get(_layout(index)) if noted else None
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
