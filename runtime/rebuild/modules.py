@@ -26,6 +26,7 @@ from .convolution import convolution
 from .derivatives import chained
 from .recipes import narrower, note_kept, note_normed
 
+KEEP_INPUT = nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6  # in place and elsewhere
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
 
 _read: ContextVar[set[str] | None] = ContextVar("_read", default=None)
@@ -95,14 +96,11 @@ class Activation(Rebuilding):
 
 
 class Chained(Rebuilding):
-    """An activation that keeps its output, or works in place: if its input is rebuilt, so is its output.
-
-    If not, what dropout makes of its output is rebuilt from that.
-    """
+    """An activation that keeps its output, or works in place; if its input is rebuilt, so is its output."""
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         run = partial(self.fitact_stock.forward, self)
-        function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
+        function = _Noticed(_apart(self) if getattr(self, "inplace", False) else run, self)
         output = chained(run, function, input, self.fitact_exact)
         return note_kept(run(input), function) if output is None else output
 
@@ -114,9 +112,14 @@ class Composed(Rebuilding):
         return functions.again(_Noticed(partial(self.fitact_stock.forward, self), self), input)
 
 
-def _of_copy(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return what a function writes over a copy: its derivative may be another than elsewhere, as ELU's."""
-    return run(x.clone())
+def _apart(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return what a module computes in place, with the same derivative, as a function that leaves its input."""
+    stock = module.fitact_stock
+    if stock not in KEEP_INPUT:
+        return lambda x: stock.forward(module, x.clone())  # the derivative may be another elsewhere, as ELU's
+    twin = stock.__new__(stock)
+    twin.__dict__.update(vars(module), inplace=False)
+    return partial(stock.forward, twin)
 
 
 def _of_parameters(module: Any) -> tuple[_Noticed, list[Tensor]]:
