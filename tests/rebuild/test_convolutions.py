@@ -249,7 +249,7 @@ def test_errors_are_pytorchs() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("count", [1, 2])
 def test_peak(name: str, dtype: torch.dtype, count: int) -> None:
-    """Of a unit alone, too: what is rebuilt for an activation is freed before its gradient is made if it can be."""
+    """Of a unit alone, too: what is rebuilt for an activation is freed before its gradient if it can be."""
     x = torch.randn(8, 8, 16, 16).to(dtype)
     stock, rebuilt = (
         peak_memory(lambda one=one: one(x).sum().backward(), one)["total"]
