@@ -15,7 +15,7 @@ is noted must change the attribute's name.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class Note:
     def whole(self) -> bool:
         """Whether the state is still there, and as it was; FSDP takes memory from weights between uses."""
         return bool(self.state) and all(
-            version_of(one) == version and one.untyped_storage().nbytes() >= one.nbytes
+            version_of(one) == version and one.untyped_storage().nbytes() >= min(one.nbytes, 1)
             for one, version in zip(self.state, self.versions, strict=True)
         )
 
@@ -115,13 +115,23 @@ def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor, exact:
         exact: whether the function gives the output bit for bit.
 
     """
-    if output.grad_fn is not None and not in_functorch_transform() and _whole(output):
-        layout = output.shape, tuple(output.stride())
-        recipe = Recipe(function, exact, version_of(output), output.dtype, *layout)
-        noted = Note(recipe, tuple(one.detach() for one in state))
+    noted = made(output, function, state, exact)
+    if noted is not None:
         setattr(output.untyped_storage(), ATTRIBUTE, noted)
-        output.grad_fn.register_hook(_Clear(noted))
     return output
+
+
+def made(
+    output: Tensor, function: Callable[..., Tensor], state: Sequence[Tensor], exact: bool = True
+) -> Note | None:
+    """Return what may be noted on an output, with the arguments of `note`; None if nothing may be."""
+    if output.grad_fn is None or in_functorch_transform() or not _whole(output):
+        return None
+    layout = output.shape, tuple(output.stride())
+    recipe = Recipe(function, exact, version_of(output), output.dtype, *layout)
+    noted = Note(recipe, tuple(one.detach() for one in state))
+    output.grad_fn.register_hook(_Clear(noted))
+    return noted
 
 
 def plain(tensor: Tensor) -> bool:

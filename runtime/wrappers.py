@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.convert.probe import FUNCTIONS
+from fitact.runtime.ops.gate_ops import generated_gate
 from fitact.runtime.rebuild import functions
 
 
@@ -92,3 +93,9 @@ class RebuiltGate(_Alone):
         """Return f(g)·u, PyTorch's own bit for bit, of two tensors of any shape and floating dtype."""
         function = FUNCTIONS[self.name]
         return function(g) * u if torch.compiler.is_compiling() else functions.gate(function, g, u)
+
+
+def is_exact_gate(module: nn.Module) -> bool:
+    """Whether a module is a gate that keeps g and u, of PyTorch's operations or of generated kernels."""
+    generated = generated_gate(type(module))
+    return isinstance(module, RebuiltGate) or (generated is not None and generated.exact)

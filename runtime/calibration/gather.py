@@ -21,7 +21,7 @@ from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.convert.detect import FUNCTIONS, ActivationSite, Found, activation_sites, parametrised
 from fitact.runtime.convert.functional import ARGUMENTS
 from fitact.runtime.convert.measure import real, runner
-from fitact.runtime.ops.gate_ops import is_gate
+from fitact.runtime.ops.gate_ops import generated_gate
 from fitact.runtime.rebuild.sites import Swap, gated
 from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import FakeTensor, is_compiled, without_torch_function
@@ -143,7 +143,7 @@ class _Watch:
             for one in gates:
                 self._watch_u(one, stack)
             for path, module in model.named_modules():
-                if isinstance(module, RebuiltGate) or is_gate(type(module)):
+                if isinstance(module, RebuiltGate) or generated_gate(type(module)) is not None:
                     self._watch_gate(path, module, stack)
             stack.enter_context(_Calls(self))
             yield

@@ -94,9 +94,9 @@ def find(key: str) -> Gate:
         ) from None
 
 
-def is_gate(kind: type) -> bool:
-    """Return whether a class is that of a generated gate."""
-    return home_of(kind).get("_KEY") in _registry
+def generated_gate(kind: type) -> Gate | None:
+    """Return the gate of a generated class, None if it is none."""
+    return _registry.get(home_of(kind).get("_KEY", ""))
 
 
 def kept(gate: Gate, g: Tensor, u: Tensor, codes_g: Tensor, codes_u: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,95 +11,46 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.recipes import note, plain
-from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id, version_of
+from fitact.runtime.recipes import Note, note, plain
+from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
 
 from . import functions
 from .derivatives import Plain
-from .operation import Expression, bound, operation, rebuilds
-from .recipes import Source, cast, kept_source, note_kept, owned, shares_cast, source
+from .operation import (
+    DEEPEST,
+    SHARED,
+    Expression,
+    Rule,
+    bound,
+    is_narrow,
+    keep_everything,
+    keep_factors,
+    keep_indexed,
+    keep_input,
+    keep_normed,
+    keep_nothing,
+    keep_quotient,
+    keep_summed_factors,
+    note_if_narrow,
+    operation,
+    rebuilds,
+)
+from .recipes import Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, small, source
 
 Function = Callable[..., Any]
-SHARED = "_fitact_shared"  # the attribute of storages from which scores are rebuilt, perhaps of several layers
-DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
 
 
 # --------------------------------------------------------------------------------------------------------- rules
 
-Keeps = Callable[[Sequence[Tensor]], Sequence[bool]]
-
-
-class Rule(NamedTuple):
-    """What a function of PyTorch keeps; each is one operation, which reads its tensors once.
-
-    Attributes:
-        keeps: of the tensors among its arguments, whether it keeps each.
-        keeps_output: whether it keeps what it returns; it has one tensor then.
-        noted: whether it is noted what the output is rebuilt from: not of products, which are not computed again.
-        replaced: whether it may keep something else, as `operation` does it.
-        cast: whether autocast casts its arguments.
-
-    """
-
-    keeps: Keeps
-    keeps_output: bool = False
-    noted: bool = True
-    replaced: bool = True
-    cast: bool = False
-
-
-def _nothing(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    return [False] * len(tensors)
-
-
-def _everything(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    return [True] * len(tensors)
-
-
-def _input(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep one tensor."""
-    return [one.requires_grad for one in tensors] if len(tensors) == 1 else _nothing(tensors)
-
-
-def _factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep each of two factors for the other's gradient, and what follows them."""
-    if len(tensors) < 2:
-        return _nothing(tensors)
-    a, b, *others = tensors
-    return [b.requires_grad, a.requires_grad, *(True for _ in others)]
-
-
-def _summed_factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    return [False, *_factors(tensors[1:])]
-
-
-def _quotient(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    if len(tensors) < 2:
-        return _nothing(tensors)
-    a, b = tensors
-    return [b.requires_grad, a.requires_grad or b.requires_grad]
-
-
-def _indexed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep indices, if they are numbers."""
-    return [False, *(one.dtype == torch.int64 for one in tensors[1:])]
-
-
-def _normed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep what is normed, and parameters, which are there anyway."""
-    x, *parameters = tensors
-    return [x.requires_grad, *(isinstance(one, nn.Parameter) for one in parameters)]
-
-
-INPUT, OUTPUT, CARRIED, INDEX = Rule(_input), Rule(_nothing, True), Rule(_nothing), Rule(_indexed)
-PRODUCT = Rule(_factors, noted=False, cast=True)
+INPUT, OUTPUT, CARRIED, INDEX = Rule(keep_input), Rule(keep_nothing, True), Rule(keep_nothing), Rule(keep_indexed)
+PRODUCT = Rule(keep_factors, noted=False, cast=True)
 _HOMES = {"F": F, "torch": torch, "Tensor": Tensor}
 _RULES: dict[Rule, dict[str, str]] = {
     INPUT: {
@@ -118,15 +69,15 @@ _RULES: dict[Rule, dict[str, str]] = {
         "reshape flatten to type float double half bfloat16 type_as",
     },
     INDEX: {"torch": "index_select", "Tensor": "__getitem__ index_select"},
-    Rule(_factors): {"torch": "mul multiply", "Tensor": "mul __mul__ __rmul__ multiply"},
-    Rule(_quotient): {
+    Rule(keep_factors): {"torch": "mul multiply", "Tensor": "mul __mul__ __rmul__ multiply"},
+    Rule(keep_quotient): {
         "torch": "div divide true_divide",
         "Tensor": "div __div__ __truediv__ divide true_divide",
     },
-    Rule(_normed, replaced=False): {"F": "layer_norm", "torch": "layer_norm"},
+    Rule(keep_normed, replaced=False): {"F": "layer_norm", "torch": "layer_norm"},
     PRODUCT: {"torch": "matmul mm bmm", "Tensor": "matmul __matmul__ mm bmm"},
-    Rule(_summed_factors, noted=False, cast=True): {"torch": "addmm baddbmm", "Tensor": "addmm baddbmm"},
-    Rule(_everything, noted=False, cast=True): {"F": "scaled_dot_product_attention"},
+    Rule(keep_summed_factors, noted=False, cast=True): {"torch": "addmm baddbmm", "Tensor": "addmm baddbmm"},
+    Rule(keep_everything, noted=False, cast=True): {"F": "scaled_dot_product_attention"},
 }
 
 
@@ -142,10 +93,23 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
     ):
         return function(*args, **kwargs)
     found = [source(one) if rule.replaced else None for one in tensors]
-    if rule.cast and torch.is_autocast_enabled(tensors[0].device.type):
-        tensors, found = _casts(tensors, found)
+    dtype = _product_dtype(rule, tensors)
+    if dtype is not None:
+        if any(shares_cast(one, dtype) and not owned(one) for one in tensors):
+            return function(*args, **kwargs)  # PyTorch has to cast it, for all that read its cast
+        tensors = [_cast(*both, dtype) for both in zip(tensors, found, strict=True)]
+        found = [source(one) for one in tensors]
+    elif rule is CARRIED and len(tensors) > 1:
+        found = [None if one is None or is_narrow(one) else one for one in found]
     keeps = rule.keeps(tensors)
+    if rule.replaced:
+        found = [
+            narrower(tensor) if one is None and kept and dtype in (None, tensor.dtype) else one
+            for one, kept, tensor in zip(found, keeps, tensors, strict=True)
+        ]
     less = any(one is not None and kept for one, kept in zip(found, keeps, strict=True))
+    if rule is INDEX:
+        found = [found[0], *map(partial(_small, tensors[0]), tensors[1:])]
     if rule.noted:
         found = [
             one if one is not None or kept else kept_source(tensor)
@@ -153,7 +117,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         ]
     noted = rule.noted and all(one is not None or kept for one, kept in zip(found, keeps, strict=True))
     less = less or (noted and rule.keeps_output)
-    if not (less or noted):
+    if not (less or noted or (rule is INDEX and any(found[1:]))):
         return _passed(rule, function(*args, **kwargs), call, tensors)
     rebuild = None
     if noted:
@@ -161,7 +125,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         if expression.depth <= DEEPEST:
             state = expression.take_state()
             rebuild = Source(Plain(expression, tensors[0].device.type), state)
-    if less:
+    if less or (rule is INDEX and any(found[1:])):
         output: Any = operation(call, tensors, rebuild if rule.keeps_output else None)
     else:
         output = function(*args, **kwargs)
@@ -179,54 +143,29 @@ def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) 
     """Note what PyTorch's operation keeps itself, or what it would take fewer bytes to keep."""
     if rule.keeps_output:
         note_kept(output)
-    elif rule is CARRIED and isinstance(output, Tensor):
-        found = [_narrower(one) for one in tensors]
-        if output.dtype == tensors[0].dtype and not any(found):
-            return output
-        expression = Expression(call, tensors, found)
-        state = expression.take_state()
-        if _bytes(state) <= output.nbytes:
-            here.widened = _Widened(weakref.ref(output), expression, state, [*map(version_of, (output, *state))])
+    elif rule.noted and rule.replaced and isinstance(output, Tensor):
+        here.hold(note_if_narrow(output, call, tensors, rule.keeps(tensors)), output)
     return output
 
 
-class _Widened(NamedTuple):
-    """The newest output that takes no fewer bytes than what it is a function of; nothing has kept it yet."""
-
-    output: weakref.ref[Tensor]
-    function: Function
-    state: tuple[Tensor, ...]
-    versions: list[int]
-
-
-def _narrower(tensor: Tensor) -> Source | None:
-    """Return what a tensor is a function of that takes no more bytes, None if nothing is known of that."""
-    found = here.widened
-    if found is None or found.output() is not tensor:
+def _small(x: Tensor, index: Tensor) -> Source | None:
+    """Return what takes fewer bytes than an index of x; one number makes a view, and a buffer is there anyway."""
+    module = here.module
+    if not index.dim() or module is None or any(storage_id(one) == storage_id(index) for one in module.buffers()):
         return None
-    same = found.versions == [*map(version_of, (tensor, *found.state))]
-    return Source(found.function, found.state) if same else None
+    return small(index, max(x.shape, default=0))
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Return how much more memory is held if tensors are: parameters are anyway, as is what other scores need."""
-    storages = [one.untyped_storage() for one in tensors if not owned(one)]
-    return sum(one.nbytes() for one in storages if not hasattr(one, SHARED))
-
-
-def _casts(tensors: list[Tensor], found: list[Source | None]) -> tuple[list[Tensor], list[Source | None]]:
-    """Return tensors as autocast would cast them, where the casts can be rebuilt, and what from."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    if any(shares_cast(one, dtype) and not owned(one) for one in tensors):
-        return tensors, [None] * len(tensors)  # PyTorch has to do it, for all that read its cast
-    made = [_cast(*both, dtype) for both in zip(tensors, found, strict=True)]
-    return made, [source(one) for one in made]
+def _product_dtype(rule: Rule, tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the dtype to which autocast casts the arguments of a function, None if it does not."""
+    device = tensors[0].device.type
+    return torch.get_autocast_dtype(device) if rule.cast and torch.is_autocast_enabled(device) else None
 
 
 def _cast(tensor: Tensor, found: Source | None, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == torch.float64:
         return tensor
-    if found is None:
+    if found is None and narrow(tensor)[0] is None:
         return cast(tensor, dtype) if owned(tensor) else tensor
     made: Tensor = _ruled(CARRIED, Tensor.to, (tensor, dtype), {})
     return made
@@ -275,6 +214,21 @@ def _index_add(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any
     return output
 
 
+def _ranked(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Keep where the largest are in fewer bytes."""
+    given = {**dict(zip(_RANKED[function], args, strict=False)), **kwargs}
+    x, dim = given.get("input", given.get("self")), given.get("dim", -1 if "k" in given else None)
+    if not isinstance(x, Tensor) or not x.dim() or type(dim) is not int or "out" in kwargs:
+        return function(*args, **kwargs)
+    tensors, call = bound(function, args, kwargs)
+    found = None
+    if len(tensors) == 1:
+        found = functions.ranked(call, x, dim, "k" in given or given.get("keepdim", False))
+    if found is None:
+        return function(*args, **kwargs)
+    return (torch.return_types.topk if "k" in given else torch.return_types.max)(found)
+
+
 def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Keep the output, or the input if that is narrower."""
     tensors, call = bound(function, args, kwargs)
@@ -285,22 +239,30 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     dtype = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), x.dtype)
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.float32
-    found, size = _narrower(x), x.numel() * dtype.itemsize
-    if not (x.untyped_storage().nbytes() < size if found is None else _bytes(found.state) <= size):
+    size = x.numel() * dtype.itemsize
+    found, extra = narrow(x)
+    if not (x.untyped_storage().nbytes() < size if found is None else sum(extra.values()) <= size):
         return _ruled(OUTPUT, function, args, kwargs)
-    narrow = found or Source(lambda x: x, (x.detach(),))
-    for one in narrow.state:
+    near = found or Source(lambda x: x, (x.detach(),))
+    for one in near.state:
         setattr(one.untyped_storage(), SHARED, True)
-    again = Plain(lambda *state: call(narrow.function(*state)), device)
-    rebuild = Source(again, narrow.state, narrow.exact)
+    again = Plain(lambda *state: call(near.function(*state)), device)
+    rebuild = Source(again, near.state, near.exact)
     output = operation(call, tensors, rebuild)
-    note(output, again, *narrow.state, exact=rebuild.exact)
+    note(output, again, *near.state, exact=rebuild.exact)
     here.tell(output, True)
     return output
 
 
+_RANKED: dict[Any, Sequence[str]] = {
+    **dict.fromkeys((torch.topk, Tensor.topk), ("input", "k", "dim")),
+    **dict.fromkeys((torch.max, Tensor.max), ("input", "dim", "keepdim")),
+}
+
+
 def _handlers() -> dict[Any, Function]:
     found: dict[Any, Function] = {F.linear: _linear, F.dropout: _dropout, Tensor.index_add_: _index_add}
+    found |= dict.fromkeys(_RANKED, _ranked)
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
         for home, names in homes.items():
@@ -308,7 +270,7 @@ def _handlers() -> dict[Any, Function]:
                 function = getattr(_HOMES[home], name, None)  # not every version has all
                 if function is not None:
                     found[function] = partial(_ruled, rule)
-    found[GROUPED_MM] = partial(_ruled, Rule(_factors, noted=False))
+    found[GROUPED_MM] = partial(_ruled, Rule(keep_factors, noted=False))
     return found
 
 
@@ -327,7 +289,8 @@ class _Here(threading.local):
         hooks: of saved tensors, as they were when the innermost module was entered. In a checkpoint inside of a
             module nothing is looked at: it would be run again in backward, outside of the module.
         watch: is told of outputs, and whether their operation keeps something else than PyTorch's.
-        widened: for the call that follows.
+        narrow: notes of the innermost module, which hold what none may keep.
+        module: the innermost module.
 
     """
 
@@ -335,11 +298,20 @@ class _Here(threading.local):
     pushed = False
     hooks: Any = None
     watch: Callable[[Tensor, bool], None] | None = None
-    widened: _Widened | None = None
+    module: nn.Module | None = None
+
+    def __init__(self) -> None:
+        self.narrow: list[weakref.ref[Note]] = []
 
     def tell(self, output: Tensor, less: bool) -> None:
         if self.watch is not None:
             self.watch(output, less)
+
+    def hold(self, noted: Note | None, output: Tensor) -> None:
+        """Let a note be cleared when the innermost module has run, if none uses it."""
+        if noted is not None:
+            self.narrow.append(weakref.ref(noted))
+            self.tell(output, False)
 
 
 here = _Here()
@@ -364,13 +336,13 @@ MODE: Any = _Calls()
 class Looking:
     """A context in which calls are looked at, or with `on=False` are not."""
 
-    def __init__(self, on: bool = True) -> None:
-        self.on = on
+    def __init__(self, on: bool = True, module: nn.Module | None = None) -> None:
+        self.on, self.module = on, module
 
     def __enter__(self) -> None:
-        self.before = here.on, here.hooks, here.pushed
+        self.before = here.on, here.hooks, here.pushed, here.narrow, here.module
         if self.on:
-            here.hooks = saved_tensor_hooks()
+            here.hooks, here.narrow, here.module = saved_tensor_hooks(), [], self.module
         elif here.pushed and innermost_mode() is MODE:  # so that it costs nothing
             MODE.__exit__(None, None, None)
             here.pushed = False
@@ -381,8 +353,12 @@ class Looking:
 
     def __exit__(self, *_: Any) -> None:
         pushed = here.pushed
-        here.on, here.hooks, here.pushed = self.before
-        here.widened = None
+        if self.on:
+            for one in here.narrow:
+                noted = one()
+                if noted is not None and not noted.recipe.readers:
+                    noted.state = ()
+        here.on, here.hooks, here.pushed, here.narrow, here.module = self.before
         if pushed and not here.pushed:
             MODE.__exit__(None, None, None)
         elif here.pushed and not pushed:

@@ -221,16 +221,18 @@ class _Chained(torch.autograd.Function):
         return dx, None, None, None, None, *by_own, *(None for _ in state[ctx.count :])
 
 
-class _Of:
+class Of:
     """A function of what is rebuilt; its parameters come first."""
 
     def __init__(self, function: Function, found: Source, count: int) -> None:
         self.function, self.rebuild, self.count = function, found.function, count
 
     def use(self) -> None:
+        """Tell what is rebuilt that a layer will call this once in each backward pass."""
         use(self.rebuild)
 
     def __call__(self, *state: Tensor) -> Tensor:
+        """Return the function of what is rebuilt and of its parameters."""
         return self.function(self.rebuild(*state[self.count :]), *state[: self.count])
 
 
@@ -254,4 +256,4 @@ def chained(
     use(function)
     count, state = len(parameters), (*parameters, *found.state)
     y: Tensor = applied(_Chained, x, run, function, found.function, count, *state)
-    return note(y, _Of(Plain(function, x.device.type), found, count), *state, exact=found.exact)
+    return note(y, Of(Plain(function, x.device.type), found, count), *state, exact=found.exact)

@@ -120,7 +120,7 @@ class _Finder:
         self.recipes: dict[Recipe, str] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        self.running.append((vars(module).get(PATH), Looking()))
+        self.running.append((vars(module).get(PATH), Looking(module=module)))
         self.running[-1][1].__enter__()
 
     def leave(self, *_: Any) -> None:

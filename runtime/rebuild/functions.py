@@ -13,7 +13,7 @@ from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import base_of, in_functorch_transform
 
 from .bits import pack, unpack
-from .derivatives import READS, Plain, Reads, autocast, differentiable, once
+from .derivatives import READS, Of, Plain, Reads, autocast, differentiable, once
 from .recipes import (
     Function,
     Source,
@@ -22,6 +22,7 @@ from .recipes import (
     kept_source,
     product_dtype,
     recast,
+    small,
     source,
     use,
     without_autocast,
@@ -138,9 +139,9 @@ class _IndexAdd(torch.autograd.Function):
     """x with rows of a source added in place; PyTorch's keeps the source too, of which it asks only the shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, kept: Tensor) -> Tensor:
         ctx.dim = dim
-        ctx.save_for_backward(index)
+        ctx.save_for_backward(kept)
         ctx.mark_dirty(x)
         return x.index_add_(dim, index, source)
 
@@ -148,8 +149,8 @@ class _IndexAdd(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
         (index,) = ctx.saved_tensors
-        found = grads[0].index_select(ctx.dim, index) if ctx.needs_input_grad[3] else None
-        return grads[0], None, None, found
+        found = grads[0].index_select(ctx.dim, index.long()) if ctx.needs_input_grad[3] else None
+        return grads[0], None, None, found, None
 
 
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:
@@ -166,8 +167,46 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | No
         return None
     if base_of(x) is not None or (x.is_leaf and x.requires_grad):
         return None
-    y: Tensor = applied(_IndexAdd, x, dim, index, source)
+    kept = small(index, max(x.shape))
+    y: Tensor = applied(_IndexAdd, x, dim, index, source, index if kept is None else kept.state[0])
     return y
+
+
+class _Ranked(torch.autograd.Function):
+    """The largest along a dimension, and where they are, of which PyTorch keeps the latter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any, dim: int, whole: bool) -> tuple[Tensor, Tensor]:
+        values, index = function(x)
+        ctx.shape, ctx.dim, ctx.whole = x.shape, dim, whole
+        kept = small(index, x.shape[dim])
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(index if kept is None else kept.state[0])
+        return values, index
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        index, grad = ctx.saved_tensors[0].long(), grads[0]
+        if not ctx.whole:
+            index, grad = index.unsqueeze(ctx.dim), grad.unsqueeze(ctx.dim)
+        return grad.new_zeros(ctx.shape).scatter_(ctx.dim, index, grad), None, None, None
+
+
+def ranked(function: Any, x: Tensor, dim: int, whole: bool) -> tuple[Tensor, Tensor] | None:
+    """Return the largest of x along a dimension and where they are, None if PyTorch has to do it.
+
+    Args:
+        function: of x alone: `topk`, or `max` along the dimension.
+        x: of one dimension or more.
+        dim: the dimension.
+        whole: whether it stays.
+
+    """
+    if not recorded(x) or not plain(x):
+        return None
+    found: tuple[Tensor, Tensor] = applied(_Ranked, x, function, dim, whole)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- producers
@@ -176,31 +215,6 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | No
 def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
     """Return an output that is to be rebuilt as a function of what its operation keeps."""
     return note(output, Plain(function, output.device.type), *state)
-
-
-class _Gate(torch.autograd.Function):
-    """f(g)·u, of which g and u are kept; u, and as often as f may read it, g."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Function, u: Tensor, *gs: Tensor) -> Tensor:
-        g = gs[0]
-        ctx.function, ctx.autocast = function, autocast(g.device.type)
-        ctx.save_for_backward(g, u)
-        return function(g) * u
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        once()
-        g, u = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()
-        wants_u, wants_g = ctx.needs_input_grad[1:3]
-        with differentiable(ctx.autocast):
-            g = g.detach().requires_grad_(wants_g)
-            value = ctx.function(g)
-            reads = Reads(value * u.detach(), [g]) if wants_g else None
-        du = grads[0] * value.detach() if wants_u else None
-        del value, u  # autograd frees what it keeps of them as it goes
-        return None, du, *(reads.gradients(grads) if reads is not None else [None] * READS)
 
 
 def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
@@ -212,40 +226,61 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
         u: of the shape and dtype of g.
 
     """
-    if not recorded(g, u) or g.shape != u.shape or g.dtype != u.dtype:
+    if g.shape != u.shape or g.dtype != u.dtype:
         return function(g) * u
-    h: Tensor = applied(_Gate, function, u, *[g] * READS)
-    return noted(h, lambda g, u: function(g) * u, g, u)
+    return again(lambda u, g: function(g) * u, u, g)  # in this order they get their gradients
 
 
 class _Again(torch.autograd.Function):
-    """A function whose backward computes it again, from the inputs that it keeps, each given as often as READS."""
+    """A function whose backward computes it again, from the inputs that it keeps, each given as often as READS.
+
+    If the first input is rebuilt, the others come first in what is kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, function: Function, *reads: Tensor) -> Tensor:
-        inputs = reads[::READS]
-        ctx.function, ctx.autocast = function, autocast(inputs[0].device.type)
-        ctx.save_for_backward(*inputs)
+    def forward(ctx: Any, function: Function, rebuild: Function | None, count: int, *given: Tensor) -> Tensor:
+        inputs = given[count::READS]
+        ctx.function, ctx.rebuild, ctx.autocast = function, rebuild, autocast(inputs[0].device.type)
+        ctx.count = count
+        ctx.save_for_backward(*(inputs if rebuild is None else given[:count]))
         return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
-        wanted = ctx.needs_input_grad[1::READS]
+        wanted = ctx.needs_input_grad[3 + ctx.count :: READS]
+        kept = ctx.saved_tensors
+        if ctx.rebuild is not None:
+            others = len(wanted) - 1
+            kept = (ctx.rebuild(*kept[others:]), *kept[:others])
         with differentiable(ctx.autocast):
-            inputs = [
-                one.detach().requires_grad_(wants) for one, wants in zip(ctx.saved_tensors, wanted, strict=True)
-            ]
+            inputs = [one.detach().requires_grad_(wants) for one, wants in zip(kept, wanted, strict=True)]
+            del kept
             reads = Reads(ctx.function(*inputs), inputs)
-        return None, *reads.gradients(grads)
+        return *(None,) * (3 + ctx.count), *reads.gradients(grads)
 
 
-def again(function: Function, *inputs: Tensor) -> Tensor:
-    """Return a function of inputs that keeps these alone, its output to be rebuilt from them."""
-    if not recorded(*inputs):
-        return function(*inputs)
-    y: Tensor = applied(_Again, function, *(one for one in inputs for _ in range(READS)))
-    return noted(y, function, *inputs)
+def again(function: Function, x: Tensor, *others: Tensor, found: Source | None = None) -> Tensor:
+    """Return a function of tensors that keeps these alone, its output to be rebuilt from them.
+
+    Args:
+        function: of all tensors.
+        x: the first.
+        others: that follow.
+        found: what x is rebuilt from, to be kept in its place; None to keep x.
+
+    """
+    if not recorded(x, *others):
+        return function(x, *others)
+    reads = [one for one in (x, *others) for _ in range(READS)]
+    if found is None:
+        y: Tensor = applied(_Again, function, None, 0, *reads)
+        return noted(y, function, x, *others)
+    use(found.function)
+    use(function)
+    state = (*others, *found.state)
+    y = applied(_Again, function, found.function, len(state), *state, *reads)
+    return noted(y, Of(function, found, len(others)), *state)
 
 
 class _Dropout(torch.autograd.Function):

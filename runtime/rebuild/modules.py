@@ -24,8 +24,9 @@ from .calls import Looking, here
 from .codes import AnyCodes, Codes, Gate, LearnedCodes, NormCodes, OwnCodes
 from .convolution import convolution
 from .derivatives import chained
-from .recipes import note_kept
+from .recipes import narrower, note_kept, note_normed
 
+KEEP_INPUT = nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6  # in place and elsewhere
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
 
 _read: ContextVar[set[str] | None] = ContextVar("_read", default=None)
@@ -95,14 +96,11 @@ class Activation(Rebuilding):
 
 
 class Chained(Rebuilding):
-    """An activation that keeps its output, or works in place: if its input is rebuilt, so is its output.
-
-    If not, what dropout makes of its output is rebuilt from that.
-    """
+    """An activation that keeps its output, or works in place; if its input is rebuilt, so is its output."""
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
         run = partial(self.fitact_stock.forward, self)
-        function = _Noticed(partial(_of_copy, run) if getattr(self, "inplace", False) else run, self)
+        function = _Noticed(_apart(self) if getattr(self, "inplace", False) else run, self)
         output = chained(run, function, input, self.fitact_exact)
         return note_kept(run(input), function) if output is None else output
 
@@ -114,9 +112,14 @@ class Composed(Rebuilding):
         return functions.again(_Noticed(partial(self.fitact_stock.forward, self), self), input)
 
 
-def _of_copy(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return what a function writes over a copy: its derivative may be another than elsewhere, as ELU's."""
-    return run(x.clone())
+def _apart(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return what a module computes in place, with the same derivative, as a function that leaves its input."""
+    stock = module.fitact_stock
+    if stock not in KEEP_INPUT:
+        return lambda x: stock.forward(module, x.clone())  # the derivative may be another elsewhere, as ELU's
+    twin = stock.__new__(stock)
+    twin.__dict__.update(vars(module), inplace=False)
+    return partial(stock.forward, twin)
 
 
 def _of_parameters(module: Any) -> tuple[_Noticed, list[Tensor]]:
@@ -143,14 +146,23 @@ def _from_input(module: Any, x: Tensor) -> Tensor:
 
 
 class Norm(Rebuilding):
-    """A norm: its input is kept, or codes, and its parameters are kept anyway."""
+    """A norm: its input is kept, what takes fewer bytes, or codes, and its parameters are kept anyway."""
 
     fitact_composed = False
     fitact_codes: NormCodes | None = None
 
     def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
         output = None if self.fitact_codes is None else self.fitact_codes.apply(self, hidden_states)
-        return _from_input(self, hidden_states) if output is None else output
+        if output is not None:
+            return output
+        if functions.recorded(hidden_states, *(one for one in parameters_in(self).values() if one is not None)):
+            again = self.fitact_composed or self.fitact_stock in (nn.LayerNorm, nn.RMSNorm)
+            found = narrower(hidden_states) if again else None
+            if found is not None:
+                function, parameters = _of_parameters(self)
+                return functions.again(function, hidden_states, *parameters, found=found)
+            note_normed(hidden_states)
+        return _from_input(self, hidden_states)
 
 
 class ComposedNorm(Norm):
@@ -275,7 +287,7 @@ class Calls(Rebuilding):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
                 return stock(self, *args, **kwargs)
-            with Looking():
+            with Looking(module=self):
                 return stock(self, *args, **kwargs)
 
         cls.forward = forward  # type: ignore[method-assign]

@@ -10,15 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from fitact.runtime.recipes import Note
 from fitact.runtime.torch_internals import storage_id, without_torch_function
 
 from .derivatives import Plain, once, started
-from .recipes import Read, Source, applied, source, use
+from .recipes import (
+    Read,
+    Source,
+    applied,
+    narrow,
+    normed,
+    note_narrow,
+    owned,
+    small_source,
+    source,
+    use,
+)
 
 Function = Callable[..., Tensor]
+SHARED = "_fitact_shared"  # the attribute of storages from which scores are rebuilt, perhaps of several layers
+SHALLOW = 1  # functions of what is kept, in a sum that is rebuilt: what is rebuilt of one is kept in another
+DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
 
 
 class _Slot(NamedTuple):
@@ -45,7 +60,7 @@ class _Shelf:
     def pack(self, tensor: Tensor) -> int:
         """Take a tensor from the operation's node, and return its number."""
         with without_torch_function():
-            found = source(tensor)
+            found = source(tensor) or small_source(tensor)
             self.found.append(tensor.detach() if found is None else found)
         return len(self.found) - 1
 
@@ -180,7 +195,7 @@ class Expression:
 
     def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
         self.function = function
-        self.depth = 1 + max((_depth(one.function) for one in found if one is not None), default=0)
+        self.depth = 1 + max((depth(one.function) for one in found if one is not None), default=0)
         self.state: list[Tensor] = []
         self.parts: list[tuple[Function | None, list[int]]] = []
         numbers: dict[int, int] = {}
@@ -211,7 +226,7 @@ class Expression:
         return self.function(*given)
 
 
-def _depth(function: Any) -> int:
+def depth(function: Any) -> int:
     """Return how many functions deep something is rebuilt."""
     if isinstance(function, Read):
         function = function.recipe.function
@@ -220,4 +235,129 @@ def _depth(function: Any) -> int:
     if isinstance(function, Expression):
         return function.depth
     rebuild = getattr(function, "rebuild", None)
-    return 1 if rebuild is None else 1 + _depth(rebuild)
+    return 1 if rebuild is None else 1 + depth(rebuild)
+
+
+# ---------------------------------------------------------------------------------- what takes fewer bytes to keep
+
+
+class _Narrow(Plain):
+    """What takes fewer bytes to keep than its output."""
+
+
+def is_narrow(found: Source) -> bool:
+    """Whether a tensor is kept as something narrower; a sum with it is not, or each would be rebuilt from all."""
+    return isinstance(found.function, Read) and isinstance(found.function.recipe.function, _Narrow)
+
+
+def note_if_narrow(
+    output: Tensor, call: Function, tensors: Sequence[Tensor], keeps: Sequence[bool]
+) -> Note | None:
+    """Note on an output if it takes no more bytes to keep what it is a function of, and return the note.
+
+    That may be so of casts, of sums with what a norm or a parameter is, and of repetitions.
+
+    Args:
+        output: of an operation.
+        call: the operation, of tensors.
+        tensors: its arguments.
+        keeps: whether it keeps each.
+
+    """
+    widens, extra, found = output.dtype != tensors[0].dtype, dict[int, int](), []
+    for tensor, kept in zip(tensors, keeps, strict=True):
+        one, more = narrow(tensor)
+        widens = widens or one is not None
+        if one is None:
+            near = source(tensor)
+            if near is not None and depth(near.function) <= SHALLOW and not is_narrow(near):
+                one = near
+            elif not kept:
+                more = _held(tensor)
+        found.append(one)
+        extra |= more
+    if sum(extra.values()) >= output.nbytes + widens:
+        return None
+    expression = Expression(call, tensors, found)
+    if expression.depth > DEEPEST:
+        return None
+    state = expression.take_state()
+    return note_narrow(output, _Narrow(expression, output.device.type), state, extra)
+
+
+def _held(tensor: Tensor) -> dict[int, int]:
+    """Return the memory that is held if a tensor is: none of a parameter, or of what others keep anyway."""
+    storage = tensor.untyped_storage()
+    free = owned(tensor) or hasattr(storage, SHARED) or normed(tensor)
+    return {} if free else {storage_id(storage): storage.nbytes()}
+
+
+# ---------------------------------------------------------------------------------------- what operations keep
+
+Keeps = Callable[[Sequence[Tensor]], Sequence[bool]]
+
+
+class Rule(NamedTuple):
+    """What a function of PyTorch keeps; each is one operation, which reads its tensors once.
+
+    Attributes:
+        keeps: of the tensors among its arguments, whether it keeps each.
+        keeps_output: whether it keeps what it returns; it has one tensor then.
+        noted: whether it is noted what the output is rebuilt from: not of products, which are not computed again.
+        replaced: whether it may keep something else, as `operation` does it.
+        cast: whether autocast casts its arguments.
+
+    """
+
+    keeps: Keeps
+    keeps_output: bool = False
+    noted: bool = True
+    replaced: bool = True
+    cast: bool = False
+
+
+def keep_nothing(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep none of the tensors."""
+    return [False] * len(tensors)
+
+
+def keep_everything(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep all tensors."""
+    return [True] * len(tensors)
+
+
+def keep_input(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep one tensor."""
+    return [one.requires_grad for one in tensors] if len(tensors) == 1 else keep_nothing(tensors)
+
+
+def keep_factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep each of two factors for the other's gradient, and what follows them."""
+    if len(tensors) < 2:
+        return keep_nothing(tensors)
+    a, b, *others = tensors
+    return [b.requires_grad, a.requires_grad, *(True for _ in others)]
+
+
+def keep_summed_factors(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep the factors of a product that is added to the first tensor."""
+    return [False, *keep_factors(tensors[1:])]
+
+
+def keep_quotient(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep the divisor, and the dividend for its gradient."""
+    if len(tensors) < 2:
+        return keep_nothing(tensors)
+    a, b = tensors
+    return [b.requires_grad, a.requires_grad or b.requires_grad]
+
+
+def keep_indexed(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep indices, if they are numbers."""
+    return [False, *(one.dtype == torch.int64 for one in tensors[1:])]
+
+
+def keep_normed(tensors: Sequence[Tensor]) -> Sequence[bool]:
+    """Keep what is normed, and parameters, which are there anyway."""
+    x, *parameters = tensors
+    return [x.requires_grad, *(isinstance(one, nn.Parameter) for one in parameters)]

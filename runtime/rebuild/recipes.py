@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.recipes import ATTRIBUTE, Note, Recipe, note, plain
+from fitact.runtime.recipes import ATTRIBUTE, Note, Recipe, made, note, plain
 from fitact.runtime.torch_internals import autocast_of, base_of, in_functorch_transform, version_of
 
 Function = Callable[..., Tensor]
 KEPT = "_fitact_kept"
+NARROW = "_fitact_narrow"
+NORMED = "_fitact_normed"
+SMALL = "_fitact_small"
+INTEGERS = torch.int8, torch.int16, torch.int32
 
 
 class Source(NamedTuple):
@@ -38,8 +42,9 @@ def applied(function: Any, *args: Any) -> Any:
 
 
 def recipe_of(output: Tensor) -> Recipe | None:
-    """Return the recipe that is noted on an output, None if there is none."""
-    noted: Note | None = getattr(output.untyped_storage(), ATTRIBUTE, None)
+    """Return the recipe that is noted on an output, perhaps for whoever keeps it; None if there is none."""
+    storage = output.untyped_storage()
+    noted: Note | None = getattr(storage, ATTRIBUTE, None) or getattr(storage, NARROW, (None, 0))[0]
     return None if noted is None else noted.recipe
 
 
@@ -53,7 +58,10 @@ def source(input: Tensor, exact: bool = True) -> Source | None:
     """
     if in_functorch_transform() or input.is_inference() or not plain(input):
         return None
-    noted: Note | None = getattr(input.untyped_storage(), ATTRIBUTE, None)
+    return _read(input, getattr(input.untyped_storage(), ATTRIBUTE, None), exact)
+
+
+def _read(input: Tensor, noted: Note | None, exact: bool = True) -> Source | None:
     if noted is None or not noted.whole():
         return None
     recipe = noted.recipe
@@ -98,6 +106,79 @@ def kept_source(input: Tensor) -> Source | None:
         return None
     version, itself = getattr(input.untyped_storage(), KEPT, (None, None))
     return None if itself is None or version != version_of(input) else Source(itself, (input.detach(),))
+
+
+def note_narrow(output: Tensor, function: Function, state: Sequence[Tensor], extra: dict[int, int]) -> Note | None:
+    """Note on an output what takes fewer bytes to keep, and return the note, which holds that until it is cleared.
+
+    Args:
+        output: of an operation.
+        function: of the state, gives the output.
+        state: tensors.
+        extra: bytes by storage, of those that nothing keeps yet.
+
+    """
+    noted = made(output, function, state)
+    if noted is not None:
+        setattr(output.untyped_storage(), NARROW, (noted, extra))
+    return noted
+
+
+def narrow(input: Tensor) -> tuple[Source | None, dict[int, int]]:
+    """Return what may be kept in place of a tensor, None if nothing is known, and the bytes that this adds."""
+    noted, extra = getattr(input.untyped_storage(), NARROW, (None, {}))
+    found = _read(input, noted) if plain(input) else None
+    return found, {} if found is None else extra
+
+
+def narrower(input: Tensor) -> Source | None:
+    """Return what takes fewer bytes to keep than a tensor, None if nothing does.
+
+    To be kept by who asks: all others that would keep the tensor find it as its source from now on.
+    """
+    found, extra = narrow(input)
+    storage = input.untyped_storage()
+    if found is None or sum(extra.values()) >= storage.nbytes() or in_functorch_transform():
+        return None
+    setattr(storage, ATTRIBUTE, getattr(storage, NARROW)[0])
+    delattr(storage, NARROW)
+    return found
+
+
+def note_normed(input: Tensor) -> None:
+    """Note on a tensor that a norm keeps it, so that a sum with it may be rebuilt."""
+    if plain(input) and not in_functorch_transform():
+        setattr(input.untyped_storage(), NORMED, version_of(input))
+
+
+def normed(input: Tensor) -> bool:
+    """Whether a norm keeps a tensor."""
+    return getattr(input.untyped_storage(), NORMED, None) == version_of(input)
+
+
+def small(index: Tensor, size: int) -> Source | None:
+    """Return what takes fewer bytes than whole numbers of int64 from -size to size - 1, None if nothing does."""
+    if index.dtype != torch.int64 or not plain(index) or in_functorch_transform():
+        return None
+    storage = index.untyped_storage()
+    dtype = next((one for one in INTEGERS if size <= torch.iinfo(one).max), None)
+    if dtype is None or index.numel() * dtype.itemsize >= storage.nbytes():
+        return None
+    found = small_source(index)
+    if found is None or found.state[0].dtype != dtype:
+        found = Source(Tensor.long, (index.to(dtype),))
+        setattr(storage, SMALL, getattr(storage, SMALL, {}) | {_layout(index): found})
+    return found
+
+
+def small_source(index: Tensor) -> Source | None:
+    """Return what `small` has last returned of a tensor."""
+    noted: dict[Any, Source] = getattr(index.untyped_storage(), SMALL, {})
+    return noted.get(_layout(index)) if noted else None
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return version_of(x), x.shape, x.stride(), x.storage_offset()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fitact.runtime.learned.function import LearnedModule
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import has_hooks
-from fitact.runtime.wrappers import RebuiltGate
+from fitact.runtime.wrappers import is_exact_gate
 from fitact.text import starred
 
 from .codes import AnyCodes, Gate, OwnCodes
@@ -258,7 +258,7 @@ def _producers(model: nn.Module) -> Iterator[Swap]:
             yield Swap(path, module, "BatchNorm")
         elif f"{type(module).__module__}.{type(module).__name__}" == "timm.layers.norm_act.BatchNormAct2d":
             yield Swap(path, module, "BatchNormAct")
-        elif type(module) is RebuiltGate:
+        elif is_exact_gate(module):
             yield Swap(path, module, "OwnGate")
         elif type(module) is nn.Dropout and not module.inplace:
             yield Swap(path, module, "Dropout")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.errors import UsageError
+from fitact.generated.swiglu_rebuild import SwigluRebuild
 from fitact.runtime.convert.probe import FUNCTIONS
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.rebuild.modules import Rebuilding
@@ -83,6 +84,7 @@ class Plain(nn.Module):
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "gate": lambda: (MLP(Plain()), MLP(fitact.activation("silu", gate=True))),
+    "generated gate": lambda: (MLP(Plain()), MLP(SwigluRebuild())),
     "activation": lambda: tuple(
         nn.Sequential(nn.Linear(16, 48), act, nn.Dropout(0.2), nn.Linear(48, 16))
         for act in (nn.SiLU(), fitact.activation("silu", method="rebuild"))
