@@ -12,7 +12,7 @@ from torch import nn
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops import gate_ops
-from fitact.runtime.ops.gate_ops import is_gate
+from fitact.runtime.ops.gate_ops import generated_gate
 from fitact.runtime.ops.registry import home_of, is_generated
 from fitact.runtime.rebuild.codes import OwnCodes
 from fitact.runtime.rebuild.modules import Rebuilding, original_class
@@ -70,11 +70,11 @@ def own_classes(substitutes: Mapping[Any, Any]) -> tuple[Substitutes, Substitute
         for kind in (old, new):
             if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
-        if not (is_generated(new) or is_gate(new)):
+        if not (is_generated(new) or generated_gate(new) is not None):
             raise UsageError(
                 f"replace: {new.__name__} is not an activation or a gate that fitact codegen generated"
             )
-    gates = {old: new for old, new in substitutes.items() if is_gate(new)}
+    gates = {old: new for old, new in substitutes.items() if generated_gate(new) is not None}
     return {old: new for old, new in substitutes.items() if old not in gates}, gates
 
 

@@ -7,6 +7,7 @@ the `forward` of modules that are given to it, outside of modules that rebuild t
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -261,7 +262,9 @@ _RANKED: dict[Any, Sequence[str]] = {
 
 
 def _handlers() -> dict[Any, Function]:
-    found: dict[Any, Function] = {F.linear: _linear, F.dropout: _dropout, Tensor.index_add_: _index_add}
+    # as they are, also where something has been put in their place: calls end there
+    dropout = inspect.unwrap(F.dropout)
+    found: dict[Any, Function] = {F.linear: _linear, dropout: _dropout, Tensor.index_add_: _index_add}
     found |= dict.fromkeys(_RANKED, _ranked)
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
@@ -269,7 +272,7 @@ def _handlers() -> dict[Any, Function]:
             for name in names.split():
                 function = getattr(_HOMES[home], name, None)  # not every version has all
                 if function is not None:
-                    found[function] = partial(_ruled, rule)
+                    found[inspect.unwrap(function)] = partial(_ruled, rule)
     found[GROUPED_MM] = partial(_ruled, Rule(keep_factors, noted=False))
     return found
 

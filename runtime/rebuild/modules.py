@@ -358,13 +358,8 @@ def swap(
     """
     stock: Any = type(module)
     module.__class__ = _class(kind, stock)
-    vars(module)[PATH] = path
-    if gate is not None:
-        vars(module)["fitact_gate"] = gate
-    if codes is not None:
-        vars(module)["fitact_codes"] = codes
-    if not exact:
-        vars(module)["fitact_exact"] = False
+    given = {PATH: path, "fitact_gate": gate, "fitact_codes": codes, "fitact_exact": None if exact else False}
+    vars(module).update({name: value for name, value in given.items() if value is not None})
 
 
 def original_class(module: Any) -> type[Any]:

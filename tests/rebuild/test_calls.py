@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.errors import UsageError
-from fitact.runtime.rebuild.calls import here
+from fitact.runtime.memory.saved import gpu_kernels
+from fitact.runtime.rebuild.calls import HANDLERS, _handlers, here
 from fitact.runtime.torch_internals import innermost_mode
 
 from .test_rebuild import AROUND, HALF, SETTINGS, RMSNorm, Step, X, cast, differences, kept, observed, train
@@ -319,3 +320,9 @@ def test_surroundings(name: str, around: str) -> None:
     if around == "partial" and "experts" in name:  # it asks for weights of two dimensions
         return
     agree(MODELS[name], AROUND[around])
+
+
+def test_functions_are_found_whatever_stands_in_their_place() -> None:
+    with gpu_kernels():
+        assert F.scaled_dot_product_attention not in HANDLERS
+        assert _handlers().keys() == HANDLERS.keys()
