@@ -222,11 +222,11 @@ def _launch(over: Tensor, numbers: Tensor, inner: int, bits: int) -> Launch:
 
 
 def _heights(rows: int) -> int:
-    return -(-rows // HEIGHT.value)
+    return -(-rows // int(HEIGHT.value))
 
 
 def _widths(channels: int) -> int:
-    return -(-channels // WIDTH.value)
+    return -(-channels // int(WIDTH.value))
 
 
 def _forward_triton(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:

@@ -152,9 +152,9 @@ class Norm(Rebuilding):
     fitact_codes: NormCodes | None = None
 
     def _fitact_forward(self: Any, hidden_states: Tensor) -> Tensor:
-        output = None if self.fitact_codes is None else self.fitact_codes.apply(self, hidden_states)
-        if output is not None:
-            return output
+        coded: Tensor | None = None if self.fitact_codes is None else self.fitact_codes.apply(self, hidden_states)
+        if coded is not None:
+            return coded
         if functions.recorded(hidden_states, *(one for one in parameters_in(self).values() if one is not None)):
             again = self.fitact_composed or self.fitact_stock in (nn.LayerNorm, nn.RMSNorm)
             found = narrower(hidden_states) if again else None
