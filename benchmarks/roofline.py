@@ -38,7 +38,7 @@ from tests.support.instructions import (
     nvidia,
 )
 from tests.support.more_kernels import PLAIN, LearnedKernel, NormKernel, PlainKernel
-from tests.support.pipes import masked, pipes
+from tests.support.pipes import masked, pipes, whole
 
 RESULTS = Path(__file__).parent / "results" / "roofline.json"
 NOTE = "A model from data sheets and machine code. No GPU has run it, and no time here is measured."
@@ -302,7 +302,11 @@ def counted(kernel: AnyKernel, dtype: str, target: str) -> dict[str, float]:
     if isinstance(kernel, Kernel | GateKernel):
         work = kernel.work(dtype)
         return pipes(*full_tile(program, work), work.elements)
-    way, trips = masked(program, kernel.elements(dtype) * DTYPES[dtype].itemsize)
+    stored = kernel.elements(dtype) * DTYPES[dtype].itemsize
+    if isinstance(kernel, LearnedKernel) and kernel.pass_ == "forward":
+        way, trips = whole(program, stored, block=kernel.block)
+    else:
+        way, trips = masked(program, stored)
     return pipes(way, trips, kernel.elements(dtype))
 
 

@@ -54,7 +54,7 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         exec(compile(block, "transformers.md", "exec"), names)
     report = names["report"]
     assert isinstance(report, Conversion)
-    assert {site.after for site in report} == {"rebuilt"} and len(report) == 9
+    assert {site.after for site in report} == {"rebuilt"} and len(report) == 10
     printed = capsys.readouterr().out
     assert printed.count("LlamaMLP      silu_coded8") == 2 and "would be replaced" in printed
     assert "the gradient is off by" in printed

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.support.instructions import Program, Way
+from tests.support.instructions import Program, Way, ways
 
 NVIDIA = {
     "fma": "FADD FFMA FMUL",
@@ -65,6 +65,34 @@ def pipes(way: Way, trips: int, elements: int) -> dict[str, float]:
             if one.counted:
                 counts[pipe(one.name)] += times
     return {name: number / elements for name, number in sorted(counts.items())}
+
+
+def whole(program: Program, stored: int, *, block: bool = False) -> tuple[Way, int]:
+    """Return the way of a full tile through a kernel that masks the last one, and how often it runs its loop.
+
+    Of the ways that store all the bytes, the one with the fewest accesses to memory: it has no masks.
+
+    Args:
+        program: the kernel's.
+        stored: bytes that a thread stores.
+        block: whether it stores them at once, without a loop.
+
+    Raises:
+        ValueError: no way stores them.
+
+    """
+    fitting: list[tuple[int, int, Way, int]] = []
+    for way in ways(program):
+        loop, rest = (sum(one.store for one in part) for part in (way.loop, way.rest))
+        trips = (stored - rest) // loop if loop else 0
+        if trips * loop + rest == stored and bool(way.loop) == bool(trips) and not (block and trips):
+            repeated, once = (sum(bool(one.load or one.store) for one in part) for part in (way.loop, way.rest))
+            longest = sum(one.counted for one in way.rest)
+            fitting.append((trips * repeated + once, -longest, way, trips))
+    if not fitting:
+        raise ValueError(f"no way stores {stored} bytes")
+    *_, way, trips = min(fitting, key=lambda one: one[:2])
+    return way, trips
 
 
 def masked(program: Program, stored: int) -> tuple[Way, int]:
