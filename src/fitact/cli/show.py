@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,16 +36,18 @@ def show(things: Sequence[str]) -> None:
 
     from . import tables as print_
 
-    if not things:
-        print_.catalog()
-    elif all(thing.endswith(".json") for thing in things):
-        print_.fits([read(Path(thing)) for thing in things])
-    elif len(things) == 1:
-        if things[0] in LEARNED:
-            print_.learned(Learned.of(things[0], {}))
-        elif is_gate(things[0]):
-            print_.gate(Gate.of(things[0]))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # all or nothing
+        if not things:
+            print_.catalog()
+        elif all(thing.endswith(".json") for thing in things):
+            print_.fits([read(Path(thing)) for thing in things])
+        elif len(things) == 1:
+            if things[0] in LEARNED:
+                print_.learned(Learned.of(things[0], {}))
+            elif is_gate(things[0]):
+                print_.gate(Gate.of(things[0]))
+            else:
+                print_.activation(Activation.of(things[0]))
         else:
-            print_.activation(Activation.of(things[0]))
-    else:
-        raise UsageError("show takes one activation, or fit files whose names end in .json")
+            raise UsageError("show takes one activation, or fit files whose names end in .json")
+    click.echo(printed.getvalue(), nl=False)
