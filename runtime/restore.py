@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -44,10 +45,10 @@ def generators(model: nn.Module, attempt: int = 0) -> Iterator[Callable[[], bool
                 numpy.random.set_state(numpy_state)
 
 
-def _states(numpy: Any) -> tuple[str, ...]:
-    """Return the states of the generators on the CPU."""
-    found = (torch.get_rng_state().tolist(), random.getstate(), numpy and numpy.random.get_state(legacy=False))
-    return tuple(map(repr, found))
+def _states(numpy: Any) -> tuple[bytes, object, bytes]:
+    """Return the states of the generators on the CPU, which can be compared; NumPy's has arrays in it."""
+    numpy_state = pickle.dumps(numpy and numpy.random.get_state(legacy=False))
+    return bytes(torch.get_rng_state().tolist()), random.getstate(), numpy_state
 
 
 @contextmanager
