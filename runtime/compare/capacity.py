@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
-TRIES = 4  # of the polynomial's sizes, until the middle of what is left is tried
+TRIES = 6  # of the polynomial's sizes, until the middle of what is left is tried
 
 
 @dataclass
