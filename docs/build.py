@@ -95,8 +95,12 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "How to train each block of a model within a memory. See plan.md.",
         (
             "plan",
+            "planner",
             "load_plan",
             "revert_plan",
+            "planning.make.Planner",
+            "planning.make.Planner.plan",
+            "planning.make.Planner.least",
             "planning.record.Plan",
             "planning.record.Plan.apply",
             "planning.record.Plan.save",

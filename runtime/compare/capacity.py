@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
+TRIES = 6  # of the polynomial's sizes, until the middle of what is left is tried
+
 
 @dataclass
 class Curve:
@@ -57,22 +59,20 @@ class Curve:
         return low
 
     def largest(self, room: int) -> int:
-        """Return the largest size that fits, by measuring from the polynomial's estimate on; 0 if none.
+        """Return the largest size that fits; 0 if none. It was measured, and so was the next one, which does not.
 
-        Codes are padded to whole tiles, so the bytes are not exactly a polynomial, but they never fall.
+        Codes are padded to whole tiles, so the bytes are not exactly a polynomial, but they never fall. The
+        polynomial, moved to what was measured last, tells what to measure next, and then the middle.
         """
-
-        def fits(size: int) -> bool:
-            return size == 0 or ((self.limit is None or size <= self.limit) and self.measure(size) <= room)
-
-        low, step = self.solve(room), 1
-        while not fits(low):
-            low, step = max(low - step, 0), 2 * step
-        step = 1
-        while fits(low + step):
-            low, step = low + step, 2 * step
-        high = low + step
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = 0, None if self.limit is None else self.limit + 1  # what fits, and what does not
+        off, tries = 0.0, 0
+        while high is None or high - low > 1:
+            size = self.solve(room - off)
+            if tries >= TRIES:
+                size = 2 * low if high is None else (low + high) // 2
+            size = max(size, low + 1)
+            size = size if high is None else min(size, high - 1)
+            needed = self.measure(size)
+            low, high = (size, high) if needed <= room else (low, size)
+            off, tries = needed - self.at(size), tries + 1
         return low

@@ -20,7 +20,7 @@ the picture.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -156,11 +156,24 @@ class _Measurement:
         """Return a new context for the forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
 
-    def kept(self, candidate: Candidate, inputs: Inputs | None = None, detail: bool = False) -> Saved:
+    def kept(self, candidate: Candidate, inputs: Inputs, detail: bool = False) -> Saved:
         """Count what a forward pass keeps."""
         with count_saved(self.model, detail=detail) as saved, candidate.context(saved), self.around():
-            self.run(inputs or self.inputs)
+            self.run(inputs)
         return saved
+
+    def step(self, candidate: Candidate) -> tuple[Saved, Work, Work]:
+        """Count what a forward pass keeps, its work, and the work of the backward pass."""
+        outputs: list[Tensor] = []
+        with ExitStack() as counting:
+            saved = counting.enter_context(count_saved(self.model, detail=True))
+            with candidate.context(saved):
+                with self.around():
+                    forward = work_of(lambda: outputs.extend(self.run(self.inputs)))
+                counting.close()  # what backward runs again is not kept
+                with self.prepared.mode or nullcontext():
+                    backward = work_of(partial(self.differentiate, outputs))
+        return saved, forward, backward
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         try:
@@ -171,7 +184,7 @@ class _Measurement:
             raise UsageError(f"{self.prepared.name}: its forward pass failed: {one_line(error)}") from error
 
     def report(self, training: str, bits: Sequence[int]) -> Report:
-        saved = self.kept(STOCK, detail=True)
+        saved, forward, backward = self.step(STOCK)
         sites = sites_of(self.model)
         if not sites and "activation" not in saved.kinds:
             raise UsageError(f"{self.prepared.name}: it has no activation, so there is nothing to replace")
@@ -193,7 +206,6 @@ class _Measurement:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
         state = OPTIMIZERS[self.optimizer] * gradient_bytes
-        forward, backward = self.work(STOCK)
         self.advance(3)
         rows = {}
         for candidate in candidates:
@@ -202,6 +214,8 @@ class _Measurement:
                 rows[candidate] = row
             self.advance(1 + 3 * candidate.again + 8 * self.peak)
         traced = list(self.compiled_rows(forward.flops, backward.flops, compiling))
+        block = saved.by_kind(blocks[len(blocks) // 2][0])
+        self.of_block[self.batch, self.seq] = sum(block.values())
         report = Report(
             model=self.prepared.name,
             training=training,
@@ -218,7 +232,7 @@ class _Measurement:
             sites=len(sites),
             blocks=len(blocks),
             block_name=type(blocks[0][1]).__name__,
-            block=saved.by_kind(blocks[len(blocks) // 2][0]),
+            block=block,
             closed_form=self.closed_form(),
             operations=saved.by_operation(),
             modules=saved.by_module(),
@@ -239,13 +253,15 @@ class _Measurement:
     ) -> Row | None:
         """Measure a candidate; `saved` is what it keeps if that has been counted, `state` is the optimizer's."""
         try:
-            saved = saved or self.kept(candidate, detail=True)
-            row = Row(candidate.name, saved.bytes, saved.by_kind(), candidate.replaced)
+            flops = traffic = 0.0
             if candidate.again:
-                passes = self.work(candidate)
+                saved, *passes = self.step(candidate)
                 flops = sum(one.flops for one in passes) - forward.flops - backward.flops
                 traffic = sum(one.traffic for one in passes) - forward.traffic - backward.traffic
-                row = replace(row, flops=flops / max(forward.flops, 1), traffic=traffic / max(forward.traffic, 1))
+                flops, traffic = flops / max(forward.flops, 1), traffic / max(forward.traffic, 1)
+            elif saved is None:
+                saved = self.kept(candidate, self.inputs, detail=True)
+            row = Row(candidate.name, saved.bytes, saved.by_kind(), candidate.replaced, flops, traffic)
             if candidate.blocks:
                 row = replace(row, kinds={**row.kinds, "checkpoint": saved.bytes - sum(row.kinds.values())})
             return replace(row, peak=self.step_peak(candidate) + state) if self.peak else row
@@ -254,15 +270,6 @@ class _Measurement:
                 raise
             self.notes.append(f"{candidate.name}: it fails: {one_line(error.__cause__ or error)}")
             return None
-
-    def work(self, candidate: Candidate) -> tuple[Work, Work]:
-        """Return the work of a forward and of a backward pass."""
-        outputs: list[Tensor] = []
-        with candidate.context(Saved()), self.prepared.mode or nullcontext():
-            with self.around():
-                forward = work_of(lambda: outputs.extend(self.run(self.inputs)))
-            backward = work_of(partial(self.differentiate, outputs))
-        return forward, backward
 
     def differentiate(self, outputs: Sequence[Tensor]) -> None:
         try:

@@ -17,7 +17,7 @@ from fitact.errors import FitactError, FitWarning, JobError, UsageError
 
 if TYPE_CHECKING:
     from fitact.calibration import calibrate
-    from fitact.planning.make import plan
+    from fitact.planning.make import plan, planner
     from fitact.planning.record import load_plan
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.convert.convert import convert
@@ -40,6 +40,7 @@ __all__ = [
     "converted_functions",
     "load_plan",
     "plan",
+    "planner",
     "rebuild",
     "revert",
     "revert_plan",
@@ -55,6 +56,7 @@ LAZY = {
     "converted_functions": "fitact.runtime.convert.functional",
     "load_plan": "fitact.planning.record",
     "plan": "fitact.planning.make",
+    "planner": "fitact.planning.make",
     "rebuild": "fitact.runtime.convert.rebuild",
     "revert": "fitact.runtime.convert.replacement",
     "revert_plan": "fitact.runtime.plan.ways",

@@ -34,6 +34,7 @@ from fitact.cli import charts
 from fitact.errors import FitactError, JobError, UsageError
 from fitact.runtime.compare.baselines import checkpointed, compiled, work_of
 from fitact.runtime.compare.candidates import replaced, sites_of
+from fitact.runtime.compare.capacity import Curve
 from fitact.runtime.compare.records import Report, closed_form
 from fitact.runtime.compare.report import measure
 from fitact.runtime.memory.peak import cuda_memory, peak_memory
@@ -662,6 +663,24 @@ def test_largest_sizes_fit_and_the_next_ones_do_not(gib: float) -> None:
 
         assert needed(row.batch, 8) <= room < needed(row.batch + 1, 8), row.name
         assert needed(2, row.seq) <= room < needed(2, row.seq + 1), row.name
+
+
+@pytest.mark.parametrize("limit", [None, 90])
+@pytest.mark.parametrize("tile", [1, 512])
+@pytest.mark.parametrize("bend", [0, 30], ids=["parabola", "bent"])
+def test_the_largest_size_takes_few_measurements(bend: int, tile: int, limit: int | None) -> None:
+    """Against every size in turn, for bytes that are padded to tiles, and that bend beyond what was measured."""
+
+    def needed(size: int) -> int:
+        return -(-(3 * size * size + 200 * size + bend * max(size - 60, 0)) // tile) * tile
+
+    for room in range(0, 80_000, 3_001):
+        curve = Curve(needed, limit, (8, 16, 24))
+        most = max((size for size in range(1, limit or 200) if needed(size) <= room), default=0)
+        if limit is not None and needed(limit) <= room:
+            most = limit
+        assert curve.largest(room) == most
+        assert len(curve.measured) <= 3 + 5
 
 
 def test_positions_limit_the_sequence() -> None:

@@ -133,7 +133,7 @@ def counted(model: nn.Module, inputs: dict[str, Any]) -> int:
 @pytest.mark.parametrize(("kind", "lora"), FAMILIES)
 def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
     model, inputs = small(kind, lora)
-    planner = Planner(of_model(model, inputs, None, "cpu"), "none", CPU)
+    planner = fitact.planner(model, example_inputs=inputs, optimizer="none", device=CPU)
     assert sentence(planner.plan(64, "exact", front=False)).startswith("fits as it is")
     for share, error in ((0.15, "exact"), (0.5, "rounding"), (0.5, "few-bit")):
         low = planner.plan(1e-9, error, front=False)
@@ -159,13 +159,27 @@ def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
 @cache
 def planner() -> Planner:
     model, x = stack()
-    return Planner(of_model(model, x, None, "cpu"), "none", CPU)
+    return fitact.planner(model, example_inputs=x, optimizer="none", device=CPU)
 
 
 def planned(error: str, front: bool = False) -> Plan:
     """Return the plan for a little more than the least memory."""
     low = planner().plan(1e-9, error, front=False)
     return planner().plan(low.peak * 1.1 / GIB, error, front=front)
+
+
+def test_a_planner_plans_as_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = stack()
+    low = planner().least("exact")
+    assert low == planner().plan(1e-9, "exact", front=False).peak
+    gib = low * 1.1 / GIB
+    given: dict[str, Any] = {"example_inputs": x, "optimizer": "none", "device": CPU, "front": False}
+    own = fitact.plan(model, gib=gib, error="exact", **given)
+    monkeypatch.setattr(make, "measure", None)  # it has measured
+    assert planner().plan(gib, "exact", front=False) == own
+    assert planner().plan(gib, "few-bit", front=False).seconds <= own.seconds
+    with pytest.raises(UsageError, match="expected exact"):
+        planner().least("none")
 
 
 def test_exact_plans_have_the_gradients_of_the_stock_model() -> None:
@@ -287,8 +301,8 @@ def test_a_plan_for_another_model_changes_nothing() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    model, x = stack()
-    plan = fitact.plan(model, gib=1e-6, example_inputs=x, device=CPU, front=False)
+    model, _ = stack()
+    plan = planner().plan(1e-6, "rounding", front=False)
     assert not plan.groups
     assert "does not fit" in str(plan)
     assert "are weights, gradients and optimizer" in str(plan)

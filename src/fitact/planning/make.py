@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fitact.arguments import real
@@ -70,6 +71,43 @@ def plan(
 
     """
     check(gib, error)
+    made = planner(
+        model,
+        example_inputs=example_inputs,
+        optimizer=optimizer,
+        device=device,
+        autocast=autocast,
+        compiled=compiled,
+    )
+    return made.plan(gib, error, front=front)
+
+
+def planner(
+    model: nn.Module,
+    *,
+    example_inputs: Any,
+    optimizer: str = "adamw",
+    device: str | Device = USUAL,
+    autocast: str | None = None,
+    compiled: bool = False,
+) -> Planner:
+    """Measure once what each way to train each block of a model costs, for plans for several memories.
+
+    Args:
+        model: as for `plan`.
+        example_inputs: as for `plan`.
+        optimizer: as for `plan`.
+        device: as for `plan`.
+        autocast: as for `plan`.
+        compiled: as for `plan`.
+
+    Returns:
+        The planner: `planner.plan(gib, error)` returns a plan, `planner.least(error)` the least bytes of a step.
+
+    Raises:
+        UsageError: an argument is not valid, or the model cannot be run with fake tensors.
+
+    """
     where = device_of(device) if isinstance(device, str) else device
     if not isinstance(where, Device):
         raise UsageError(f"device {quote(device)}: expected a name or a Device")
@@ -77,7 +115,7 @@ def plan(
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
     subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
-    return Planner(subject, optimizer, where, compiled=compiled).plan(gib, error, front=front)
+    return Planner(subject, optimizer, where, compiled=compiled)
 
 
 @dataclass(frozen=True)
@@ -89,7 +127,7 @@ class Words:
 
 
 class Planner:
-    """The costs of a subject, measured once, and plans for any memory and error.
+    """The costs of a model, measured once, and plans for any memory and error; `fitact.planner` makes one.
 
     Args:
         subject: the model.
@@ -137,7 +175,17 @@ class Planner:
                 self.costs = replace(self.costs, notes=(*self.costs.notes, str(error)))
 
     def plan(self, gib: float, error: str, *, front: bool = True) -> Plan:
-        """Return the plan for a memory; arguments as for the function `plan`."""
+        """Plan how to train each block, so that a step fits a memory and takes the least time.
+
+        Args:
+            gib: the memory of a step in GiB, as for `fitact.plan`.
+            error: how far gradients may be off, as for `fitact.plan`.
+            front: whether to find the least time for other memories, too; this is done once.
+
+        Raises:
+            UsageError: an argument is not valid.
+
+        """
         check(gib, error)
         problem = Problem(self.costs, error)
         room = int(gib * GIB) - self.fixed
@@ -163,12 +211,26 @@ class Planner:
             stock_peak=self.fixed + stock.peak,
             stock_seconds=stock.work.seconds,
             groups=tuple(groups),
-            points=tuple(_points(self.costs, self.fixed)) if front else (),
+            points=self.points if front else (),
             notes=self.costs.notes,
         )
 
+    @cached_property
+    def points(self) -> tuple[Point, ...]:
+        """The baselines, and the front of each error."""
+        return tuple(_points(self.costs, self.fixed))
+
     def least(self, error: str) -> int:
-        """Return the least peak of a step in bytes, as measured, with the ways that an error allows."""
+        """Return the least peak of a step in bytes, as measured, with the ways that an error allows.
+
+        Args:
+            error: how far gradients may be off, as for `fitact.plan`.
+
+        Raises:
+            UsageError: the error is unknown.
+
+        """
+        check_error(error)
         _, done = chosen(self.subject, self.device, Problem(self.costs, error), 0)
         return self.fixed + done.peak
 
@@ -176,6 +238,11 @@ class Planner:
 def check(gib: float, error: str) -> None:
     """Raise UsageError unless these are a memory in GiB and an error of gradients."""
     real("gib", gib, 0, MOST_GIB)
+    check_error(error)
+
+
+def check_error(error: str) -> None:
+    """Raise UsageError unless this is an error of gradients."""
     if error not in ERRORS:
         raise UsageError(f"error {quote(error)}: expected {', '.join(ERRORS)}")
 
