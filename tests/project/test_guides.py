@@ -41,7 +41,8 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     imported("peft")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nothing is asked of the network
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=64, **SIZES)
+    # weights so large that what goes into the gates is not tiny, where codes are too coarse
+    config = transformers.LlamaConfig(vocab_size=64, initializer_range=0.3, **SIZES)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
     data = Texts()
     names: dict[str, Any] = {
@@ -56,7 +57,7 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert isinstance(report, Conversion)
     assert {site.after for site in report} == {"rebuilt"} and len(report) == 10
     printed = capsys.readouterr().out
-    assert printed.count("LlamaMLP      silu_coded8") == 2 and "would be replaced" in printed
+    assert len(re.findall("LlamaMLP +silu_coded8", printed)) == 2 and "would be replaced" in printed
     assert "the gradient is off by" in printed
     adapters = [name for name, _ in names["loaded"].named_parameters() if "lora_B" in name]
     assert adapters and any(bool(names["loaded"].get_parameter(name).any()) for name in adapters)  # it has learned
