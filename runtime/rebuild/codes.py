@@ -208,8 +208,8 @@ class NormCodes(NamedTuple):
 
     def table(self, _: nn.Module) -> Table:
         """Return the codes of z, and what is looked up by them."""
-        table = Codes(self.key).table(nn.Identity())
-        return table._replace(coded=lambda x: self.normalised(x.detach())[0])
+        borders, values, value, _ = Codes(self.key).table(nn.Identity())
+        return Table(borders, values, value, lambda x: self.normalised(x.detach())[0])
 
 
 class _CodedNorm(torch.autograd.Function):
