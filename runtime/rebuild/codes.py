@@ -208,8 +208,9 @@ class NormCodes(NamedTuple):
 
     def table(self, _: nn.Module) -> Table:
         """Return the codes of z, and what is looked up by them."""
-        borders, values, value, _ = Codes(self.key).table(nn.Identity())
-        return Table(borders, values, value, lambda x: self.normalised(x.detach())[0])
+        identity = Codes(self.key).table(nn.Identity())
+        table = identity.borders, identity.values, identity.value
+        return Table(*table, lambda x: self.normalised(x.detach())[0])
 
 
 class _CodedNorm(torch.autograd.Function):
