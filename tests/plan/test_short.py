@@ -99,6 +99,8 @@ def test_a_model_that_reads_every_block_is_not_cut_short() -> None:
 
 def test_blocks_that_work_differently_are_not_cut_short() -> None:
     model = Model()
-    model.blocks[3].times = 2  # type: ignore[assignment]
+    block = model.blocks[3]
+    assert isinstance(block, Block)
+    block.times = 2
     (run,) = runs_of(subject(model), DEVICE)
     assert not run.steady
