@@ -164,7 +164,9 @@ class DrawnFactor(LookedUpFactor):
             RuntimeError: there is no seed.
 
         """
-        return reference.draw(x.contiguous(), self._on(x.device).positions, self.bits, seeded(seed), stream)
+        return reference.draw(
+            x.contiguous(), self._on(x.device).positions, self.bits, reference.seeded(seed), stream
+        )
 
     def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return what a kernel takes to write codes of x: these, and the positions of numbers of bfloat16."""
@@ -178,10 +180,3 @@ class DrawnFactor(LookedUpFactor):
     @cached_property
     def _tables(self) -> dict[torch.device, DrawnTables]:
         return {}
-
-
-def seeded(seed: Tensor | None) -> Tensor:
-    """Return a seed, int64 (1,); without one raise a RuntimeError."""
-    if seed is None:
-        raise RuntimeError("expected a seed, int64 (1,), as codes are drawn at random, got none")
-    return seed

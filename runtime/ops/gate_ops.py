@@ -28,12 +28,11 @@ from torch import Tensor
 from ..torch_internals import constant_in_graphs
 from . import reference
 from .autograd import KERNEL_DEVICES, NAMESPACE
-from .factors import DrawnFactor, Factor, seeded
+from .factors import DrawnFactor, Factor
 from .launch import Launch
-from .registry import KERNEL_DTYPES, home_of, sources
+from .registry import DRAWING, KERNEL_DTYPES, home_of, sources
 
 ops: Any = getattr(torch.ops, NAMESPACE)
-DRAWING = 256  # threads of a program that draws codes, as in `registry.Stochastic`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +180,7 @@ def _forward_triton(g: Tensor, u: Tensor, key: str, seed: Tensor | None = None) 
     tables = gate.a.coding(codes_g, g), gate.b.coding(codes_u, u)
     if gate.drawn:
         (*of_g, _), (*of_u, _) = tables
-        Launch(h, DRAWING)(gate.forward, g, u, h, *of_g, *of_u, seeded(seed), *rows_g, *rows_u)
+        Launch(h, DRAWING)(gate.forward, g, u, h, *of_g, *of_u, reference.seeded(seed), *rows_g, *rows_u)
     else:
         _launch(h)(gate.forward, g, u, h, *tables[0], *tables[1], *rows_g, *rows_u)
     return h if h is laid_out else laid_out.copy_(h), codes_g, codes_u

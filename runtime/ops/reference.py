@@ -199,6 +199,14 @@ def positions(nodes: tuple[float, ...], values: tuple[float, ...], value: Callab
     return (cell * PATTERNS + (share * PATTERNS).round().to(torch.int64)).to(torch.int32)
 
 
+def seeded(seed: Tensor | None, name: str = "") -> Tensor:
+    """Return a seed, int64 (1,); without one raise a RuntimeError, which names what draws if that is given."""
+    if seed is None:
+        of = f"{name}: " if name else ""
+        raise RuntimeError(f"{of}expected a seed, int64 (1,), as codes are drawn at random, got none")
+    return seed
+
+
 def draw(x: Tensor, table: Tensor, bits: int, seed: Tensor, stream: int = 0) -> Tensor:
     """Return codes of a contiguous tensor that are drawn at random, laid out as `encode` lays them out.
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .launch import Launch
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DRAWING = 256  # threads of a program that draws codes: half as many would take up to 168 registers each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,19 +314,14 @@ class Stochastic(LookedUp):
     nodes: tuple[float, ...]
 
     def threads(self, *tensors: Tensor) -> int:
-        """Return the threads of a program: with half as many, random numbers would take up to 168 registers."""
-        return 256
+        """Return the threads of a program."""
+        return DRAWING
 
     def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
-        return reference.draw(x, self.tables(x.device).positions, self.bits, self._needed(seed))
+        return reference.draw(x, self.tables(x.device).positions, self.bits, reference.seeded(seed, self.name))
 
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
-        launch(self.forward, x, y, codes, self.tables(x.device).positions, self._needed(seed))
-
-    def _needed(self, seed: Tensor | None) -> Tensor:
-        if seed is None:
-            raise RuntimeError(f"{self.name}: expected a seed, int64 (1,), as codes are drawn at random, got none")
-        return seed
+        launch(self.forward, x, y, codes, self.tables(x.device).positions, reference.seeded(seed, self.name))
 
     def tables(self, device: torch.device) -> DrawnTables:
         """Return what is read on a device, made once."""

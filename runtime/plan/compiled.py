@@ -28,30 +28,16 @@ from .subjects import Subject
 from .timeline import Work, rest_of, work_of
 from .ways import Way
 
+PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # read only what they return
 # Operations that Inductor fuses with those around them, beside pointwise ones.
 FUSED = frozenset(
     [
-        *(
-            "sum",
-            "mean",
-            "var",
-            "var_mean",
-            "amax",
-            "amin",
-            "prod",
-            "any",
-            "all",
-            "argmax",
-            "argmin",
-            "max",
-            "min",
-        ),
-        *("full", "iota", "arange", "scalar_tensor", "empty", "rand", "inductor_random", "inductor_lookup_seed"),
-        *("inductor_seeds", "clone", "cat", "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "copy_"),
-        *("where", "expand", "repeat", "embedding", "gather", "index", "index_select"),
+        *("sum", "mean", "var", "var_mean", "amax", "amin", "prod", "any", "all", "argmax", "argmin", "max"),
+        *("min", "full", "iota", "arange", "scalar_tensor", "empty", "rand", "inductor_random"),
+        *("inductor_lookup_seed", "inductor_seeds", "clone", "cat", "constant_pad_nd", "slice_scatter"),
+        *("select_scatter", "copy", "copy_", "where", "expand", "repeat", *PICKED),
     ]
 )
-PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # read only what they return
 
 
 def compiled_steps(

@@ -406,7 +406,7 @@ class GateKernel:
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
         drawing = self.gate.drawn and self.pass_ == "forward"
-        return gate_ops.DRAWING if drawing else gate_ops.threads(FLOATS[dtype])
+        return registry.DRAWING if drawing else gate_ops.threads(FLOATS[dtype])
 
     def work(self, dtype: str) -> Work:
         """Return what a thread has to do in a full tile."""
