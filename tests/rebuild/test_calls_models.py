@@ -15,6 +15,7 @@ from fitact.runtime.compare.baselines import checkpointed
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import count_saved, gpu_kernels
 from fitact.runtime.models.prepare import blocks_of, imported
+from tests.conftest import ROOT
 from tests.convert.test_convert_models import GROUPED, batch_of
 
 from .test_rebuild import HALF, cast, differences, gradients, kept_of
@@ -79,6 +80,15 @@ QUICK = {
     "mixtral-float32",
     "gpt_oss-bfloat16",
 }
+# Their rows in docs/rebuilding.md: the share of what selective checkpointing keeps.
+LABELS = {
+    "gemma3": "Gemma 3",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2-MoE",
+    "qwen3_moe": "Qwen3-MoE",
+    "gpt_oss": "gpt-oss",
+    "gpt_oss, each expert": "gpt-oss, each expert alone",
+}
 CASES = [
     pytest.param(name, precision, id=one, marks=() if one in QUICK else pytest.mark.full)
     for name in SHARES
@@ -109,6 +119,11 @@ def test_gradients_and_bytes(name: str, precision: str) -> None:
     del y
     assert after <= (SHARES[name] if precision == "bfloat16" else 0.99) * before
     assert after < selective.bytes
+    if name in LABELS and precision != "bfloat16":
+        lines = (ROOT / "docs" / "rebuilding.md").read_text("utf-8").splitlines()
+        (row,) = (line for line in lines if line.startswith(f"| {LABELS[name]} |"))
+        stated = row.split("|")[2 if precision == "float32" else 3]
+        assert stated.strip() == f"{100 * after / selective.bytes:.0f} %"
 
 
 @pytest.mark.parametrize(
