@@ -20,9 +20,9 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape, strides and device.
-        numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel.
-            All is computed in float32, beside a float64 x in float64.
-        dim: the dimension of x that the channels lie along.
+        numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel,
+            of any shape. All is computed in float32, beside a float64 x in float64.
+        dim: the dimension of x that the channels lie along; unused where every number has one element.
         key: the key of a registered formula.
 
     Returns:
@@ -35,9 +35,9 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
 
     """
     formula = find(key)
-    _check(formula, x, numbers, dim)
+    wide = any(number.numel() != 1 for number in numbers)
+    _check(formula, x, numbers, dim, wide)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    wide = any(number.channel for number in formula.numbers)
     dim = dim % x.dim() if wide else 0
     channels = x.shape[dim] if wide else 1
     if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
@@ -99,24 +99,21 @@ class Again:
         return y
 
 
-def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int) -> None:
-    """Raise unless x is a tensor that the formula takes, and each number has the size of its channels."""
+def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
+    """Raise unless x is a tensor that the formula takes, and each number has one element or one a channel."""
     if getattr(x, "dtype", None) not in DTYPES:
         found = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"{formula.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}")
     if type(x).__name__ == "DTensor":
         raise TypeError(f"{formula.name}: expected a local tensor, got a DTensor: use its to_local()")
-    wide = any(number.channel for number in formula.numbers)
     if wide and not -x.dim() <= dim < x.dim():
         raise ValueError(f"{formula.name}: expected a tensor with a dimension {dim}, got {tuple(x.shape)}")
     channels = x.shape[dim] if wide else 1
     for own, number in zip(formula.numbers, numbers, strict=True):
-        size = channels if own.channel else 1
-        if number.numel() != size:
-            along = f", the channels of {tuple(x.shape)} along dimension {dim}" if own.channel else ""
+        if number.numel() not in (1, channels):
             raise ValueError(
-                f"{formula.name}: {own.name}: expected {size} element{'s'[: size != 1]}{along}, "
-                f"got {number.numel()}"
+                f"{formula.name}: {own.name}: expected 1 element or {channels}, the channels of {tuple(x.shape)} "
+                f"along dimension {dim}, got {number.numel()}"
             )
 
 
