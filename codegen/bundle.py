@@ -19,8 +19,7 @@ from pathlib import Path
 
 from fitact.errors import UsageError, quote
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
 
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted
@@ -81,7 +80,7 @@ def kernel_name(fit: AnyFit) -> str:
             f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
             "make a folder with --standalone instead"
         )
-    if isinstance(fit, LearnedFit | CodedLearnedFit):
+    if isinstance(fit, AnyLearnedFit):
         raise UsageError(
             f"{quote(fit.name)} has learned numbers: the Hub's layers have no parameters; "
             "make a folder with --standalone instead"

@@ -16,7 +16,7 @@ from .ops import Learned, find, ops, prepare, refuse_second_derivative
 
 
 def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
-    """Return the formula of x, keeping for backward x or its codes, and the numbers.
+    """Return the formula of x, keeping for backward x, its codes or the output, and the numbers.
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape, strides and device.
@@ -26,8 +26,8 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         key: the key of a registered formula.
 
     Returns:
-        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). It carries a note of how
-        to compute it again from what is kept, which layers that `fitact.rebuild` has changed find.
+        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). Unless it is itself what
+        is kept, it carries a note of how to compute it again, which layers that `fitact.rebuild` has changed find.
 
     Raises:
         TypeError: x is not a tensor of one of these dtypes.
@@ -71,9 +71,11 @@ def _differentiable(x: Tensor, numbers: Tensor, dim: int, key: str) -> Tensor:
         compiled: Tensor = ops.learned_forward(x, numbers, inner, key)[0]
         return compiled
     y, codes, _ = _Formula.apply(x, numbers, inner, key)
-    bits = find(key).bits
+    formula = find(key)
+    if formula.keeps_output:
+        return y
     again = Again(key, inner, y.shape, y.dtype)
-    return note(y, again, codes if bits else x, numbers, exact=not bits)
+    return note(y, again, formula.kept(x, y, codes), numbers, exact=not formula.bits)
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,10 @@ class _Formula(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (x, numbers, ctx.inner, ctx.key), (_, codes, autograd_anchor) = inputs, output
+        (x, numbers, ctx.inner, ctx.key), (y, codes, autograd_anchor) = inputs, output
         ctx.mark_non_differentiable(codes)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(codes if find(ctx.key).bits else x, numbers, autograd_anchor)
+        ctx.save_for_backward(find(ctx.key).kept(x, y, codes), numbers, autograd_anchor)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -21,7 +21,7 @@ from fitact.fitter.analysis.learned import USED
 from fitact.fitter.records.learned import CodedLearnedFit
 from fitact.runtime.memory.saved import count_saved
 from tests.support.generated import EACH_DTYPE, LAYOUTS, load, same, sizes
-from tests.support.learned import CASES, CODED, EXACT, Case, numbers_of, shaped
+from tests.support.learned import CASES, CODED, EXACT, FROM_OUTPUT, Case, numbers_of, shaped
 
 exact = pytest.mark.parametrize("name", EXACT)
 by_codes = pytest.mark.parametrize("name", CODED)
@@ -31,7 +31,7 @@ C = 6
 
 @cache
 def module(name: str) -> ModuleType:
-    return load(CASES[name].fit)
+    return load((CASES | FROM_OUTPUT)[name].fit)
 
 
 def call(name: str, x: torch.Tensor, numbers: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
