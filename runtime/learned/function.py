@@ -70,6 +70,7 @@ def _differentiable(x: Tensor, numbers: Tensor, dim: int, key: str) -> Tensor:
     if torch.compiler.is_compiling():
         compiled: Tensor = ops.learned_forward(x, numbers, inner, key)[0]
         return compiled
+    y: Tensor
     y, codes, _ = _Formula.apply(x, numbers, inner, key)
     formula = find(key)
     if formula.keeps_output:
