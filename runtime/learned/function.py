@@ -19,9 +19,11 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     """Return the formula of x, keeping for backward x, its codes or the output, and the numbers.
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape, strides and device.
+        x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            keeps its own shard; a partial DTensor is summed over the processes first.
         numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel,
-            of any shape. All is computed in float32, beside a float64 x in float64.
+            of any shape; DTensors of the mesh of x if x is one. All is computed in float32, beside a float64 x in
+            float64.
         dim: the dimension of x that the channels lie along; unused where every number has one element.
         key: the key of a registered formula.
 
@@ -30,13 +32,16 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         is kept, it carries a note of how to compute it again, which layers that `fitact.rebuild` has changed find.
 
     Raises:
-        TypeError: x is not a tensor of one of these dtypes.
+        TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others
+            are not, or have another mesh.
         ValueError: a number has another size than one or the channels of x, or x has no such dimension.
 
     """
     formula = find(key)
     wide = any(number.numel() != 1 for number in numbers)
     _check(formula, x, numbers, dim, wide)
+    if _mesh(x) is not None:
+        return _distributed(x, numbers, dim % x.dim() if wide else -1, key)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     dim = dim % x.dim() if wide else 0
     channels = x.shape[dim] if wide else 1
@@ -50,6 +55,44 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         return _differentiable(x.contiguous(), packed, dim, key)
     place = order.index(dim) if wide else 0
     return _differentiable(x.permute(order), packed, place, key).permute(inverse(order))
+
+
+def _mesh(tensor: Any) -> Any:
+    """Return the mesh of a DTensor, None for other tensors."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
+    """Return the formula of a DTensor, with the same placements; gradients of numbers are summed over the shards.
+
+    Where x is split along its channels, each process takes their part of the numbers.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+    if any(type(p) not in (Replicate, Shard) for p in x.placements):
+        x = x.redistribute(placements=[p if type(p) in (Replicate, Shard) else Replicate() for p in x.placements])
+    local = []
+    for number in numbers:
+        wide = next((i for i, size in enumerate(number.shape) if size > 1), None)
+        values: list[Placement] = []
+        gradients: list[Placement] = []
+        for placement in x.placements:
+            if wide is not None and placement.is_shard(dim):
+                values.append(Shard(wide))
+                gradients.append(Shard(wide))
+            else:
+                values.append(Replicate())
+                gradients.append(Partial() if placement.is_shard() else Replicate())
+        local.append(number.redistribute(placements=values).to_local(grad_placements=gradients))
+    y: Tensor = DTensor.from_local(
+        apply_learned(x.to_local(), local, dim, key),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
+    return y
 
 
 def _plain(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, dtype: torch.dtype) -> Tensor:
@@ -107,8 +150,13 @@ def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wid
     if getattr(x, "dtype", None) not in DTYPES:
         found = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"{formula.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}")
-    if type(x).__name__ == "DTensor":
-        raise TypeError(f"{formula.name}: expected a local tensor, got a DTensor: use its to_local()")
+    meshes = [_mesh(one) for one in (x, *numbers)]
+    if any(mesh != meshes[0] for mesh in meshes):
+        found = ", ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
+        raise TypeError(
+            f"{formula.name}: expected x and the learned numbers to be all DTensors of one mesh, or none, "
+            f"got {found}"
+        )
     if wide and not -x.dim() <= dim < x.dim():
         raise ValueError(f"{formula.name}: expected a tensor with a dimension {dim}, got {tuple(x.shape)}")
     channels = x.shape[dim] if wide else 1
