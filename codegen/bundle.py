@@ -19,8 +19,7 @@ from pathlib import Path
 
 from fitact.errors import UsageError, quote
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
 
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted
@@ -81,11 +80,6 @@ def kernel_name(fit: AnyFit) -> str:
             f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
             "make a folder with --standalone instead"
         )
-    if isinstance(fit, LearnedFit | CodedLearnedFit):
-        raise UsageError(
-            f"{quote(fit.name)} has learned numbers: the Hub's layers have no parameters; "
-            "make a folder with --standalone instead"
-        )
     name = fit.name.lower().replace("_", "-")
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(
@@ -105,7 +99,9 @@ def _standalone(fit: AnyFit) -> dict[str, str]:
 
 
 def _kernel(fit: AnyFit, name: str) -> dict[str, str]:
-    context = admitted({"name": fit.name, "module": class_name(fit.name), "kernel": name})
+    numbers = list(fit.activation.names) if isinstance(fit, AnyLearnedFit) else []
+    own = {"name": fit.name, "module": class_name(fit.name), "kernel": name, "numbers": numbers}
+    context = admitted(own)
     layers, build = (
         environment().get_template(f"{file}.j2").render(context) for file in ("layers.py", "build.toml")
     )

@@ -24,8 +24,7 @@ from fitact.fitter.records.approximants import Quotient
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 
 from . import dialects, gates, learned, printers
@@ -113,7 +112,7 @@ def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
     """Return the template for a kind of fit, and the values that only this template needs."""
     if isinstance(fit, GateFit | CodedGateFit):
         return "gate.py.j2", gates.context(fit)
-    if isinstance(fit, LearnedFit | CodedLearnedFit):
+    if isinstance(fit, AnyLearnedFit):
         return "learned.py.j2", learned.context(fit)
     value = _value(fit.activation)
     if isinstance(fit, StepFit):

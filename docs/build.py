@@ -25,7 +25,7 @@ from fitact.fitter.plot import draw
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
 from fitact.fitter.records.reading import read
 
@@ -37,7 +37,7 @@ WIDTH = 100  # of a help text
 ROOMS = ("fitter", "codegen", "runtime", "generated")
 METHODS = (
     *("fewbit", "relumix", "inverted", "exact", "coded", "gate_rebuild", "gate_coded"),
-    *("learned_rebuild", "learned_coded"),
+    *("learned_rebuild", "learned_exact", "learned_coded"),
 )
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -323,7 +323,7 @@ def _gates(fits: Sequence[AnyGateFit]) -> str:
     return _table(rows)
 
 
-def _formulas(fits: Sequence[AnyLearnedFit]) -> str:
+def _formulas(fits: Sequence[LearnedFit | CodedLearnedFit]) -> str:
     pairs = (f"`f`, `f′`, learned at σ = {deviation:g}" for deviation in DEVIATIONS)
     rows = [("", "learned, from", "bits of `x`", *pairs)]
     for fit in fits:

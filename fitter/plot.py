@@ -19,7 +19,7 @@ from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 from fitact.pictures import check_format, literal, save
 
@@ -80,7 +80,7 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     if isinstance(fit, CodedGateFit):
         of_u = [partial(_draw_factor, fit, "b")] if fit.code_u is None else _panels(fit.code_u)
         return [*_panels(fit.code_g), *of_u]
-    if isinstance(fit, LearnedFit):
+    if isinstance(fit, LearnedFit | ExactLearnedFit):
         return [partial(_draw_formula, fit)]
     if isinstance(fit, CodedLearnedFit):
         return [partial(_draw_formula, fit), partial(_draw_tables, fit.code)]
@@ -121,7 +121,8 @@ def _draw_formula(fit: AnyLearnedFit, upper: Axes, lower: Axes) -> None:
     for axes in (upper, lower):
         axes.set_xlim(-REACH, REACH)
     lower.legend(fontsize=7, ncols=2, frameon=False)
-    _dress(fit, upper, lower, "$x$ is kept: no error" if isinstance(fit, LearnedFit) else "computed at the points")
+    note = "computed at the points" if isinstance(fit, CodedLearnedFit) else "$x$ is kept: no error"
+    _dress(fit, upper, lower, "$y$ is kept" if isinstance(fit, ExactLearnedFit) else note)
     upper.set_ylabel("value")
     lower.set_ylabel("derivatives")
 

@@ -9,7 +9,7 @@ Oseledets, 2024) lists such formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import sympy
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.analysis.roots import roots
 from fitact.fitter.expr.atoms import (
     Expr,
@@ -53,8 +54,9 @@ from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.expr.parser import MAX_EXPONENT, parse, text_of
 from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.expr.work import stage
-from fitact.fitter.numerics.dtypes import DTYPES, halves, stored
+from fitact.fitter.numerics.dtypes import DTYPES, from_output, halves, stored
 from fitact.fitter.records.fit import ExactFit
+from fitact.fitter.records.learned import OUTPUT, ExactLearnedFit, Setting, errors_from_output, settings, told
 
 METHOD = "exact"
 DIGITS = 150  # of the verification; tanh'(x) is 1e-43 at its ends
@@ -62,9 +64,11 @@ LONGEST = 120  # characters of a formula in a message
 WIDE = 1e6  # the |x| up to which switching points of conditions are looked for
 ROUNDED = 1e-14  # a smaller switching point is a rounded 0
 REACH = 50.0  # the verification samples x from -REACH to REACH
-LARGEST = 3e38  # of a derivative that float32 holds
 SMALLEST = 1e-100  # of a derivative that is compared
 AGREEMENT = 1e-20  # relative, between the formula and f'
+LEARNED_POINTS = 25  # of the verification, for each of these
+LOST = 0.1  # of a derivative in a learned number, relative to the larger of it and 1: more is refused
+KEEP_X = "--method rebuild keeps x"
 # x in float32 for the stated error: dense round 0 and out to where every activation has met its asymptote
 SINGLES = np.concatenate([np.linspace(-20.0, 20.0, 200_001), np.geomspace(1e-30, 1e4, 4001)]).astype(np.float32)
 
@@ -136,7 +140,7 @@ def _derivative(node: Expr, y: Expr) -> Expr:
     """Return the derivative with respect to x of a formula whose value is y, as a formula in y."""
     if node == x:
         return sympy.Integer(1)
-    if not node.free_symbols:
+    if x not in node.free_symbols:
         return sympy.Integer(0)
     if isinstance(node, Where):
         return _branches(node, y)
@@ -295,17 +299,106 @@ def _error(activation: Activation, formula: Expr, at: Array, dtype: str) -> floa
     true = activation.derivative(at)
     with np.errstate(all="ignore"):
         y = stored(activation, at, dtype)
-        found = np.broadcast_to(float_check.FLOAT32.evaluate(formula, y.astype(np.float32)), y.shape).astype(
-            np.float64
-        )
-    valid = (np.abs(true) < LARGEST) & np.isfinite(y)
-    if not valid.any():
-        raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")
-    lost = valid & ~np.isfinite(found)
-    if lost.any():
+    return from_output(f"{activation}: its derivative", true, y, formula, dtype)
+
+
+# ------------------------------------------------------------------------------------------------- learned numbers
+
+
+def fit_learned(formula: Learned, name: str) -> ExactLearnedFit:
+    """Derive all derivatives of a formula with learned numbers as functions of y and of these, and verify them.
+
+    That is done for the numbers at their starts and at others near them, of either sign.
+
+    Raises:
+        UsageError: there are no such functions, they divide by a number that training may take through 0, or half
+            precision of y loses the derivative in a number; the message says which.
+
+    """
+    if OUTPUT in formula.names:
+        raise UsageError(f"learned number {quote(OUTPUT)}: the output has that name; choose another one")
+    try:
+        own = _derivatives(formula)
+    except _NoFormulaError as reason:
         raise UsageError(
-            f"{activation}: where y rounds to {y[lost][0]:g} in {dtype}, its "
-            f"derivative as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g}"
-        )
-    error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
-    return float(f"{error.max():.4g}")
+            f"{formula}: its derivatives are no functions of the output: {reason}; {KEEP_X}"
+        ) from None
+    for symbol in formula.symbols:
+        if any(node.exp.is_negative and symbol in node.base.free_symbols for node in own[0].atoms(sympy.Pow)):
+            raise UsageError(
+                f"{formula}: from the output, its derivative in x would be divided by {symbol}, which training "
+                f"may take through 0; {KEEP_X}"
+            )
+    texts = [text_of(one, OUTPUT) for one in own]
+    own = [stable(parse(one, variable=OUTPUT, learned=formula.names)) for one in texts]
+    near = [*settings(formula)]
+    _verify_learned(formula, own, near)
+    error = errors_from_output(formula, own, near)
+    for dtype in DTYPES:
+        if (lost := error[f"learned_{dtype}"]) > LOST:
+            raise UsageError(
+                f"{formula}: a derivative in its learned numbers, computed from the output in {dtype}, would be "
+                f"off by {lost:.2g} of the larger of itself and 1; {KEEP_X}"
+            )
+    gradients = dict(zip(formula.names, texts[1:], strict=True))
+    return ExactLearnedFit(
+        name=name,
+        method="learned_exact",
+        activation=formula,
+        derivative=texts[0],
+        gradients=gradients,
+        error=error,
+    )
+
+
+def _derivatives(formula: Learned) -> list[Expr]:
+    """Return the derivatives in x and in each learned number, as formulas in y and the learned numbers."""
+    for node in sympy.preorder_traversal(formula.formula):
+        if isinstance(node, Where):
+            raise _NoFormulaError("which branch of a where was taken cannot be told for all learned numbers")
+        if node.is_Pow and x in node.free_symbols:
+            raise _NoFormulaError(f"it has the power {text_of(node)}")
+    return [_derivative(formula.formula, x), *(_partial(formula.formula, x, one) for one in formula.symbols)]
+
+
+def _partial(node: Expr, y: Expr, number: Expr) -> Expr:
+    """Return the derivative with respect to a learned number of a formula whose value is y, as a formula in y."""
+    if number not in node.free_symbols:
+        return sympy.Integer(0)
+    if x not in node.free_symbols:
+        return node.diff(number)
+    if node.func is relu:
+        return Where(y, _partial(node.args[0], y, number), sympy.Integer(0))
+    if node.is_Add:
+        own, rest = node.as_independent(x, as_Add=True)
+        return own.diff(number) + _partial(rest, y - own, number)
+    if node.is_Mul:
+        own, rest = node.as_independent(x, as_Add=False)
+        return own.diff(number) * (y / own) + own * _partial(rest, y / own, number)
+    derivative, inverse = _AUTONOMOUS[node.func]
+    inner, slope = _partial(node.args[0], inverse(y), number), derivative(y)
+    # where y has reached a bound, x may be infinite, and the derivative tends to 0
+    return Where(slope, slope * inner, sympy.Integer(0)) if x in inner.free_symbols else slope * inner
+
+
+@stage("the verification of its derivatives", "write it with fewer functions")
+def _verify_learned(formula: Learned, own: Sequence[Expr], near: Iterable[Setting]) -> None:
+    """Compare derivatives in y with those in x, in high precision, for each setting of the learned numbers."""
+    truths = (formula.derivative_formula, *formula.gradient_formulas)
+    for setting in near:
+        value = formula.formula.xreplace(setting)
+        for k, (truth, one) in enumerate(zip(truths, own, strict=True)):
+            true_formula, formula_in_y = truth.xreplace(setting), one.xreplace(setting)
+            for point in np.linspace(-REACH, REACH, LEARNED_POINTS) + 0.0137:
+                true = evaluate_multiprecision(true_formula, point)
+                y = evaluate_multiprecision(value, point, DIGITS)
+                if not MP.isfinite(y) or abs(true) < SMALLEST:
+                    continue
+                found = evaluate_multiprecision(formula_in_y, y)
+                if not abs(found - true) <= AGREEMENT * abs(true):
+                    at = ", ".join(f"{symbol} = {float(number):.6g}" for symbol, number in setting.items())
+                    raise UsageError(
+                        f"{formula}: {told(formula, k)} is no function of the output alone: at x = {point:.6g}, "
+                        f"{at} it is {MP.nstr(true, 6)} where {quote(text_of(own[k], OUTPUT))} gives "
+                        f"{MP.nstr(found, 6)}; {KEEP_X}"
+                    )

@@ -13,7 +13,7 @@ from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit, AnyPlainFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 
 from . import coded, exact, fewbit, inverted, inverted_published, relumix
@@ -30,7 +30,7 @@ OPTIONS = {
 # Those of gates.
 GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u", "rounding")}
 # Those of formulas with learned numbers.
-LEARNED_OPTIONS = {"rebuild": (), "coded": ("bits", "domain", "weight")}
+LEARNED_OPTIONS = {"rebuild": (), "exact": (), "coded": ("bits", "domain", "weight")}
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
 # What the options are by default, where the method has them.
 DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
@@ -96,6 +96,9 @@ def make_learned(method: str, formula: Learned, name: str, **options: Any) -> An
         coded.warn_at_start(formula)
         return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
     with budget(formula, FITTING), stage("the fit", "write it with fewer functions"):
+        if method == "exact":
+            coded.warn_at_start(formula)
+            return exact.fit_learned(formula, name)
         return coded.fit_learned(formula, name=name, **options)
 
 
@@ -108,8 +111,8 @@ def again(fit: AnyFit) -> AnyFit:
         return make_gate("rebuild", fit.activation, fit.name)
     if isinstance(fit, StochasticFit):
         return coded.fit_stochastic(fit.activation, fit.bits, fit.name, domain=fit.domain, weight=fit.weight)
-    if isinstance(fit, LearnedFit):
-        return make_learned("rebuild", fit.activation, fit.name)
+    if isinstance(fit, LearnedFit | ExactLearnedFit):
+        return make_learned(fit.method.removeprefix("learned_"), fit.activation, fit.name)
     if isinstance(fit, CodedLearnedFit):
         code = fit.code
         options = {"domain": code.domain, "weight": code.weight, **code.options}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import FLOAT32
+from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.expr.evaluate import Array
 
 DTYPES = ("bfloat16", "float16", "float32")
+LARGEST = 3e38  # of a derivative that float32 holds
 
 
 def halves(dtype: str) -> Array:
@@ -42,3 +45,33 @@ def rounded(values: Array, dtype: str) -> Array:
     bits = single.view(np.uint32)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(single), np.nan, kept.view(np.float32)).astype(np.float64)
+
+
+def from_output(what: str, true: Array, y: Array, formula: Expr, dtype: str) -> float:
+    """Return the largest error of a formula in y, relative to the larger of what is true and 1, to four digits.
+
+    Args:
+        what: the activation and what the formula is for, as `"NAME: its derivative"`.
+        true: what is true, float64.
+        y: the outputs, rounded to the named dtype, same shape.
+        formula: in `atoms.x` for y; it is computed in float32.
+        dtype: the name.
+
+    Raises:
+        UsageError: it is not finite somewhere, or nothing is.
+
+    """
+    with np.errstate(all="ignore"):
+        found = np.broadcast_to(FLOAT32.evaluate(formula, y.astype(np.float32)), y.shape).astype(np.float64)
+    valid = (np.abs(true) < LARGEST) & np.isfinite(y)
+    if not valid.any():
+        activation = what.rpartition(": ")[0]
+        raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")
+    lost = valid & ~np.isfinite(found)
+    if lost.any():
+        raise UsageError(
+            f"{what} as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g} where y rounds to "
+            f"{y[lost][0]:g} in {dtype}"
+        )
+    error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
+    return float(f"{error.max():.4g}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from .coded import CodedFit
 from .fit import ExactFit, InvertedFit, StepFit
 from .gate import CodedGateFit, GateFit
-from .learned import CodedLearnedFit, LearnedFit
+from .learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from .stochastic import StochasticFit
 
 KINDS = (
     *(StepFit, ExactFit, InvertedFit, CodedFit, StochasticFit),
-    *(GateFit, CodedGateFit, LearnedFit, CodedLearnedFit),
+    *(GateFit, CodedGateFit, LearnedFit, ExactLearnedFit, CodedLearnedFit),
 )
 AnyPlainFit = StepFit | ExactFit | InvertedFit | CodedFit | StochasticFit  # of functions of x alone
 AnyGateFit = GateFit | CodedGateFit
-AnyLearnedFit = LearnedFit | CodedLearnedFit
+AnyLearnedFit = LearnedFit | ExactLearnedFit | CodedLearnedFit
 AnyFit = AnyPlainFit | AnyGateFit | AnyLearnedFit

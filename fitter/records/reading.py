@@ -20,7 +20,7 @@ from .coded import CodedFit
 from .fit import SCHEMA, activation_record
 from .gate import CodedGateFit, GateFit
 from .kinds import KINDS, AnyFit
-from .learned import CodedLearnedFit, LearnedFit
+from .learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from .stochastic import StochasticFit
 from .validate import json_object, label, mapping, number, objects, text
 
@@ -164,5 +164,6 @@ _READ: dict[type, Callable[[object], Activation | Gate | Learned]] = {
     GateFit: _gate,
     CodedGateFit: _gate,
     LearnedFit: _learned,
+    ExactLearnedFit: _learned,
     CodedLearnedFit: _learned,
 }

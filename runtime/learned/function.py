@@ -16,28 +16,33 @@ from .ops import Learned, find, ops, prepare, refuse_second_derivative
 
 
 def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
-    """Return the formula of x, keeping for backward x or its codes, and the numbers.
+    """Return the formula of x, keeping for backward x, its codes or the output, and the numbers.
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape, strides and device.
-        numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel.
-            All is computed in float32, beside a float64 x in float64.
-        dim: the dimension of x that the channels lie along.
+        x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            keeps its own shard; a partial DTensor is summed over the processes first.
+        numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel,
+            of any shape; DTensors of the mesh of x if x is one. All is computed in float32, beside a float64 x in
+            float64.
+        dim: the dimension of x that the channels lie along; unused where every number has one element.
         key: the key of a registered formula.
 
     Returns:
-        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). It carries a note of how
-        to compute it again from what is kept, which layers that `fitact.rebuild` has changed find.
+        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). Unless it is itself what
+        is kept, it carries a note of how to compute it again, which layers that `fitact.rebuild` has changed find.
 
     Raises:
-        TypeError: x is not a tensor of one of these dtypes.
+        TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others
+            are not, or have another mesh.
         ValueError: a number has another size than one or the channels of x, or x has no such dimension.
 
     """
     formula = find(key)
-    _check(formula, x, numbers, dim)
+    wide = any(number.numel() != 1 for number in numbers)
+    _check(formula, x, numbers, dim, wide)
+    if _mesh(x) is not None:
+        return _distributed(x, numbers, dim % x.dim() if wide else -1, key)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    wide = any(number.channel for number in formula.numbers)
     dim = dim % x.dim() if wide else 0
     channels = x.shape[dim] if wide else 1
     if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
@@ -50,6 +55,44 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         return _differentiable(x.contiguous(), packed, dim, key)
     place = order.index(dim) if wide else 0
     return _differentiable(x.permute(order), packed, place, key).permute(inverse(order))
+
+
+def _mesh(tensor: Any) -> Any:
+    """Return the mesh of a DTensor, None for other tensors."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
+    """Return the formula of a DTensor, with the same placements; gradients of numbers are summed over the shards.
+
+    Where x is split along its channels, each process takes their part of the numbers.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+    if any(type(p) not in (Replicate, Shard) for p in x.placements):
+        x = x.redistribute(placements=[p if type(p) in (Replicate, Shard) else Replicate() for p in x.placements])
+    local = []
+    for number in numbers:
+        wide = next((i for i, size in enumerate(number.shape) if size > 1), None)
+        values: list[Placement] = []
+        gradients: list[Placement] = []
+        for placement in x.placements:
+            if wide is not None and placement.is_shard(dim):
+                values.append(Shard(wide))
+                gradients.append(Shard(wide))
+            else:
+                values.append(Replicate())
+                gradients.append(Partial() if placement.is_shard() else Replicate())
+        local.append(number.redistribute(placements=values).to_local(grad_placements=gradients))
+    y: Tensor = DTensor.from_local(
+        apply_learned(x.to_local(), local, dim, key),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
+    return y
 
 
 def _plain(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, dtype: torch.dtype) -> Tensor:
@@ -70,10 +113,13 @@ def _differentiable(x: Tensor, numbers: Tensor, dim: int, key: str) -> Tensor:
     if torch.compiler.is_compiling():
         compiled: Tensor = ops.learned_forward(x, numbers, inner, key)[0]
         return compiled
+    y: Tensor
     y, codes, _ = _Formula.apply(x, numbers, inner, key)
-    bits = find(key).bits
+    formula = find(key)
+    if formula.keeps_output:
+        return y
     again = Again(key, inner, y.shape, y.dtype)
-    return note(y, again, codes if bits else x, numbers, exact=not bits)
+    return note(y, again, formula.kept(x, y, codes), numbers, exact=not formula.bits)
 
 
 @dataclass(frozen=True)
@@ -99,24 +145,26 @@ class Again:
         return y
 
 
-def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int) -> None:
-    """Raise unless x is a tensor that the formula takes, and each number has the size of its channels."""
+def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
+    """Raise unless x is a tensor that the formula takes, and each number has one element or one a channel."""
     if getattr(x, "dtype", None) not in DTYPES:
         found = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"{formula.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}")
-    if type(x).__name__ == "DTensor":
-        raise TypeError(f"{formula.name}: expected a local tensor, got a DTensor: use its to_local()")
-    wide = any(number.channel for number in formula.numbers)
+    meshes = [_mesh(one) for one in (x, *numbers)]
+    if any(mesh != meshes[0] for mesh in meshes):
+        found = ", ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
+        raise TypeError(
+            f"{formula.name}: expected x and the learned numbers to be all DTensors of one mesh, or none, "
+            f"got {found}"
+        )
     if wide and not -x.dim() <= dim < x.dim():
         raise ValueError(f"{formula.name}: expected a tensor with a dimension {dim}, got {tuple(x.shape)}")
     channels = x.shape[dim] if wide else 1
     for own, number in zip(formula.numbers, numbers, strict=True):
-        size = channels if own.channel else 1
-        if number.numel() != size:
-            along = f", the channels of {tuple(x.shape)} along dimension {dim}" if own.channel else ""
+        if number.numel() not in (1, channels):
             raise ValueError(
-                f"{formula.name}: {own.name}: expected {size} element{'s'[: size != 1]}{along}, "
-                f"got {number.numel()}"
+                f"{formula.name}: {own.name}: expected 1 element or {channels}, the channels of {tuple(x.shape)} "
+                f"along dimension {dim}, got {number.numel()}"
             )
 
 
@@ -132,10 +180,10 @@ class _Formula(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (x, numbers, ctx.inner, ctx.key), (_, codes, autograd_anchor) = inputs, output
+        (x, numbers, ctx.inner, ctx.key), (y, codes, autograd_anchor) = inputs, output
         ctx.mark_non_differentiable(codes)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(codes if find(ctx.key).bits else x, numbers, autograd_anchor)
+        ctx.save_for_backward(find(ctx.key).kept(x, y, codes), numbers, autograd_anchor)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:

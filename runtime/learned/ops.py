@@ -8,9 +8,9 @@
         Tensor kept, Tensor numbers, SymInt inner, SymInt[] size, ScalarType dtype, str key
     ) -> Tensor y
 
-They are opaque to PyTorch like those of `ops.autograd`, and see contiguous tensors. `kept` is x or its codes, the
-two bools say which gradients are wanted. `numbers` is a row for each number with a column for each channel, or one
-column: float64 beside float64, else float32. Element i has channel (i // inner) mod channels.
+They are opaque to PyTorch like those of `ops.autograd`, and see contiguous tensors. `kept` is x, its codes, or y;
+the two bools say which gradients are wanted. `numbers` is a row for each number with a column for each channel, or
+one column: float64 beside float64, else float32. Element i has channel (i // inner) mod channels.
 
 The gradients of numbers are sums over elements. They are added up in the dtype of `numbers`: the parts of the
 tensor first, and then these, always in the same order and without atomics.
@@ -57,10 +57,11 @@ class Learned:
         name: its name in messages.
         numbers: the learned numbers.
         value: of x and the numbers, in PyTorch's operators; all are of one dtype, float32 or float64.
-        derivative: likewise, in x.
-        gradients: likewise, in each number.
+        derivative: likewise in x, of what is kept and the numbers.
+        gradients: likewise in each number.
         forward, backward, again: Triton kernels; their arguments are those that the functions below launch them
-            with.
+            with. None computes the output again where it is what is kept.
+        keeps_output: whether y is kept in place of x; then there are no codes.
         borders: of the codes of x, 2^bits − 1 numbers, increasing; none if x is kept as it is.
         points: by code, what stands in place of x.
 
@@ -74,7 +75,8 @@ class Learned:
     gradients: tuple[Callable[..., Tensor], ...]
     forward: Any
     backward: Any
-    again: Any
+    again: Any = None
+    keeps_output: bool = False
     borders: tuple[float, ...] = ()
     points: tuple[float, ...] = ()
 
@@ -82,6 +84,10 @@ class Learned:
     def bits(self) -> int:
         """Bits of a code; 0 where x is kept."""
         return self.argument.bits
+
+    def kept(self, x: Tensor, y: Tensor, codes: Tensor) -> Tensor:
+        """Return what backward needs, beside the numbers."""
+        return codes if self.bits else y if self.keeps_output else x
 
     @cached_property
     def argument(self) -> Factor:
@@ -281,7 +287,7 @@ def _value_triton(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, numbers, ctx.inner, ctx.key = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1] if find(ctx.key).bits else x, numbers)
+    ctx.save_for_backward(find(ctx.key).kept(x, *output), numbers)
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:

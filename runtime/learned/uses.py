@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import permutations, product
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -53,6 +54,13 @@ class Use:
     shape: tuple[int, ...]
     refusal: str = ""
 
+    def takes(self, x: Tensor) -> bool:
+        """Return whether the channels of x are where they were when the module was tried."""
+        if len(self.shape) == 1:
+            return True  # one of each number serves all of x
+        there = x.dim() > self.dim if self.dim >= 0 else x.dim() == len(self.shape) or (self.dim == -1 and x.dim())
+        return bool(there) and x.shape[self.dim] == self.shape[self.dim]
+
     def coded(self, most: int, least: int = 1) -> Learned | None:
         """Return the shipped formula with the widest codes, of `least` to `most` bits; None if there is none."""
         for bits in range(most, least - 1, -1):
@@ -78,7 +86,7 @@ def use_of(module: nn.Module, kind: type[nn.Module]) -> Use | None:
         return Use("prelu", ("weight",), 1, (3, size) if size > 1 else (PROBE,))
     if name == XIELU:
         return _xielu(module)
-    if not 1 <= len(own) <= MOST or any(map(is_lazy, own.values())) or any(one.dim() > 1 for one in own.values()):
+    if not 1 <= len(own) <= MOST or any(map(is_lazy, own.values())):
         return None
     if kind.__module__.partition(".")[0] == "torch" or isinstance(module, LearnedModule):
         return None
@@ -86,7 +94,7 @@ def use_of(module: nn.Module, kind: type[nn.Module]) -> Use | None:
         return None
     held = {name: value for name, value in vars(module).items() if name not in EMPTY and not name.startswith(OURS)}
     sizes = tuple((name, tuple(one.shape)) for name, one in own.items())
-    if not all(map(_plain, held.values())) or not any(_matched(one, sizes) for one in FORMULAS.values()):
+    if not all(map(_plain, held.values())) or not _channels(sizes):
         return None
     hashable: Any = kind
     return _recognised(hashable, kind.forward, tuple((name, type(one), one) for name, one in held.items()), sizes)
@@ -112,51 +120,59 @@ class _Formula(NamedTuple):
     """A formula in PyTorch's operators, and which parameters a module of it has.
 
     Attributes:
-        value: of x, the numbers of one element and then those of channels, in the order of the catalog.
-        single: for each number of one element, its value where a module does not have it; None if it must.
-        channel: likewise for each number of channels.
+        value: of x and the numbers, in the order of the catalog; each is one number, or one for every channel.
+        default: for each number, its value where a module does not have it; None if it must.
 
     """
 
     value: Callable[..., Tensor]
-    single: tuple[float | None, ...]
-    channel: tuple[float | None, ...] = ()
+    default: tuple[float | None, ...]
+
+
+def _xielu_value(x: Tensor, p: Tensor, n: Tensor) -> Tensor:
+    below = (torch.expm1(torch.clamp(x, max=-1e-6)) - x) * (0.5 + F.softplus(n))
+    return torch.where(x > 0, F.softplus(p) * x * x, below) + 0.5 * x
 
 
 FORMULAS: Mapping[str, _Formula] = {
-    "dyt": _Formula(lambda x, a, g, b: g * torch.tanh(a * x) + b, (None,), (None, 0.0)),
-    "derf": _Formula(lambda x, a, s, g, b: g * torch.erf(a * x + s) + b, (None, 0.0), (None, 0.0)),
+    "dyt": _Formula(lambda x, a, g, b: g * torch.tanh(a * x) + b, (None, 1.0, 0.0)),
+    "derf": _Formula(lambda x, a, s, g, b: g * torch.erf(a * x + s) + b, (None, 0.0, 1.0, 0.0)),
     "swish_beta": _Formula(lambda x, b: x * torch.sigmoid(b * x), (None,)),
     "prelu": _Formula(lambda x, w: torch.where(x > 0, x, w * x), (None,)),
+    "xielu": _Formula(_xielu_value, (None, None)),
 }
 Sizes = tuple[tuple[str, tuple[int, ...]], ...]  # of parameters, by name
 Held = tuple[tuple[str, type, Any], ...]  # attributes: name, type and value
 
 
-def _matched(formula: _Formula, sizes: Sizes) -> list[tuple[str | float, ...]]:
-    """Return the orders in which a module's parameters may be the numbers of a formula; none if they cannot be."""
-    singles = [name for name, size in sizes if size in ((), (1,))]
-    wide = [name for name, _ in sizes if name not in singles]
-    if len({size for name, size in sizes if name in wide}) > 1:
-        return []
-    orders = [_filled(own, given) for own, given in ((formula.single, singles), (formula.channel, wide))]
-    return [(*one, *other) for one, other in product(*orders)]
+def _channels(sizes: Sizes) -> int | None:
+    """Return how many channels a module has, 1 if all of its parameters are single numbers.
+
+    None if a parameter has more than one dimension of channels, or two have different ones.
+    """
+    wide = {math.prod(size) for _, size in sizes} - {1}
+    if len(wide) > 1 or any(max(size, default=1) != math.prod(size) for _, size in sizes):
+        return None
+    return wide.pop() if wide else 1
 
 
-def _filled(own: Sequence[float | None], given: Sequence[str]) -> list[tuple[str | float, ...]]:
-    """Return the ways to put names in the places of numbers: all that are needed, then others in their order."""
-    needed = sum(one is None for one in own)
-    if not needed <= len(given) <= len(own):
-        return []
-    rest = [one for one in own[len(given) :] if one is not None]
-    return [(*names, *rest) for names in permutations(given)]
+def _matched(formula: _Formula, names: Sequence[str]) -> Iterator[tuple[str | float, ...]]:
+    """Yield the orders in which a module's parameters may be the numbers of a formula; none if they cannot be."""
+    for places in permutations(range(len(formula.default)), len(names)):
+        named = dict(zip(places, names, strict=True))
+        filled = [named.get(i, one) for i, one in enumerate(formula.default)]
+        found = tuple(one for one in filled if one is not None)
+        if len(found) == len(filled):
+            yield found
 
 
 @lru_cache(maxsize=256)
 def _recognised(kind: type[nn.Module], _: Any, held: Held, sizes: Sizes) -> Use | None:
     """Return what modules of a class with given attributes and parameters compute."""
-    channels = max((size[0] for _, size in sizes if size), default=1)
-    layouts = {-1: (3, 7, channels), -3: (2, channels, 3, 4)} if channels > 1 else {-1: (PROBE,)}
+    channels, names = _channels(sizes) or 1, [name for name, _ in sizes]
+    layouts: dict[int, tuple[int, ...]] = {-1: (PROBE,)}
+    if channels > 1:
+        layouts = {-1: (3, 7, channels), -2: (2, channels, 5), -3: (2, channels, 3, 4)}
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
         stack.enter_context(without_torch_function())
@@ -171,7 +187,7 @@ def _recognised(kind: type[nn.Module], _: Any, held: Held, sizes: Sizes) -> Use 
             x = 3 * torch.randn(shape, generator=random)
             found = [_run(_twin(kind, held, values).train(bool(mode)), x) for values, mode in trials]
             for name, formula in FORMULAS.items():
-                for numbers in _matched(formula, sizes):
+                for numbers in _matched(formula, names):
                     expected = (_expected(formula, numbers, values, dim, x) for values, _ in trials)
                     if all(map(_near, found, expected)):
                         return Use(name, numbers, dim, shape)

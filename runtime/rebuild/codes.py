@@ -122,7 +122,7 @@ class LearnedCodes(NamedTuple):
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """Return the formula of x, which keeps codes; None where the module has to compute it itself."""
-        if not (plain(x) and x.dtype in DTYPES and x.dim() >= -self.use.dim):
+        if not (plain(x) and x.dtype in DTYPES and self.use.takes(x)):
             return None
         numbers = self._numbers(module, x.device)
         if not functions.recorded(x, *numbers) or not all(map(plain, numbers)):
@@ -135,18 +135,13 @@ class LearnedCodes(NamedTuple):
     def _numbers(self, module: nn.Module, device: torch.device) -> list[Tensor]:
         """Return the numbers; of those that the module has not, the constant."""
         own = [getattr(module, one) if isinstance(one, str) else one for one in self.use.numbers]
-        channels = max((one.numel() for one in own if isinstance(one, Tensor)), default=1)
-        kinds = learned.find(self.key).numbers
-        return [
-            one if isinstance(one, Tensor) else torch.full((channels if kind.channel else 1,), one, device=device)
-            for one, kind in zip(own, kinds, strict=True)
-        ]
+        return [one if isinstance(one, Tensor) else torch.full((), one, device=device) for one in own]
 
     def table(self, module: nn.Module) -> Table:
         """Return the codes of x, and the formula at their points, numbers of channels at their starts."""
         formula = learned.find(self.key)
         numbers = [
-            torch.full((), kind.start) if kind.channel else one.detach().cpu().float().reshape(())
+            torch.full((), kind.start) if one.numel() > 1 else one.detach().cpu().float().reshape(())
             for one, kind in zip(self._numbers(module, torch.device("cpu")), formula.numbers, strict=True)
         ]
 

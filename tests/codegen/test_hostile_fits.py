@@ -47,6 +47,7 @@ RECORDS["gate"] = json.loads(gates.rebuilt("tanh(g)*(u + 1)", "tanh_gate").to_js
 RECORDS["coded gate"] = json.loads(gates.coded("swiglu", "swiglu_coded3_6", 3, 6).to_json())
 RECORDS["learned"] = json.loads(learned.rebuilt("a*x + tanh(b*x)", "own_learned", NUMBERS).to_json())
 RECORDS["coded learned"] = json.loads(learned.coded("dyt", "dyt_coded3", 3).to_json())
+RECORDS["learned, from the output"] = json.loads(learned.FROM_OUTPUT["sigmoid"].fit.to_json())
 RECORDS["coded"] = json.loads(codes.record(3).to_json())
 RECORDS["drawn"] = json.loads(drawn.record(3).to_json())
 

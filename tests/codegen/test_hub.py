@@ -9,8 +9,10 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 
 import pytest
+import torch
 from torch import nn
 
 from fitact.codegen import bundle
@@ -66,6 +68,36 @@ def test_the_module_and_its_layer(name: str, hub: Path) -> None:
     assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(nn.GELU.forward).parameters]
     module.of_layer = layer()
     assert all(a.equal(b) for a, b in zip(passes(module, "of_layer"), passes(module, name), strict=True))
+
+
+class Dyt(nn.Module):
+    """A module whose forward `kernels` replaces by that of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.gamma = nn.Parameter(torch.full((1,), 0.7)), nn.Parameter(torch.linspace(1, 2, 6))
+        self.beta = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gamma * torch.tanh(self.alpha * x) + self.beta
+
+
+def test_a_layer_uses_the_learned_numbers_of_the_module_that_it_stands_in_for(tmp_path: Path) -> None:
+    generate(bundle.plan([shipped("dyt_rebuild")], hub=True), tmp_path, prune=False, layout=bundle.HUB)
+    module = load(tmp_path / "dyt-rebuild" / "torch-ext" / "dyt_rebuild", "standalone_dyt_rebuild_0123")
+    layer = module.layers.DytRebuild
+    assert layer.__init__ is nn.Module.__init__
+    assert {*dir(layer)} - {*dir(nn.Module)} == {"can_torch_compile", "has_backward"}
+    dyt, x = Dyt(), torch.randn(5, 6, requires_grad=True)
+    leaves = [x, *dyt.parameters()]
+    expected = dyt(x)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    dyt.forward = MethodType(layer.forward, dyt)
+    found = dyt(x)
+    assert found.grad_fn is not None and "Formula" in found.grad_fn.name()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), leaves), gradients)
+    assert [*module.DytRebuild(6).state_dict()] == ["alpha", "gamma", "beta"]
 
 
 LOADED = """

@@ -94,6 +94,7 @@ def all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 # -------------------------------------------------------------------------------------------------- recognising
 
 C = (WIDTH,)
+XIELU = "torch.where(x > 0, F.softplus(p)*x*x, (torch.expm1(x.clamp(max=-1e-6)) - x)*(0.5 + F.softplus(n))) + x/2"
 KNOWN: dict[str, tuple[Callable[[], nn.Module], str, tuple[str | float, ...], int]] = {
     "prelu": (nn.PReLU, "prelu", ("weight",), 1),
     "prelu of channels": (partial(nn.PReLU, WIDTH), "prelu", ("weight",), 1),
@@ -111,8 +112,38 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], str, tuple[str | float, ...], in
         partial(Own, "w*torch.erf(a*x) + b", a=(1,), w=C, b=C), "derf", ("a", 0.0, "w", "b"), -1
     ),
     "swish": (partial(Own, "x*torch.sigmoid(x*slope)", slope=()), "swish_beta", ("slope",), -1),
+    "dyt, alpha of channels": (partial(Own, "g*torch.tanh(x*a) + b", a=C, g=C, b=C), "dyt", ("a", "g", "b"), -1),
+    "dyt, gamma alone of channels": (
+        partial(Own, "g*torch.tanh(x*a) + b", a=(), g=C, b=(1,)), "dyt", ("a", "g", "b"), -1
+    ),
+    "dyt, beta alone of channels": (
+        partial(Own, "g*torch.tanh(x*a) + b", a=(), g=(1,), b=C), "dyt", ("a", "g", "b"), -1
+    ),
+    "dyt, single numbers": (partial(Own, "g*torch.tanh(x*a) + b", b=(), a=(), g=()), "dyt", ("a", "g", "b"), -1),
+    "dyt of alpha alone": (partial(Own, "torch.tanh(x*a)", a=C), "dyt", ("a", 1.0, 0.0), -1),
+    "dyt of images, alpha of channels": (
+        partial(Own, "g*torch.tanh(x*a)", g=(1, WIDTH, 1, 1), a=(WIDTH, 1, 1)), "dyt", ("a", "g", 0.0), -3
+    ),
+    "derf of channels": (
+        partial(Own, "w*torch.erf(a*x + s)", a=C, w=(1,), s=C), "derf", ("a", "s", "w", 0.0), -1
+    ),
+    "swish of channels": (partial(Own, "x*torch.sigmoid(x*b)", b=C), "swish_beta", ("b",), -1),
+    "swish of images": (
+        partial(Own, "x*torch.sigmoid(x*b)", b=(1, WIDTH, 1, 1)), "swish_beta", ("b",), -3
+    ),
+    "swish of sequences": (partial(Own, "x*torch.sigmoid(x*b)", b=(WIDTH, 1)), "swish_beta", ("b",), -2),
+    "own prelu of channels": (partial(Own, "torch.where(x > 0, x, w*x)", w=C), "prelu", ("w",), -1),
+    "own xielu, one of channels": (partial(Own, XIELU, p=C, n=(1,)), "xielu", ("p", "n"), -1),
     "own prelu": (partial(Own, "torch.clamp(x, 0) + w*torch.clamp(x, max=0)", w=(1,)), "prelu", ("w",), -1),
 }  # fmt: skip
+
+
+def placed(module: nn.Module, dim: int) -> tuple[nn.Sequential, Tensor]:
+    """Return a model of the module and a layer that follows, and what goes in."""
+    if dim > -2:
+        return mlp(module), X
+    after = nn.Conv2d(WIDTH, 3, 1) if dim == -3 else nn.Conv1d(WIDTH, 3, 1)
+    return nn.Sequential(module, after), torch.randn(2, WIDTH, *((8, 8) if dim == -3 else (64,)))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -123,20 +154,21 @@ def test_known(name: str) -> None:
     assert found is not None
     assert (found.learned is not None) and not found.refusal
     assert (found.learned.formula, found.learned.numbers, found.learned.dim) == (formula, numbers, dim)
-    model = mlp(module) if dim != -3 else nn.Sequential(module, nn.Conv2d(WIDTH, 3, 1))
-    x = X if dim != -3 else torch.randn(2, WIDTH, 8, 8)
+    model, x = placed(module, dim)
     stock, expected, ours = gradients(model, x)
     (site,) = (one for one in fitact.convert(model, error="exact") if one.kind == "activation")
     assert (site.before, site.after) == (type(module).__name__, "rebuilt")
     kept, output, found_gradients = gradients(model, x)
     assert torch.equal(output, expected) and all_equal(found_gradients, ours)
-    assert kept <= stock - WIDTH * ROWS * 4 // (1 if dim != -3 else 2)
+    tensor = 4 * WIDTH * (ROWS if dim > -2 else 2 * 64)
+    assert kept <= stock - tensor
 
 
 UNKNOWN = {
     "hardtanh": Own("g*F.hardtanh(x*a) + b", a=(1,), g=C, b=C),
     "a bounded number": Own("x*torch.sigmoid(x*b.abs())", b=()),
-    "a number per channel inside": Own("g*torch.tanh(x*a) + b", a=C, g=C, b=C),
+    "numbers of different channels": Own("g*torch.tanh(x[..., :1]*a) + b[..., :1]", a=C, g=C, b=(2,)),
+    "a table": Own("x*torch.sigmoid(x*b.mean())", b=(2, 3)),
     "scale": Own("x*g", g=C),
     "norm": Own("x*(x*x).mean(-1, keepdim=True).rsqrt()*g", g=(1,)),
     "random": Own("torch.rand_like(x)*x*torch.sigmoid(x*b)", b=()),
@@ -189,16 +221,17 @@ def vit() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(4, 3, 64, 64)
 
 
-def cnn() -> tuple[nn.Module, Tensor]:
-    first = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.PReLU(16))
-    second = (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.PReLU())
-    return nn.Sequential(*first, *second, nn.Conv2d(16, 8, 3)), torch.randn(4, 3, 32, 32)
+def cnn(norm: Callable[[int], nn.Module] = nn.BatchNorm2d, scale: float = 1.0) -> tuple[nn.Module, Tensor]:
+    first = (nn.Conv2d(3, 16, 3, padding=1), norm(16), nn.PReLU(16))
+    second = (nn.Conv2d(16, 16, 3, padding=1), norm(16), nn.PReLU())
+    return nn.Sequential(*first, *second, nn.Conv2d(16, 8, 3)), scale * torch.randn(4, 3, 32, 32)
 
 
 MODELS = {
     "Apertus (xIELU)": (apertus, "xielu_coded8"),
     "ViT with DyT": (vit, "dyt_coded8"),
     "CNN (BatchNorm, PReLU)": (cnn, "rebuilt"),
+    "CNN (PReLU)": (partial(cnn, nn.Identity, 4.0), "prelu_coded8"),
 }
 PRECISIONS = {"bfloat16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
 WAYS: dict[str, Callable[[nn.Module, Any], Conversion]] = {
@@ -281,13 +314,14 @@ def test_codes_where_they_do_not_suit() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dyt", "dyt, channels first", "dyt without bias", "derf without shift", "swish", "xielu"]
+    "name",
+    [one for one in KNOWN if one not in ("xielu of its own beta", "dyt, other names")],
 )
 def test_codes_of_8_bits(name: str) -> None:
     make, formula, _, dim = KNOWN[name]
-    x = torch.randn(2, WIDTH, 16, 8) if dim == -3 else torch.randn(ROWS, WIDTH)
-    last = nn.Conv2d(WIDTH, 8, 1) if dim == -3 else nn.Linear(WIDTH, 8)
-    model = nn.Sequential(make().float(), last)
+    model, x = placed(make().float(), dim)
+    if dim > -2:
+        model, x = model[1:], torch.randn(ROWS, WIDTH)
     _, expected, ours = gradients(copy.deepcopy(model), x)
     (site,) = fitact.convert(model, "coded")
     assert site.after == f"{formula}_coded8" and site.reason.startswith("value off by")
@@ -295,6 +329,25 @@ def test_codes_of_8_bits(name: str) -> None:
     assert kept == x.numel() or x.numel() < kept < x.numel() + 6 * 4 * WIDTH  # and the numbers, side by side
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     assert 0 < off(found, ours) < 0.02
+
+
+def test_channels_elsewhere_than_where_the_module_was_tried() -> None:
+    """It computes those itself, also where another dimension has as many elements as there are channels."""
+    act = Own("x*torch.sigmoid(torch.einsum('nc...,c->nc...', x, b))", b=C)
+    act.b.data.copy_(torch.linspace(-1, 2, WIDTH))
+    model = nn.Sequential(act, nn.Conv1d(WIDTH, 3, 1))
+    stock = copy.deepcopy(model)
+    (site,) = fitact.convert(model, "coded")
+    assert site.after == "swish_beta_coded8"
+    for shape in ((2, WIDTH, 5), (WIDTH, WIDTH)):
+        x = torch.randn(shape)
+        _, expected, ours = gradients(stock, x)
+        _, output, found = gradients(model, x)
+        if len(shape) == 3:
+            torch.testing.assert_close(output, expected)
+            assert 0 < off(found, ours) < 0.02
+        else:
+            assert torch.equal(output, expected) and all_equal(found, ours)
 
 
 # ----------------------------------------------------------------------------------------------------- training
@@ -361,9 +414,9 @@ def test_patterns() -> None:
 def test_the_table() -> None:
     model = mlp(DyT(WIDTH), nn.PReLU())
     assert str(fitact.convert(model, "coded")).splitlines() == [
-        "site    was    is          note",
-        "1       DyT    dyt_coded8  value off by 0.73 %, derivative by 0.3 %",
-        "2       PReLU  rebuilt",
+        "site    was    is            note",
+        "1       DyT    dyt_coded8    value off by 0.73 %, derivative by 0.3 %",
+        "2       PReLU  prelu_coded8  value off by 0.85 %",
         "2 of 2 replaced",
     ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 START = """
 import os
 import sys
+from itertools import product
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,12 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import fitact
-from fitact.generated.dyt_coded8 import DytCoded8
+from fitact.generated.dyt_coded8 import DytCoded8, dyt_coded8
 from fitact.generated.gelu_fewbit3 import gelu_fewbit3
 from fitact.generated.silu_inverted1 import silu_inverted1
 from fitact.generated.swiglu_coded6_8 import swiglu_coded6_8
 from fitact.generated.swiglu_rebuild import swiglu_rebuild
-from fitact.generated.xielu_rebuild import XieluRebuild
+from fitact.generated.xielu_rebuild import XieluRebuild, xielu_rebuild
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -178,6 +179,38 @@ for kind in ("ddp", "fsdp"):
         whole = own.full_tensor() if isinstance(own, DTensor) else own
         torch.testing.assert_close(whole.detach(), reached.detach(), rtol=1e-4, atol=1e-5)
 """
+# Of DTensors, values and gradients are those of the whole, also where channels are split unevenly, or the numbers.
+LEARNED_TENSORS = """
+torch.manual_seed(0)
+whole, dy = torch.randn(4, 7, 6), torch.randn(4, 7, 6)
+for function, wide, dim in ((dyt_coded8, (0, 1, 1), 1), (dyt_coded8, (1, 0, 1), -1), (xielu_rebuild, (0, 0), -1)):
+    numbers = [torch.rand(whole.shape[dim] if one else 1) for one in wide]
+    of_dim = (dim,) if function is dyt_coded8 else ()
+    leaves = [one.clone().requires_grad_() for one in (whole, *numbers)]
+    expected = function(*leaves, *of_dim)
+    gradients = torch.autograd.grad(expected, leaves, dy)
+    for placement, of_numbers in [*product((Replicate(), Shard(0), Shard(1), Shard(2)), (Replicate(), Shard(0)))]:
+        given = [distribute_tensor(whole, mesh, [placement])]
+        given += [distribute_tensor(one, mesh, [of_numbers]) for one in numbers]
+        leaves = [one.requires_grad_() for one in given]
+        y = function(*leaves, *of_dim)
+        assert y.placements == (placement,) and y.shape == whole.shape and y.stride() == whole.stride()
+        torch.testing.assert_close(y.full_tensor(), expected)
+        found = torch.autograd.grad(y, leaves, distribute_tensor(dy, mesh, [placement]))
+        for one, leaf, gradient in zip(found, leaves, gradients):
+            assert one.placements == leaf.placements, (one.placements, leaf.placements)
+            torch.testing.assert_close(one.full_tensor(), gradient, rtol=1e-5, atol=1e-5)
+    half = DTensor.from_local(whole / 2, mesh, [Partial()], run_check=False)
+    y = function(half, *(distribute_tensor(one, mesh, [Replicate()]) for one in numbers), *of_dim)
+    torch.testing.assert_close(y.full_tensor(), expected)
+    for one, others in ((half, numbers), (whole, given[1:])):
+        try:
+            function(one, *others, *of_dim)
+            raise SystemExit("it was not refused")
+        except TypeError as error:
+            text = "expected x and the learned numbers to be all DTensors of one mesh, or none, got a "
+            assert text in str(error) and "\\n" not in str(error)
+"""
 
 
 def test_in_two_processes(tmp_path: Path) -> None:
@@ -189,7 +222,7 @@ def test_in_two_processes(tmp_path: Path) -> None:
                 "-W",
                 "error",
                 "-c",
-                START + TENSORS + GATES + TRAIN + LEARNED + END,
+                START + TENSORS + GATES + TRAIN + LEARNED + LEARNED_TENSORS + END,
                 str(rank),
                 str(tmp_path / "store"),
             ],

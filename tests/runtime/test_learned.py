@@ -21,7 +21,7 @@ from fitact.fitter.analysis.learned import USED
 from fitact.fitter.records.learned import CodedLearnedFit
 from fitact.runtime.memory.saved import count_saved
 from tests.support.generated import EACH_DTYPE, LAYOUTS, load, same, sizes
-from tests.support.learned import CASES, CODED, EXACT, Case, numbers_of, shaped
+from tests.support.learned import CASES, CODED, EXACT, FROM_OUTPUT, Case, numbers_of, shaped
 
 exact = pytest.mark.parametrize("name", EXACT)
 by_codes = pytest.mark.parametrize("name", CODED)
@@ -31,7 +31,7 @@ C = 6
 
 @cache
 def module(name: str) -> ModuleType:
-    return load(CASES[name].fit)
+    return load((CASES | FROM_OUTPUT)[name].fit)
 
 
 def call(name: str, x: torch.Tensor, numbers: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
@@ -214,10 +214,29 @@ def test_channels_are_asked_for() -> None:
         kind(0)
     with pytest.raises(TypeError, match="own_xielu: expected no channels, as it has one of each number, got 4"):
         plain(4)
-    with pytest.raises(ValueError, match=r"own_dyt: gamma: expected 5 elements, the channels of \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"own_dyt: gamma: expected 1 element or 5, the channels of \(2, 5\)"):
         kind(4)(torch.randn(2, 5))
     with pytest.raises(TypeError, match="own_dyt: expected a tensor of float16, bfloat16, float32 or"):
         kind(4)(torch.ones(2, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["dyt", "xielu", "coded8", "coded5"])
+def test_any_number_may_be_one_or_of_channels(name: str) -> None:
+    """As functions take them, whatever the module's are; the last is of channels, then all but the last are."""
+    case, x = CASES[name], torch.randn(30, 7, C, dtype=torch.float64)
+    some = numbers_of(case, C, torch.float64)
+    for wide in ({len(some) - 1}, {*range(len(some) - 1)}):
+        numbers = [
+            (one.detach().flatten()[0] + torch.linspace(0, 0.2, C if k in wide else 1)).double().requires_grad_()
+            for k, one in enumerate(some)
+        ]
+        leaf, dy = x.clone().requires_grad_(), torch.randn_like(x)
+        y = call(name, leaf, numbers)
+        expected, _ = truth(case, x, numbers, dy)
+        torch.testing.assert_close(y.detach(), expected, rtol=1e-12, atol=1e-12)
+        _, gradients = truth(case, points(name, x), numbers, dy)
+        for one, other in zip(torch.autograd.grad(y, [leaf, *numbers], dy), gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["dyt", "coded8"])

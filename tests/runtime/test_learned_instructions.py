@@ -12,17 +12,19 @@ triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 from fitact.runtime.learned import ops  # noqa: E402
 from tests.support.generated import load  # noqa: E402
 from tests.support.instructions import TARGETS, machine_code  # noqa: E402
-from tests.support.learned import CASES  # noqa: E402
+from tests.support.learned import CASES, FROM_OUTPUT  # noqa: E402
 from tests.support.more_kernels import PLACES, LearnedKernel  # noqa: E402
 
+BOTH = CASES | FROM_OUTPUT
 ALL = [
     case
-    for case in product(CASES, ("forward", "backward", "again"), ("bf16", "fp32"), TARGETS, PLACES)
-    if CASES[case[0]].wide == (case[4] != "one")
+    for case in product(BOTH, ("forward", "backward", "again"), ("bf16", "fp32"), TARGETS, PLACES)
+    if BOTH[case[0]].wide == (case[4] != "one") and not (case[0] in FROM_OUTPUT and case[1] == "again")
 ]
 QUICK = {
     ("xielu", "backward", "bf16", "sm_90", "one"),
     ("dyt", "backward", "fp32", "sm_90", "last"),
+    ("sigmoid", "backward", "bf16", "sm_90", "last"),
     ("coded8", "forward", "bf16", "gfx942", "image"),
     ("coded5", "backward", "bf16", "sm_80", "image"),
 }
@@ -38,7 +40,7 @@ SPILLED["coded3", "backward", "bf16", "sm_90"] = 8
 )
 def test_nothing_spills(case: tuple[str, str, str, str, str]) -> None:
     name, pass_, dtype, target, place = case
-    formula = ops.find(load(CASES[name].fit)._KEY)
+    formula = ops.find(load(BOTH[name].fit)._KEY)
     asm = LearnedKernel(name, pass_, formula, place).compile(dtype, target).asm
     assert "atomic" not in asm["ttir"]
     code = machine_code(asm)

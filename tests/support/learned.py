@@ -10,7 +10,7 @@ import torch
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.records.kinds import AnyLearnedFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit, errors
+from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit, errors
 from tests.support.gates import part
 
 Numbers = dict[str, tuple[float, bool]]
@@ -25,6 +25,18 @@ def coded(text: str, name: str, bits: int, numbers: Numbers | None = None) -> Co
     formula, code = Learned.of(text, numbers or {}), part(Activation.of("identity"), bits, name)
     error = errors(formula, code)
     return CodedLearnedFit(name=name, method="learned_coded", activation=formula, code=code, error=error)
+
+
+def from_output(text: str, name: str, numbers: Numbers, derivative: str, **gradients: str) -> ExactLearnedFit:
+    """A fit with derivatives in the output y that are written out here; it states no more than 5 %."""
+    return ExactLearnedFit(
+        name=name,
+        method="learned_exact",
+        activation=Learned.of(text, numbers),
+        derivative=derivative,
+        gradients=gradients,
+        error=dict.fromkeys(ExactLearnedFit.ERRORS, 0.05),
+    )
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,23 @@ CASES: dict[str, Case] = {
     "coded5": Case(coded("dyt", "own_coded5", 5), dyt),
     "coded3": Case(coded("xielu", "own_coded3", 3), xielu),
 }
+# Those that keep the output.
+FROM_OUTPUT = {
+    "tanh": Case(
+        from_output(
+            "tanh(a*x)", "own_tanh", {"a": (1.0, False)},
+            "a*(1 - y**2)", a="where(y**2 < 1, (1 - y**2)*(log1p(y) - log1p(-y))/(2*a), 0)",
+        ),
+        lambda x, a: torch.tanh(a * x),
+    ),
+    "sigmoid": Case(
+        from_output(
+            "sigmoid(a*x + b)", "own_sigmoid", {"a": (1.0, True), "b": (0.3, False)},
+            "a*y*(1 - y)", b="y*(1 - y)", a="where(y*(1 - y) > 0, y*(1 - y)*(log(y) - log1p(-y) - b)/a, 0)",
+        ),
+        lambda x, a, b: torch.sigmoid(a * x + b),
+    ),
+}  # fmt: skip
 EXACT = tuple(name for name in CASES if not name.startswith("coded"))
 CODED = tuple(name for name in CASES if name.startswith("coded"))
 

@@ -96,7 +96,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     multiple=True,
     metavar="K=V",
     help="A learned number of an expression and its start, e.g. beta=1.0, or with one for every channel "
-    "gamma:channel=1.0. The methods are then rebuild and coded. Repeatable.",
+    "gamma:channel=1.0. The methods are then rebuild, exact and coded. Repeatable.",
 )
 @click.option(
     "--objective",
@@ -304,7 +304,7 @@ def _have_numbers(method: str, functions: Sequence[str], numbers: Mapping[str, t
     if method not in LEARNED_OPTIONS:
         raise UsageError(
             f"--method {method} takes no learned numbers, got {quote(own[0])}: "
-            f"the methods of formulas with learned numbers are {' and '.join(LEARNED_OPTIONS)}"
+            f"the methods of formulas with learned numbers are {', '.join(LEARNED_OPTIONS)}"
         )
     if len(own) < len(functions):
         other = next(function for function in functions if function not in own)

@@ -22,8 +22,8 @@ from fitact.fitter.methods import coded, exact, fewbit, inverted, relumix
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.kinds import AnyFit, AnyGateFit
+from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
 from fitact.text import columns
 
@@ -297,6 +297,11 @@ def fits(shown: Sequence[AnyFit]) -> None:
         if isinstance(fit, GateFit | CodedGateFit):
             gates.append(_gate_row(fit))
             continue
+        if isinstance(fit, ExactLearnedFit):
+            both = (f"{e[f'derivative_{dtype}']:.2g}/{e[f'learned_{dtype}']:.2g}" for dtype in dtypes)
+            texts = (f"in {name}: {fit.gradients[name]}" for name in fit.activation.names)
+            closed.append((fit.name, *both, f" {'; '.join([fit.derivative, *texts])}"))
+            continue
         if isinstance(fit, LearnedFit | CodedLearnedFit):
             formulas.append(_formula_row(fit))
             continue
@@ -347,7 +352,7 @@ def _gate_row(fit: AnyGateFit) -> tuple[str, ...]:
     return (fit.name, str(fit.bits), of_u, *errors, fit.activation.expression)
 
 
-def _formula_row(fit: AnyLearnedFit) -> tuple[str, ...]:
+def _formula_row(fit: LearnedFit | CodedLearnedFit) -> tuple[str, ...]:
     """Return the line of a formula with learned numbers in the table of these."""
     told = starts(fit.activation), fit.activation.expression
     if isinstance(fit, LearnedFit):
