@@ -20,7 +20,7 @@ from benchmarks.convergence import plot, run, statistics, summary, tasks, traini
 from benchmarks.convergence.methods import COMPILED, EXACT, FACTORS, METHODS, methods_of
 from benchmarks.convergence.models import Transformer
 from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, restore
-from benchmarks.convergence.tasks import PATCHES, TASKS, Recipe, Setting
+from benchmarks.convergence.tasks import LEARNED_PARTS, PATCHES, TASKS, Recipe, Setting
 from benchmarks.convergence.training import Run
 from fitact.errors import UsageError
 from fitact.runtime.memory.saved import count_saved
@@ -35,7 +35,7 @@ TINY = Setting(
         "characters": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8),
         "digits": Recipe(16, 2, 1, PATCHES, 4, 1, 1e-3, 8),
         "lora": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8, rank=2),
-        "gated": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8),
+        **dict.fromkeys(("gated", *LEARNED_PARTS), Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8)),
     },
 )
 THREE_STEPS = dataclasses.replace(
@@ -44,7 +44,7 @@ THREE_STEPS = dataclasses.replace(
 PAIRS = sorted(
     {
         (task, method)
-        for setting in (tasks.SMALL, tasks.CODES)
+        for setting in (tasks.SMALL, tasks.CODES, tasks.LEARNED)
         for task in setting.recipes
         for method in methods_of(task, setting.name)
     }
@@ -237,7 +237,7 @@ def test_methods_are_paired(task: str, store: Path) -> None:
         method: training.train(TASKS[task], METHODS[method], THREE_STEPS, 0, store / "3").curve[0]
         for method in (
             *("exact", "fewbit1", "relumix2", "inverted1", "stochastic1", "norms-fewbit3"),
-            *("coded8", "coded4", "coded6-8", "float8", "float8-8"),
+            *("coded8", "coded4", "coded6-8", "float8", "float8-8", "rebuild", "learned8"),
         )
         if (task, method) in PAIRS
     }
@@ -267,7 +267,7 @@ def test_methods_change_what_they_say(method: str, make: Callable[[Recipe], Tran
     kinds = [type(module).__name__ for module in model.modules()]
     stock = 0 if method in ("norms", "norms-fewbit3") else 5
     assert (kinds.count("LayerNorm"), kinds.count("MSLayerNorm")) == (stock, 5 - stock)
-    there = METHODS[method].activation is nn.GELU
+    there = METHODS[method].activation is None
     assert kinds.count("GELU") == (2 if there else 0)
     affine = sum(isinstance(module, nn.LayerNorm) and module.elementwise_affine for module in model.modules())
     assert affine == (0 if method.startswith("norms") else 5)
@@ -275,7 +275,7 @@ def test_methods_change_what_they_say(method: str, make: Callable[[Recipe], Tran
 
 def test_methods_of_one_argument_are_refused_for_gates() -> None:
     with pytest.raises(ValueError, match="fewbit3: expected an MLP with GELU, got a gated one"):
-        METHODS["fewbit3"].apply(tasks.gated_model(TINY.recipes["gated"]))
+        METHODS["fewbit3"].apply(TASKS["gated"].model(TINY.recipes["gated"]))
 
 
 def test_adapters_alone_are_trained(store: Path) -> None:
