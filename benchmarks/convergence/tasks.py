@@ -188,12 +188,12 @@ def _transformer(recipe: Recipe, embedding: nn.Module, outputs: int, *, causal: 
     )
 
 
-# Tasks whose models have learned numbers, by name: what titles call them, and where in the model they are.
-LEARNED_PARTS: dict[str, tuple[str, dict[str, Callable[..., nn.Module]]]] = {
-    "xielu": ("xIELU", {"activation": xielu}),
-    "dyt": ("DyT", {"norm": DyT}),
-    "derf": ("Derf", {"norm": Derf}),
-    "swish": ("Swish with β", {"activation": Swish}),
+# Tasks whose models have learned numbers in place of activations or norms: what titles call these, and the models.
+LEARNED_PARTS: dict[str, tuple[str, Callable[[Recipe], Transformer]]] = {
+    "xielu": ("xIELU", partial(text_model, activation=xielu)),
+    "dyt": ("DyT", partial(text_model, norm=DyT)),
+    "derf": ("Derf", partial(text_model, norm=Derf)),
+    "swish": ("Swish with β", partial(text_model, activation=Swish)),
 }
 TASKS = {
     task.name: task
@@ -219,10 +219,8 @@ TASKS = {
             partial(text_data, code),
         ),
         *(
-            Task(
-                name, f"characters of source code, {label}", partial(text_model, **other), partial(text_data, code)
-            )
-            for name, (label, other) in LEARNED_PARTS.items()
+            Task(name, f"characters of source code, {label}", model, partial(text_data, code))
+            for name, (label, model) in LEARNED_PARTS.items()
         ),
     )
 }
