@@ -27,22 +27,24 @@ class Method:
         name: in files and options.
         label: in pictures and sentences.
         family: what it is drawn with.
-        activation: makes what takes the place of GELU.
+        activation: makes what takes the place of GELU; None leaves the activation as it is.
         norm: makes, of a shape and ε, what takes the place of LayerNorm, whose affine part is merged into the next
             linear layer and no longer trained by itself; None leaves norms as they are.
         keepers: names of what an MLP keeps of its activation's input, for the activation and the next layer, and
             of the other factor if it is gated; None leaves MLPs as they are.
         compiled: makes, of the model, what is called in training; None calls the model itself.
+        conversion: converts the model, whatever its activation and its norms are; None leaves it as it is.
 
     """
 
     name: str
     label: str
     family: str
-    activation: Callable[[], nn.Module] = nn.GELU
+    activation: Callable[[], nn.Module] | None = None
     norm: Callable[[tuple[int, ...], float], nn.Module] | None = None
     keepers: tuple[str, str] | None = None
     compiled: Callable[..., Callable[[Tensor], Tensor]] | None = None
+    conversion: Callable[[Transformer], object] | None = None
 
     def call(self, model: Transformer) -> Callable[[Tensor], Tensor]:
         """Return what is called in training."""
@@ -57,15 +59,17 @@ class Method:
             assert isinstance(block, Block)
             if self.keepers is not None:
                 block.keepers = tuple(_KEEPERS[name] for name in self.keepers)
-            elif block.gate is None:
+            elif self.activation is not None:
+                if block.gate is not None:
+                    raise ValueError(f"{self.name}: expected an MLP with GELU, got a gated one")
                 block.activation = self.activation()
-            elif self.activation is not nn.GELU:
-                raise ValueError(f"{self.name}: expected an MLP with GELU, got a gated one")
         if self.norm is not None:
             for owner, name, linear in _norms(model):
                 norm = getattr(owner, name)
                 _merge(norm, linear)
                 setattr(owner, name, self.norm(norm.normalized_shape, norm.eps))
+        if self.conversion is not None:
+            self.conversion(model)
 
 
 def _norms(model: Transformer) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -93,11 +97,19 @@ def compiling(bits: int, more: bool) -> Callable[..., Callable[[Tensor], Tensor]
     return partial(fitact.compile, error="few-bit", bits=bits, attention=more, inputs=more)
 
 
+def coding(model: Transformer) -> None:
+    """Let activations with learned numbers keep codes of 8 bits; everything else is rebuilt exactly."""
+    others = [path for path, module in model.named_modules() if isinstance(module, nn.GELU)]
+    fitact.convert(model, "coded", bits=8, exclude=others)
+    if others:
+        fitact.convert(model, "rebuild")
+
+
 def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
 
-FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, DRAWN, FACTORS, COMPILED = (
+FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, DRAWN, FACTORS, COMPILED, LEARNED = (
     "Few-Bit",
     "other methods",
     "stochastic quantisation of the input",
@@ -105,6 +117,7 @@ FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, DRAWN, FACTORS, COMPILED = (
     "codes drawn at random",
     "both factors of a gate coded",
     "compiled",
+    "with learned numbers",
 )
 _KEEPERS = {**KEEPERS, **DRAWN_KEEPERS, WHOLE.name: WHOLE}
 EXACT = Method("exact", "exact", "exact")
@@ -146,6 +159,8 @@ METHODS = {
                 (6, "-all", ", attention"),
             )
         ),
+        Method("rebuild", "rebuilt", LEARNED, conversion=partial(fitact.convert, method="rebuild")),
+        Method("learned8", "codes, 8 bits", LEARNED, conversion=coding),
     )
 }
 
@@ -155,5 +170,6 @@ def methods_of(task: str, setting: str) -> tuple[str, ...]:
     families = {
         "codes": (CODES, DRAWN, *([FACTORS] if task == "gated" else [])),
         "compiled": (COMPILED,),
+        "learned": (LEARNED,),
     }.get(setting, (FEW_BIT, OTHER, RANDOM))
     return tuple(name for name, method in METHODS.items() if method.family in (EXACT.family, *families))

@@ -1,15 +1,61 @@
 """A small pre-norm transformer: causal over characters, or over an image's patches, with their mean read out.
 
-Its MLPs have GELU, or are gated by SiLU.
+Its MLPs have GELU or another activation, or are gated by SiLU. In place of its norms it may have layers with
+learned numbers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..keeping import Keeper, product
+
+
+class Swish(nn.Module):
+    """x·σ(βx), elementwise, with a learned β that starts at 1, as SiLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values; shape and dtype of x."""
+        return x * torch.sigmoid(self.beta * x)
+
+
+class DyT(nn.Module):
+    """γ·tanh(αx) + β, (…, width) → the same, in place of a norm.
+
+    J. Zhu et al., *Transformers without Normalization*, arXiv 2503.10622; at the start α = 0.5.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values; shape and dtype of x."""
+        return self.weight * torch.tanh(self.alpha * x) + self.bias
+
+
+class Derf(DyT):
+    """γ·erf(αx + s) + β, (…, width) → the same, in place of a norm.
+
+    M. Chen et al., *Stronger Normalization-Free Transformers*, arXiv 2512.10938; at the start α = 0.5 and s = 0.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values; shape and dtype of x."""
+        return self.weight * torch.erf(self.alpha * x + self.shift) + self.bias
 
 
 class Block(nn.Module):
@@ -19,15 +65,24 @@ class Block(nn.Module):
     gated, of the other factor.
     """
 
-    def __init__(self, width: int, heads: int, *, causal: bool, gated: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        causal: bool,
+        gated: bool = False,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+    ) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.attention_norm: nn.Module = nn.LayerNorm(width)
+        self.attention_norm = norm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp_norm: nn.Module = nn.LayerNorm(width)
+        self.mlp_norm = norm(width)
         hidden = 8 * width // 3 if gated else 4 * width  # as many weights
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.activation: nn.Module = nn.SiLU() if gated else nn.GELU()
+        self.activation: nn.Module = nn.SiLU() if gated else activation()
         self.gate = nn.Linear(width, hidden) if gated else None
         self.keepers: tuple[Keeper, Keeper] | None = None
 
@@ -58,7 +113,9 @@ class Transformer(nn.Module):
         width, heads, layers: of the blocks.
         outputs: logits at each place; of the mean over places if not causal.
         causal: whether a place sees only those before it.
-        gated: whether MLPs are down(silu(gate(x)) · up(x)) rather than down(gelu(up(x))).
+        gated: whether MLPs are down(silu(gate(x)) · up(x)) rather than down(activation(up(x))).
+        activation: makes the activation of MLPs that are not gated.
+        norm: makes, of a width, what each block begins its two parts with, and what the head follows.
 
     """
 
@@ -73,11 +130,16 @@ class Transformer(nn.Module):
         outputs: int,
         causal: bool,
         gated: bool = False,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.embedding, self.position, self.causal = embedding, nn.Embedding(length, width), causal
-        self.blocks = nn.ModuleList(Block(width, heads, causal=causal, gated=gated) for _ in range(layers))
-        self.norm: nn.Module = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, causal=causal, gated=gated, activation=activation, norm=norm)
+            for _ in range(layers)
+        )
+        self.norm = norm(width)
         self.head = nn.Linear(width, outputs)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from .methods import CODES, COMPILED, DRAWN, EXACT, FACTORS, FAMILIES, FEW_BIT, METHODS, OTHER, RANDOM
+from .methods import CODES, COMPILED, DRAWN, EXACT, FACTORS, FAMILIES, FEW_BIT, LEARNED, METHODS, OTHER, RANDOM
 from .summary import Comparison
 from .tasks import TASKS
 from .training import Run
@@ -28,6 +28,7 @@ COLORS = {
     DRAWN: ("#00441b", "#238b45", "#66c2a4", "#b2e2ab"),
     FACTORS: ("#3182bd", "#d94701"),
     COMPILED: ("#999999", "#08306b", "#9ecae1", "#d94701", "#fdbe85"),
+    LEARNED: ("#999999", "#08306b"),
 }
 COLOR = {
     method.name: COLORS[family][i]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fitact.runtime.models.prepare import imported
+
 from ..demo import standard_library
-from .models import Transformer
+from .models import Derf, DyT, Swish, Transformer
 
 ALPHABET = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 CLASSES, SIDE, PATCH = 10, 8, 2  # of the digits, in pixels
@@ -155,15 +158,10 @@ def image_data(recipe: Recipe, seed: int, device: str) -> Data:
                              held_out.split(recipe.batch)])  # fmt: skip
 
 
-def text_model(recipe: Recipe) -> Transformer:
-    """Return a transformer that predicts the next character."""
-    return _transformer(recipe, nn.Embedding(len(ALPHABET), recipe.width), len(ALPHABET), causal=True)
-
-
-def gated_model(recipe: Recipe) -> Transformer:
-    """Return a transformer with SwiGLU MLPs that predicts the next character."""
+def text_model(recipe: Recipe, **other: Any) -> Transformer:
+    """Return a transformer that predicts the next character; `other` is what its class takes."""
     embedding = nn.Embedding(len(ALPHABET), recipe.width)
-    return _transformer(recipe, embedding, len(ALPHABET), causal=True, gated=True)
+    return _transformer(recipe, embedding, len(ALPHABET), causal=True, **other)
 
 
 def image_model(recipe: Recipe) -> Transformer:
@@ -171,9 +169,13 @@ def image_model(recipe: Recipe) -> Transformer:
     return _transformer(recipe, nn.Linear(PATCH**2, recipe.width), CLASSES, causal=False)
 
 
-def _transformer(
-    recipe: Recipe, embedding: nn.Module, outputs: int, *, causal: bool, gated: bool = False
-) -> Transformer:
+def xielu() -> nn.Module:
+    """Return xIELU as transformers has it, with its two learned numbers in float32."""
+    made: nn.Module = imported("transformers").activations.XIELUActivation(dtype=torch.float32)
+    return made
+
+
+def _transformer(recipe: Recipe, embedding: nn.Module, outputs: int, *, causal: bool, **other: Any) -> Transformer:
     return Transformer(
         embedding,
         length=recipe.length,
@@ -182,10 +184,17 @@ def _transformer(
         layers=recipe.layers,
         outputs=outputs,
         causal=causal,
-        gated=gated,
+        **other,
     )
 
 
+# Tasks whose models have learned numbers in place of activations or norms: what titles call these, and the models.
+LEARNED_PARTS: dict[str, tuple[str, Callable[[Recipe], Transformer]]] = {
+    "xielu": ("xIELU", partial(text_model, activation=xielu)),
+    "dyt": ("DyT", partial(text_model, norm=DyT)),
+    "derf": ("Derf", partial(text_model, norm=Derf)),
+    "swish": ("Swish with β", partial(text_model, activation=Swish)),
+}
 TASKS = {
     task.name: task
     for task in (
@@ -193,21 +202,25 @@ TASKS = {
             "characters",
             "characters of source code",
             text_model,
-            lambda recipe, seed, device: text_data(code, recipe, seed, device),
+            partial(text_data, code),
         ),
         Task("digits", "handwritten digits", image_model, image_data, accuracy=True),
         Task(
             "lora",
             "from source code to prose with adapters",
             text_model,
-            lambda recipe, seed, device: text_data(prose, recipe, seed, device),
+            partial(text_data, prose),
             begins_with="characters",
         ),
         Task(
             "gated",
             "characters of source code, SwiGLU",
-            gated_model,
-            lambda recipe, seed, device: text_data(code, recipe, seed, device),
+            partial(text_model, gated=True),
+            partial(text_data, code),
+        ),
+        *(
+            Task(name, f"characters of source code, {label}", model, partial(text_data, code))
+            for name, (label, model) in LEARNED_PARTS.items()
         ),
     )
 }
@@ -239,3 +252,4 @@ CODES = Setting(
     {name: Recipe(64, 4, 2, 64, 8, 500, 8e-3, 512) for name in ("characters", "gated")},
 )
 COMPILED = Setting("compiled", "cpu", False, CODES.recipes)
+LEARNED = Setting("learned", "cpu", False, dict.fromkeys(LEARNED_PARTS, CODES.recipes["characters"]))

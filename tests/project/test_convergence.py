@@ -17,10 +17,10 @@ from scipy import stats
 from torch import nn
 
 from benchmarks.convergence import plot, run, statistics, summary, tasks, training
-from benchmarks.convergence.methods import COMPILED, EXACT, FACTORS, METHODS, methods_of
+from benchmarks.convergence.methods import COMPILED, EXACT, FACTORS, LEARNED, METHODS, methods_of
 from benchmarks.convergence.models import Transformer
 from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, restore
-from benchmarks.convergence.tasks import PATCHES, TASKS, Recipe, Setting
+from benchmarks.convergence.tasks import LEARNED_PARTS, PATCHES, TASKS, Recipe, Setting
 from benchmarks.convergence.training import Run
 from fitact.errors import UsageError
 from fitact.runtime.memory.saved import count_saved
@@ -35,7 +35,7 @@ TINY = Setting(
         "characters": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8),
         "digits": Recipe(16, 2, 1, PATCHES, 4, 1, 1e-3, 8),
         "lora": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8, rank=2),
-        "gated": Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8),
+        **dict.fromkeys(("gated", *LEARNED_PARTS), Recipe(16, 2, 1, 12, 4, 1, 1e-3, 8)),
     },
 )
 THREE_STEPS = dataclasses.replace(
@@ -185,10 +185,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_task_and_every_method_is_in_a_setting() -> None:
-    assert {task for task, _ in PAIRS} == set(TASKS)
-    compiled = {name for name, method in METHODS.items() if method.family == COMPILED}
-    assert {method for _, method in PAIRS} == METHODS.keys() - compiled
+    assert {task for task, _ in PAIRS} == TASKS.keys() - LEARNED_PARTS.keys()
+    compiled, learned = (
+        {name for name, method in METHODS.items() if method.family == family} for family in (COMPILED, LEARNED)
+    )
+    assert {method for _, method in PAIRS} == METHODS.keys() - compiled - learned
     assert set(methods_of("gated", "compiled")) == {EXACT.name, *compiled}
+    assert tasks.LEARNED.recipes.keys() == LEARNED_PARTS.keys()
+    assert {*methods_of("dyt", "learned")} == {EXACT.name, *learned} == {"exact", "rebuild", "learned8"}
     assert ("digits", "coded8") not in PAIRS and ("gated", "fewbit3") not in PAIRS
     assert {task for task, method in PAIRS if METHODS[method].family == FACTORS} == {"gated"}
 
@@ -230,7 +234,26 @@ def test_same_seed_same_numbers(task: str, method: str, store: Path) -> None:
     assert first.curve != other.curve and first.loss != other.loss
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "kind", "parameters"),
+    [("xielu", "XIELUActivation", 2), ("dyt", "DyT", 3), ("derf", "Derf", 4), ("swish", "Swish", 1)],
+)
+def test_learned_numbers(task: str, kind: str, parameters: int, store: Path) -> None:
+    """Rebuilt outputs change no bit of any loss; codes keep still less, and change gradients a little."""
+    model = TASKS[task].model(TINY.recipes[task])
+    modules = [module for module in model.modules() if type(module).__name__ == kind]
+    assert len(modules) == (3 if kind in ("DyT", "Derf") else 1)
+    assert {len(list(module.parameters())) for module in modules} == {parameters}
+    exact, rebuilt, coded = (
+        training.train(TASKS[task], METHODS[method], THREE_STEPS, 0, store / "3")
+        for method in methods_of(task, "learned")
+    )
+    assert (rebuilt.curve, rebuilt.loss) == (exact.curve, exact.loss)
+    assert coded.curve == pytest.approx(exact.curve, rel=1e-3) and coded.loss != exact.loss
+    assert coded.kept_bytes < rebuilt.kept_bytes < exact.kept_bytes
+
+
+@pytest.mark.parametrize("task", sorted(TASKS.keys() - LEARNED_PARTS.keys()))
 def test_methods_are_paired(task: str, store: Path) -> None:
     """They see the same first batch with the same weights, so their first losses agree."""
     losses = {
@@ -267,7 +290,7 @@ def test_methods_change_what_they_say(method: str, make: Callable[[Recipe], Tran
     kinds = [type(module).__name__ for module in model.modules()]
     stock = 0 if method in ("norms", "norms-fewbit3") else 5
     assert (kinds.count("LayerNorm"), kinds.count("MSLayerNorm")) == (stock, 5 - stock)
-    there = METHODS[method].activation is nn.GELU
+    there = METHODS[method].activation is None
     assert kinds.count("GELU") == (2 if there else 0)
     affine = sum(isinstance(module, nn.LayerNorm) and module.elementwise_affine for module in model.modules())
     assert affine == (0 if method.startswith("norms") else 5)
@@ -275,7 +298,7 @@ def test_methods_change_what_they_say(method: str, make: Callable[[Recipe], Tran
 
 def test_methods_of_one_argument_are_refused_for_gates() -> None:
     with pytest.raises(ValueError, match="fewbit3: expected an MLP with GELU, got a gated one"):
-        METHODS["fewbit3"].apply(tasks.gated_model(TINY.recipes["gated"]))
+        METHODS["fewbit3"].apply(TASKS["gated"].model(TINY.recipes["gated"]))
 
 
 def test_adapters_alone_are_trained(store: Path) -> None:

@@ -10,13 +10,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import nn
 
 import fitact
 from benchmarks import coded_gradients
 from benchmarks.coded_gradients import Site
 from benchmarks.convergence.methods import METHODS
-from benchmarks.convergence.tasks import SMALL
+from benchmarks.convergence.tasks import LEARNED_PARTS, SMALL
 from benchmarks.keeping import BLOCK, DERIVATIVES, EXACT, FUNCTIONS, KEEPERS, backward, fit, pack, product, unpack
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.rebuild.modules import swap
@@ -290,3 +291,37 @@ def test_the_documents_compiled_trainings() -> None:
         for task in ("characters", "gated")
     ]
     assert f"they end {ends[0]:.2f} and {ends[1]:.2f} nats above" in text
+
+
+def test_the_documents_learned_trainings() -> None:
+    """The table is that of the committed runs, by SciPy's paired t test; rebuilding changes no bit in them."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "convergence_learned.json").read_text())
+    found = {(one["task"], one["method"]): one for one in results["comparisons"]}
+    runs = {(one["task"], one["method"], one["seed"]): one for one in results["runs"]}
+    text = (ROOT / "docs" / "learned.md").read_text("utf-8")
+    assert len(runs) == 3 * 5 * len(LEARNED_PARTS) and len(found) == 2 * len(LEARNED_PARTS)
+    for task, (label, _) in LEARNED_PARTS.items():
+        exact, rebuilt, coded = (
+            [runs[task, method, seed] for seed in range(5)] for method in ("exact", "rebuild", "learned8")
+        )
+        for name in ("loss", "curve"):
+            assert [one[name] for one in rebuilt] == [one[name] for one in exact]
+        losses = [[one["loss"] for one in some] for some in (coded, exact)]
+        test = stats.ttest_rel(*losses)
+        low, high = test.confidence_interval(0.95)
+        one = found[task, "learned8"]
+        assert one["adjusted"] == pytest.approx(min(1, 2 * test.pvalue), rel=1e-4) and not one["distinguishable"]
+        cells = [
+            f"{sum(losses[1]) / 5:.3f}",
+            *(f"{100 * some[0]['kept_bytes'] / exact[0]['kept_bytes']:.0f} %" for some in (rebuilt, coded)),
+            f"{(low + high) / 2:+.4f} ± {(high - low) / 2:.4f}".replace("-", "−"),
+            f"{one['detectable']:.4f}",
+        ]
+        assert f"| {label} | {' | '.join(cells)} |" in text
+    assert f"{results['setting']['recipes']['dyt']['steps']} steps, from 5 seeds" in text
+    sizes = [one["detectable"] for (_, method), one in found.items() if method == "learned8"]
+    evidence = " ".join((ROOT / "docs" / "evidence.md").read_text("utf-8").split())
+    assert (
+        f"{min(sizes):.3f} to {max(sizes):.3f} nats would have been found with probability 0.8 (`python"
+        in evidence
+    )
