@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fitact.errors import UsageError
 from fitact.fitter.expr.evaluate import Array
@@ -78,6 +79,7 @@ class Moments:
         self._rows = self._integrate(self.grid[:-1], self.grid[1:])
         while len(self.grid) <= cells:
             self._split(cells)
+        self._refuse(~np.isfinite(self._rows).reshape(-1, len(self.grid) - 1).all(axis=0))
         self.sums = running(self._rows)
 
     def _integrate(self, starts: Array, ends: Array) -> Array:
@@ -95,15 +97,19 @@ class Moments:
         count = min(np.count_nonzero(error >= error.max() / 8), cells + 1 - len(self.grid))
         worst = np.sort(np.argsort(-error, kind="stable")[:count])
         starts, ends = self.grid[worst], self.grid[worst + 1]
-        narrow = varies[worst] & (ends - starts < NARROWEST * (self.grid[-1] - self.grid[0]))
-        if narrow.any():
-            raise UsageError(
-                f"the derivative is unbounded, or jumps or is too steep, near x = {starts[narrow][0]:g}"
-            )
+        narrow = np.zeros(len(error), dtype=bool)
+        narrow[worst] = varies[worst] & (ends - starts < NARROWEST * (self.grid[-1] - self.grid[0]))
+        self._refuse(narrow)
         middle = (starts + ends) / 2
         self.grid = np.insert(self.grid, worst + 1, middle)
         self._rows[..., worst] = self._integrate(starts, middle)
         self._rows = np.insert(self._rows, worst + 1, self._integrate(middle, ends), axis=-1)
+
+    def _refuse(self, cells: NDArray[np.bool_]) -> None:
+        """Raise if there are cells over which g cannot be integrated."""
+        if cells.any():
+            near = self.grid[:-1][cells][0]
+            raise UsageError(f"the derivative is unbounded, or jumps or is too steep, near x = {near:g}")
 
     def at(self, points: Array) -> Array:
         """Return W, F and S at any points of the domain: (3, …, points)."""
