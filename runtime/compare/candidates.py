@@ -12,6 +12,7 @@ from torch import nn
 
 from fitact.runtime.convert.choices import Policy, codings
 from fitact.runtime.convert.detect import REFUSED, ActivationSite, activation_sites
+from fitact.runtime.convert.measure import Run
 from fitact.runtime.convert.replacement import putting
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.rebuild.sites import coded, swapped, swaps
@@ -63,9 +64,18 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
         notes.append(f"{'; '.join(useless)}: cannot replace {', '.join(names) or 'its activations'}")
 
 
-def rebuilding(model: nn.Module) -> Iterator[Candidate]:
-    """Yield the rebuilding of outputs, if a model has any to rebuild, and with codes, if it has fits for these."""
-    found, _ = swaps(model)
+def rebuilding(model: nn.Module, run: Run) -> Iterator[Candidate]:
+    """Yield the rebuilding of outputs, if a model has any to rebuild, and with codes, if it has fits for these.
+
+    What modules compute in their own `forward` is rebuilt too. Of fake tensors, whether that gives the same bits
+    cannot be checked.
+
+    Args:
+        model: the model.
+        run: runs it.
+
+    """
+    found, _ = swaps(model, run, checked=False)
     if not found:
         return
     yield Candidate("rebuilt, exact", lambda saved: swapped(found), again=True)

@@ -183,6 +183,11 @@ class _Measurement:
         except Exception as error:
             raise UsageError(f"{self.prepared.name}: its forward pass failed: {one_line(error)}") from error
 
+    def rebuilt(self) -> list[Candidate]:
+        """Return the ways that rebuild outputs."""
+        with self.prepared.mode or nullcontext(), self.around():
+            return [*rebuilding(self.model, lambda model: model(*self.inputs.args, **self.inputs.kwargs))]
+
     def report(self, training: str, bits: Sequence[int]) -> Report:
         saved, forward, backward = self.step(STOCK)
         sites = sites_of(self.model)
@@ -195,7 +200,7 @@ class _Measurement:
         candidates = [
             STOCK,
             *methods(self.model, bits, self.notes),
-            *rebuilding(self.model),
+            *self.rebuilt(),
             *checkpoints(modules),
         ]
         results = len(self.budgets) + 2 * self.budgets.count(BUDGET)

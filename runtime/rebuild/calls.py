@@ -24,6 +24,7 @@ from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_ten
 
 from . import functions
 from .derivatives import Plain
+from .dropout import dropout as dropped
 from .operation import (
     DEEPEST,
     SHARED,
@@ -193,7 +194,7 @@ def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     x = given.get("input")
     output = None
     if isinstance(x, Tensor) and given["training"] and not given["inplace"]:
-        output = functions.dropout(x, given["p"])
+        output = dropped(x, given["p"])
     if output is None:
         return function(*args, **kwargs)
     here.tell(output, False)
@@ -255,6 +256,31 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
+def _cross_entropy(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Keep logits in half precision, and not what the loss makes of them in float32."""
+    given = {**_LOSS, **dict(zip(_LOSS, args, strict=False)), **kwargs}
+    names = "input", "target", "reduction", "ignore_index", "label_smoothing"
+    x, target, reduction, ignored, smoothing = (given.pop(name) for name in names)
+    output = None
+    plain_loss = not smoothing and all(one is None for one in given.values())
+    if isinstance(x, Tensor) and isinstance(target, Tensor) and plain_loss:
+        output = functions.cross_entropy(x, target, reduction, ignored)
+    if output is None:
+        return function(*args, **kwargs)
+    here.tell(output, True)
+    return output
+
+
+_LOSS: dict[str, Any] = {
+    "input": None,
+    "target": None,
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
 _RANKED: dict[Any, Sequence[str]] = {
     **dict.fromkeys((torch.topk, Tensor.topk), ("input", "k", "dim")),
     **dict.fromkeys((torch.max, Tensor.max), ("input", "dim", "keepdim")),
@@ -264,7 +290,12 @@ _RANKED: dict[Any, Sequence[str]] = {
 def _handlers() -> dict[Any, Function]:
     # as they are, also where something has been put in their place: calls end there
     dropout = inspect.unwrap(F.dropout)
-    found: dict[Any, Function] = {F.linear: _linear, dropout: _dropout, Tensor.index_add_: _index_add}
+    found: dict[Any, Function] = {
+        F.linear: _linear,
+        F.cross_entropy: _cross_entropy,
+        dropout: _dropout,
+        Tensor.index_add_: _index_add,
+    }
     found |= dict.fromkeys(_RANKED, _ranked)
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():

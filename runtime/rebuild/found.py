@@ -120,7 +120,8 @@ class _Finder:
         self.recipes: dict[Recipe, str] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        self.running.append((vars(module).get(PATH), Looking(module=module)))
+        path = vars(module).get(PATH, self.running[-1][0] if self.running else None)  # made by who runs it
+        self.running.append((path, Looking(module=module)))
         self.running[-1][1].__enter__()
 
     def leave(self, *_: Any) -> None:
@@ -187,6 +188,11 @@ def _tagged(model: nn.Module) -> Iterator[None]:
                 vars(module).pop(PATH, None)
 
 
+def has_no_values(model: nn.Module) -> bool:
+    """Whether a model has tensors without memory."""
+    return any(isinstance(one, FakeTensor) or one.is_meta for one in (*model.parameters(), *model.buffers()))
+
+
 class Checked(NamedTuple):
     """What came of running a model.
 
@@ -217,7 +223,7 @@ def check_calls(
         swapped: rebuilds the model, with the calls of the modules at these paths.
 
     """
-    if any(isinstance(one, FakeTensor) or one.is_meta for one in (*model.parameters(), *model.buffers())):
+    if has_no_values(model):
         return Checked([], dict.fromkeys(paths, "the model's tensors have no values to check its outputs with"))
 
     def outputs(of: Sequence[str]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_float
 from typing import Any
 
 import torch
@@ -12,14 +11,13 @@ from torch import Tensor
 from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import base_of, in_functorch_transform
 
-from .bits import pack, unpack
 from .derivatives import READS, Of, Plain, Reads, autocast, differentiable, once
 from .recipes import (
     Function,
     Source,
     applied,
     cast,
-    kept_source,
+    narrow,
     product_dtype,
     recast,
     small,
@@ -99,7 +97,8 @@ def linear(
     """
     if not torch.is_grad_enabled() or (transposed and bias is None):
         return None
-    if not (x.is_contiguous() and weight.is_contiguous()):
+    rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 < x.shape[1])  # as the first tokens of texts
+    if not (rows and weight.is_contiguous()):
         return None  # PyTorch's own products are others then
     dtype = product_dtype(x, weight)
     again = x.requires_grad and recast(x, weight, dtype)
@@ -283,74 +282,74 @@ def again(function: Function, x: Tensor, *others: Tensor, found: Source | None =
     return noted(y, Of(function, found, len(others)), *state)
 
 
-class _Dropout(torch.autograd.Function):
-    """PyTorch's dropout, of which a mask of one bit an element is kept, in the output's order of memory."""
+# ---------------------------------------------------------------------------------------------------------- losses
+
+PIECES, PIECE = 16, 2**22  # in backward, logits are treated in at least so many pieces of at most so many logits
+ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """PyTorch's cross entropy, of which the logits are kept, as narrow as they were."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        y, bits = _dropout(x, p)
-        ctx.p, ctx.layout = p, (y.shape, y.stride())
-        ctx.mark_non_differentiable(bits)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(bits)
-        return y, bits
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        target: Tensor,
+        reduction: str,
+        ignored: int,
+        rebuild: Function,
+        *state: Tensor,
+    ) -> Tensor:
+        loss = F.cross_entropy(x, target, ignore_index=ignored, reduction=reduction)
+        ctx.reduction, ctx.ignored, ctx.rebuild, ctx.autocast = (
+            reduction,
+            ignored,
+            rebuild,
+            autocast(x.device.type),
+        )
+        ctx.save_for_backward(target, *state)
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
-        (bits,) = ctx.saved_tensors
-        grad = grads[0]
-        if grad is None:
-            return None, None
-        if grad.is_cuda:
-            mask = unpack(bits, *ctx.layout)
-            return torch.ops.aten.native_dropout_backward(grad, mask, 1 / (1 - ctx.p)), None
-        return _dropped(grad, bits, ctx.layout, ctx.p), None
+        target, *state = ctx.saved_tensors
+        x, grad = ctx.rebuild(*state), grads[0]
+        gradient = torch.empty_like(x)
+        if ctx.reduction == "mean":  # as PyTorch divides
+            grad = grad / (target != ctx.ignored).sum().to(grad.dtype)
+        grad = grad.expand(len(x))
+        rows = max(min(PIECE, x.numel() // PIECES) // x.shape[1] // ALIGNED, 1) * ALIGNED
+        for start in range(0, len(x), rows):
+            piece = slice(start, start + rows)
+            with torch.enable_grad(), ctx.autocast():
+                part = x[piece].detach().requires_grad_()
+                loss = F.cross_entropy(part, target[piece], ignore_index=ctx.ignored, reduction="none")
+            gradient[piece] = torch.autograd.grad(loss, part, grad[piece])[0]
+        return gradient, None, None, None, None, *(None for _ in state)
 
 
-def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Return PyTorch's dropout of x, and the bits of its mask."""
-    if not x.is_cuda:
-        factor = torch.empty_like(x).bernoulli_(1 - p)
-        if x.stride() == factor.stride():
-            bits = pack(factor.bool())
-            return torch.mul(x, factor.div_(1 - p), out=factor), bits
-        mask = factor.bool()
-        y = x * factor.div_(1 - p)
-    else:
-        y, mask = torch.native_dropout(x, p, True)
-    return y, pack(mask if mask.stride() == y.stride() else torch.empty_like(y, dtype=torch.bool).copy_(mask))
+def cross_entropy(x: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor | None:
+    """Return a loss that keeps logits in half precision, and nothing in float32; None if PyTorch has to do it.
 
+    Args:
+        x: logits, (rows, classes).
+        target: the number of each row's class, (rows,), int64.
+        reduction: "mean", "sum" or "none".
+        ignored: the target of rows that do not count.
 
-def _dropped(x: Tensor, bits: Tensor, layout: tuple[torch.Size, tuple[int, ...]], p: float) -> Tensor:
-    """Return what PyTorch's dropout makes of x, rounded as it rounds, with the mask that was packed."""
-    if x.is_cuda:  # the kernel computes in float32, from 1 - p in float32
-        wide, keep = (torch.float64, 1 - p) if x.dtype == torch.float64 else (torch.float32, c_float(1 - p).value)
-        return (x.to(wide) * unpack(bits, *layout)).mul_(1 / keep).to(x.dtype)
-    factor = unpack(bits, *layout).to(x.dtype).div_(1 - p)
-    return torch.mul(x, factor, out=factor) if x.stride() == factor.stride() else x * factor
-
-
-def dropout(x: Tensor, p: float) -> Tensor | None:
-    """Return x after dropout, which keeps a bit an element; None if PyTorch has to do it.
-
-    If x can be rebuilt, so can the output, from that and the mask.
     """
-    if not (recorded(x) and plain(x) and 0 < p < 1):
+    if not (recorded(x) and plain(x) and plain(target) and x.dim() == 2 and x.is_contiguous() and x.numel()):
         return None
-    found = source(x, exact=False) or kept_source(x)
-    y, bits = applied(_Dropout, x, p)
-    return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state, exact=found.exact)
-
-
-class _Dropped:
-    """What dropout makes of what is rebuilt."""
-
-    def __init__(self, found: Source, p: float, y: Tensor) -> None:
-        self.rebuild, self.p, self.layout = found.function, p, (y.shape, y.stride())
-
-    def use(self) -> None:
-        use(self.rebuild)
-
-    def __call__(self, bits: Tensor, *state: Tensor) -> Tensor:
-        return _dropped(self.rebuild(*state), bits, self.layout, self.p)
+    if target.dtype != torch.int64 or target.shape != x.shape[:1]:
+        return None
+    found, extra = narrow(x)
+    half = torch.is_autocast_enabled(x.device.type) and x.untyped_storage().nbytes() < 4 * x.numel()
+    if half:
+        found = Source(torch.Tensor.detach, (x.detach(),))
+    elif found is None or x.dtype != torch.float32 or sum(extra.values()) >= x.nbytes:
+        return None
+    use(found.function)
+    loss: Tensor = applied(_CrossEntropy, x, target, reduction, ignored, found.function, *found.state)
+    return loss

@@ -24,6 +24,7 @@ from .calls import Looking, here
 from .codes import AnyCodes, Codes, Gate, LearnedCodes, NormCodes, OwnCodes
 from .convolution import convolution
 from .derivatives import chained
+from .dropout import dropout
 from .recipes import narrower, note_kept, note_normed
 
 KEEP_INPUT = nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6  # in place and elsewhere
@@ -256,7 +257,7 @@ class Dropout(Rebuilding):
     """Dropout that keeps a mask and hands on what its input is rebuilt from."""
 
     def _fitact_forward(self: Any, input: Tensor) -> Tensor:
-        output = functions.dropout(input, self.p) if self.training and not self.inplace else None
+        output = dropout(input, self.p) if self.training and not self.inplace else None
         return self.fitact_stock.forward(self, input) if output is None else output
 
 

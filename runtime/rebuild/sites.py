@@ -22,7 +22,7 @@ from fitact.text import starred
 
 from .codes import AnyCodes, Gate, OwnCodes
 from .convolution import CONVOLUTIONS
-from .found import check_calls, find_calls, is_composed, kind_of, learned_kind
+from .found import check_calls, find_calls, has_no_values, is_composed, kind_of, learned_kind
 from .modules import KINDS, REBUILT, Rebuilding, put_back, swap
 
 # these keep less only if a layer does
@@ -91,7 +91,10 @@ class Swap:
 
 
 def swaps(
-    model: nn.Module, run: Run | None = None, wanted: Callable[[Swap], bool] = lambda _: True
+    model: nn.Module,
+    run: Run | None = None,
+    wanted: Callable[[Swap], bool] = lambda _: True,
+    checked: bool = True,
 ) -> tuple[list[Swap], list[SiteRecord]]:
     """Find the modules that get another class.
 
@@ -99,6 +102,8 @@ def swaps(
         model: the model, which is not changed.
         run: runs it, to find and check what modules compute in their own `forward`; None to leave this alone.
         wanted: whether the outputs of an activation, a gate, a norm or a module's own calls are to be rebuilt.
+        checked: whether to leave alone what modules compute in their own `forward` where the model has no values
+            to check it with.
 
     Returns:
         The modules; none if the model has no output to rebuild, or no trained layer that would keep one. The
@@ -116,14 +121,14 @@ def swaps(
     there = [*(one.module for one in consumers), *filter(_rebuilds, model.modules())]
     trained = any(parameter.requires_grad for one in there for parameter in one.parameters(recurse=False))
     found = [*producers, *consumers]
-    calls, refused = ([], []) if run is None else _calls(model, run, found, wanted)
+    calls, refused = ([], []) if run is None else _calls(model, run, found, wanted, checked)
     noting = any(isinstance(one, LearnedModule) for one in model.modules())  # with nothing changed in them
     used = calls or (trained and (noting or any(one.record for one in producers)))
     return [*found, *calls] if used else [], refused
 
 
 def _calls(
-    model: nn.Module, run: Run, others: Sequence[Swap], wanted: Callable[[Swap], bool]
+    model: nn.Module, run: Run, others: Sequence[Swap], wanted: Callable[[Swap], bool], checked: bool
 ) -> tuple[list[Swap], list[SiteRecord]]:
     """Return the modules whose own calls keep less, and records of those where that cannot be done."""
     with swapped(others):
@@ -132,11 +137,13 @@ def _calls(
     reasons = {one.path: "its forward is not that of its class" for one in found if not _free(one.module)}
     free = {one.path: one for one in found if one.path not in reasons}
     sound: Sequence[str] = ()
-    if free:
-        checked = check_calls(
+    if free and not checked and has_no_values(model):
+        sound = [*free]
+    elif free:
+        found_sound = check_calls(
             model, run, [*free], lambda of: swapped([*others, *(free[path] for path in of)] if of else [])
         )
-        sound, reasons = checked.sound, reasons | checked.reasons
+        sound, reasons = found_sound.sound, reasons | found_sound.reasons
     refused = [
         SiteRecord(one.path, "calls", type(one.module).__name__, None, reasons[one.path])
         for one in found

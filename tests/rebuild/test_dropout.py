@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.ops import reference
-from fitact.runtime.rebuild.bits import pack, unpack
+from fitact.runtime.rebuild.dropout import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
 
 from .test_rebuild import agree, differences, observed, pair, train

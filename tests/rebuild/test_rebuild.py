@@ -270,6 +270,8 @@ def test_shapes(shape: str) -> None:
 
 READS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "slice": lambda model, x, y: model.fc2(y[:, 1:3]),
+    "first": lambda model, x, y: model.fc2(y[:, 0]),
+    "first, turned": lambda model, x, y: model.fc2(y[:, 0].t().contiguous().t()),
     "turned": lambda model, x, y: model.fc2(y.transpose(0, 1)),
     "turned slice": lambda model, x, y: model.fc2(y[1:].transpose(0, 1)),
     "flat": lambda model, x, y: model.fc2(y.flatten(0, 1)),
@@ -312,6 +314,13 @@ def test_readers(reads: str, dtype: torch.dtype | None) -> None:
 
         make = partial(Read, READS[reads], act=act)
         agree(make, step, dtype=dtype or torch.float32)
+
+
+def test_the_first_of_each_text() -> None:
+    """A head that reads it keeps nothing of the others."""
+    stock, rebuilt = pair(partial(Read, READS["first"]))
+    x = torch.randn(4, 50, 16)
+    assert kept(stock, x) - kept(rebuilt, x) == 3 * x.nbytes  # of the norm and of the activation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
