@@ -357,7 +357,7 @@ def _derivatives(formula: Learned) -> list[Expr]:
         if isinstance(node, Where):
             raise _NoFormulaError("which branch of a where was taken cannot be told for all learned numbers")
         if node.is_Pow and x in node.free_symbols:
-            raise _NoFormulaError(f"it has the power {text_of(node)}")
+            raise _NoFormulaError(f"it has the power {_shown(node)}")
     return [_derivative(formula.formula, x), *(_partial(formula.formula, x, one) for one in formula.symbols)]
 
 
