@@ -51,7 +51,7 @@ from fitact.fitter.expr.atoms import (
 )
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
-from fitact.fitter.expr.parser import MAX_EXPONENT, parse, text_of
+from fitact.fitter.expr.parser import MAX_EXPONENT, parse, shown, text_of
 from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.expr.work import stage
 from fitact.fitter.numerics.dtypes import DTYPES, from_output, halves, stored
@@ -60,7 +60,6 @@ from fitact.fitter.records.learned import OUTPUT, ExactLearnedFit, Setting, erro
 
 METHOD = "exact"
 DIGITS = 150  # of the verification; tanh'(x) is 1e-43 at its ends
-LONGEST = 120  # characters of a formula in a message
 WIDE = 1e6  # the |x| up to which switching points of conditions are looked for
 ROUNDED = 1e-14  # a smaller switching point is a rounded 0
 REACH = 50.0  # the verification samples x from -REACH to REACH
@@ -150,26 +149,20 @@ def _derivative(node: Expr, y: Expr) -> Expr:
     if node.is_Add:
         number, rest = node.as_independent(x, as_Add=True)
         if rest.is_Add:
-            raise _NoFormulaError(f"x occurs more than once in {_shown(rest)}")
+            raise _NoFormulaError(f"x occurs more than once in {shown(rest)}")
         return _derivative(rest, y - number)
     if node.is_Mul:
         number, rest = node.as_independent(x, as_Add=False)
         if rest.is_Mul:
-            raise _NoFormulaError(f"x occurs more than once in {_shown(rest)}")
+            raise _NoFormulaError(f"x occurs more than once in {shown(rest)}")
         return _scaled(number, _derivative(rest, y / number))
     if node.is_Pow:
         return _power(node.base, node.exp, y)
     if node.func not in _AUTONOMOUS:
-        raise _NoFormulaError(f"{_shown(node.func(x))} has no inverse in this language")
+        raise _NoFormulaError(f"{shown(node.func(x))} has no inverse in this language")
     derivative, inverse = _AUTONOMOUS[node.func]
     inner = _derivative(node.args[0], inverse(y))
     return derivative(y) * inner if not isinstance(inner, Where) else _scaled(derivative(y), inner)
-
-
-def _shown(formula: Expr) -> str:
-    """Return a formula's text for a message, cut where it is long."""
-    text = text_of(formula)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _scaled(number: Expr, formula: Expr) -> Expr:
@@ -191,7 +184,7 @@ def _power(base: Expr, n: Expr, y: Expr) -> Expr:
     elif n.is_Integer and n % 2 == 1 and n > 0:
         radical = sign(y) * absolute(y) ** (1 / n)
     elif n.is_Integer and n % 2 == 0:
-        raise _NoFormulaError(f"{_shown(base)} may have either sign, and its power {n} does not tell which")
+        raise _NoFormulaError(f"{shown(base)} may have either sign, and its power {n} does not tell which")
     else:
         radical = y ** (1 / n)
     inner = _derivative(base, radical)
@@ -216,7 +209,7 @@ def _branches(node: Expr, y: Expr) -> Expr:
     bound = (upper if closed else lower).xreplace({x: at})
     if not np.isfinite(constant(bound)):
         raise _NoFormulaError(
-            f"{_shown(upper if closed else lower)} is {constant(bound):g} where the branches meet"
+            f"{shown(upper if closed else lower)} is {constant(bound):g} where the branches meet"
         )
     ends = evaluate(node, np.array([-REACH, REACH]))
     above = y - bound if ends[0] < ends[1] else bound - y
@@ -230,7 +223,7 @@ def _switch(u: Expr) -> tuple[Expr, bool]:
         return -u.xreplace({x: sympy.Integer(0)}) / derivative, constant(derivative) > 0
     found = roots(u, -WIDE, WIDE)
     if len(found.at) != 1 or not found.complete or found.below[0] == found.above[0]:
-        raise _NoFormulaError(f"the sign of {_shown(u)} changes more than once, or never")
+        raise _NoFormulaError(f"the sign of {shown(u)} changes more than once, or never")
     at = float(found.at[0])
     return sympy.Rational(repr(at if abs(at) > ROUNDED else 0.0)), bool(found.above[0] > 0)
 
@@ -357,7 +350,7 @@ def _derivatives(formula: Learned) -> list[Expr]:
         if isinstance(node, Where):
             raise _NoFormulaError("which branch of a where was taken cannot be told for all learned numbers")
         if node.is_Pow and x in node.free_symbols:
-            raise _NoFormulaError(f"it has the power {_shown(node)}")
+            raise _NoFormulaError(f"it has the power {shown(node)}")
     return [_derivative(formula.formula, x), *(_partial(formula.formula, x, one) for one in formula.symbols)]
 
 
