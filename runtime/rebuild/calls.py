@@ -43,7 +43,8 @@ from .operation import (
     operation,
     rebuilds,
 )
-from .recipes import Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, small, source
+from .recipes import Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, source
+from .routing import numbers, weights
 
 Function = Callable[..., Any]
 
@@ -110,7 +111,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         ]
     less = any(one is not None and kept for one, kept in zip(found, keeps, strict=True))
     if rule is INDEX:
-        found = [found[0], *map(partial(_small, tensors[0]), tensors[1:])]
+        found = [found[0], *map(partial(_fewer, tensors[0]), tensors[1:])]
     if rule.noted:
         found = [
             one if one is not None or kept else kept_source(tensor)
@@ -149,12 +150,12 @@ def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) 
     return output
 
 
-def _small(x: Tensor, index: Tensor) -> Source | None:
+def _fewer(x: Tensor, index: Tensor) -> Source | None:
     """Return what takes fewer bytes than an index of x; one number makes a view, and a buffer is there anyway."""
     module = here.module
     if not index.dim() or module is None or any(storage_id(one) == storage_id(index) for one in module.buffers()):
         return None
-    return small(index, max(x.shape, default=0))
+    return numbers.fewer(index, max(x.shape, default=0))
 
 
 def _product_dtype(rule: Rule, tensors: Sequence[Tensor]) -> torch.dtype | None:
@@ -208,7 +209,7 @@ def _index_add(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any
         and len(args) + len(kwargs) == 4
         and all(isinstance(one, Tensor) for one in (given["index"], given["source"]))
     ):
-        output = functions.index_add(given["self"], given["dim"], given["index"], given["source"])
+        output = numbers.index_add(given["self"], given["dim"], given["index"], given["source"])
     if output is None:
         return function(*args, **kwargs)
     here.tell(output, True)
@@ -224,10 +225,25 @@ def _ranked(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     tensors, call = bound(function, args, kwargs)
     found = None
     if len(tensors) == 1:
-        found = functions.ranked(call, x, dim, "k" in given or given.get("keepdim", False))
+        found = numbers.ranked(call, x, dim, "k" in given or given.get("keepdim", False))
     if found is None:
         return function(*args, **kwargs)
-    return (torch.return_types.topk if "k" in given else torch.return_types.max)(found)
+    *both, held = found
+    here.hold(held, both[0])
+    return _told((torch.return_types.topk if "k" in given else torch.return_types.max)(both))
+
+
+def _told(output: Any) -> Any:
+    """Return what a function returns, and tell of what may be noted on it."""
+    for one in (output,) if isinstance(output, Tensor) else output:
+        here.tell(one, False)
+    return output
+
+
+def _routed(handler: Function, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    output = handler(function, args, kwargs)
+    _told(args[0] if output is None else output)
+    return output
 
 
 def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -261,11 +277,23 @@ _RANKED: dict[Any, Sequence[str]] = {
 }
 
 
+_ROUTED: dict[Function, Sequence[Function]] = {
+    numbers.ordered: (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort),
+    numbers.following: (torch.floor_divide, Tensor.floor_divide, Tensor.__floordiv__),
+    numbers.counted: (torch.arange,),
+    numbers.assigned: (Tensor.__setitem__,),
+    weights.total: (torch.sum, Tensor.sum),
+    weights.divided: (Tensor.div_, Tensor.__itruediv__),
+}
+
+
 def _handlers() -> dict[Any, Function]:
     # as they are, also where something has been put in their place: calls end there
     dropout = inspect.unwrap(F.dropout)
     found: dict[Any, Function] = {F.linear: _linear, dropout: _dropout, Tensor.index_add_: _index_add}
     found |= dict.fromkeys(_RANKED, _ranked)
+    for handler, functions_ in _ROUTED.items():
+        found |= dict.fromkeys(functions_, partial(_routed, handler))
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
         for home, names in homes.items():

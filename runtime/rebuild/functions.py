@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fitact.runtime.recipes import note, plain
-from fitact.runtime.torch_internals import base_of, in_functorch_transform
+from fitact.runtime.torch_internals import in_functorch_transform
 
 from .bits import pack, unpack
 from .derivatives import READS, Of, Plain, Reads, autocast, differentiable, once
@@ -22,7 +22,6 @@ from .recipes import (
     kept_source,
     product_dtype,
     recast,
-    small,
     source,
     use,
     without_autocast,
@@ -133,80 +132,6 @@ class _Cast:
 
     def __call__(self, *state: Tensor) -> Tensor:
         return self.rebuild(*state).to(self.dtype)
-
-
-class _IndexAdd(torch.autograd.Function):
-    """x with rows of a source added in place; PyTorch's keeps the source too, of which it asks only the shape."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, kept: Tensor) -> Tensor:
-        ctx.dim = dim
-        ctx.save_for_backward(kept)
-        ctx.mark_dirty(x)
-        return x.index_add_(dim, index, source)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        once()
-        (index,) = ctx.saved_tensors
-        found = grads[0].index_select(ctx.dim, index.long()) if ctx.needs_input_grad[3] else None
-        return grads[0], None, None, found, None
-
-
-def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:
-    """Return x, to whose rows those of a source have been added; None if PyTorch has to do it.
-
-    Args:
-        x: not a view, and no leaf that is trained.
-        dim: the dimension.
-        index: of the rows, one-dimensional.
-        source: the rows, of the shape of those of x.
-
-    """
-    if not recorded(source) or not all(map(plain, (x, index, source))) or source.dim() != x.dim() or not x.dim():
-        return None
-    if base_of(x) is not None or (x.is_leaf and x.requires_grad):
-        return None
-    kept = small(index, max(x.shape))
-    y: Tensor = applied(_IndexAdd, x, dim, index, source, index if kept is None else kept.state[0])
-    return y
-
-
-class _Ranked(torch.autograd.Function):
-    """The largest along a dimension, and where they are, of which PyTorch keeps the latter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Any, dim: int, whole: bool) -> tuple[Tensor, Tensor]:
-        values, index = function(x)
-        ctx.shape, ctx.dim, ctx.whole = x.shape, dim, whole
-        kept = small(index, x.shape[dim])
-        ctx.mark_non_differentiable(index)
-        ctx.save_for_backward(index if kept is None else kept.state[0])
-        return values, index
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        once()
-        index, grad = ctx.saved_tensors[0].long(), grads[0]
-        if not ctx.whole:
-            index, grad = index.unsqueeze(ctx.dim), grad.unsqueeze(ctx.dim)
-        return grad.new_zeros(ctx.shape).scatter_(ctx.dim, index, grad), None, None, None
-
-
-def ranked(function: Any, x: Tensor, dim: int, whole: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the largest of x along a dimension and where they are, None if PyTorch has to do it.
-
-    Args:
-        function: of x alone: `topk`, or `max` along the dimension.
-        x: of one dimension or more.
-        dim: the dimension.
-        whole: whether it stays.
-
-    """
-    if not recorded(x) or not plain(x):
-        return None
-    found: tuple[Tensor, Tensor] = applied(_Ranked, x, function, dim, whole)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------- producers

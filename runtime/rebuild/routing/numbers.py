@@ -1,0 +1,211 @@
+"""Whole numbers that say where: operations that keep them in fewer bytes, and what follows from them alone.
+
+The numbers of the largest are kept, because PyTorch does not promise to choose the same ones among equals twice.
+An order by such numbers, its inverse, and rows that it leads to are computed again: they follow from them, and
+sorting whole numbers on one device gives the same order each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fitact.runtime.recipes import Note, note, plain
+from fitact.runtime.torch_internals import base_of, storage_id
+
+from ..derivatives import Plain, once
+from ..functions import recorded
+from ..operation import DEEPEST, Expression, bound
+from ..recipes import Function, Source, applied, kept_source, layout, narrow, note_narrow, small, source, use
+
+ORDER = "_fitact_order"  # the attribute of storages of numbers that are those from 0 on, in some order
+COUNTED = "_fitact_counted"  # the same, in their own order
+SORTED = "cpu", "cuda"  # devices on which numbers are sorted without a race between threads
+
+
+def noted(output: Tensor, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
+    """Note on an output that it is a function of tensors.
+
+    Args:
+        output: of the function, with memory of its own.
+        function: of the tensors.
+        tensors: its arguments.
+        found: what these are rebuilt from; None if it is kept.
+
+    """
+    expression = Expression(function, tensors, found)
+    if expression.depth <= DEEPEST:
+        note(output, Plain(expression, output.device.type), *expression.take_state())
+
+
+# ------------------------------------------------------------------------------------------- what keeps numbers
+
+
+class _IndexAdd(torch.autograd.Function):
+    """x with rows of a source added in place; PyTorch's keeps the source too, of which it asks only the shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, rebuild: Function | None, *state: Tensor
+    ) -> Tensor:
+        ctx.dim, ctx.rebuild = dim, rebuild
+        ctx.save_for_backward(*state)
+        ctx.mark_dirty(x)
+        return x.index_add_(dim, index, source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        state = ctx.saved_tensors
+        index = state[0] if ctx.rebuild is None else ctx.rebuild(*state)
+        return grads[0], None, None, grads[0].index_select(ctx.dim, index), None, *(None for _ in state)
+
+
+def index_add(x: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor | None:
+    """Return x, to whose rows others have been added; None if PyTorch has to do it.
+
+    Args:
+        x: not a view, and no leaf that is trained.
+        dim: the dimension.
+        index: of the rows, one-dimensional.
+        rows: of the shape of those of x.
+
+    """
+    if not (rows.requires_grad and recorded(rows)) or not all(map(plain, (x, index, rows))):
+        return None
+    if rows.dim() != x.dim() or not x.dim() or base_of(x) is not None or (x.is_leaf and x.requires_grad):
+        return None
+    found = fewer(index, max(x.shape))
+    rebuild, state = (None, (index,)) if found is None else found[:2]
+    use(rebuild)
+    y: Tensor = applied(_IndexAdd, x, dim, index, rows, rebuild, *state)
+    return y
+
+
+def fewer(index: Tensor, size: int) -> Source | None:
+    """Return what takes fewer bytes than numbers from -size to size - 1, None if nothing does."""
+    return source(index) or small(index, size)
+
+
+class _Ranked(torch.autograd.Function):
+    """The largest along a dimension, and where they are, of which PyTorch keeps the latter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any, dim: int, whole: bool) -> tuple[Tensor, Tensor]:
+        values, index = function(x)
+        ctx.shape, ctx.dim, ctx.whole = x.shape, dim, whole
+        kept = small(index, x.shape[dim])
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(index if kept is None else kept.state[0])
+        return values, index
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        index, grad = ctx.saved_tensors[0].long(), grads[0]
+        if not ctx.whole:
+            index, grad = index.unsqueeze(ctx.dim), grad.unsqueeze(ctx.dim)
+        return grad.new_zeros(ctx.shape).scatter_(ctx.dim, index, grad), None, None, None
+
+
+def ranked(function: Any, x: Tensor, dim: int, whole: bool) -> tuple[Tensor, Tensor, Note | None] | None:
+    """Return the largest of x along a dimension, where they are, and a note to be held.
+
+    None if PyTorch has to do it.
+
+    Args:
+        function: of x alone: `topk`, or `max` along the dimension.
+        x: of one dimension or more.
+        dim: the dimension.
+        whole: whether it stays.
+
+    """
+    if not recorded(x) or not plain(x):
+        return None
+    values, index = applied(_Ranked, x, function, dim, whole)
+    kept = small(index, x.shape[dim])
+    if kept is None:
+        return values, index, None
+    note(index, kept.function, *kept.state)
+    found, extra = source(x) or kept_source(x), dict[int, int]()
+    held = None
+    if found is not None:
+        noted(values, partial(_at, dim, whole), [x, index], [found, kept])
+    else:
+        found, extra = narrow(x)
+        if found is not None:
+            expression = Expression(partial(_at, dim, whole), [x, index], [found, kept])
+            if expression.depth <= DEEPEST:
+                again = Plain(expression, values.device.type)
+                held = note_narrow(values, again, expression.take_state(), extra)
+    return values, index, held
+
+
+def _at(dim: int, whole: bool, x: Tensor, index: Tensor) -> Tensor:
+    """Return the numbers of x at an index."""
+    return x.gather(dim, index) if whole else x.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+
+
+# --------------------------------------------------------------------------------------- what follows from numbers
+
+
+def following(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function returns, and note on it of which whole numbers it is a function."""
+    output = function(*args, **kwargs)
+    tensors, call = bound(function, args, kwargs)
+    found = [source(one) for one in tensors]
+    if not tensors or "out" in kwargs or None in found or any(one.is_floating_point() for one in tensors):
+        return output
+    for number, one in enumerate([output] if isinstance(output, Tensor) else output):
+        again = call if one is output else partial(_part, call, number)
+        if storage_id(one) not in map(storage_id, tensors):
+            noted(one, again, tensors, found)
+    return output
+
+
+def _part(call: Function, number: int, *given: Tensor) -> Tensor:
+    part: Tensor = call(*given)[number]
+    return part
+
+
+def ordered(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return numbers sorted, and their order, or that alone."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.device.type not in SORTED:
+        return function(*args, **kwargs)
+    output = following(function, args, kwargs)
+    order = output if isinstance(output, Tensor) else output[1]
+    if order.dim() == 1:
+        setattr(order.untyped_storage(), ORDER, layout(order))
+    return output
+
+
+def counted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the numbers from 0 on."""
+    output = function(*args, **kwargs)
+    if len(args) == 1 and type(args[0]) is int and not {"end", "step", "out"} & {*kwargs} and plain(output):
+        setattr(output.untyped_storage(), COUNTED, layout(output))
+    return output
+
+
+def assigned(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Set numbers of a tensor; where an order says so, those from 0 on, it becomes the order's inverse."""
+    function(*args, **kwargs)
+    if len(args) != 3 or not all(isinstance(one, Tensor) and plain(one) for one in args):
+        return
+    x, order, value = args
+    found = source(order) if _is(order, ORDER) and _is(value, COUNTED) else None
+    if found is not None and x.shape == order.shape == value.shape and x.dtype == value.dtype:
+        noted(x, _inverse, [order], [found])
+
+
+def _is(x: Tensor, attribute: str) -> bool:
+    return getattr(x.untyped_storage(), attribute, None) == layout(x)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
