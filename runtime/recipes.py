@@ -139,8 +139,9 @@ def made(
 
 
 def plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage of its own to note something on; a DTensor has not."""
-    return type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter")
+    """Return whether a tensor has a storage of its own to note something on, as no DTensor or sparse one has."""
+    dense = tensor.layout is torch.strided
+    return dense and (type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter"))
 
 
 def _whole(tensor: Tensor) -> bool:

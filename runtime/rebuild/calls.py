@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.recipes import Note, note, plain
@@ -43,7 +44,7 @@ from .operation import (
     operation,
     rebuilds,
 )
-from .recipes import Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, source
+from .recipes import NARROW, Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, source
 from .routing import numbers, weights
 
 Function = Callable[..., Any]
@@ -201,48 +202,13 @@ def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
-def _index_add(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    given = {**dict(zip(("self", "dim", "index", "source"), args, strict=False)), **kwargs}
-    output = None
-    if (
-        len(given) == 4
-        and len(args) + len(kwargs) == 4
-        and all(isinstance(one, Tensor) for one in (given["index"], given["source"]))
-    ):
-        output = numbers.index_add(given["self"], given["dim"], given["index"], given["source"])
-    if output is None:
-        return function(*args, **kwargs)
-    here.tell(output, True)
-    return output
-
-
-def _ranked(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Keep where the largest are in fewer bytes."""
-    given = {**dict(zip(_RANKED[function], args, strict=False)), **kwargs}
-    x, dim = given.get("input", given.get("self")), given.get("dim", -1 if "k" in given else None)
-    if not isinstance(x, Tensor) or not x.dim() or type(dim) is not int or "out" in kwargs:
-        return function(*args, **kwargs)
-    tensors, call = bound(function, args, kwargs)
-    found = None
-    if len(tensors) == 1:
-        found = numbers.ranked(call, x, dim, "k" in given or given.get("keepdim", False))
-    if found is None:
-        return function(*args, **kwargs)
-    *both, held = found
-    here.hold(held, both[0])
-    return _told((torch.return_types.topk if "k" in given else torch.return_types.max)(both))
-
-
-def _told(output: Any) -> Any:
-    """Return what a function returns, and tell of what may be noted on it."""
-    for one in (output,) if isinstance(output, Tensor) else output:
-        here.tell(one, False)
-    return output
-
-
 def _routed(handler: Function, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function of numbers or weights returns, and tell of what is noted on it."""
     output = handler(function, args, kwargs)
-    _told(args[0] if output is None else output)
+    for one in output if isinstance(output, tuple) else (args[0] if output is None else output,):
+        if isinstance(one, Tensor) and plain(one):
+            here.hold(getattr(one.untyped_storage(), NARROW, (None,))[0], one)
+            here.tell(one, isinstance(one.grad_fn, BackwardCFunction))  # a node of ours
     return output
 
 
@@ -271,15 +237,13 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
-_RANKED: dict[Any, Sequence[str]] = {
-    **dict.fromkeys((torch.topk, Tensor.topk), ("input", "k", "dim")),
-    **dict.fromkeys((torch.max, Tensor.max), ("input", "dim", "keepdim")),
-}
-
-
 _ROUTED: dict[Function, Sequence[Function]] = {
+    numbers.index_add: (Tensor.index_add_,),
+    numbers.ranked: (*numbers.ARGUMENTS,),
     numbers.ordered: (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort),
     numbers.following: (torch.floor_divide, Tensor.floor_divide, Tensor.__floordiv__),
+    numbers.hot: (F.one_hot,),
+    numbers.placed: (torch.where,),
     numbers.counted: (torch.arange,),
     numbers.assigned: (Tensor.__setitem__,),
     weights.total: (torch.sum, Tensor.sum),
@@ -290,10 +254,9 @@ _ROUTED: dict[Function, Sequence[Function]] = {
 def _handlers() -> dict[Any, Function]:
     # as they are, also where something has been put in their place: calls end there
     dropout = inspect.unwrap(F.dropout)
-    found: dict[Any, Function] = {F.linear: _linear, dropout: _dropout, Tensor.index_add_: _index_add}
-    found |= dict.fromkeys(_RANKED, _ranked)
-    for handler, functions_ in _ROUTED.items():
-        found |= dict.fromkeys(functions_, partial(_routed, handler))
+    found: dict[Any, Function] = {F.linear: _linear, dropout: _dropout}
+    for handler, those in _ROUTED.items():
+        found |= dict.fromkeys(those, partial(_routed, handler))
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
         for home, names in homes.items():
@@ -353,7 +316,7 @@ class _Calls(TorchFunctionMode):
         if torch.compiler.is_compiling():  # a part of a module, which is traced
             return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func)
-        if handler is None or not here.on or not torch.is_grad_enabled():
+        if handler is None or not here.on or not (torch.is_grad_enabled() or func is F.one_hot):
             return func(*args, **(kwargs or {}))
         hooks = saved_tensor_hooks()
         if hooks is False or hooks != here.hooks:

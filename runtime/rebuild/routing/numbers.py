@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fitact.runtime.recipes import Note, note, plain
+from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import base_of, storage_id
 
 from ..derivatives import Plain, once
@@ -27,7 +27,13 @@ COUNTED = "_fitact_counted"  # the same, in their own order
 SORTED = "cpu", "cuda"  # devices on which numbers are sorted without a race between threads
 
 
-def noted(output: Tensor, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
+def noted(
+    output: Tensor,
+    function: Function,
+    tensors: Sequence[Tensor],
+    found: Sequence[Source | None],
+    extra: dict[int, int] | None = None,
+) -> None:
     """Note on an output that it is a function of tensors.
 
     Args:
@@ -35,11 +41,17 @@ def noted(output: Tensor, function: Function, tensors: Sequence[Tensor], found: 
         function: of the tensors.
         tensors: its arguments.
         found: what these are rebuilt from; None if it is kept.
+        extra: bytes by storage, of those that nothing keeps yet; None if all are kept.
 
     """
     expression = Expression(function, tensors, found)
-    if expression.depth <= DEEPEST:
-        note(output, Plain(expression, output.device.type), *expression.take_state())
+    again, state = Plain(expression, output.device.type), expression.take_state()
+    if expression.depth > DEEPEST:
+        return
+    if extra is None:
+        note(output, again, *state)
+    else:
+        note_narrow(output, again, state, extra)
 
 
 # ------------------------------------------------------------------------------------------- what keeps numbers
@@ -65,29 +77,29 @@ class _IndexAdd(torch.autograd.Function):
         return grads[0], None, None, grads[0].index_select(ctx.dim, index), None, *(None for _ in state)
 
 
-def index_add(x: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor | None:
-    """Return x, to whose rows others have been added; None if PyTorch has to do it.
-
-    Args:
-        x: not a view, and no leaf that is trained.
-        dim: the dimension.
-        index: of the rows, one-dimensional.
-        rows: of the shape of those of x.
-
-    """
-    if not (rows.requires_grad and recorded(rows)) or not all(map(plain, (x, index, rows))):
-        return None
-    if rows.dim() != x.dim() or not x.dim() or base_of(x) is not None or (x.is_leaf and x.requires_grad):
-        return None
+def index_add(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return x, to whose rows those of a source have been added in place, neither a view nor a trained leaf."""
+    given = {**dict(zip(("self", "dim", "index", "source"), args, strict=False)), **kwargs}
+    x, dim, index, rows = (given.get(name) for name in ("self", "dim", "index", "source"))
+    if not all(isinstance(one, Tensor) and plain(one) for one in (x, index, rows)):
+        return function(*args, **kwargs)
+    if (
+        len(given) != 4
+        or len(args) + len(kwargs) != 4
+        or not recorded(rows)
+        or not rows.dim() == x.dim() > 0
+        or base_of(x) is not None
+        or (x.is_leaf and x.requires_grad)
+    ):
+        return function(*args, **kwargs)
     found = fewer(index, max(x.shape))
     rebuild, state = (None, (index,)) if found is None else found[:2]
     use(rebuild)
-    y: Tensor = applied(_IndexAdd, x, dim, index, rows, rebuild, *state)
-    return y
+    return applied(_IndexAdd, x, dim, index, rows, rebuild, *state)
 
 
 def fewer(index: Tensor, size: int) -> Source | None:
-    """Return what takes fewer bytes than numbers from -size to size - 1, None if nothing does."""
+    """Return what takes fewer bytes to keep than numbers from -size to size - 1, None if nothing does."""
     return source(index) or small(index, size)
 
 
@@ -112,37 +124,38 @@ class _Ranked(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).scatter_(ctx.dim, index, grad), None, None, None
 
 
-def ranked(function: Any, x: Tensor, dim: int, whole: bool) -> tuple[Tensor, Tensor, Note | None] | None:
-    """Return the largest of x along a dimension, where they are, and a note to be held.
+ARGUMENTS: dict[Any, Sequence[str]] = {
+    **dict.fromkeys((torch.topk, Tensor.topk), ("input", "k", "dim")),
+    **dict.fromkeys((torch.max, Tensor.max), ("input", "dim", "keepdim")),
+}
 
-    None if PyTorch has to do it.
 
-    Args:
-        function: of x alone: `topk`, or `max` along the dimension.
-        x: of one dimension or more.
-        dim: the dimension.
-        whole: whether it stays.
-
-    """
-    if not recorded(x) or not plain(x):
-        return None
-    values, index = applied(_Ranked, x, function, dim, whole)
+def ranked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the largest along a dimension, and where they are, which is kept in fewer bytes."""
+    given = {**dict(zip(ARGUMENTS[function], args, strict=False)), **kwargs}
+    x, dim = given.get("input", given.get("self")), given.get("dim", -1 if "k" in given else None)
+    if not isinstance(x, Tensor) or not x.dim() or type(dim) is not int or "out" in kwargs:
+        return function(*args, **kwargs)
+    tensors, call = bound(function, args, kwargs)
+    if len(tensors) != 1 or not recorded(x) or not plain(x):
+        return function(*args, **kwargs)
+    whole = "k" in given or given.get("keepdim", False)
+    values, index = applied(_Ranked, x, call, dim, whole)
     kept = small(index, x.shape[dim])
-    if kept is None:
-        return values, index, None
-    note(index, kept.function, *kept.state)
-    found, extra = source(x) or kept_source(x), dict[int, int]()
-    held = None
-    if found is not None:
-        noted(values, partial(_at, dim, whole), [x, index], [found, kept])
-    else:
+    if kept is not None:
+        note(index, kept.function, *kept.state)
+        _note_largest(values, partial(_at, dim, whole), [x, index], kept)
+    return (torch.return_types.topk if "k" in given else torch.return_types.max)((values, index))
+
+
+def _note_largest(values: Tensor, function: Function, tensors: Sequence[Tensor], kept: Source) -> None:
+    """Note that values are numbers of a tensor at an index, if the tensor can be rebuilt."""
+    x = tensors[0]
+    found, extra = source(x) or kept_source(x), None
+    if found is None:
         found, extra = narrow(x)
-        if found is not None:
-            expression = Expression(partial(_at, dim, whole), [x, index], [found, kept])
-            if expression.depth <= DEEPEST:
-                again = Plain(expression, values.device.type)
-                held = note_narrow(values, again, expression.take_state(), extra)
-    return values, index, held
+    if found is not None:
+        noted(values, function, tensors, [found, kept], extra)
 
 
 def _at(dim: int, whole: bool, x: Tensor, index: Tensor) -> Tensor:
@@ -182,6 +195,32 @@ def ordered(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     if order.dim() == 1:
         setattr(order.untyped_storage(), ORDER, layout(order))
     return output
+
+
+def hot(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a 1 where a number says so; of how many classes is known, so that backward need not wait for it."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    return following(function, args, kwargs) if classes > 0 else function(*args, **kwargs)
+
+
+def placed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return where numbers are not 0; how many these are is known now, so that backward need not wait for it."""
+    output = function(*args, **kwargs)
+    x = args[0] if len(args) == 1 and not kwargs else None
+    found = source(x) if isinstance(x, Tensor) else None
+    columns = base_of(output[0]) if found is not None and isinstance(output, tuple) and output else None
+    if x is not None and columns is not None:
+        noted(columns, partial(_places, len(columns)), [x], [found])
+    return output
+
+
+def _places(count: int, x: Tensor) -> Tensor:
+    rows = (x != 0).reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)[:count]
+    columns = []
+    for size in reversed(x.shape):
+        columns.append(rows % size)
+        rows = rows // size
+    return torch.stack(columns[::-1], 1)
 
 
 def counted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

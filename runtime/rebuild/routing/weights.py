@@ -18,10 +18,11 @@ from .numbers import noted
 
 
 def total(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return sums along a dimension that stays, and note what they are sums of."""
+    """Return sums, and note what they are sums of if their dimension stays, as of what is divided by them."""
     output = function(*args, **kwargs)
     tensors, call = bound(function, args, kwargs)
-    if kwargs.get("keepdim") is True and "out" not in kwargs and recorded(*tensors):
+    stays = any(one is True for one in (*args, *kwargs.values()))
+    if stays and "out" not in kwargs and recorded(*tensors):
         found = [source(one) for one in tensors]
         if None not in found:
             noted(output, call, tensors, found)
