@@ -161,7 +161,7 @@ def small(index: Tensor, size: int) -> Source | None:
     if index.dtype != torch.int64 or not plain(index) or in_functorch_transform():
         return None
     storage = index.untyped_storage()
-    dtype = next((one for one in INTEGERS if size <= torch.iinfo(one).max), None)
+    dtype = next((one for one in INTEGERS if size <= torch.iinfo(one).max + 1), None)
     if dtype is None or index.numel() * dtype.itemsize >= storage.nbytes():
         return None
     found = small_source(index)

@@ -152,6 +152,15 @@ def test_numbers_that_follow() -> None:
         assert torch.equal(again, one) and again.stride() == one.stride()
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(128, torch.int8), (129, torch.int16), (2**15, torch.int16)])
+def test_the_fewest_bytes(size: int, dtype: torch.dtype) -> None:
+    """Of all numbers that index a dimension, also from its end."""
+    index = torch.arange(-size, size)
+    found = numbers.fewer(index, size)
+    assert found is not None and found.state[0].dtype == dtype
+    assert torch.equal(found.function(*found.state), index)
+
+
 def test_numbers_hold_no_graph() -> None:
     x = torch.randn(50, 8, requires_grad=True)
     with Looking():
