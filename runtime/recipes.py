@@ -128,7 +128,8 @@ def made(
 
     Whole numbers have no graph, with which the state would be let go.
     """
-    if (output.grad_fn is None and output.is_floating_point()) or in_functorch_transform() or not _whole(output):
+    whole_numbers = not (output.is_floating_point() or output.is_complex())
+    if (output.grad_fn is None and not whole_numbers) or in_functorch_transform() or not _whole(output):
         return None
     layout = output.shape, tuple(output.stride())
     recipe = Recipe(function, exact, version_of(output), output.dtype, *layout)

@@ -116,12 +116,17 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "changed numbers": lambda at: _inverse(at.argsort(), torch.arange(at.numel()).mul_(2)),
     "one number": lambda at: _inverse(at.argsort(), torch.tensor(1)),
     "changed afterwards": lambda at: _inverse(at.argsort()).mul_(2),
+    "of fewer bytes": lambda at: _inverse(
+        at.argsort(), torch.arange(at.numel(), dtype=torch.int32), dtype=torch.int32
+    ),
     "by a mask": lambda at: _inverse(at > 1, torch.arange(int((at > 1).sum()))),
 }
 
 
-def _inverse(order: Tensor, values: Tensor | None = None, count: int | None = None) -> Tensor:
-    back = torch.zeros(order.numel() if count is None else count, dtype=torch.int64)
+def _inverse(
+    order: Tensor, values: Tensor | None = None, count: int | None = None, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    back = torch.zeros(order.numel() if count is None else count, dtype=dtype)
     back[order] = torch.arange(order.numel()) if values is None else values
     return back
 
@@ -200,7 +205,14 @@ def _number(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("divide", [_view, _twice, _rows, _wide, _number])
+def _seen(x: Tensor) -> Tensor:
+    y = x[1:]
+    x /= x.sum(-1, keepdim=True)
+    x *= y.sum()
+    return x
+
+
+@pytest.mark.parametrize("divide", [_view, _seen, _twice, _rows, _wide, _number])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_divided_in_place(divide: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -228,6 +240,16 @@ def test_a_quotient_after_another_read_raises() -> None:
             values /= values.sum(-1, keepdim=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (z.sum() + values.sum()).backward()
+
+
+def test_what_is_no_tensor() -> None:
+    x = torch.randn(7, 9, requires_grad=True)
+    with Looking():
+        at = chosen(x)
+        with pytest.raises(TypeError, match="unsupported operand"):
+            at // "a"  # type: ignore[operator]
+        assert source(at // 2.5) is None and (at // 2.5).is_floating_point()
+        assert torch.equal(torch.where(at[0])[0], torch.where(at[:1])[0])
 
 
 def test_sparse_tensors_pass() -> None:

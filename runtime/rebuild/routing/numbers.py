@@ -173,7 +173,8 @@ def following(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     found = [source(one) for one in tensors]
     if not tensors or "out" in kwargs or None in found or any(one.is_floating_point() for one in tensors):
         return output
-    for number, one in enumerate([output] if isinstance(output, Tensor) else output):
+    outputs = output if isinstance(output, tuple) else [output] if isinstance(output, Tensor) else []
+    for number, one in enumerate(outputs):
         again = call if one is output else partial(_part, call, number)
         if storage_id(one) not in map(storage_id, tensors):
             noted(one, again, tensors, found)
@@ -207,7 +208,7 @@ def placed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     """Return where numbers are not 0; how many these are is known now, so that backward need not wait for it."""
     output = function(*args, **kwargs)
     x = args[0] if len(args) == 1 and not kwargs else None
-    found = source(x) if isinstance(x, Tensor) else None
+    found = source(x) if isinstance(x, Tensor) and x.dim() else None
     columns = base_of(output[0]) if found is not None and isinstance(output, tuple) and output else None
     if x is not None and columns is not None:
         noted(columns, partial(_places, len(columns)), [x], [found])
@@ -226,7 +227,12 @@ def _places(count: int, x: Tensor) -> Tensor:
 def counted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the numbers from 0 on."""
     output = function(*args, **kwargs)
-    if len(args) == 1 and type(args[0]) is int and not {"end", "step", "out"} & {*kwargs} and plain(output):
+    if (
+        len(args) == 1
+        and type(args[0]) is int
+        and not {"start", "end", "step", "out"} & {*kwargs}
+        and plain(output)
+    ):
         setattr(output.untyped_storage(), COUNTED, layout(output))
     return output
 
@@ -238,7 +244,12 @@ def assigned(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return
     x, order, value = args
     found = source(order) if _is(order, ORDER) and _is(value, COUNTED) else None
-    if found is not None and x.shape == order.shape == value.shape and x.dtype == value.dtype:
+    if (
+        found is not None
+        and x.shape == order.shape == value.shape
+        and x.dtype == order.dtype == value.dtype
+        and x.device == order.device
+    ):
         noted(x, _inverse, [order], [found])
 
 
