@@ -124,19 +124,25 @@ def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor, exact:
 def made(
     output: Tensor, function: Callable[..., Tensor], state: Sequence[Tensor], exact: bool = True
 ) -> Note | None:
-    """Return what may be noted on an output, with the arguments of `note`; None if nothing may be."""
-    if output.grad_fn is None or in_functorch_transform() or not _whole(output):
+    """Return what may be noted on an output, with the arguments of `note`; None if nothing may be.
+
+    Whole numbers have no graph, with which the state would be let go.
+    """
+    whole_numbers = not (output.is_floating_point() or output.is_complex())
+    if (output.grad_fn is None and not whole_numbers) or in_functorch_transform() or not _whole(output):
         return None
     layout = output.shape, tuple(output.stride())
     recipe = Recipe(function, exact, version_of(output), output.dtype, *layout)
     noted = Note(recipe, tuple(one.detach() for one in state))
-    output.grad_fn.register_hook(_Clear(noted))
+    if output.grad_fn is not None:
+        output.grad_fn.register_hook(_Clear(noted))
     return noted
 
 
 def plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage of its own to note something on; a DTensor has not."""
-    return type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter")
+    """Return whether a tensor has a storage of its own to note something on, as no DTensor or sparse one has."""
+    dense = tensor.layout is torch.strided
+    return dense and (type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter"))
 
 
 def _whole(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.recipes import Note, note, plain
@@ -44,7 +45,8 @@ from .operation import (
     operation,
     rebuilds,
 )
-from .recipes import Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, small, source
+from .recipes import NARROW, Source, cast, kept_source, narrow, narrower, note_kept, owned, shares_cast, source
+from .routing import numbers, weights
 
 Function = Callable[..., Any]
 
@@ -111,7 +113,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         ]
     less = any(one is not None and kept for one, kept in zip(found, keeps, strict=True))
     if rule is INDEX:
-        found = [found[0], *map(partial(_small, tensors[0]), tensors[1:])]
+        found = [found[0], *map(partial(_fewer, tensors[0]), tensors[1:])]
     if rule.noted:
         found = [
             one if one is not None or kept else kept_source(tensor)
@@ -150,12 +152,12 @@ def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) 
     return output
 
 
-def _small(x: Tensor, index: Tensor) -> Source | None:
+def _fewer(x: Tensor, index: Tensor) -> Source | None:
     """Return what takes fewer bytes than an index of x; one number makes a view, and a buffer is there anyway."""
     module = here.module
     if not index.dim() or module is None or any(storage_id(one) == storage_id(index) for one in module.buffers()):
         return None
-    return small(index, max(x.shape, default=0))
+    return numbers.fewer(index, max(x.shape, default=0))
 
 
 def _product_dtype(rule: Rule, tensors: Sequence[Tensor]) -> torch.dtype | None:
@@ -201,34 +203,14 @@ def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
-def _index_add(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    given = {**dict(zip(("self", "dim", "index", "source"), args, strict=False)), **kwargs}
-    output = None
-    if (
-        len(given) == 4
-        and len(args) + len(kwargs) == 4
-        and all(isinstance(one, Tensor) for one in (given["index"], given["source"]))
-    ):
-        output = functions.index_add(given["self"], given["dim"], given["index"], given["source"])
-    if output is None:
-        return function(*args, **kwargs)
-    here.tell(output, True)
+def _own(handler: Function, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a handler returns that looks at the arguments itself, and tell of what is noted on it."""
+    output = handler(function, args, kwargs)
+    for one in output if isinstance(output, tuple) else (args[0] if output is None else output,):
+        if isinstance(one, Tensor) and plain(one):
+            here.hold(getattr(one.untyped_storage(), NARROW, (None,))[0], one)
+            here.tell(one, isinstance(one.grad_fn, BackwardCFunction))  # a node of ours
     return output
-
-
-def _ranked(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Keep where the largest are in fewer bytes."""
-    given = {**dict(zip(_RANKED[function], args, strict=False)), **kwargs}
-    x, dim = given.get("input", given.get("self")), given.get("dim", -1 if "k" in given else None)
-    if not isinstance(x, Tensor) or not x.dim() or type(dim) is not int or "out" in kwargs:
-        return function(*args, **kwargs)
-    tensors, call = bound(function, args, kwargs)
-    found = None
-    if len(tensors) == 1:
-        found = functions.ranked(call, x, dim, "k" in given or given.get("keepdim", False))
-    if found is None:
-        return function(*args, **kwargs)
-    return (torch.return_types.topk if "k" in given else torch.return_types.max)(found)
 
 
 def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -256,47 +238,27 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
-def _cross_entropy(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Keep logits in half precision, and not what the loss makes of them in float32."""
-    given = {**_LOSS, **dict(zip(_LOSS, args, strict=False)), **kwargs}
-    names = "input", "target", "reduction", "ignore_index", "label_smoothing"
-    x, target, reduction, ignored, smoothing = (given.pop(name) for name in names)
-    output = None
-    plain_loss = not smoothing and all(one is None for one in given.values())
-    if isinstance(x, Tensor) and isinstance(target, Tensor) and plain_loss:
-        output = functions.cross_entropy(x, target, reduction, ignored)
-    if output is None:
-        return function(*args, **kwargs)
-    here.tell(output, True)
-    return output
-
-
-_LOSS: dict[str, Any] = {
-    "input": None,
-    "target": None,
-    "weight": None,
-    "size_average": None,
-    "ignore_index": -100,
-    "reduce": None,
-    "reduction": "mean",
-    "label_smoothing": 0.0,
-}
-_RANKED: dict[Any, Sequence[str]] = {
-    **dict.fromkeys((torch.topk, Tensor.topk), ("input", "k", "dim")),
-    **dict.fromkeys((torch.max, Tensor.max), ("input", "dim", "keepdim")),
+_OWN: dict[Function, Sequence[Function]] = {
+    numbers.index_add: (Tensor.index_add_,),
+    numbers.ranked: (*numbers.ARGUMENTS,),
+    numbers.ordered: (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort),
+    numbers.following: (torch.floor_divide, Tensor.floor_divide, Tensor.__floordiv__),
+    numbers.hot: (F.one_hot,),
+    numbers.placed: (torch.where,),
+    numbers.counted: (torch.arange,),
+    numbers.assigned: (Tensor.__setitem__,),
+    weights.total: (torch.sum, Tensor.sum),
+    weights.divided: (Tensor.div_, Tensor.__itruediv__),
+    functions.cross_entropy: (F.cross_entropy,),
 }
 
 
 def _handlers() -> dict[Any, Function]:
     # as they are, also where something has been put in their place: calls end there
     dropout = inspect.unwrap(F.dropout)
-    found: dict[Any, Function] = {
-        F.linear: _linear,
-        F.cross_entropy: _cross_entropy,
-        dropout: _dropout,
-        Tensor.index_add_: _index_add,
-    }
-    found |= dict.fromkeys(_RANKED, _ranked)
+    found: dict[Any, Function] = {F.linear: _linear, dropout: _dropout}
+    for handler, those in _OWN.items():
+        found |= dict.fromkeys(those, partial(_own, handler))
     found |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax)
     for rule, homes in _RULES.items():
         for home, names in homes.items():
@@ -356,7 +318,7 @@ class _Calls(TorchFunctionMode):
         if torch.compiler.is_compiling():  # a part of a module, which is traced
             return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func)
-        if handler is None or not here.on or not torch.is_grad_enabled():
+        if handler is None or not here.on or not (torch.is_grad_enabled() or func is F.one_hot):
             return func(*args, **(kwargs or {}))
         hooks = saved_tensor_hooks()
         if hooks is False or hooks != here.hooks:

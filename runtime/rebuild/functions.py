@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fitact.runtime.recipes import note, plain
-from fitact.runtime.torch_internals import base_of, in_functorch_transform
+from fitact.runtime.torch_internals import in_functorch_transform
 
 from .derivatives import READS, Of, Plain, Reads, autocast, differentiable, once
 from .recipes import (
@@ -20,7 +21,6 @@ from .recipes import (
     narrow,
     product_dtype,
     recast,
-    small,
     source,
     use,
     without_autocast,
@@ -132,80 +132,6 @@ class _Cast:
 
     def __call__(self, *state: Tensor) -> Tensor:
         return self.rebuild(*state).to(self.dtype)
-
-
-class _IndexAdd(torch.autograd.Function):
-    """x with rows of a source added in place; PyTorch's keeps the source too, of which it asks only the shape."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, kept: Tensor) -> Tensor:
-        ctx.dim = dim
-        ctx.save_for_backward(kept)
-        ctx.mark_dirty(x)
-        return x.index_add_(dim, index, source)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        once()
-        (index,) = ctx.saved_tensors
-        found = grads[0].index_select(ctx.dim, index.long()) if ctx.needs_input_grad[3] else None
-        return grads[0], None, None, found, None
-
-
-def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:
-    """Return x, to whose rows those of a source have been added; None if PyTorch has to do it.
-
-    Args:
-        x: not a view, and no leaf that is trained.
-        dim: the dimension.
-        index: of the rows, one-dimensional.
-        source: the rows, of the shape of those of x.
-
-    """
-    if not recorded(source) or not all(map(plain, (x, index, source))) or source.dim() != x.dim() or not x.dim():
-        return None
-    if base_of(x) is not None or (x.is_leaf and x.requires_grad):
-        return None
-    kept = small(index, max(x.shape))
-    y: Tensor = applied(_IndexAdd, x, dim, index, source, index if kept is None else kept.state[0])
-    return y
-
-
-class _Ranked(torch.autograd.Function):
-    """The largest along a dimension, and where they are, of which PyTorch keeps the latter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Any, dim: int, whole: bool) -> tuple[Tensor, Tensor]:
-        values, index = function(x)
-        ctx.shape, ctx.dim, ctx.whole = x.shape, dim, whole
-        kept = small(index, x.shape[dim])
-        ctx.mark_non_differentiable(index)
-        ctx.save_for_backward(index if kept is None else kept.state[0])
-        return values, index
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        once()
-        index, grad = ctx.saved_tensors[0].long(), grads[0]
-        if not ctx.whole:
-            index, grad = index.unsqueeze(ctx.dim), grad.unsqueeze(ctx.dim)
-        return grad.new_zeros(ctx.shape).scatter_(ctx.dim, index, grad), None, None, None
-
-
-def ranked(function: Any, x: Tensor, dim: int, whole: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the largest of x along a dimension and where they are, None if PyTorch has to do it.
-
-    Args:
-        function: of x alone: `topk`, or `max` along the dimension.
-        x: of one dimension or more.
-        dim: the dimension.
-        whole: whether it stays.
-
-    """
-    if not recorded(x) or not plain(x):
-        return None
-    found: tuple[Tensor, Tensor] = applied(_Ranked, x, function, dim, whole)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------- producers
@@ -330,26 +256,44 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient, None, None, None, None, *(None for _ in state)
 
 
-def cross_entropy(x: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor | None:
-    """Return a loss that keeps logits in half precision, and nothing in float32; None if PyTorch has to do it.
+def cross_entropy(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return a loss, which keeps logits in half precision where it would keep what it makes of them in float32."""
+    given: dict[str, Any] = {**_ARGUMENTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    x, target, reduction, ignored = (given.pop(name) for name in ("input", "target", "reduction", "ignore_index"))
+    found = None
+    if isinstance(x, Tensor) and isinstance(target, Tensor) and not any(map(_is_given, given.values())):
+        found = _logits(x, target)
+    if found is None:
+        loss: Tensor = function(*args, **kwargs)
+    else:
+        use(found.function)
+        loss = applied(_CrossEntropy, x, target, reduction, ignored, found.function, *found.state)
+    return loss
 
-    Args:
-        x: logits, (rows, classes).
-        target: the number of each row's class, (rows,), int64.
-        reduction: "mean", "sum" or "none".
-        ignored: the target of rows that do not count.
 
-    """
+_ARGUMENTS: dict[str, Any] = {
+    "input": None,
+    "target": None,
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
+
+def _is_given(option: Any) -> bool:
+    return isinstance(option, Tensor) or bool(option)
+
+
+def _logits(x: Tensor, target: Tensor) -> Source | None:
+    """Return what logits, (rows, classes), are rebuilt from; None if PyTorch has to compute their loss."""
     if not (recorded(x) and plain(x) and plain(target) and x.dim() == 2 and x.is_contiguous() and x.numel()):
         return None
     if target.dtype != torch.int64 or target.shape != x.shape[:1]:
         return None
+    if torch.is_autocast_enabled(x.device.type) and x.untyped_storage().nbytes() < 4 * x.numel():
+        return Source(torch.Tensor.detach, (x.detach(),))
     found, extra = narrow(x)
-    half = torch.is_autocast_enabled(x.device.type) and x.untyped_storage().nbytes() < 4 * x.numel()
-    if half:
-        found = Source(torch.Tensor.detach, (x.detach(),))
-    elif found is None or x.dtype != torch.float32 or sum(extra.values()) >= x.nbytes:
-        return None
-    use(found.function)
-    loss: Tensor = applied(_CrossEntropy, x, target, reduction, ignored, found.function, *found.state)
-    return loss
+    return found if x.dtype == torch.float32 and sum(extra.values()) < x.nbytes else None

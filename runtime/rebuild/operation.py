@@ -100,11 +100,12 @@ class _Recorded:
             torch.set_grad_enabled(False)
 
 
-class _Operation(torch.autograd.Function):
+class Operation(torch.autograd.Function):
     """A function of tensors whose node keeps the shelf's tensors."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, rebuilt: Source | None, *tensors: Tensor) -> Tensor:
+        """Return the function of tensors, with the arguments of `operation`."""
         shelf = ctx.shelf = _Shelf()
         with _Recorded():
             with without_torch_function():
@@ -124,6 +125,7 @@ class _Operation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, by PyTorch's own node."""
         once()
         ctx.shelf.values = ctx.saved_tensors
         try:
@@ -142,7 +144,7 @@ def operation(function: Function, tensors: list[Tensor], rebuilt: Source | None 
         rebuilt: what the output is rebuilt from, if the operation keeps that.
 
     """
-    output: Tensor = applied(_Operation, function, rebuilt, *tensors)
+    output: Tensor = applied(Operation, function, rebuilt, *tensors)
     return output
 
 

@@ -161,23 +161,24 @@ def small(index: Tensor, size: int) -> Source | None:
     if index.dtype != torch.int64 or not plain(index) or in_functorch_transform():
         return None
     storage = index.untyped_storage()
-    dtype = next((one for one in INTEGERS if size <= torch.iinfo(one).max), None)
+    dtype = next((one for one in INTEGERS if size <= torch.iinfo(one).max + 1), None)
     if dtype is None or index.numel() * dtype.itemsize >= storage.nbytes():
         return None
     found = small_source(index)
     if found is None or found.state[0].dtype != dtype:
         found = Source(Tensor.long, (index.to(dtype),))
-        setattr(storage, SMALL, getattr(storage, SMALL, {}) | {_layout(index): found})
+        setattr(storage, SMALL, getattr(storage, SMALL, {}) | {layout(index): found})
     return found
 
 
 def small_source(index: Tensor) -> Source | None:
     """Return what `small` has last returned of a tensor."""
     noted: dict[Any, Source] = getattr(index.untyped_storage(), SMALL, {})
-    return noted.get(_layout(index)) if noted else None
+    return noted.get(layout(index)) if noted else None
 
 
-def _layout(x: Tensor) -> tuple[Any, ...]:
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """Return which numbers of a storage a tensor is, and when."""
     return version_of(x), x.shape, x.stride(), x.storage_offset()
 
 

@@ -1,0 +1,54 @@
+"""Weights that are divided in place by their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fitact.runtime.recipes import plain
+from fitact.runtime.torch_internals import base_of
+
+from ..functions import recorded
+from ..operation import Operation, bound
+from ..recipes import applied, source
+from .numbers import noted
+
+
+def total(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return sums, and note what they are sums of if their dimension stays, as of what is divided by them."""
+    output = function(*args, **kwargs)
+    tensors, call = bound(function, args, kwargs)
+    stays = any(one is True for one in (*args, *kwargs.values()))
+    if stays and "out" not in kwargs and recorded(*tensors):
+        found = [source(one) for one in tensors]
+        if None not in found:
+            noted(output, call, tensors, found)
+    return output
+
+
+class _InPlace(Operation):
+    """The same operation, whose output takes the place of its first tensor, of which PyTorch keeps a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        output, x = Operation.forward(ctx, *given), given[2]
+        ctx.mark_dirty(x)
+        return x.copy_(output)
+
+
+def divided(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a tensor divided in place by another; what it was is rebuilt, if it can be."""
+    if len(args) != 2 or kwargs or not all(isinstance(one, Tensor) and plain(one) for one in args):
+        return function(*args, **kwargs)
+    x, y = args
+    found = [source(x), source(y)]
+    if found[0] is None or not recorded(x, y) or base_of(x) is not None or x.is_leaf or y is x:
+        return function(*args, **kwargs)
+    if torch.result_type(x, y) != x.dtype or torch.broadcast_shapes(x.shape, y.shape) != x.shape:
+        return function(*args, **kwargs)
+    output: Tensor = applied(_InPlace, torch.div, None, x, y)
+    noted(output, torch.div, [x, y], found)
+    return output
