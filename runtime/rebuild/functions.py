@@ -97,8 +97,8 @@ def linear(
     """
     if not torch.is_grad_enabled() or (transposed and bias is None):
         return None
-    rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 < x.shape[1])  # as the first tokens of texts
-    if not (rows and weight.is_contiguous()):
+    in_rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 < x.shape[1])  # as the first tokens of texts
+    if not (in_rows and weight.is_contiguous()):
         return None  # PyTorch's own products are others then
     dtype = product_dtype(x, weight)
     again = x.requires_grad and recast(x, weight, dtype)

@@ -81,10 +81,11 @@ def index_add(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Return x, to whose rows those of a source have been added in place, neither a view nor a trained leaf."""
     given = {**dict(zip(("self", "dim", "index", "source"), args, strict=False)), **kwargs}
     x, dim, index, rows = (given.get(name) for name in ("self", "dim", "index", "source"))
-    if not all(isinstance(one, Tensor) and plain(one) for one in (x, index, rows)):
+    if not (isinstance(x, Tensor) and isinstance(index, Tensor) and isinstance(rows, Tensor)):
         return function(*args, **kwargs)
     if (
-        len(given) != 4
+        not all(map(plain, (x, index, rows)))
+        or len(given) != 4
         or len(args) + len(kwargs) != 4
         or not recorded(rows)
         or not rows.dim() == x.dim() > 0
@@ -94,7 +95,8 @@ def index_add(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return function(*args, **kwargs)
     found = fewer(index, max(x.shape))
     rebuild, state = (None, (index,)) if found is None else found[:2]
-    use(rebuild)
+    if rebuild is not None:
+        use(rebuild)
     return applied(_IndexAdd, x, dim, index, rows, rebuild, *state)
 
 

@@ -36,7 +36,8 @@ class _InPlace(Operation):
     def forward(ctx: Any, *given: Any) -> Tensor:
         output, x = Operation.forward(ctx, *given), given[2]
         ctx.mark_dirty(x)
-        return x.copy_(output)
+        divided: Tensor = x.copy_(output)
+        return divided
 
 
 def divided(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
