@@ -15,6 +15,7 @@ from fitact.runtime.torch_internals import in_functorch_transform
 from .derivatives import READS, Of, Plain, Reads, autocast, differentiable, once
 from .recipes import (
     Function,
+    Read,
     Source,
     applied,
     cast,
@@ -210,12 +211,12 @@ def again(function: Function, x: Tensor, *others: Tensor, found: Source | None =
 
 # ---------------------------------------------------------------------------------------------------------- losses
 
-PIECES, PIECE = 16, 2**22  # in backward, logits are treated in at least so many pieces of at most so many logits
+PIECES, PIECE = 16, 2**22  # logits are treated in at least so many pieces of at most about so many logits
 ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """PyTorch's cross entropy, of which the logits are kept, as narrow as they were."""
+    """PyTorch's cross entropy of some rows at a time, of which the logits are kept, as narrow as they were."""
 
     @staticmethod
     def forward(
@@ -227,33 +228,41 @@ class _CrossEntropy(torch.autograd.Function):
         rebuild: Function,
         *state: Tensor,
     ) -> Tensor:
-        loss = F.cross_entropy(x, target, ignore_index=ignored, reduction=reduction)
-        ctx.reduction, ctx.ignored, ctx.rebuild, ctx.autocast = (
-            reduction,
-            ignored,
-            rebuild,
-            autocast(x.device.type),
-        )
+        ctx.reduction, ctx.ignored, ctx.rebuild = reduction, ignored, rebuild
+        ctx.autocast = autocast(x.device.type)
         ctx.save_for_backward(target, *state)
-        return loss
+        losses = [
+            F.cross_entropy(x[piece], target[piece], ignore_index=ignored, reduction="none")
+            for piece in _pieces(x)
+        ]
+        # reduced as PyTorch reduces the losses of all rows, in its order, which only their number decides
+        rows, counts = torch.cat(losses).neg()[:, None].expand(-1, 2), int(ignored == 0)
+        return F.nll_loss(
+            rows, torch.where(target == ignored, ignored, counts), ignore_index=ignored, reduction=reduction
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         once()
         target, *state = ctx.saved_tensors
         x, grad = ctx.rebuild(*state), grads[0]
-        gradient = torch.empty_like(x)
+        alone = isinstance(ctx.rebuild, Read) and ctx.rebuild.recipe.value is None  # nobody else reads it
+        gradient = x if alone else torch.empty_like(x)
         if ctx.reduction == "mean":  # as PyTorch divides
             grad = grad / (target != ctx.ignored).sum().to(grad.dtype)
         grad = grad.expand(len(x))
-        rows = max(min(PIECE, x.numel() // PIECES) // x.shape[1] // ALIGNED, 1) * ALIGNED
-        for start in range(0, len(x), rows):
-            piece = slice(start, start + rows)
+        for piece in _pieces(x):
             with torch.enable_grad(), ctx.autocast():
                 part = x[piece].detach().requires_grad_()
                 loss = F.cross_entropy(part, target[piece], ignore_index=ctx.ignored, reduction="none")
             gradient[piece] = torch.autograd.grad(loss, part, grad[piece])[0]
         return gradient, None, None, None, None, *(None for _ in state)
+
+
+def _pieces(x: Tensor) -> list[slice]:
+    """Return the rows of each piece of logits."""
+    rows = max(min(PIECE, x.numel() // PIECES) // x.shape[1] // ALIGNED, 1) * ALIGNED
+    return [slice(start, start + rows) for start in range(0, len(x), rows)]
 
 
 def cross_entropy(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
