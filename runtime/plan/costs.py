@@ -19,7 +19,7 @@ from .devices import Device
 from .short import ROW, cut, filled, skipped
 from .subjects import Hooks, Run, Subject, runs_of
 from .timeline import Mark, Timeline, Work
-from .ways import STOCK, Way, changed, put, put_back
+from .ways import LOSS, STOCK, Way, changed, put, put_back
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Segment:
     Attributes:
         paths: of the blocks; empty for what lies between, which is there once.
         grads: bytes of the gradients that the backward pass of one block leaves.
-        costs: by way; of what lies between, stock's alone.
+        costs: by way; of what lies between, stock's alone, and after the last run also with the loss by rows.
 
     """
 
@@ -143,12 +143,24 @@ def measure(
     segments = [_between(parts.between[0])]
     for run, span, of_ways, after in zip(runs, stock, found, parts.between[1:], strict=True):
         segments += [Segment(run.paths, span.grads, of_ways), _between(after)]
+    segments[-1] = _with_loss(subject, device, runs, segments[-1])
     return Costs(tuple(segments), _step(marks), tuple(runs), tuple(notes))
 
 
-def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way]) -> Step:
-    """Measure a training step of the whole model, with a way for each block of its runs."""
-    return _step(_marks(subject, device, runs, ways))
+def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], whole: Way = STOCK) -> Step:
+    """Measure a training step of the whole model, with a way for each block of its runs, and one for the whole."""
+    return _step(_marks(subject, device, runs, ways, whole=whole))
+
+
+def _with_loss(subject: Subject, device: Device, runs: Sequence[Run], end: Segment) -> Segment:
+    """Return what lies after the last run, with what it costs if the loss by rows takes less memory."""
+    if any(block is subject.model for run in runs for block in run.blocks):
+        return end
+    marks = _marks(subject, device, runs, _stock(runs), whole=LOSS)
+    cost = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost
+    if (cost.keep, cost.high) >= (end.costs[STOCK].keep, end.costs[STOCK].high):
+        return end
+    return replace(end, costs={**end.costs, LOSS: cost})
 
 
 def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
@@ -250,7 +262,12 @@ def _pass(
 
 
 def _marks(
-    subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], row: int = ROW
+    subject: Subject,
+    device: Device,
+    runs: Sequence[Run],
+    ways: Sequence[Way],
+    row: int = ROW,
+    whole: Way = STOCK,
 ) -> list[Mark]:
     """Run a step, with at most so many blocks of a row that goes the same way, and return its moments."""
     model = subject.model
@@ -262,7 +279,7 @@ def _marks(
     with (
         generators(model),
         subject.environment(),
-        changed([*running.values()], [ways[i] for i in running]),
+        changed([*running.values(), model], [*(ways[i] for i in running), whole]),
         skipped([every[i] for i in without]),
     ):
         timeline = Timeline(device, there)

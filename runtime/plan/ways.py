@@ -18,7 +18,8 @@ from fitact.runtime.compile.compile import compile_options
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
 from fitact.runtime.ops.registry import is_generated
-from fitact.runtime.rebuild.modules import Rebuilding
+from fitact.runtime.rebuild.calls import LOSSES
+from fitact.runtime.rebuild.modules import ONLY, Rebuilding, swap
 from fitact.runtime.torch_internals import FakeTensor, is_compiled, not_compiled, tree_iter
 
 BUDGETS = (1.0, 0.9, 0.7)  # of the compiler
@@ -37,6 +38,7 @@ class Way:
         checkpoint: one of CHECKPOINTS: whether the block is run again in backward, wholly or but for matrix
             products, convolutions and fused attention.
         words: what it does, for a sentence.
+        loss: the whole model computes its loss a few rows at a time.
         budget: the whole model is compiled with this memory budget, and with `fitact.compile`'s codes if `error`
             allows them; None to leave it as it is.
 
@@ -47,6 +49,7 @@ class Way:
     conversion: Mapping[str, Any] | None = field(default=None, compare=False)
     checkpoint: str = ""
     words: str = field(default="", compare=False)
+    loss: bool = False
     budget: float | None = None
 
 
@@ -82,7 +85,8 @@ def _compiled() -> Iterator[Way]:
 
 OF_BLOCKS = tuple(_all())
 COMPILED = tuple(_compiled())
-WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, *COMPILED)}
+LOSS = Way("loss by rows", "exact", loss=True, words="exact gradients")
+WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, LOSS, *COMPILED)}
 STOCK, FULL, SELECTIVE = WAYS["stock"], WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
 
 
@@ -100,6 +104,9 @@ def put(block: nn.Module, way: Way) -> None:
     if way.budget is not None:
         block.compile(options=compile_options(error=way.error, budget=way.budget))
         _compiled_here.add(block)
+    if way.loss:
+        swap(block, "Calls", "")
+        vars(block)[ONLY] = LOSSES
     if way.conversion is not None:
         convert(block, **way.conversion)
     if way.checkpoint:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -271,6 +271,7 @@ def _handlers() -> dict[Any, Function]:
 
 
 HANDLERS = _handlers()
+LOSSES = frozenset({F.cross_entropy, Tensor.float, Tensor.to})  # and what makes logits wider for them
 
 
 # ------------------------------------------------------------------------------------------------------ the mode
@@ -287,6 +288,7 @@ class _Here(threading.local):
         watch: is told of outputs, and whether their operation keeps something else than PyTorch's.
         narrow: notes of the innermost module, which hold what none may keep.
         module: the innermost module.
+        only: the functions that are looked at; None for all.
 
     """
 
@@ -295,6 +297,7 @@ class _Here(threading.local):
     hooks: Any = None
     watch: Callable[[Tensor, bool], None] | None = None
     module: nn.Module | None = None
+    only: Collection[Any] | None = None
 
     def __init__(self) -> None:
         self.narrow: list[weakref.ref[Note]] = []
@@ -317,7 +320,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # a part of a module, which is traced
             return func(*args, **(kwargs or {}))
-        handler = HANDLERS.get(func)
+        handler = HANDLERS.get(func) if here.only is None or func in here.only else None
         if handler is None or not here.on or not (torch.is_grad_enabled() or func is F.one_hot):
             return func(*args, **(kwargs or {}))
         hooks = saved_tensor_hooks()
@@ -332,13 +335,15 @@ MODE: Any = _Calls()
 class Looking:
     """A context in which calls are looked at, or with `on=False` are not."""
 
-    def __init__(self, on: bool = True, module: nn.Module | None = None) -> None:
-        self.on, self.module = on, module
+    def __init__(
+        self, on: bool = True, module: nn.Module | None = None, only: Collection[Any] | None = None
+    ) -> None:
+        self.on, self.module, self.only = on, module, only
 
     def __enter__(self) -> None:
-        self.before = here.on, here.hooks, here.pushed, here.narrow, here.module
+        self.before = here.on, here.hooks, here.pushed, here.narrow, here.module, here.only
         if self.on:
-            here.hooks, here.narrow, here.module = saved_tensor_hooks(), [], self.module
+            here.hooks, here.narrow, here.module, here.only = saved_tensor_hooks(), [], self.module, self.only
         elif here.pushed and innermost_mode() is MODE:  # so that it costs nothing
             MODE.__exit__(None, None, None)
             here.pushed = False
@@ -354,7 +359,7 @@ class Looking:
                 noted = one()
                 if noted is not None and not noted.recipe.readers:
                     noted.state = ()
-        here.on, here.hooks, here.pushed, here.narrow, here.module = self.before
+        here.on, here.hooks, here.pushed, here.narrow, here.module, here.only = self.before
         if pushed and not here.pushed:
             MODE.__exit__(None, None, None)
         elif here.pushed and not pushed:

@@ -29,6 +29,7 @@ from .recipes import narrower, note_kept, note_normed
 
 KEEP_INPUT = nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6  # in place and elsewhere
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
+ONLY = "fitact_only"  # the functions that calls are looked at for; all if a module has none
 
 _read: ContextVar[set[str] | None] = ContextVar("_read", default=None)
 
@@ -288,7 +289,7 @@ class Calls(Rebuilding):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_functorch_transform():
                 return stock(self, *args, **kwargs)
-            with Looking(module=self):
+            with Looking(module=self, only=vars(self).get(ONLY)):
                 return stock(self, *args, **kwargs)
 
         cls.forward = forward  # type: ignore[method-assign]
@@ -372,7 +373,7 @@ def put_back(module: Any) -> None:
     """Give a module its own class again."""
     if isinstance(module, Rebuilding):
         module.__class__ = module.fitact_stock
-        for name in (PATH, "fitact_gate", "fitact_codes", "fitact_exact"):
+        for name in (PATH, ONLY, "fitact_gate", "fitact_codes", "fitact_exact"):
             vars(module).pop(name, None)
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fitact.runtime.plan.devices import DEVICES, Device
 from fitact.runtime.plan.subjects import of_model
 from fitact.runtime.plan.timeline import Timeline
 from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Checkpointed, Way, changed
+from fitact.runtime.rebuild.modules import Rebuilding
 from fitact.runtime.torch_internals import storage_id
 
 CPU = dataclasses.replace(DEVICES["t4"], name="CPU of a test")
@@ -154,6 +156,37 @@ def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
             assert saved == pytest.approx(plan.kept, rel=0.01)
         fitact.revert_plan(twin)
         assert [type(one) for one in twin.modules()] == [type(one) for one in model.modules()]
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_the_loss_by_rows(autocast: str | None) -> None:
+    """Where the loss decides the peak, less is computed again; the gradients are stock's, and the peak as said."""
+    torch.manual_seed(0)
+    sizes = {**SMALL["llama"], "vocab_size": 8000, "num_hidden_layers": 3}
+    dtype = torch.float32 if autocast else torch.bfloat16
+    prepared, inputs = prepare(hugging_face("llama", sizes), batch=2, seq=64, dtype=dtype, fake=False)
+    model, given = prepared.model, {**inputs.kwargs}
+    plans = fitact.planner(model, example_inputs=given, optimizer="none", device=CPU, autocast=autocast)
+    low, stock = plans.least("exact"), plans.costs.stock.peak + plans.fixed
+    plan = plans.plan((low + 0.5 * (stock - low)) / GIB, "exact", front=False)
+    assert ("loss by rows", ("",)) in [dataclasses.astuple(group) for group in plan.groups]
+    assert from_json(plan.to_json()) == plan
+    cast = nullcontext if autocast is None else partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def run() -> list[Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        with cast():
+            loss = loss_of(model, inputs)
+        loss.backward()
+        return [loss.detach(), *(one.grad for one in model.parameters())]
+
+    expected = run()
+    plan.apply(model)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(expected, run(), strict=True))
+    assert peak_memory(run, model)["total"] == pytest.approx(plan.peak, rel=0.01)
+    copy.deepcopy(model)(**given)
+    fitact.revert_plan(model)
+    assert not any(isinstance(one, Rebuilding) for one in model.modules())
 
 
 @cache
@@ -371,9 +404,9 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
     by_parts = Planner(of_model(net, x, None, "cpu"), "none", CPU)
     tried: list[list[str]] = []
 
-    def noted(subject: Any, device: Any, runs: Any, ways: Sequence[Way]) -> Step:
+    def noted(subject: Any, device: Any, runs: Any, ways: Sequence[Way], whole: Way) -> Step:
         tried.append([way.name for way in ways])
-        return measured_step(subject, device, runs, ways)
+        return measured_step(subject, device, runs, ways, whole)
 
     monkeypatch.setattr(make, "step", noted)
     exact = Problem(by_parts.costs, "exact")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fitact.arguments import real
@@ -15,7 +17,7 @@ from fitact.runtime.plan.compiled import compiled_steps
 from fitact.runtime.plan.costs import Cost, Costs, Step, measure, step
 from fitact.runtime.plan.devices import USUAL, Device, device_of
 from fitact.runtime.plan.subjects import Subject, of_model
-from fitact.runtime.plan.ways import COMPILED, FULL, OF_BLOCKS, SELECTIVE, STOCK, Way
+from fitact.runtime.plan.ways import COMPILED, FULL, LOSS, OF_BLOCKS, SELECTIVE, STOCK, Way
 
 from .programme import Option, Stage, fastest, least, peak, seconds
 from .record import GIB, Group, Plan, Point
@@ -265,7 +267,7 @@ class Problem:
         self.costs = costs
         most = ERRORS.index(error)
         self.ways = [
-            [way for way in OF_BLOCKS if way in one.costs and ERRORS.index(way.error) <= most]
+            [way for way in (*OF_BLOCKS, LOSS) if way in one.costs and ERRORS.index(way.error) <= most]
             for one in costs.segments
         ]
         self.compiled = {way: done for way, done in costs.compiled.items() if ERRORS.index(way.error) <= most}
@@ -293,15 +295,14 @@ class Problem:
 
     def groups(self, answer: Answer) -> list[Group]:
         """Return the groups of blocks that go the same way, each in one part of the model."""
-        found: list[Group] = []
-        for segment, ways, chosen in zip(self.costs.segments, self.ways, answer, strict=True):
-            for path, i in zip(segment.paths, chosen, strict=False):
-                name = ways[i].name
-                if found and found[-1].way == name:
-                    found[-1] = Group(name, (*found[-1].blocks, path))
-                else:
-                    found.append(Group(name, (path,)))
-        return found
+        paths = (path for segment in self.costs.segments for path in segment.paths)
+        by_way = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
+        found = [Group(way.name, tuple(path for _, path in some)) for way, some in by_way]
+        return found if self.whole(answer) == STOCK else [*found, Group(LOSS.name, ("",))]
+
+    def whole(self, answer: Answer) -> Way:
+        """Return the way of the whole model, which is that of what follows its last block."""
+        return self.ways[-1][answer[-1][0]]
 
     def taken(self, answer: Answer) -> list[Way]:
         """Return the way of each block."""
@@ -346,7 +347,7 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
         answer = fastest(problem.stages, limit)
         if answer is None:
             break
-        done = step(subject, device, runs, problem.taken(answer))
+        done = step(subject, device, runs, problem.taken(answer), problem.whole(answer))
         if done.peak <= room:
             if best is None or done.work.seconds < best[1].work.seconds:
                 best = answer, done
@@ -355,7 +356,7 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
     if best is not None:
         return best
     answer = problem.frugal()
-    done = step(subject, device, runs, problem.taken(answer))
+    done = step(subject, device, runs, problem.taken(answer), problem.whole(answer))
     if done.peak <= room:
         return answer, done
     return None, min(done, stock, key=lambda one: one.peak)
