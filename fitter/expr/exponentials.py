@@ -11,6 +11,7 @@ from .work import spend
 
 LARGE = 200  # parts of a formula; a larger one is not multiplied out
 MAX_TERMS = 300  # nor one that would have more terms
+STEEPEST = 1000  # powers of powers beyond this are not brought to one denominator: numbers would be as long
 EXPANSION = 20  # operations for each part of a formula that is multiplied out
 FRACTION = 100  # and of one that is brought to one denominator
 ONE = sympy.Integer(1)
@@ -35,6 +36,12 @@ def _terms(u: Expr) -> float:
     else:
         total = max(map(_terms, u.args), default=1.0)
     return total if total <= MAX_TERMS else math.inf
+
+
+def _steepness(u: Expr) -> int:
+    """Return the largest product of whole exponents, one inside of another."""
+    inner = max(map(_steepness, u.args), default=1)
+    return inner * max(abs(int(u.exp)), 1) if u.is_Pow and u.exp.is_Integer else inner
 
 
 def exponentials(u: Expr) -> dict[Expr, Expr] | None:
@@ -92,7 +99,7 @@ def bounded_ratio(node: Expr) -> Expr | None:
     Return None unless all terms of the denominator are positive, so that it does not cancel, and there are three
     or more: two terms are a σ.
     """
-    if not node.has(exp) or node.has(Where) or size(node) > LARGE:
+    if not node.has(exp) or node.has(Where) or size(node) > LARGE or _steepness(node) > STEEPEST:
         return None
     spend(FRACTION * size(node))
     above, below = node.as_numer_denom()

@@ -272,6 +272,7 @@ def _stationarity(
         below = np.nan_to_num(weight * shares * (both - left) / mass[:, :-1], posinf=0.0, neginf=0.0)
         above = np.nan_to_num(weight * shares * (both - right) / mass[:, 1:], posinf=0.0, neginf=0.0)
     diagonal -= (2 * shares * ((both - left) * below + (both - right) * above)).sum(axis=0)
+    stays |= ~np.isfinite(diagonal)  # f″ is no number there
     bands = np.zeros((3, len(borders)))
     bands[0, 1:] = (2 * (shares * (both - right))[:, :-1] * below[:, 1:]).sum(axis=0)
     bands[1] = diagonal

@@ -189,10 +189,10 @@ def _power(base: Expr, n: Expr, y: Expr) -> Expr:
         radical = y ** (1 / n)
     inner = _derivative(base, radical)
     size = absolute(y) ** (1 - 1 / n) if radical.has(sign) else y ** (1 - 1 / n)
-    if n > 1 and isinstance(inner, Where) and inner.args[2] == 0 and inner.args[0] == radical:
+    if constant(n) > 1 and isinstance(inner, Where) and inner.args[2] == 0 and inner.args[0] == radical:
         inner = inner.args[1]  # where the branch of 0 is taken, y is 0 and so is y^(1 − 1/n)
     # a radical's derivative divides by y: each term, so that no power of y overflows above the line
-    return sympy.expand(n * size * inner) if 0 < n < 1 and inner.is_Add else n * size * inner
+    return sympy.expand(n * size * inner) if 0 < constant(n) < 1 and inner.is_Add else n * size * inner
 
 
 def _branches(node: Expr, y: Expr) -> Expr:

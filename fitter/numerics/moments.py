@@ -79,7 +79,8 @@ class Moments:
         self._rows = self._integrate(self.grid[:-1], self.grid[1:])
         while len(self.grid) <= cells:
             self._split(cells)
-        self._refuse(~np.isfinite(self._rows.reshape(-1, len(self.grid) - 1).sum(axis=0)))
+        finite = np.isfinite(self._rows).reshape(-1, len(self.grid) - 1)
+        self._refuse(np.asarray(~finite.all(axis=0)))
         self.sums = running(self._rows)
 
     def _integrate(self, starts: Array, ends: Array) -> Array:

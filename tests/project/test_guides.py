@@ -55,7 +55,7 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         exec(compile(block, "transformers.md", "exec"), names)
     report = names["report"]
     assert isinstance(report, Conversion)
-    assert {site.after for site in report} == {"rebuilt"} and len(report) == 10
+    assert {site.after for site in report} == {"rebuilt"} and len(report) == 11
     printed = capsys.readouterr().out
     assert len(re.findall("LlamaMLP +silu_coded8", printed)) == 2 and "would be replaced" in printed
     assert "the gradient is off by" in printed
