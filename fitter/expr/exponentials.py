@@ -11,7 +11,7 @@ from .work import spend
 
 LARGE = 200  # parts of a formula; a larger one is not multiplied out
 MAX_TERMS = 300  # nor one that would have more terms
-STEEPEST = 1000  # powers of powers beyond this are not brought to one denominator: numbers would be as long
+HIGHEST = 1000  # powers of powers beyond this are not brought to one denominator: numbers would be as long
 EXPANSION = 20  # operations for each part of a formula that is multiplied out
 FRACTION = 100  # and of one that is brought to one denominator
 ONE = sympy.Integer(1)
@@ -38,9 +38,9 @@ def _terms(u: Expr) -> float:
     return total if total <= MAX_TERMS else math.inf
 
 
-def _steepness(u: Expr) -> int:
+def _degree(u: Expr) -> int:
     """Return the largest product of whole exponents, one inside of another."""
-    inner = max(map(_steepness, u.args), default=1)
+    inner = max(map(_degree, u.args), default=1)
     return inner * max(abs(int(u.exp)), 1) if u.is_Pow and u.exp.is_Integer else inner
 
 
@@ -99,7 +99,7 @@ def bounded_ratio(node: Expr) -> Expr | None:
     Return None unless all terms of the denominator are positive, so that it does not cancel, and there are three
     or more: two terms are a σ.
     """
-    if not node.has(exp) or node.has(Where) or size(node) > LARGE or _steepness(node) > STEEPEST:
+    if not node.has(exp) or node.has(Where) or size(node) > LARGE or _degree(node) > HIGHEST:
         return None
     spend(FRACTION * size(node))
     above, below = node.as_numer_denom()
