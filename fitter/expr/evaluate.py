@@ -19,20 +19,26 @@ from .work import spend
 Array = NDArray[np.float64]
 
 
-def wide(function: Callable[..., Any]) -> Callable[..., Array]:
+def wide(function: Callable[..., Any], limit: float = np.inf) -> Callable[..., Array]:
     """Return a NumPy function that computes in long double and rounds once to the dtype of its arguments.
 
     In float32 and float64 NumPy and the C library choose their kernels by CPU, and these differ in the last bit.
+    Arguments beyond a limit are computed as the limit: the rounded result must be the same there.
     """
 
     def rounded(*arguments: Array) -> Array:
         dtype = np.result_type(*arguments)
+        if limit < np.inf:
+            arguments = tuple(np.minimum(np.maximum(u, -limit), limit) for u in arguments)
         return np.asarray(function(*(np.asarray(u, dtype=np.longdouble) for u in arguments)), dtype=dtype)
 
     return rounded
 
 
-_exp, _log, _log1p, _sinh, _hypot = map(wide, (np.exp, np.log, np.log1p, np.sinh, np.hypot))
+# of exp in float64, which is infinite or 0 there; a long double that overflows takes seven times as long
+BEYOND = 1000.0
+_exp, _sinh = wide(np.exp, BEYOND), wide(np.sinh, BEYOND)
+_log, _log1p, _hypot = map(wide, (np.log, np.log1p, np.hypot))
 power = wide(np.power)
 
 
@@ -88,13 +94,13 @@ NUMPY: dict[Any, Callable[..., Any]] = {
     atoms.Where: lambda u, a, b: np.where(u > 0, a, b),
     atoms.WhereAtLeast: lambda u, a, b: np.where(u >= 0, a, b),
     atoms.exp: _exp,
-    atoms.expm1: wide(np.expm1),
+    atoms.expm1: wide(np.expm1, BEYOND),
     atoms.log: _log,
     atoms.log1p: _log1p,
     atoms.sigmoid: _sigmoid,
     atoms.softplus: _softplus,
     atoms.sinh: _sinh,
-    atoms.cosh: wide(np.cosh),
+    atoms.cosh: wide(np.cosh, BEYOND),
     atoms.tanh: wide(np.tanh),
     atoms.sech2: _sech2,
     atoms.tsech2: _tsech2,
