@@ -52,13 +52,13 @@ def normal(x: torch.Tensor) -> torch.Tensor:
     return x[(x == 0) | (x.abs() >= torch.finfo(x.dtype).smallest_normal)]
 
 
-@EACH
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # above EACH: one formula with each dtype in turn, so that the truth is computed once
     "dtype",
     # whose numbers are among those of float32, and what is computed of them is the same before it is rounded
     [*(pytest.param(half, marks=pytest.mark.full) for half in HALVES), torch.float32],
     ids=str,
 )
+@EACH
 def test_value(formula: Formula, dtype: torch.dtype) -> None:
     if values.may_fail(formula):
         pytest.skip("reported")

@@ -249,12 +249,15 @@ def _sum(activation: Activation, at: Array, value: Array) -> Array:
         return np.abs(value) + np.where(np.isfinite(condition), condition, 0.0)
 
 
-def allowed(formula: Formula, at: Array, dtype: torch.dtype = torch.float32) -> Array:
-    """Return the error that f may have in the dtype's arithmetic."""
+def allowed(
+    formula: Formula, at: Array, dtype: torch.dtype = torch.float32, middle: Array | None = None
+) -> Array:
+    """Return the error that f may have in the dtype's arithmetic; `middle` is f at the points, if it is known."""
     activation = formula.activation
     unit = UNIT.get(dtype, UNIT[torch.float32])
     with np.errstate(all="ignore"):
-        middle, left, right = (activation.value(at + d) for d in (0.0, -NEAR, NEAR))
+        middle = activation.value(at) if middle is None else middle
+        left, right = (activation.value(at + d) for d in (-NEAR, NEAR))
         near = np.sign(left) * np.sign(right) < 0
         near |= np.abs(middle) < 0.1 * np.minimum(np.abs(left), np.abs(right))
         scale = _sum(activation, at, middle)
@@ -269,7 +272,8 @@ def allowed(formula: Formula, at: Array, dtype: torch.dtype = torch.float32) -> 
 def _at_points(formula: Formula) -> tuple[Array, Array]:
     """f at the float32 points, in order, those of half precision among them, and the error that it may have."""
     at = points(torch.float32).double().numpy()
-    return truth(formula, at), allowed(formula, at)
+    true = truth(formula, at)
+    return true, allowed(formula, at, middle=true)
 
 
 def misses(
@@ -286,7 +290,8 @@ def misses(
     if np.array_equal(known[index], at):
         true, error = (values[index] for values in _at_points(formula))
     else:
-        true, error = truth(formula, at), allowed(formula, at, x.dtype)
+        true = truth(formula, at)
+        error = allowed(formula, at, x.dtype, true)
     error = np.where(np.isfinite(true), error, 0.0)
     low, high = (torch.from_numpy(true + d).to(x.dtype).double().numpy() for d in (-error, error))
     if truncated:
