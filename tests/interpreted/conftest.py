@@ -1,6 +1,7 @@
 """Triton's interpreter, twice as fast: it prepares `tl` where a kernel is launched, not at each call in it.
 
-And it works out a type of NumPy's, and the shape and name of a block's type, once for each kind, not each time.
+And it works out a type of NumPy's, the shape and name of a block's type, and the shape of a tensor once for each
+kind, not each time. Tensors of one shape share it, so two of them need no broadcasting.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _prepare: Callable[[FunctionType], Any] = interpreter._patch_lang
 _numpy: Callable[[Any], Any] = interpreter._get_np_dtype
 _block: Callable[..., None] = tl.block_type.__init__
+_tensor: Callable[..., None] = tl.tensor.__init__
+_broadcast: Callable[..., Any] = TritonSemantic.broadcast_impl_value
 _dtypes: dict[tuple[type, str], Any] = {}
 _blocks: dict[tuple[str, ...], dict[str, Any]] = {}
+_shapes: dict[tuple[int, ...], dict[str, Any]] = {}
+_shaped: dict[str, dict[str, Any]] = {}  # by the name of a type, which has its shape
 
 
 @cache
@@ -54,6 +60,24 @@ def _block_once(self: Any, element_ty: Any, shape: Any) -> None:
         _blocks[key] = dict(vars(self))
 
 
+def _tensor_once(self: Any, handle: Any, type: Any) -> None:
+    """Make a tensor; its shape is that of the last one with a type of the same name."""
+    if type.name in _shaped:
+        vars(self).update(_shaped[type.name], handle=handle, type=type, dtype=type.scalar)
+    else:
+        _tensor(self, handle, type)
+        shape = tuple(size.value for size in self.shape)
+        _shaped[type.name] = _shapes.setdefault(shape, {"shape": self.shape, "numel": self.numel})
+        vars(self).update(_shaped[type.name])
+
+
+def _broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
+    """Return two tensors of one shape as they are."""
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
+
+
 interpreter._patch_lang = _prepare_once
 interpreter._get_np_dtype = _numpy_once
 tl.block_type.__init__ = _block_once
+tl.tensor.__init__ = _tensor_once
+TritonSemantic.broadcast_impl_value = _broadcast_once
