@@ -9,9 +9,11 @@ import torch
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.learned import Learned
+from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.kinds import AnyLearnedFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit, errors
 from tests.support.gates import part
+from tests.support.shared import shared
 
 Numbers = dict[str, tuple[float, bool]]
 
@@ -21,9 +23,18 @@ def rebuilt(text: str, name: str, numbers: Numbers | None = None) -> LearnedFit:
     return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
 
 
+def _coded(text: str, name: str, bits: int, numbers: Numbers) -> tuple[Learned, CodedFit]:
+    return Learned.of(text, numbers), part(Activation.of("identity"), bits, name)
+
+
+@shared
+def _errors(text: str, name: str, bits: int, *numbers: tuple[str, tuple[float, bool]]) -> dict[str, float]:
+    return errors(*_coded(text, name, bits, dict(numbers)))
+
+
 def coded(text: str, name: str, bits: int, numbers: Numbers | None = None) -> CodedLearnedFit:
-    formula, code = Learned.of(text, numbers or {}), part(Activation.of("identity"), bits, name)
-    error = errors(formula, code)
+    formula, code = _coded(text, name, bits, numbers or {})
+    error = _errors(text, name, bits, *(numbers or {}).items())  # each process that collects the tests needs them
     return CodedLearnedFit(name=name, method="learned_coded", activation=formula, code=code, error=error)
 
 
