@@ -249,9 +249,7 @@ def _sum(activation: Activation, at: Array, value: Array) -> Array:
         return np.abs(value) + np.where(np.isfinite(condition), condition, 0.0)
 
 
-def allowed(
-    formula: Formula, at: Array, dtype: torch.dtype = torch.float32, middle: Array | None = None
-) -> Array:
+def allowed(formula: Formula, at: Array, dtype: torch.dtype = torch.float32, middle: Array | None = None) -> Array:
     """Return the error that f may have in the dtype's arithmetic; `middle` is f at the points, if it is known."""
     activation = formula.activation
     unit = UNIT.get(dtype, UNIT[torch.float32])
