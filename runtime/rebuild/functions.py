@@ -104,6 +104,8 @@ def linear(
     dtype = product_dtype(x, weight)
     again = x.requires_grad and recast(x, weight, dtype)
     found = source(x, exact) if weight.requires_grad else None
+    if found is not None and not (found.exact or x.is_contiguous()):
+        return None  # the first tokens of texts alone may be far smaller than what codes are made for
     if dtype is None or (found is None and not again):
         return None
     rebuild = None if found is None else found.function if x.dtype == dtype else _Cast(found.function, dtype)

@@ -262,7 +262,8 @@ def test_the_documents_table(name: str, precision: str) -> None:
         exact = "exact" in way or codes == "rebuilt"
         assert (torch.equal(output, expected) and all_equal(found, ours)) if exact else off(found, ours) < 0.03
         learned = {site.after for site in conversion if site.before in ("XIELUActivation", "DyT", "PReLU")}
-        assert learned == {"rebuilt" if exact else codes}
+        # the last norm may be rebuilt, for the head reads the first token alone, which is not looked up
+        assert learned == {"rebuilt"} if exact else codes in learned <= {codes, "rebuilt"}
         row.append(f"{100 * kept / stock:.1f} %")
     assert f"| {' | '.join(row)} |" in DOCUMENT
 
