@@ -213,7 +213,7 @@ def again(function: Function, x: Tensor, *others: Tensor, found: Source | None =
 
 # ---------------------------------------------------------------------------------------------------------- losses
 
-PIECES, PIECE = 16, 2**22  # logits are treated in at least so many pieces of at most about so many logits
+PIECES, PIECE = (16, 64), 2**22  # at least and at most how many pieces of logits; between these, of about so many
 ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
 
 
@@ -263,7 +263,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _pieces(x: Tensor) -> list[slice]:
     """Return the rows of each piece of logits."""
-    rows = max(min(PIECE, x.numel() // PIECES) // x.shape[1] // ALIGNED, 1) * ALIGNED
+    least, most = PIECES
+    size = min(x.numel() // least, max(PIECE, x.numel() // most))
+    rows = max(size // x.shape[1] // ALIGNED, 1) * ALIGNED
     return [slice(start, start + rows) for start in range(0, len(x), rows)]
 
 
