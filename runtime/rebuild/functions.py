@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fitact.runtime.recipes import note, plain
-from fitact.runtime.torch_internals import in_functorch_transform
+from fitact.runtime.torch_internals import in_functorch_transform, storage_id
 
 from .derivatives import READS, Of, Plain, Reads, autocast, differentiable, once
 from .recipes import (
@@ -248,7 +248,9 @@ class _CrossEntropy(torch.autograd.Function):
         once()
         target, *state = ctx.saved_tensors
         x, grad = ctx.rebuild(*state), grads[0]
-        alone = isinstance(ctx.rebuild, Read) and ctx.rebuild.recipe.value is None  # nobody else reads it
+        # where nobody else reads x, and it is no tensor that was kept, the gradient takes its place
+        alone = isinstance(ctx.rebuild, Read) and ctx.rebuild.recipe.value is None
+        alone = alone and storage_id(x) not in map(storage_id, state)
         gradient = x if alone else torch.empty_like(x)
         if ctx.reduction == "mean":  # as PyTorch divides
             grad = grad / (target != ctx.ignored).sum().to(grad.dtype)

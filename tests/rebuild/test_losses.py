@@ -58,7 +58,7 @@ def trained(model: nn.Module, around: Callable[[], AbstractContextManager[Any]],
         loss = model(*inputs)
     leaves = [*model.parameters(), *(one for one in inputs if one.requires_grad)]
     weights = torch.linspace(1, 2, loss.numel()).view(loss.shape)
-    return loss.detach(), torch.autograd.grad(loss, leaves, weights), saved.bytes
+    return loss.detach(), torch.autograd.grad(loss, leaves, weights, allow_unused=True), saved.bytes
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -136,6 +136,35 @@ def test_care() -> None:
         logits[-1].zero_()
     with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()
+
+
+class Trained(nn.Module):
+    """Logits that are parameters, or that a norm reads too; to make them float32 returns them as they are."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.logits, self.scale = nn.Parameter(torch.randn(42)), nn.Parameter(torch.ones(7))
+        self.normed = normed
+
+    def forward(self, target: Tensor) -> Tensor:
+        logits = self.logits.view(6, 7)
+        if not self.normed:
+            return F.cross_entropy(logits.float(), target)
+        logits = logits * 2
+        return F.layer_norm(logits, (7,), self.scale).pow(2).sum() + F.cross_entropy(logits.float(), target)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_is_kept_is_not_overwritten(normed: bool) -> None:
+    model, target = Trained(normed), torch.arange(6)
+    before = model.logits.detach().clone()
+    loss, gradients, _ = trained(model, NONE, target)
+    with Looking(module=model):
+        again = model(target)
+    assert same(again, loss)
+    found = torch.autograd.grad(again, [*model.parameters()], retain_graph=True, allow_unused=True)
+    assert all(a is b or same(a, b) for a, b in zip(gradients, found, strict=True))
+    assert torch.equal(model.logits, before)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
