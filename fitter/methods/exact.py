@@ -292,7 +292,7 @@ def _error(activation: Activation, formula: Expr, at: Array, dtype: str) -> floa
     true = activation.derivative(at)
     with np.errstate(all="ignore"):
         y = stored(activation, at, dtype)
-    return from_output(f"{activation}: its derivative", true, y, formula, dtype)
+    return from_output(activation, "its derivative", true, y, formula, dtype)
 
 
 # ------------------------------------------------------------------------------------------------- learned numbers

@@ -47,11 +47,12 @@ def rounded(values: Array, dtype: str) -> Array:
     return np.where(np.isnan(single), np.nan, kept.view(np.float32)).astype(np.float64)
 
 
-def from_output(what: str, true: Array, y: Array, formula: Expr, dtype: str) -> float:
+def from_output(activation: object, what: str, true: Array, y: Array, formula: Expr, dtype: str) -> float:
     """Return the largest error of a formula in y, relative to the larger of what is true and 1, to four digits.
 
     Args:
-        what: the activation and what the formula is for, as `"NAME: its derivative"`.
+        activation: whose outputs they are, for messages.
+        what: what the formula gives, for messages, as `"its derivative"`.
         true: what is true, float64.
         y: the outputs, rounded to the named dtype, same shape.
         formula: in `atoms.x` for y; it is computed in float32.
@@ -65,12 +66,11 @@ def from_output(what: str, true: Array, y: Array, formula: Expr, dtype: str) -> 
         found = np.broadcast_to(FLOAT32.evaluate(formula, y.astype(np.float32)), y.shape).astype(np.float64)
     valid = (np.abs(true) < LARGEST) & np.isfinite(y)
     if not valid.any():
-        activation = what.rpartition(": ")[0]
         raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")
     lost = valid & ~np.isfinite(found)
     if lost.any():
         raise UsageError(
-            f"{what} as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g} where y rounds to "
+            f"{activation}: {what} as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g} where y rounds to "
             f"{y[lost][0]:g} in {dtype}"
         )
     error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))

@@ -188,8 +188,8 @@ def errors_from_output(formula: Learned, own: Sequence[Expr], near: Iterable[Set
                 y = np.broadcast_to(FLOAT32.evaluate(value, at.astype(np.float32)), at.shape)
             y = rounded(y.astype(np.float64), dtype)
             for k, (truth, one) in enumerate(zip(truths, own, strict=True)):
-                true, what = evaluate(truth.xreplace(setting), at), f"{formula}: {told(formula, k)}"
-                error = from_output(what, true, y, one.xreplace(setting), dtype)
+                true = evaluate(truth.xreplace(setting), at)
+                error = from_output(formula, told(formula, k), true, y, one.xreplace(setting), dtype)
                 key = f"{'learned' if k else 'derivative'}_{dtype}"
                 found[key] = max(found.get(key, 0.0), error)
     return found

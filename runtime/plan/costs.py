@@ -157,8 +157,8 @@ def _with_loss(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
     if any(block is subject.model for run in runs for block in run.blocks):
         return end
     marks = _marks(subject, device, runs, _stock(runs), whole=LOSS)
-    cost = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost
-    if (cost.keep, cost.high) >= (end.costs[STOCK].keep, end.costs[STOCK].high):
+    cost, stock = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost, end.costs[STOCK]
+    if cost.keep >= stock.keep and cost.high >= stock.high:
         return end
     return replace(end, costs={**end.costs, LOSS: cost})
 

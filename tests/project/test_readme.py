@@ -18,10 +18,16 @@ from benchmarks import kept
 from fitact.fitter.numerics.dtypes import rounded
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.reading import read
+from fitact.planning.make import Planner, Problem
+from fitact.planning.programme import peak
+from fitact.planning.record import GIB
 from fitact.runtime.compare.report import measure
-from fitact.runtime.models.prepare import Training, imported
+from fitact.runtime.models.prepare import Training, imported, prepare
 from fitact.runtime.models.reference import gelu_mlp
 from fitact.runtime.models.sources import hugging_face
+from fitact.runtime.plan.devices import USUAL, device_of
+from fitact.runtime.plan.subjects import of_prepared
+from fitact.runtime.plan.ways import FULL, STOCK
 from fitact.runtime.rebuild.modules import Rebuilding
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +111,8 @@ def test_the_first_screen() -> None:
         assert list(row["ways"]) == list(kept.WAYS)
         ways = row["ways"]
         exact, codes, compiled = (ways[label]["share"] for label in list(kept.WAYS)[2:])
-        assert codes < exact < 1
+        assert codes < exact < min(1, ways["selective checkpointing"]["share"])
+        assert exact < 1.0001 * ways["compiler, budget 0.9"]["share"]
         assert compiled < ways["compiler, budget 0.9"]["share"]
         assert all(way["share"] == way["bytes"] / row["stock"] for way in ways.values())
         assert all(way["again"] < 0.005 for way in ways.values())  # so the README says of products
@@ -409,3 +416,33 @@ def test_times_of_rebuilding() -> None:
         f"a GELU and its linear layer take {pair:.1f} times as long as stock's; a linear layer that finds nothing "
         f"to rebuild takes {alone:.1f} times as long"
     ) in flat()
+
+
+@pytest.mark.full
+def test_the_plan() -> None:
+    """What is computed again beyond the stock model, beside checkpointing of all blocks; and the least memory."""
+    prepared, inputs = prepare(hugging_face("llama"), Training(lora=("all",)), batch=8, seq=2048)
+    planner = Planner(of_prepared(prepared, inputs), "adamw", device_of(USUAL))
+    problem = Problem(planner.costs, "exact")
+    segments = planner.costs.segments
+    full = sum(
+        one.count * (one.costs[FULL].work.flops - one.costs[STOCK].work.flops) for one in segments if one.paths
+    )
+    plans = [planner.plan(24, error, front=False) for error in ("rounding", "exact")]
+    less = [100 - 100 * plan.flops_again / full for plan in plans]
+    bytes_of = (
+        planner.fixed + planner.costs.stock.peak,
+        24 * GIB - planner.fixed - peak(problem.stages, problem.all(FULL)),
+        planner.least("exact"),
+        planner.fixed + peak(problem.stages, problem.all(FULL)),
+    )
+    found = re.search(
+        r"needs (\d+) GiB as it is. In 24 GiB, where full checkpointing leaves ([\d.]+) GiB, the plan computes "
+        r"(\d+) % less .* exact` (\d+) %. And (\d+) GiB .* needs ([\d.]+) GiB",
+        flat(),
+    )
+    assert found is not None
+    stock, left, rounding, exact, least, checkpointed = found.groups()
+    assert (rounding, exact) == tuple(f"{one:.0f}" for one in less)
+    stated = [float(one) for one in (stock, left, least, checkpointed)]
+    assert stated == pytest.approx([one / GIB for one in bytes_of], rel=0.02)

@@ -18,6 +18,7 @@ from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models.prepare import imported
 from fitact.runtime.rebuild.calls import Looking
 from fitact.runtime.rebuild.functions import PIECE
+from tests.conftest import ROOT
 
 WIDTH = 8
 HALF = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -199,3 +200,23 @@ def test_the_peak_of_a_language_model(precision: str, held: bool) -> None:
     assert all(torch.equal(a, b.grad) for a, b in zip(stock[1], model.parameters(), strict=True))
     logits = ids.numel() * 4000
     assert peak_memory(step, model)["total"] <= stock[2] - 4 * logits
+
+
+@pytest.mark.full
+def test_the_document_s_peak() -> None:
+    """A LLaMA of one layer, with 32,000 words and 1024 tokens."""
+    transformers = imported("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=32000, num_hidden_layers=1, **sizes)
+    ).train()
+    model, ids = model.bfloat16(), torch.randint(3, 32000, (4, 256))
+    batch = {"input_ids": ids, "labels": ids}
+    peaks = []
+    for exact in (False, True):
+        if exact:
+            fitact.convert(model, error="exact", example_inputs=batch)
+        peaks.append(peak_memory(lambda: model(**batch).loss.backward(), model)["total"])
+        model.zero_grad(set_to_none=True)
+    document = " ".join((ROOT / "docs" / "rebuilding.md").read_text("utf-8").split())
+    assert f"by {100 - 100 * peaks[1] / peaks[0]:.0f} % for a LLaMA of one layer" in document
