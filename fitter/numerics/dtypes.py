@@ -70,8 +70,8 @@ def from_output(activation: object, what: str, true: Array, y: Array, formula: E
     lost = valid & ~np.isfinite(found)
     if lost.any():
         raise UsageError(
-            f"{activation}: {what} as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g} where y rounds to "
-            f"{y[lost][0]:g} in {dtype}"
+            f"{activation}: {what} as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g} where "
+            f"y rounds to {y[lost][0]:g} in {dtype}"
         )
     error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
     return float(f"{error.max():.4g}")
