@@ -11,7 +11,7 @@ import sympy
 
 from fitact.errors import UsageError
 from fitact.fitter.expr import atoms
-from fitact.fitter.expr.atoms import Expr
+from fitact.fitter.expr.atoms import Expr, varies
 
 from .dialects import CALL, PRODUCT, SUM, TRITON, UNARY, Code, Dialect, ndtr, number, tanh_softplus
 
@@ -41,7 +41,7 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
         if not more:
             break
         unused |= more
-    if not _varies(formula):
+    if not varies(formula):
         result = dialect.constant.format(result, variable=variable)
     return Code(tuple(printer.steps), result)
 
@@ -51,7 +51,7 @@ def _for_device(formula: Expr) -> Expr:
     done: dict[Expr, Expr] = {}
 
     def rewritten(node: Expr) -> Expr:
-        if node not in done and not _varies(node):
+        if node not in done and not varies(node):
             done[node] = node  # a number, which the fitter computes
         elif node not in done:
             args = [rewritten(arg) for arg in node.args]
@@ -72,14 +72,8 @@ def _of_softplus(u: Expr) -> Expr:
     return tanh_softplus(u.args[0]) if isinstance(u, atoms.softplus) else atoms.tanh(u)
 
 
-@lru_cache(maxsize=10_000)
-def _varies(node: Expr) -> bool:
-    """Whether a formula has x in it; SymPy itself would look through every occurrence of every part."""
-    return bool(node.is_Symbol) or any(map(_varies, node.args))
-
-
 def _costs(node: Expr) -> bool:
-    return bool(node.is_Function or node.is_Pow or node.is_Add) and _varies(node)
+    return bool(node.is_Function or node.is_Pow or node.is_Add) and varies(node)
 
 
 def _repeated(formula: Expr) -> list[Expr]:
@@ -195,9 +189,12 @@ class _Printer:
         if not (node.is_Add or node.is_Mul):
             return False
         parts = self.parts_of(node)
-        moving = [part for part in parts if _varies(part)]
-        for power in (1, -1):
-            chosen = [part for part in moving if _is_divisor(part) == (power < 0)]
+        if node.is_Add:
+            kinds = [(1, parts)]
+        else:  # numerators, or denominators
+            moving = [part for part in parts if varies(part)]
+            kinds = [(sign, [one for one in moving if _is_divisor(one) == (sign < 0)]) for sign in (1, -1)]
+        for power, chosen in kinds:
             for count in range(len(chosen) - 1, 1, -1):
                 first = [part**power for part in chosen[:count]]
                 text = self.sum(first) if node.is_Add else self.product(first)[0]
@@ -215,12 +212,12 @@ class _Printer:
         """Return the terms of a sum or the factors of a product, in the order of their texts."""
         if node in self.parts or not node.is_Add:
             return self.parts.get(node, list(node.args))
-        return sorted(node.args, key=_place)
+        return list(atoms.terms(node))
 
     def made(self, node: Expr) -> tuple[str, int]:
         if node.is_Symbol:
             return self.variable if node == atoms.x else node.name, CALL  # any other is a learned number
-        if not _varies(node):
+        if not varies(node):
             return number(atoms.constant(node))
         if node.is_Add:
             return self.sum(self.parts_of(node)), SUM
@@ -231,7 +228,7 @@ class _Printer:
         if isinstance(node, atoms.Where):
             condition, *values = node.args
             texts = [self.comparison(condition, node.func), *map(self.text, values)]
-            if not any(map(_varies, values)):
+            if not any(map(varies, values)):
                 texts[1] = self.dialect.constant.format(texts[1], variable=self.variable)
             return self.dialect.where.format(*texts), CALL
         if node.func not in self.dialect.functions:
@@ -250,10 +247,10 @@ class _Printer:
         return result
 
     def product(self, factors: Sequence[Expr]) -> tuple[str, int]:
-        coefficient = atoms.constant(sympy.Mul(*(f for f in factors if not _varies(f))))
+        coefficient = atoms.constant(sympy.Mul(*(f for f in factors if not varies(f))))
         upper, lower = [], []
         for factor in factors:
-            if not _varies(factor):
+            if not varies(factor):
                 continue
             if _is_divisor(factor):
                 lower.append(self.text(1 / factor, UNARY))
@@ -275,7 +272,7 @@ class _Printer:
             return self.dialect.functions[sympy.sqrt].format(self.text(base)), CALL
         if exponent.is_Integer:
             return self.dialect.power(partial(self.text, base), int(exponent))
-        if _varies(base):
+        if varies(base):
             return self.node(atoms.exp(exponent * atoms.log(base)))
         return self.node(atoms.exp(math.log(atoms.constant(base)) * exponent))
 
@@ -291,8 +288,3 @@ class _Printer:
 
 def _is_divisor(factor: Expr) -> bool:
     return bool(factor.is_Pow and factor.exp.is_number and atoms.constant(factor.exp) < 0)
-
-
-def _place(term: Expr) -> tuple[bool, bool]:
-    """Sort key of a term: first those that need no leading minus, of each kind constants last."""
-    return term.could_extract_minus_sign(), not _varies(term)

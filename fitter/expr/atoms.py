@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -220,6 +221,20 @@ def raised(base: Expr, exponent: Expr) -> Expr:
     if not exponent.is_Rational or exponent.q <= MAX_ORDER or abs(number) == 1:
         return base**exponent
     return exp(exponent * log(abs(number))) * (sympy.sign(number) * rest) ** exponent
+
+
+@lru_cache(maxsize=10_000)
+def varies(node: Expr) -> bool:
+    """Return whether a formula is not a constant; SymPy itself would look through every occurrence of every part."""
+    return bool(node.is_Symbol) or any(map(varies, node.args))
+
+
+def terms(total: Expr) -> tuple[Expr, ...]:
+    """Return the terms of a sum in the order in which they are added, by the fitter and in generated code.
+
+    First come those that are printed without a leading minus; of each kind, constants are last.
+    """
+    return tuple(sorted(total.args, key=lambda term: (term.could_extract_minus_sign(), not varies(term))))
 
 
 def size(expr: Expr) -> int:

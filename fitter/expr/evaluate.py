@@ -179,10 +179,11 @@ def _steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[Expr, ...]], ...]:
     def visit(node: Expr) -> None:
         if node == x or node in found:
             return
-        varies = bool(node.free_symbols)
-        for one in node.args if varies else ():
+        varies = atoms.varies(node)
+        arguments = () if not varies else atoms.terms(node) if node.is_Add else node.args
+        for one in arguments:
             visit(one)
-        found[node] = (node, node.func, node.args) if varies else (node, None, ())
+        found[node] = (node, node.func if varies else None, arguments)
 
     visit(expr)
     return tuple(found.values())

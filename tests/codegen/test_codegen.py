@@ -24,6 +24,7 @@ from fitact import runtime
 from fitact.codegen import dialects, printers
 from fitact.codegen.generate import class_name, generate, plan, render
 from fitact.errors import UsageError
+from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr import atoms
 from fitact.fitter.expr.atoms import x
@@ -391,6 +392,8 @@ LONG = {
     "branches": " + ".join(f"where(x > {i}, tanh({i}*x), sin({i}*x))" for i in range(2, 28)),
     "terms": " + ".join(f"relu(x - {i})" for i in range(1, 52)),
     "more terms": "+".join(f"({'+'.join(f'abs(x-{i})' for i in range(k, k + 40))})" for k in (100, 200, 300)),
+    "reciprocals": "+".join(f"1/(x**2 + {i}.123456789)" for i in range(1, 30)),
+    "differences": "99" + "".join(f" - 1/(x**2 + {i}.123456789)" for i in range(1, 30)),
     "factors": "*".join(f"(1 + abs(x/{i}))**0.1" for i in range(2, 50)),
     "divisors": "x/" + "/".join(f"(1 + (x/{i})**2)**0.1" for i in range(2, 45)),
     "conditions": "where(x - 3 > 0, sin(x), cos(x)) + where(x - 3 > 0, 2, 3)*where(x - 3 > 0, x, tan(x)/99)",
@@ -418,6 +421,20 @@ def test_long_formulas_keep_their_values(text):
     formula = stable(parse(text))
     found = run_torch(printers.render(formula, dialects.TORCH), torch.from_numpy(POINTS))
     np.testing.assert_allclose(found, evaluate(formula, POINTS), rtol=1e-11, atol=1e-13)
+
+
+SUMS = ["e + leaky_relu(x) - x", "1/3 - x - relu(x - 7) + abs(x)", "-1/3 - x - 3*abs(x)"]
+SUMS += [LONG[name] for name in ("terms", "more terms", "reciprocals", "differences")]
+
+
+@pytest.mark.parametrize("text", SUMS)
+def test_terms_are_added_in_the_order_that_is_checked(text):
+    """What `float_check` says of float32 holds for the code: the same bits, where another order loses all digits."""
+    formula = stable(parse(text))
+    x = np.geomspace(1e-6, 1e12, 1000, dtype=np.float32)
+    x = np.concatenate([-x, x])
+    found = run_torch(printers.render(formula, dialects.TORCH), torch.from_numpy(x))
+    np.testing.assert_array_equal(found, float_check.FLOAT32.evaluate(formula, x))
 
 
 def test_what_is_shared_is_printed_once(monkeypatch):

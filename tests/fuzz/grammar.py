@@ -169,7 +169,9 @@ def row(chance: random.Random) -> Tree:
     grammar = chance.choice((PLAIN, WILD))
     some = [grammar.tree(chance, chance.randint(1, 4)) for _ in range(chance.randint(1, 4))]
     operator = chance.choice(("(@ + @)", "(@ - @)", "(@ * @)", "(@ / @)", "min(@, @)"))
-    trees = [Tree("(@ + @)", (some[i % len(some)], Tree(str(i)))) for i in range(chance.randint(2, 40))]
+    outer = chance.choice(("@", "@", "(1 / @)", "(-@)", "(@)**(-0.3)"))
+    count = chance.randint(2, 40)
+    trees = [Tree(outer, (Tree("(@ + @)", (some[i % len(some)], Tree(str(i)))),)) for i in range(count)]
     while len(trees) > 1:
         pairs = [trees[i : i + 2] for i in range(0, len(trees), 2)]
         trees = [Tree(operator, tuple(pair)) if len(pair) == 2 else pair[0] for pair in pairs]

@@ -44,7 +44,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 @cache
 def derived(text: str) -> ExactFit:
-    """Derive a formula; whether floating point suffices for the formula is not the question here."""
+    """Derive a formula and its errors; whether floating point suffices for the formula is not the question here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FitWarning)
         return exact.fit(Activation.of(text), "some_exact")
@@ -276,21 +276,21 @@ def test_beyond_the_range_of_every_dtype(text: str) -> None:
     ],
 )
 def test_random_chains(first: int, count: int) -> None:
-    """Whatever is not refused agrees with f′ at random points."""
+    """Whatever is not refused agrees with f′ at random points; the errors of the first are stated, too."""
     made = 0
     for seed in range(first, first + count):
         chance = random.Random(seed)
         text = chain(chance)
         try:
-            fit = derived(text)
+            formula = derived(text).derivative if first < 100 else exact.derived(Activation.of(text))
         except UsageError as error:
             assert "\n" not in str(error), text
             continue
         points = [chance.uniform(-3, 3) for _ in range(8)]
         try:
-            made += bool(compare(real(text), real(fit.derivative, "y"), points, "1e-25"))
+            made += bool(compare(real(text), real(formula, "y"), points, "1e-25"))
         except AssertionError as error:
-            raise AssertionError(f"{text}: {fit.derivative}: {error}") from None
+            raise AssertionError(f"{text}: {formula}: {error}") from None
     assert made > count / 8
 
 
