@@ -225,7 +225,7 @@ def raised(base: Expr, exponent: Expr) -> Expr:
 
 @lru_cache(maxsize=10_000)
 def varies(node: Expr) -> bool:
-    """Return whether a formula is not a constant; SymPy itself would look through every occurrence of every part."""
+    """Return whether a formula is not a constant; SymPy itself would look at every occurrence of every part."""
     return bool(node.is_Symbol) or any(map(varies, node.args))
 
 

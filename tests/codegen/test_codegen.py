@@ -429,7 +429,7 @@ SUMS += [LONG[name] for name in ("terms", "more terms", "reciprocals", "differen
 
 @pytest.mark.parametrize("text", SUMS)
 def test_terms_are_added_in_the_order_that_is_checked(text):
-    """What `float_check` says of float32 holds for the code: the same bits, where another order loses all digits."""
+    """What `float_check` says of float32 holds for the code: the same bits, where another order loses digits."""
     formula = stable(parse(text))
     x = np.geomspace(1e-6, 1e12, 1000, dtype=np.float32)
     x = np.concatenate([-x, x])

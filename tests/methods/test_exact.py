@@ -44,7 +44,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 @cache
 def derived(text: str) -> ExactFit:
-    """Derive a formula and its errors; whether floating point suffices for the formula is not the question here."""
+    """Derive a formula and its errors; whether floating point suffices for it is not the question here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FitWarning)
         return exact.fit(Activation.of(text), "some_exact")
