@@ -87,7 +87,8 @@ class Moments:
         at, weights = nodes(starts, ends)
         g = self.function(at)
         w = self.weight(at) * weights
-        return np.stack([w.sum(axis=-1), (w * g).sum(axis=-1), (w * g * g).sum(axis=-1)])
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+            return np.stack([w.sum(axis=-1), (w * g).sum(axis=-1), (w * g * g).sum(axis=-1)])
 
     def _split(self, cells: int) -> None:
         """Halve the cells over which g varies most, or the widest where it varies no more."""
@@ -144,7 +145,7 @@ def spread(moments: Array) -> Array:
     An interval of mass 0 adds nothing.
     """
     mass, first, second = moments
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         each = np.maximum(np.where(mass > 0, second - first * first / mass, 0.0), 0.0)
     return np.asarray(each if each.ndim == 1 else each.reshape(-1, each.shape[-1]).sum(axis=0))
 

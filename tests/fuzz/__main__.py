@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,9 @@ def failure(check: Callable[[Any], None], case: Any) -> str | None:
     """Return how a check fails on a case, None if it does not."""
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
-        check(case)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # of the arithmetic: NumPy's, not ours
+            check(case)
     except (Exception, HangError, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} in {last.name}: {' '.join(str(error).split())[:300]}"
