@@ -104,7 +104,7 @@ def _signed(size, u):
 
 @jit
 def _decay(u):
-    """T = exp(−2|u|), about 1/(1 + t) = r, and e: (1 + e) r is it. A root takes fewer instructions than a division."""
+    """T = exp(−2|u|), and r and e with (1 + e) r = 1/(1 + t); a division would take more instructions."""
     t = exponential(-2.0 * tl.abs(u))
     root = tl.rsqrt(1.0 + t)
     r = root * root
