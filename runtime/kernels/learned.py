@@ -204,6 +204,15 @@ def _zeros(shape: tl.constexpr, count: tl.constexpr):
 
 
 @jit
+def _trips(left, size: tl.constexpr, whole: tl.constexpr):
+    """Return how many trips of a size what is left of the tensor takes."""
+    if whole:
+        return TRIPS
+    else:
+        return tl.minimum(tl.cdiv(left, size), TRIPS).to(tl.int32)
+
+
+@jit
 def _gradients(
     dy, kept, points, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
     count: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr,
@@ -229,10 +238,11 @@ def _beside(
     column = (left + tl.arange(0, WIDTH))[None, :]
     valid = column < channels
     own = _loaded(numbers + (column if whole else tl.where(valid, column, 0)), channels, count)
-    row = part * (HEIGHT * TRIPS) + tl.arange(0, HEIGHT)[:, None]
+    first = part * (HEIGHT * TRIPS)
+    row = first + tl.arange(0, HEIGHT)[:, None]
     at = row * channels + column
     added = _zeros((HEIGHT, WIDTH), wanted)
-    for trip in range(TRIPS):
+    for trip in range(_trips(rows - first, HEIGHT, whole)):
         inside = (row + trip * HEIGHT < rows) & valid
         added = _gradients(
             dy, kept, points, dx, added, at, inside, own, derivative, gradient, wanted, bits, whole
@@ -252,7 +262,7 @@ def _apart(
     own = _loaded(numbers + channel, 1 if channels is None else channels, count)
     start = part * (BLOCK * TRIPS)
     added = _zeros((BLOCK,), wanted)
-    for trip in range(TRIPS):
+    for trip in range(_trips(size - start, BLOCK, whole)):
         index = start + trip * BLOCK
         inside = index + tl.arange(0, BLOCK) < size
         if channels is None:
