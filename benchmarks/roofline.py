@@ -303,8 +303,8 @@ def counted(kernel: AnyKernel, dtype: str, target: str) -> dict[str, float]:
         work = kernel.work(dtype)
         return pipes(*full_tile(program, work), work.elements)
     stored = kernel.elements(dtype) * DTYPES[dtype].itemsize
-    if isinstance(kernel, LearnedKernel) and kernel.pass_ == "forward":
-        way, trips = whole(program, stored, block=kernel.block)
+    if isinstance(kernel, LearnedKernel):
+        way, trips = whole(program, stored, sums=kernel.pass_ == "backward")
     else:
         way, trips = masked(program, stored)
     return pipes(way, trips, kernel.elements(dtype))

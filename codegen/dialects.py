@@ -7,8 +7,8 @@ names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -58,10 +58,6 @@ class Dialect:
 ndtr = sympy.Function("ndtr")  # erfc(−u/√2)/2
 tanh_softplus = sympy.Function("tanh_softplus")
 
-# Functions that device code has in a shorter form, accurate enough for results of half precision.
-SHORT = {f"_rt.{name}(": f"_rt.{name}_half(" for name in ("ndtr", "sigmoid", "softplus", "tanh_softplus")}
-SHORT["_rt.exp_full("] = "_tl.exp("
-
 TRITON = Dialect(
     functions={
         **{atom: f"_rt.{atom.__name__}({{0}})" for atom in (*atoms.ATOMS, ndtr, tanh_softplus)},
@@ -73,6 +69,16 @@ TRITON = Dialect(
     constant="{0}",
     clamp="_tl.clamp({0}, {1}, {2}, propagate_nan=_tl.PropagateNan.ALL)",
     power=lambda base, n: (f"_rt.power({base(SUM)}, {n})", CALL),
+)
+# For results of float32, where Triton's exponential is not accurate.
+PRECISE = replace(TRITON, functions=TRITON.functions | {atoms.exp: "_rt.exp_full({0})"})
+# For results of half precision, for which some functions have a shorter form.
+_SHORT = ("exp", "expm1", "sech2", "sigmoid", "softplus", "tanh")
+HALF = replace(
+    TRITON,
+    functions=TRITON.functions
+    | {getattr(atoms, name): f"_rt.{name}_half({{0}})" for name in _SHORT}
+    | {one: f"_rt.{one.__name__}_half({{0}})" for one in (ndtr, tanh_softplus)},
 )
 
 
@@ -98,28 +104,6 @@ TORCH = Dialect(
     clamp="_torch.clamp({0}, {1}, {2})",
     power=_stars,
 )
-
-
-def precise(code: Code) -> Code:
-    """Return device code for results of float32, where Triton's exponential is not accurate."""
-    return _calling(code, {"_tl.exp(": "_rt.exp_full("})
-
-
-def short(code: Code) -> Code | None:
-    """Return device code for results of half precision, None if there is none that is shorter."""
-    shorter = _calling(code, SHORT)
-    return None if shorter == code else shorter
-
-
-def _calling(code: Code, others: Mapping[str, str]) -> Code:
-    """Return code that calls other functions."""
-
-    def called(text: str) -> str:
-        for old, new in others.items():
-            text = text.replace(old, new)
-        return text
-
-    return Code(tuple((step, called(text)) for step, text in code.steps), called(code.result))
 
 
 def private(call: str) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import is_identity
-from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.records.gate import Code, CodedGateFit
 from fitact.fitter.records.kinds import AnyGateFit
 from fitact.fitter.records.stochastic import StochasticFit
@@ -28,7 +27,7 @@ def context(fit: AnyGateFit) -> dict[str, Any]:
             {"of": "g", "name": "a", **_tables(codes[0])},
             {"of": "u", "name": "b", **_tables(codes[1])},
         ],
-        "half": any(dialects.short(_device(factor.formula)) for factor in (a, b)),
+        "half": any(printers.device(factor.formula)[1] for factor in (a, b)),
         **{f"{name}{what}": code for name, of in (("a", a), ("b", b)) for what, code in _codes(of).items()},
         "composed": {"a": _composed(a), "b": _composed(b)},
     }
@@ -59,17 +58,13 @@ def _tables(code: Code | None) -> dict[str, Any]:
 
 def _codes(activation: Activation) -> dict[str, dialects.Code]:
     """Return a factor in PyTorch's operators, and on devices: the value, a shorter one, and the derivative."""
-    value = _device(activation.formula)
+    value, half = printers.device(activation.formula)
     return {
         "": _code(activation),
         "_device": value,
-        "_half": dialects.short(value) or value,
-        "_derivative": _device(activation.derivative_formula),
+        "_half": half or value,
+        "_derivative": printers.device(activation.derivative_formula)[0],
     }
-
-
-def _device(formula: Expr) -> dialects.Code:
-    return dialects.precise(printers.render(formula, dialects.TRITON))
 
 
 def _code(activation: Activation) -> dialects.Code:

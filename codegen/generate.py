@@ -129,12 +129,12 @@ def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
 def _value(activation: Activation) -> dict[str, Any]:
     """Return the code of an activation, on devices and in PyTorch."""
     call = activation.torch
-    device = dialects.precise(printers.render(activation.formula, dialects.TRITON))
+    device, half = printers.device(activation.formula)
     composed = printers.render(activation.formula, dialects.TORCH)
     return {
         "composed": call is None,
         "triton_code": device,
-        "half": dialects.short(device),
+        "half": half,
         "torch_code": composed if call is None else dialects.Code((), dialects.private(call)),
     }
 

@@ -13,7 +13,20 @@ from fitact.errors import UsageError
 from fitact.fitter.expr import atoms
 from fitact.fitter.expr.atoms import Expr, varies
 
-from .dialects import CALL, PRODUCT, SUM, TRITON, UNARY, Code, Dialect, ndtr, number, tanh_softplus
+from .dialects import (
+    CALL,
+    HALF,
+    PRECISE,
+    PRODUCT,
+    SUM,
+    TORCH,
+    UNARY,
+    Code,
+    Dialect,
+    ndtr,
+    number,
+    tanh_softplus,
+)
 
 MAX_LENGTH = 100  # of an expression in a line of generated code
 
@@ -23,7 +36,7 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
 
     A part that is used more than once becomes a step, and so does the longest part of a line that is too long.
     """
-    if dialect is TRITON:
+    if dialect is not TORCH:
         formula = _for_device(formula)
     unused: set[Expr] = set()
     while True:
@@ -44,6 +57,12 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
     if not varies(formula):
         result = dialect.constant.format(result, variable=variable)
     return Code(tuple(printer.steps), result)
+
+
+def device(formula: Expr, variable: str = "x") -> tuple[Code, Code | None]:
+    """Return device code for results of float32, and for half precision if there is any that is shorter."""
+    full, half = (render(formula, dialect, variable) for dialect in (PRECISE, HALF))
+    return full, None if half == full else half
 
 
 def _for_device(formula: Expr) -> Expr:

@@ -51,6 +51,11 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return _tl.where(x > 0.0, x, _rt.expm1_half(x))
+
+
+@_rt.jit
 def _derivative(y, code):
     return _rt.pick(code, _LEVELS, size=8)
 
@@ -62,7 +67,10 @@ def _code(x):
 
 @_rt.jit
 def celu_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    else:
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
 @_rt.jit
@@ -76,7 +84,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="celu_fewbit3-13e325d087553dde",
+        key="celu_fewbit3-7a0d4c253d913832",
         name="celu_fewbit3",
         bits=3,
         borders=_BORDERS.value,

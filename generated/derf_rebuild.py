@@ -18,81 +18,101 @@ _tl = _rt.tl
 
 
 @_rt.jit
-def _value(x, _at, _stride):
-    alpha = _tl.load(_at)
-    shift = _tl.load(_at + _stride)
-    gamma = _tl.load(_at + 2 * _stride)
-    beta = _tl.load(_at + 3 * _stride)
+def _value(x, alpha, shift, gamma, beta):
     return beta + gamma * _tl.erf(shift + alpha * x)
 
 
 @_rt.jit
-def _derivative(x, _at, _stride):
-    alpha = _tl.load(_at)
-    shift = _tl.load(_at + _stride)
-    gamma = _tl.load(_at + 2 * _stride)
+def _derivative(x, alpha, shift, gamma, beta):
     return 1.1283791670955126 * alpha * gamma * _rt.exp_full(-_rt.power(shift + alpha * x, 2))
 
 
 @_rt.jit
-def _by_alpha(x, _at, _stride):
-    alpha = _tl.load(_at)
-    shift = _tl.load(_at + _stride)
-    gamma = _tl.load(_at + 2 * _stride)
+def _derivative_half(x, alpha, shift, gamma, beta):
+    return 1.1283791670955126 * alpha * gamma * _rt.exp_half(-_rt.power(shift + alpha * x, 2))
+
+
+@_rt.jit
+def _by_alpha(x, alpha, shift, gamma, beta):
     return 1.1283791670955126 * gamma * x * _rt.exp_full(-_rt.power(shift + alpha * x, 2))
 
 
 @_rt.jit
-def _by_shift(x, _at, _stride):
-    alpha = _tl.load(_at)
-    shift = _tl.load(_at + _stride)
-    gamma = _tl.load(_at + 2 * _stride)
+def _by_alpha_half(x, alpha, shift, gamma, beta):
+    return 1.1283791670955126 * gamma * x * _rt.exp_half(-_rt.power(shift + alpha * x, 2))
+
+
+@_rt.jit
+def _by_shift(x, alpha, shift, gamma, beta):
     return 1.1283791670955126 * gamma * _rt.exp_full(-_rt.power(shift + alpha * x, 2))
 
 
 @_rt.jit
-def _by_gamma(x, _at, _stride):
-    alpha = _tl.load(_at)
-    shift = _tl.load(_at + _stride)
+def _by_shift_half(x, alpha, shift, gamma, beta):
+    return 1.1283791670955126 * gamma * _rt.exp_half(-_rt.power(shift + alpha * x, 2))
+
+
+@_rt.jit
+def _by_gamma(x, alpha, shift, gamma, beta):
     return _tl.erf(shift + alpha * x)
 
 
 @_rt.jit
-def _by_beta(x, _at, _stride):
+def _by_beta(x, alpha, shift, gamma, beta):
     return 1.0
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _rt.constexpr):
+def _gradient(x, alpha, shift, gamma, beta, _which: _rt.constexpr):
     if _which == 0:
-        return _by_alpha(x, _at, _stride)
+        return _by_alpha(x, alpha, shift, gamma, beta)
     elif _which == 1:
-        return _by_shift(x, _at, _stride)
+        return _by_shift(x, alpha, shift, gamma, beta)
     elif _which == 2:
-        return _by_gamma(x, _at, _stride)
+        return _by_gamma(x, alpha, shift, gamma, beta)
     else:
-        return _by_beta(x, _at, _stride)
+        return _by_beta(x, alpha, shift, gamma, beta)
+
+
+@_rt.jit
+def _gradient_half(x, alpha, shift, gamma, beta, _which: _rt.constexpr):
+    if _which == 0:
+        return _by_alpha_half(x, alpha, shift, gamma, beta)
+    elif _which == 1:
+        return _by_shift_half(x, alpha, shift, gamma, beta)
+    elif _which == 2:
+        return _by_gamma(x, alpha, shift, gamma, beta)
+    else:
+        return _by_beta(x, alpha, shift, gamma, beta)
 
 
 @_rt.jit
 def derf_rebuild_forward(x, y, codes, table, borders, numbers, channels, inner, n):
     _rt.learned_forward_tile(
-        x, y, codes, table, borders, numbers, channels, inner, n, _value, bits=0, steps=0
+        x, y, codes, table, borders, numbers, channels, inner, n,
+        _value, count=4, bits=0, steps=0,
     )  # fmt: skip
 
 
 @_rt.jit
 def derf_rebuild_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
-    _rt.learned_backward_block(
-        dy, kept, points, numbers, dx, sums, channels, inner, rows, _derivative, _gradient,
-        count=4, bits=0,
-    )  # fmt: skip
+    if dy.dtype.element_ty == _tl.float32:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=4, bits=0,
+        )  # fmt: skip
+    else:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=4, bits=0,
+        )  # fmt: skip
 
 
 @_rt.jit
 def derf_rebuild_again(kept, points, numbers, y, channels, inner, n):
     _rt.learned_value_tile(
-        kept, points, numbers, y, channels, inner, n, _value, bits=0
+        kept, points, numbers, y, channels, inner, n,
+        _value, count=4, bits=0,
     )  # fmt: skip
 
 
@@ -122,7 +142,7 @@ def _torch_by_beta(x, alpha, shift, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="derf_rebuild-9db702600e6d80ee",
+        key="derf_rebuild-a1748c40a17c71cc",
         name="derf_rebuild",
         numbers=(
             _rt.Number("alpha", 0.5, False),

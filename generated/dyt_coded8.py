@@ -161,68 +161,110 @@ _POINTS = (
 
 
 @_rt.jit
-def _value(x, _at, _stride):
-    alpha = _tl.load(_at)
-    gamma = _tl.load(_at + _stride)
-    beta = _tl.load(_at + 2 * _stride)
+def _value(x, alpha, gamma, beta):
     return beta + gamma * _rt.tanh(alpha * x)
 
 
 @_rt.jit
-def _derivative(x, _at, _stride):
-    alpha = _tl.load(_at)
-    gamma = _tl.load(_at + _stride)
+def _value_half(x, alpha, gamma, beta):
+    return beta + gamma * _rt.tanh_half(alpha * x)
+
+
+@_rt.jit
+def _derivative(x, alpha, gamma, beta):
     return alpha * gamma * _rt.sech2(alpha * x)
 
 
 @_rt.jit
-def _by_alpha(x, _at, _stride):
-    alpha = _tl.load(_at)
-    gamma = _tl.load(_at + _stride)
+def _derivative_half(x, alpha, gamma, beta):
+    return alpha * gamma * _rt.sech2_half(alpha * x)
+
+
+@_rt.jit
+def _by_alpha(x, alpha, gamma, beta):
     return gamma * x * _rt.sech2(alpha * x)
 
 
 @_rt.jit
-def _by_gamma(x, _at, _stride):
-    alpha = _tl.load(_at)
+def _by_alpha_half(x, alpha, gamma, beta):
+    return gamma * x * _rt.sech2_half(alpha * x)
+
+
+@_rt.jit
+def _by_gamma(x, alpha, gamma, beta):
     return _rt.tanh(alpha * x)
 
 
 @_rt.jit
-def _by_beta(x, _at, _stride):
+def _by_gamma_half(x, alpha, gamma, beta):
+    return _rt.tanh_half(alpha * x)
+
+
+@_rt.jit
+def _by_beta(x, alpha, gamma, beta):
     return 1.0
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _rt.constexpr):
+def _gradient(x, alpha, gamma, beta, _which: _rt.constexpr):
     if _which == 0:
-        return _by_alpha(x, _at, _stride)
+        return _by_alpha(x, alpha, gamma, beta)
     elif _which == 1:
-        return _by_gamma(x, _at, _stride)
+        return _by_gamma(x, alpha, gamma, beta)
     else:
-        return _by_beta(x, _at, _stride)
+        return _by_beta(x, alpha, gamma, beta)
+
+
+@_rt.jit
+def _gradient_half(x, alpha, gamma, beta, _which: _rt.constexpr):
+    if _which == 0:
+        return _by_alpha_half(x, alpha, gamma, beta)
+    elif _which == 1:
+        return _by_gamma_half(x, alpha, gamma, beta)
+    else:
+        return _by_beta(x, alpha, gamma, beta)
 
 
 @_rt.jit
 def dyt_coded8_forward(x, y, codes, table, borders, numbers, channels, inner, n):
-    _rt.learned_forward_tile(
-        x, y, codes, table, borders, numbers, channels, inner, n, _value, bits=8, steps=1
-    )  # fmt: skip
+    if y.dtype.element_ty == _tl.float32:
+        _rt.learned_forward_tile(
+            x, y, codes, table, borders, numbers, channels, inner, n,
+            _value, count=3, bits=8, steps=1,
+        )  # fmt: skip
+    else:
+        _rt.learned_forward_tile(
+            x, y, codes, table, borders, numbers, channels, inner, n,
+            _value_half, count=3, bits=8, steps=1,
+        )  # fmt: skip
 
 
 @_rt.jit
 def dyt_coded8_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
-    _rt.learned_backward_block(
-        dy, kept, points, numbers, dx, sums, channels, inner, rows, _derivative, _gradient,
-        count=3, bits=8,
-    )  # fmt: skip
+    if dy.dtype.element_ty == _tl.float32:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=3, bits=8,
+        )  # fmt: skip
+    else:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=3, bits=8,
+        )  # fmt: skip
 
 
 @_rt.jit
 def dyt_coded8_again(kept, points, numbers, y, channels, inner, n):
-    _rt.learned_value_tile(
-        kept, points, numbers, y, channels, inner, n, _value, bits=8
-    )  # fmt: skip
+    if y.dtype.element_ty == _tl.float32:
+        _rt.learned_value_tile(
+            kept, points, numbers, y, channels, inner, n,
+            _value, count=3, bits=8,
+        )  # fmt: skip
+    else:
+        _rt.learned_value_tile(
+            kept, points, numbers, y, channels, inner, n,
+            _value_half, count=3, bits=8,
+        )  # fmt: skip
 
 
 def _torch_value(x, alpha, gamma, beta):
@@ -247,7 +289,7 @@ def _torch_by_beta(x, alpha, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="dyt_coded8-8f58a2d2002335fc",
+        key="dyt_coded8-ceb02f7f5c108d63",
         name="dyt_coded8",
         numbers=(
             _rt.Number("alpha", 0.5, False),

@@ -25,13 +25,21 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return _tl.where(x > 0.0, x, _rt.expm1_half(x))
+
+
+@_rt.jit
 def _derivative(y, code):
     return _tl.where(y > 0.0, 1.0, y + 1.0)
 
 
 @_rt.jit
 def elu_exact_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    else:
+        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
 @_rt.jit
@@ -49,7 +57,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Exact(
-        key="elu_exact-f9a1655a7bf644be",
+        key="elu_exact-d6a6ab75a1936dde",
         name="elu_exact",
         value=_torch_value,
         derivative=_torch_derivative,

@@ -51,6 +51,11 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return _tl.where(x > 0.0, x, _rt.expm1_half(x))
+
+
+@_rt.jit
 def _derivative(y, code):
     return _rt.pick(code, _LEVELS, size=8)
 
@@ -62,7 +67,10 @@ def _code(x):
 
 @_rt.jit
 def elu_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    else:
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
 @_rt.jit
@@ -76,7 +84,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="elu_fewbit3-097fbb69c22d49f4",
+        key="elu_fewbit3-68c9304f4e2a430f",
         name="elu_fewbit3",
         bits=3,
         borders=_BORDERS.value,

@@ -18,46 +18,46 @@ _tl = _rt.tl
 
 
 @_rt.jit
-def _value(x, _at, _stride):
-    weight = _tl.load(_at)
+def _value(x, weight):
     return _tl.where(x > 0.0, x, weight * x)
 
 
 @_rt.jit
-def _derivative(x, _at, _stride):
-    weight = _tl.load(_at)
+def _derivative(x, weight):
     return _tl.where(x > 0.0, 1.0, weight)
 
 
 @_rt.jit
-def _by_weight(x, _at, _stride):
+def _by_weight(x, weight):
     return _tl.where(x > 0.0, 0.0, x)
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _rt.constexpr):
-    return _by_weight(x, _at, _stride)
+def _gradient(x, weight, _which: _rt.constexpr):
+    return _by_weight(x, weight)
 
 
 @_rt.jit
 def prelu_rebuild_forward(x, y, codes, table, borders, numbers, channels, inner, n):
     _rt.learned_forward_tile(
-        x, y, codes, table, borders, numbers, channels, inner, n, _value, bits=0, steps=0
+        x, y, codes, table, borders, numbers, channels, inner, n,
+        _value, count=1, bits=0, steps=0,
     )  # fmt: skip
 
 
 @_rt.jit
 def prelu_rebuild_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
     _rt.learned_backward_block(
-        dy, kept, points, numbers, dx, sums, channels, inner, rows, _derivative, _gradient,
-        count=1, bits=0,
+        dy, kept, points, numbers, dx, sums, channels, inner, rows,
+        _derivative, _gradient, count=1, bits=0,
     )  # fmt: skip
 
 
 @_rt.jit
 def prelu_rebuild_again(kept, points, numbers, y, channels, inner, n):
     _rt.learned_value_tile(
-        kept, points, numbers, y, channels, inner, n, _value, bits=0
+        kept, points, numbers, y, channels, inner, n,
+        _value, count=1, bits=0,
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def _torch_by_weight(x, weight):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="prelu_rebuild-34e82abf327da5bf",
+        key="prelu_rebuild-3a20d0799ce8c0af",
         name="prelu_rebuild",
         numbers=(_rt.Number("weight", 0.25, False),),
         value=_torch_value,

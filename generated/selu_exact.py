@@ -25,13 +25,21 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return 1.0507009873554805 * _tl.where(x > 0.0, x, 1.6732632423543772 * _rt.expm1_half(x))
+
+
+@_rt.jit
 def _derivative(y, code):
     return _tl.where(y > 0.0, 1.0507009873554805, y + 1.7580993408473768)
 
 
 @_rt.jit
 def selu_exact_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    else:
+        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
 @_rt.jit
@@ -49,7 +57,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Exact(
-        key="selu_exact-5c50b35c4903d8b4",
+        key="selu_exact-fac4e26acabb2503",
         name="selu_exact",
         value=_torch_value,
         derivative=_torch_derivative,

@@ -50,6 +50,11 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return 1.0507009873554805 * _tl.where(x > 0.0, x, 1.6732632423543772 * _rt.expm1_half(x))
+
+
+@_rt.jit
 def _derivative(y, code):
     return _rt.pick(code, _LEVELS, size=8)
 
@@ -61,7 +66,10 @@ def _code(x):
 
 @_rt.jit
 def selu_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    else:
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
 @_rt.jit
@@ -75,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="selu_fewbit3-7705ecf05e5c5d43",
+        key="selu_fewbit3-a0aa074325919fa5",
         name="selu_fewbit3",
         bits=3,
         borders=_BORDERS.value,

@@ -161,64 +161,86 @@ _POINTS = (
 
 
 @_rt.jit
-def _value(x, _at, _stride):
-    beta = _tl.load(_at)
+def _value(x, beta):
     return x * _rt.sigmoid(beta * x)
 
 
 @_rt.jit
-def _derivative(x, _at, _stride):
-    beta = _tl.load(_at)
+def _value_half(x, beta):
+    return x * _rt.sigmoid_half(beta * x)
+
+
+@_rt.jit
+def _derivative(x, beta):
     u0 = _rt.sigmoid(beta * x)
     return beta * x * u0 * _rt.sigmoid(-beta * x) + u0
 
 
 @_rt.jit
-def _by_beta(x, _at, _stride):
-    beta = _tl.load(_at)
+def _derivative_half(x, beta):
+    u0 = _rt.sigmoid_half(beta * x)
+    return beta * x * u0 * _rt.sigmoid_half(-beta * x) + u0
+
+
+@_rt.jit
+def _by_beta(x, beta):
     return _rt.power(x, 2) * _rt.sigmoid(beta * x) * _rt.sigmoid(-beta * x)
 
 
 @_rt.jit
-def _value_half(x, _at, _stride):
-    beta = _tl.load(_at)
-    return x * _rt.sigmoid_half(beta * x)
+def _by_beta_half(x, beta):
+    return _rt.power(x, 2) * _rt.sigmoid_half(beta * x) * _rt.sigmoid_half(-beta * x)
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _rt.constexpr):
-    return _by_beta(x, _at, _stride)
+def _gradient(x, beta, _which: _rt.constexpr):
+    return _by_beta(x, beta)
+
+
+@_rt.jit
+def _gradient_half(x, beta, _which: _rt.constexpr):
+    return _by_beta_half(x, beta)
 
 
 @_rt.jit
 def swish_beta_coded8_forward(x, y, codes, table, borders, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n, _value, bits=8, steps=1
+            x, y, codes, table, borders, numbers, channels, inner, n,
+            _value, count=1, bits=8, steps=1,
         )  # fmt: skip
     else:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n, _value_half, bits=8, steps=1
+            x, y, codes, table, borders, numbers, channels, inner, n,
+            _value_half, count=1, bits=8, steps=1,
         )  # fmt: skip
 
 
 @_rt.jit
 def swish_beta_coded8_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
-    _rt.learned_backward_block(
-        dy, kept, points, numbers, dx, sums, channels, inner, rows, _derivative, _gradient,
-        count=1, bits=8,
-    )  # fmt: skip
+    if dy.dtype.element_ty == _tl.float32:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=1, bits=8,
+        )  # fmt: skip
+    else:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=1, bits=8,
+        )  # fmt: skip
 
 
 @_rt.jit
 def swish_beta_coded8_again(kept, points, numbers, y, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
         _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n, _value, bits=8
+            kept, points, numbers, y, channels, inner, n,
+            _value, count=1, bits=8,
         )  # fmt: skip
     else:
         _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n, _value_half, bits=8
+            kept, points, numbers, y, channels, inner, n,
+            _value_half, count=1, bits=8,
         )  # fmt: skip
 
 
@@ -237,7 +259,7 @@ def _torch_by_beta(x, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="swish_beta_coded8-06c2b495856e49b5",
+        key="swish_beta_coded8-98c066562234f7b5",
         name="swish_beta_coded8",
         numbers=(_rt.Number("beta", 1.0, False),),
         value=_torch_value,

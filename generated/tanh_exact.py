@@ -24,13 +24,21 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return _rt.tanh_half(x)
+
+
+@_rt.jit
 def _derivative(y, code):
     return 1.0 - _rt.power(y, 2)
 
 
 @_rt.jit
 def tanh_exact_forward(x, y, n):
-    _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, None, n, _value, None, bits=0)
+    else:
+        _rt.forward_tile(x, y, None, n, _value_half, None, bits=0)
 
 
 @_rt.jit
@@ -48,7 +56,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Exact(
-        key="tanh_exact-da626177a25379d0",
+        key="tanh_exact-28eed94ab7db61f0",
         name="tanh_exact",
         value=_torch_value,
         derivative=_torch_derivative,

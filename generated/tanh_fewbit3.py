@@ -50,6 +50,11 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return _rt.tanh_half(x)
+
+
+@_rt.jit
 def _derivative(y, code):
     return _rt.pick(code, _LEVELS, size=8)
 
@@ -61,7 +66,10 @@ def _code(x):
 
 @_rt.jit
 def tanh_fewbit3_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
+    else:
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
 
 
 @_rt.jit
@@ -75,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="tanh_fewbit3-490101c73739f324",
+        key="tanh_fewbit3-931061a33fe57a18",
         name="tanh_fewbit3",
         bits=3,
         borders=_BORDERS.value,

@@ -162,78 +162,107 @@ _POINTS = (
 
 
 @_rt.jit
-def _value(x, _at, _stride):
-    alpha_p = _tl.load(_at)
-    alpha_n = _tl.load(_at + _stride)
+def _value(x, alpha_p, alpha_n):
     u0 = 0.5 * x + (_rt.softplus(alpha_n) + 0.5) * (_rt.expm1(_tl.where(x > -1e-06, -1e-06, x)) - x)
     return _tl.where(x > 0.0, 0.5 * x + _rt.power(x, 2) * _rt.softplus(alpha_p), u0)
 
 
 @_rt.jit
-def _derivative(x, _at, _stride):
-    alpha_p = _tl.load(_at)
-    alpha_n = _tl.load(_at + _stride)
+def _value_half(x, alpha_p, alpha_n):
+    u0 = _rt.expm1_half(_tl.where(x > -1e-06, -1e-06, x)) - x
+    u1 = 0.5 * x + _rt.power(x, 2) * _rt.softplus_half(alpha_p)
+    return _tl.where(x > 0.0, u1, 0.5 * x + (_rt.softplus_half(alpha_n) + 0.5) * u0)
+
+
+@_rt.jit
+def _derivative(x, alpha_p, alpha_n):
     u0 = _tl.where(x > -1e-06, 0.0, 1.0) * _rt.exp_full(_tl.where(x > -1e-06, -1e-06, x)) - 1.0
     return _tl.where(x > 0.0, 2.0 * x * _rt.softplus(alpha_p) + 0.5, (_rt.softplus(alpha_n) + 0.5) * u0 + 0.5)
 
 
 @_rt.jit
-def _by_alpha_p(x, _at, _stride):
-    alpha_p = _tl.load(_at)
+def _derivative_half(x, alpha_p, alpha_n):
+    u0 = _tl.where(x > -1e-06, 0.0, 1.0) * _rt.exp_half(_tl.where(x > -1e-06, -1e-06, x)) - 1.0
+    u1 = (_rt.softplus_half(alpha_n) + 0.5) * u0 + 0.5
+    return _tl.where(x > 0.0, 2.0 * x * _rt.softplus_half(alpha_p) + 0.5, u1)
+
+
+@_rt.jit
+def _by_alpha_p(x, alpha_p, alpha_n):
     return _tl.where(x > 0.0, _rt.power(x, 2) * _rt.sigmoid(alpha_p), 0.0)
 
 
 @_rt.jit
-def _by_alpha_n(x, _at, _stride):
-    alpha_n = _tl.load(_at + _stride)
+def _by_alpha_p_half(x, alpha_p, alpha_n):
+    return _tl.where(x > 0.0, _rt.power(x, 2) * _rt.sigmoid_half(alpha_p), 0.0)
+
+
+@_rt.jit
+def _by_alpha_n(x, alpha_p, alpha_n):
     return _tl.where(x > 0.0, 0.0, (_rt.expm1(_tl.where(x > -1e-06, -1e-06, x)) - x) * _rt.sigmoid(alpha_n))
 
 
 @_rt.jit
-def _value_half(x, _at, _stride):
-    alpha_p = _tl.load(_at)
-    alpha_n = _tl.load(_at + _stride)
-    u0 = 0.5 * x + (_rt.softplus_half(alpha_n) + 0.5) * (_rt.expm1(_tl.where(x > -1e-06, -1e-06, x)) - x)
-    return _tl.where(x > 0.0, 0.5 * x + _rt.power(x, 2) * _rt.softplus_half(alpha_p), u0)
+def _by_alpha_n_half(x, alpha_p, alpha_n):
+    u0 = _rt.expm1_half(_tl.where(x > -1e-06, -1e-06, x)) - x
+    return _tl.where(x > 0.0, 0.0, u0 * _rt.sigmoid_half(alpha_n))
 
 
 @_rt.jit
-def _gradient(x, _at, _stride, _which: _rt.constexpr):
+def _gradient(x, alpha_p, alpha_n, _which: _rt.constexpr):
     if _which == 0:
-        return _by_alpha_p(x, _at, _stride)
+        return _by_alpha_p(x, alpha_p, alpha_n)
     else:
-        return _by_alpha_n(x, _at, _stride)
+        return _by_alpha_n(x, alpha_p, alpha_n)
+
+
+@_rt.jit
+def _gradient_half(x, alpha_p, alpha_n, _which: _rt.constexpr):
+    if _which == 0:
+        return _by_alpha_p_half(x, alpha_p, alpha_n)
+    else:
+        return _by_alpha_n_half(x, alpha_p, alpha_n)
 
 
 @_rt.jit
 def xielu_coded8_forward(x, y, codes, table, borders, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n, _value, bits=8, steps=1
+            x, y, codes, table, borders, numbers, channels, inner, n,
+            _value, count=2, bits=8, steps=1,
         )  # fmt: skip
     else:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n, _value_half, bits=8, steps=1
+            x, y, codes, table, borders, numbers, channels, inner, n,
+            _value_half, count=2, bits=8, steps=1,
         )  # fmt: skip
 
 
 @_rt.jit
 def xielu_coded8_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
-    _rt.learned_backward_block(
-        dy, kept, points, numbers, dx, sums, channels, inner, rows, _derivative, _gradient,
-        count=2, bits=8,
-    )  # fmt: skip
+    if dy.dtype.element_ty == _tl.float32:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=2, bits=8,
+        )  # fmt: skip
+    else:
+        _rt.learned_backward_block(
+            dy, kept, points, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=2, bits=8,
+        )  # fmt: skip
 
 
 @_rt.jit
 def xielu_coded8_again(kept, points, numbers, y, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
         _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n, _value, bits=8
+            kept, points, numbers, y, channels, inner, n,
+            _value, count=2, bits=8,
         )  # fmt: skip
     else:
         _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n, _value_half, bits=8
+            kept, points, numbers, y, channels, inner, n,
+            _value_half, count=2, bits=8,
         )  # fmt: skip
 
 
@@ -261,7 +290,7 @@ def _torch_by_alpha_n(x, alpha_p, alpha_n):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="xielu_coded8-e121ee288b99c45c",
+        key="xielu_coded8-45fec3e936877cf3",
         name="xielu_coded8",
         numbers=(
             _rt.Number("alpha_p", 0.2033823208110246, False),

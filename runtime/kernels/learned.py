@@ -1,10 +1,12 @@
 """The Triton kernels of formulas with learned numbers.
 
 The numbers are a matrix, float32: a row for each, with a column for each channel, or with one column. Device
-functions take x, the place of their first number and the distance to the next. Backward goes by blocks of
-(rows, channels, inner), so that a block's elements that share a channel are summed in the program: the sums of all
-blocks are written, and added up afterwards, always in the same order. The layouts of codes and tables are those of
-`coded`.
+functions take x and the numbers, which a program loads once for all elements that share them. So what depends on
+numbers alone is computed once, and what two functions have in common is computed once for an element.
+
+Backward goes by blocks of (rows, channels, inner), so that a block's elements that share a channel are summed in
+the program: the sums of all blocks are written, and added up afterwards, always in the same order. The layouts of
+codes and tables are those of `coded`.
 """
 
 from __future__ import annotations
@@ -13,30 +15,60 @@ from .coded import HALF, code_of, store_words
 from .tiles import COLUMNS, ROWS
 from .triton_compat import constexpr, jit, tl
 
-BLOCK = constexpr(4096)  # elements of a program in backward
-HEIGHT, WIDTH = constexpr(32), constexpr(128)  # or these, where the channels lie beside each other
+TRIPS = constexpr(8)  # of a program in backward, each over as many elements as
+BLOCK = constexpr(2048)
+HEIGHT, WIDTH = constexpr(16), constexpr(128)  # or rows and channels, where the channels lie beside each other
 
 
 @jit
-def _places(numbers, start, channels, inner):
-    """Return where the first numbers of a row of elements are, and how far the next ones are."""
+def _loaded(place, stride, count: tl.constexpr):
+    """Return the numbers from a place on."""
+    numbers = ()
+    for which in tl.static_range(count):
+        numbers += (tl.load(place + which * stride),)
+    return numbers
+
+
+@jit
+def _of_row(numbers, start, channels, inner, count: tl.constexpr):
+    """Return the numbers of a row of elements; where there are no channels, they are loaded already."""
     if channels is None:
-        return numbers, 1
+        return numbers
     elif inner is None:
-        return numbers + ((start % channels).to(tl.int32) + tl.arange(0, COLUMNS)) % channels, channels
+        place = numbers + ((start % channels).to(tl.int32) + tl.arange(0, COLUMNS)) % channels
+        return _loaded(place, channels, count)
     else:
         row = start // inner
         within = (start - row * inner).to(tl.int32) + tl.arange(0, COLUMNS)
-        return numbers + ((row % channels).to(tl.int32) + within // inner) % channels, channels
+        place = numbers + ((row % channels).to(tl.int32) + within // inner) % channels
+        return _loaded(place, channels, count)
 
 
 @jit
-def _point_of(kept, points, at, inside, bits: tl.constexpr):
+def _load(place, inside, whole: tl.constexpr):
+    """Return elements, 0 where the tensor has ended."""
+    if whole:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=inside, other=0)
+
+
+@jit
+def _store(place, value, inside, whole: tl.constexpr):
+    """Write elements in the dtype of their place."""
+    if whole:
+        tl.store(place, value.to(place.dtype.element_ty))
+    else:
+        tl.store(place, value.to(place.dtype.element_ty), mask=inside)
+
+
+@jit
+def _point_of(kept, points, at, inside, bits: tl.constexpr, whole: tl.constexpr):
     """Return x of elements, float32: as it was kept, or a point looked up by its code."""
     if bits == 0:
-        return tl.load(kept + at, mask=inside, other=0.0).to(tl.float32)
+        return _load(kept + at, inside, whole).to(tl.float32)
     elif bits == 8:
-        return tl.load(points + tl.load(kept + at, mask=inside, other=0).to(tl.int32))
+        return tl.load(points + _load(kept + at, inside, whole).to(tl.int32))
     else:
         tile = at // (ROWS * COLUMNS)
         rest = (at - tile * (ROWS * COLUMNS)).to(tl.int32)
@@ -49,15 +81,15 @@ def _point_of(kept, points, at, inside, bits: tl.constexpr):
 
 @jit
 def _forward_row(
-    x, y, start, n, table, borders, numbers, channels, inner, value: tl.constexpr, bits: tl.constexpr,
-    steps: tl.constexpr,
+    x, y, start, n, table, borders, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr,
+    bits: tl.constexpr, steps: tl.constexpr,
 ):  # fmt: skip
     """Write y of a row, and return its codes, 0 where the tensor has ended."""
     at = tl.arange(0, COLUMNS)
     inside = at < tl.minimum(n - start, COLUMNS).to(tl.int32)
-    place, stride = _places(numbers, start, channels, inner)
     kept = tl.load(x + start + at, mask=inside, other=0.0)
-    tl.store(y + start + at, value(kept.to(tl.float32), place, stride).to(y.dtype.element_ty), mask=inside)
+    own = _of_row(numbers, start, channels, inner, count)
+    _store(y + start + at, value(kept.to(tl.float32), *own), inside, False)
     if bits == 0:
         return tl.zeros((COLUMNS,), tl.int32)
     else:
@@ -65,111 +97,186 @@ def _forward_row(
 
 
 @jit
-def _tile(x, y, numbers, channels, inner, n, value: tl.constexpr):
+def _tile(x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr):
     """Write y of the tile of this program; unmasked rows are read and written in whole vectors."""
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
         for row in range(ROWS):
             start = first + row * COLUMNS
-            place, stride = _places(numbers, start, channels, inner)
-            at = tl.arange(0, COLUMNS)
-            kept = tl.load(x + start + at).to(tl.float32)
-            tl.store(y + start + at, value(kept, place, stride).to(y.dtype.element_ty))
+            at = start + tl.arange(0, COLUMNS)
+            own = _of_row(numbers, start, channels, inner, count)
+            _store(y + at, value(tl.load(x + at).to(tl.float32), *own), None, True)
     else:
         for row in range(ROWS):
             start = first + row * COLUMNS
-            _forward_row(x, y, start, n, None, None, numbers, channels, inner, value, 0, 0)
+            _forward_row(x, y, start, n, None, None, numbers, channels, inner, value, count, 0, 0)
 
 
 @jit
-def _block(x, y, numbers, channels, n, value: tl.constexpr):
-    """Write y of this program's block of HEIGHT rows and WIDTH channels that lie beside each other."""
-    block = tl.program_id(0).to(tl.int64)
-    beside = tl.cdiv(channels, WIDTH)
-    left = (block % beside).to(tl.int32) * WIDTH
-    first = block // beside * HEIGHT
-    row, column = tl.arange(0, HEIGHT)[:, None], left + tl.arange(0, WIDTH)
-    at = first * channels + row * channels + column[None, :]
-    if ((first + HEIGHT) * channels <= n) & (left + WIDTH <= channels):
-        place = (numbers + column)[None, :]
-        tl.store(y + at, value(tl.load(x + at).to(tl.float32), place, channels).to(y.dtype.element_ty))
+def _block(x, y, numbers, channels, n, value: tl.constexpr, count: tl.constexpr):
+    """Write y of this program's rows, WIDTH channels that lie beside each other."""
+    block, beside = tl.program_id(0), tl.cdiv(channels, WIDTH)
+    left = block % beside * WIDTH
+    first = (block // beside).to(tl.int64) * (HEIGHT * TRIPS)
+    row, column = tl.arange(0, HEIGHT)[:, None], (left + tl.arange(0, WIDTH))[None, :]
+    valid = column < channels
+    own = _loaded(numbers + tl.where(valid, column, 0), channels, count)
+    at = first * channels + row * channels + column
+    if ((first + HEIGHT * TRIPS) * channels <= n) & (left + WIDTH <= channels):
+        for _ in range(TRIPS):
+            _store(y + at, value(tl.load(x + at).to(tl.float32), *own), None, True)
+            at += HEIGHT * channels
     else:
-        valid = column < channels
-        inside = valid[None, :] & ((first + row) * channels < n)
-        place = (numbers + tl.where(valid, column, 0))[None, :]
-        kept = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + at, value(kept, place, channels).to(y.dtype.element_ty), mask=inside)
+        for _ in range(TRIPS):
+            inside = valid & (at < n)
+            kept = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            _store(y + at, value(kept, *own), inside, False)
+            at += HEIGHT * channels
 
 
 @jit
 def learned_forward_tile(
-    x, y, codes, table, borders, numbers, channels, inner, n, value: tl.constexpr, bits: tl.constexpr,
-    steps: tl.constexpr,
+    x, y, codes, table, borders, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr,
+    bits: tl.constexpr, steps: tl.constexpr,
 ):  # fmt: skip
     """Forward on the tile of this program: x (n,) → y (n,) and the codes of x, if `bits` is not 0.
 
-    Without codes, a program has a block as in backward where WIDTH channels or more lie beside each other.
+    Without codes, a program has rows as in backward where WIDTH channels or more lie beside each other.
 
-    value: device function of x, float32, and of the places of numbers. table, borders, steps: as `code_of` takes
+    value: device function of x, float32, and of the numbers. table, borders, steps: as `code_of` takes
     them. channels: columns of `numbers`, None for one. inner: elements of a channel that lie beside each other,
-    None for one.
+    None for one. count: rows of `numbers`.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    given = _loaded(numbers, 1, count) if channels is None else numbers
     if bits == 0 and channels is not None and inner is None:
         if channels >= WIDTH:
-            _block(x, y, numbers, channels, n, value)
+            _block(x, y, numbers, channels, n, value, count)
         else:
-            _tile(x, y, numbers, channels, inner, n, value)
+            _tile(x, y, given, channels, inner, n, value, count)
     elif bits == 0:
-        _tile(x, y, numbers, channels, inner, n, value)
+        _tile(x, y, given, channels, inner, n, value, count)
     elif bits == 8:
         for row in range(ROWS):
             start = first + row * COLUMNS
-            code = _forward_row(x, y, start, n, table, borders, numbers, channels, inner, value, bits, steps)
+            code = _forward_row(x, y, start, n, table, borders, given, channels, inner, value, count, bits, steps)
             at = start + tl.arange(0, COLUMNS)
             tl.store(codes + at, code.to(tl.uint8), mask=at < n)
     else:
         low, high = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
         for row in range(HALF):
             start = first + row * COLUMNS
-            code = _forward_row(x, y, start, n, table, borders, numbers, channels, inner, value, bits, steps)
+            code = _forward_row(x, y, start, n, table, borders, given, channels, inner, value, count, bits, steps)
             low |= code << (bits * row)
             start += HALF * COLUMNS
-            code = _forward_row(x, y, start, n, table, borders, numbers, channels, inner, value, bits, steps)
+            code = _forward_row(x, y, start, n, table, borders, given, channels, inner, value, count, bits, steps)
             high |= code << (bits * row)
         store_words(codes + first // 8 * bits, low, high, bits)
 
 
 @jit
 def learned_value_tile(
-    kept, points, numbers, y, channels, inner, n, value: tl.constexpr, bits: tl.constexpr
+    kept, points, numbers, y, channels, inner, n, value: tl.constexpr, count: tl.constexpr, bits: tl.constexpr
 ):  # fmt: skip
     """Write y of the tile of this program from what is kept: x, or codes if `bits` is not 0."""
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if bits == 0:
         learned_forward_tile(
-            kept, y, None, None, None, numbers, channels, inner, n, value, bits, 0
+            kept, y, None, None, None, numbers, channels, inner, n, value, count, bits, 0
         )  # fmt: skip
     else:
+        given = _loaded(numbers, 1, count) if channels is None else numbers
         for row in range(ROWS):
             start = first + row * COLUMNS
             at = start + tl.arange(0, COLUMNS)
             inside = at < n
-            place, stride = _places(numbers, start, channels, inner)
-            x = _point_of(kept, points, at, inside, bits)
-            tl.store(y + at, value(x, place, stride).to(y.dtype.element_ty), mask=inside)
+            own = _of_row(given, start, channels, inner, count)
+            _store(y + at, value(_point_of(kept, points, at, inside, bits, False), *own), inside, False)
+
+
+@jit
+def _zeros(shape: tl.constexpr, count: tl.constexpr):
+    """Return sums of nothing."""
+    sums = ()
+    for _ in tl.static_range(count):
+        sums += (tl.zeros(shape, tl.float32),)
+    return sums
+
+
+@jit
+def _trips(left, size: tl.constexpr, whole: tl.constexpr):
+    """Return how many trips of a size what is left of the tensor takes."""
+    if whole:
+        return TRIPS
+    else:
+        return tl.minimum(tl.cdiv(left, size), TRIPS).to(tl.int32)
 
 
 @jit
 def _gradients(
-    dy, kept, points, dx, at, inside, place, stride, derivative: tl.constexpr, bits: tl.constexpr
+    dy, kept, points, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
+    count: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of elements, if it is wanted, and return their dy and x."""
-    grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-    x = _point_of(kept, points, at, inside, bits)
+    """Write dx of elements, if it is wanted, and return the sums with dy times each of `count` gradients added."""
+    grad = _load(dy + at, inside, whole).to(tl.float32)
+    x = _point_of(kept, points, at, inside, bits, whole)
     if dx is not None:
-        tl.store(dx + at, (grad * derivative(x, place, stride)).to(dx.dtype.element_ty), mask=inside)
-    return grad, x
+        _store(dx + at, grad * derivative(x, *numbers), inside, whole)
+    added = ()
+    for which in tl.static_range(count):
+        share = grad * gradient(x, *numbers, which)
+        added += (sums[which] + (share if whole else tl.where(inside, share, 0.0)),)
+    return added
+
+
+@jit
+def _beside(
+    dy, kept, points, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
+    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr,
+):  # fmt: skip
+    """Backward on rows of WIDTH channels that lie beside each other; `whole`: none of them is outside."""
+    column = (left + tl.arange(0, WIDTH))[None, :]
+    valid = column < channels
+    own = _loaded(numbers + (column if whole else tl.where(valid, column, 0)), channels, count)
+    first = part * (HEIGHT * TRIPS)
+    row = first + tl.arange(0, HEIGHT)[:, None]
+    at = row * channels + column
+    added = _zeros((HEIGHT, WIDTH), wanted)
+    for trip in range(_trips(rows - first, HEIGHT, whole)):
+        inside = (row + trip * HEIGHT < rows) & valid
+        added = _gradients(
+            dy, kept, points, dx, added, at, inside, own, derivative, gradient, wanted, bits, whole
+        )  # fmt: skip
+        at += HEIGHT * channels
+    for which in tl.static_range(wanted):
+        place = sums + (part * count + which) * channels + left + tl.arange(0, WIDTH)
+        tl.store(place, tl.sum(added[which], 0), mask=left + tl.arange(0, WIDTH) < channels)
+
+
+@jit
+def _apart(
+    dy, kept, points, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
+    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr,
+):  # fmt: skip
+    """Backward on a part of the `size` elements of one channel; `whole`: none of them is outside."""
+    own = _loaded(numbers + channel, 1 if channels is None else channels, count)
+    start = part * (BLOCK * TRIPS)
+    added = _zeros((BLOCK,), wanted)
+    for trip in range(_trips(size - start, BLOCK, whole)):
+        index = start + trip * BLOCK
+        inside = index + tl.arange(0, BLOCK) < size
+        if channels is None:
+            at = index + tl.arange(0, BLOCK)
+        else:
+            row = index // inner
+            within = (index - row * inner).to(tl.int32) + tl.arange(0, BLOCK)
+            at = ((row + within // inner) * channels + channel) * inner + within % inner
+        added = _gradients(
+            dy, kept, points, dx, added, at, inside, own, derivative, gradient, wanted, bits, whole
+        )  # fmt: skip
+    for which in tl.static_range(wanted):
+        row = part * count + which
+        tl.store(sums + (row if channels is None else row * channels + channel), tl.sum(added[which], 0))
 
 
 @jit
@@ -179,41 +286,39 @@ def learned_backward_block(
 ):  # fmt: skip
     """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
 
-    The tensors are (rows, channels, inner) in memory. A block has elements of one channel; if `inner` is None, as
-    in place of 1, it has HEIGHT rows of WIDTH channels.
+    The tensors are (rows, channels, inner) in memory. A program makes TRIPS trips, each over BLOCK elements of one
+    channel, or, if `inner` is None, as in place of 1, over HEIGHT rows of WIDTH channels.
 
     dx, sums: None if not wanted; sums: (blocks of a channel, count, channels), float32. channels: None for one.
-    derivative, gradient: device functions of x and of the places of numbers; gradient takes the number of the row,
-    too.
+    derivative, gradient: device functions of x and of the numbers; gradient takes the number of the row, too.
     """
-    block = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(0)
+    wanted: tl.constexpr = 0 if sums is None else count
     if channels is not None and inner is None:
         beside = tl.cdiv(channels, WIDTH)
-        column = (block % beside).to(tl.int32) * WIDTH + tl.arange(0, WIDTH)
-        valid = column < channels
-        row = block // beside * HEIGHT + tl.arange(0, HEIGHT)
-        at = row[:, None] * channels + column[None, :]
-        inside = (row < rows)[:, None] & valid[None, :]
-        place = (numbers + tl.where(valid, column, 0))[None, :]
-        grad, x = _gradients(dy, kept, points, dx, at, inside, place, channels, derivative, bits)
-        if sums is not None:
-            out = sums + block // beside * count * channels + column
-            for which in tl.static_range(count):
-                share = tl.where(inside, grad * gradient(x, place, channels, which), 0.0)
-                tl.store(out + which * channels, tl.sum(share, 0), mask=valid)
+        left, part = block % beside * WIDTH, (block // beside).to(tl.int64)
+        if ((part + 1) * (HEIGHT * TRIPS) <= rows) & (left + WIDTH <= channels):
+            _beside(
+                dy, kept, points, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
+                wanted, bits, True,
+            )  # fmt: skip
+        else:
+            _beside(
+                dy, kept, points, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
+                wanted, bits, False,
+            )  # fmt: skip
     else:
         if channels is None:
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            inside, place, stride, out = at < rows, numbers, 1, block * count
+            part, channel, size = block.to(tl.int64), 0, rows
         else:
-            channel, part = (block % channels).to(tl.int32), block // channels
-            first = part * BLOCK // inner
-            within = (part * BLOCK - first * inner).to(tl.int32) + tl.arange(0, BLOCK)
-            row = first + within // inner
-            at = (row * channels + channel) * inner + within % inner
-            inside, place, stride, out = row < rows, numbers + channel, channels, part * count * channels + channel
-        grad, x = _gradients(dy, kept, points, dx, at, inside, place, stride, derivative, bits)
-        if sums is not None:
-            for which in tl.static_range(count):
-                share = tl.where(inside, grad * gradient(x, place, stride, which), 0.0)
-                tl.store(sums + out + which * stride, tl.sum(share, 0))
+            part, channel, size = (block // channels).to(tl.int64), block % channels, rows * inner
+        if (part + 1) * (BLOCK * TRIPS) <= size:
+            _apart(
+                dy, kept, points, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
+                count, wanted, bits, True,
+            )  # fmt: skip
+        else:
+            _apart(
+                dy, kept, points, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
+                count, wanted, bits, False,
+            )  # fmt: skip

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..kernels.learned import BLOCK, HEIGHT, WIDTH
+from ..kernels.learned import BLOCK, HEIGHT, TRIPS, WIDTH
 from ..ops import reference
 from ..ops.autograd import KERNEL_DEVICES, NAMESPACE
 from ..ops.factors import CodedFactor, Factor
@@ -228,7 +228,7 @@ def _launch(over: Tensor, numbers: Tensor, inner: int, bits: int) -> Launch:
 
 
 def _heights(rows: int) -> int:
-    return -(-rows // int(HEIGHT.value))
+    return -(-rows // int(HEIGHT.value * TRIPS.value))
 
 
 def _widths(channels: int) -> int:
@@ -260,7 +260,7 @@ def _backward_triton(
         parts = _heights(rows)
         grid = (parts * _widths(channels),)
     else:
-        parts = -(-rows * (beside or 1) // BLOCK.value)
+        parts = -(-rows * (beside or 1) // (BLOCK.value * TRIPS.value))
         grid = (parts * numbers.shape[1],)
     sums = numbers.new_empty(parts, *numbers.shape) if wants_numbers else None
     points = formula.argument.tables(dy.device)[0]

@@ -163,7 +163,12 @@ def test_any_name_will_do(method, tmp_path, monkeypatch):
 
 
 def test_the_runtime_states_what_printers_call():
-    texts = [*dialects.TRITON.functions.values(), *dialects.TORCH.functions.values(), *dialects.SHORT.values()]
+    texts = [
+        *dialects.TRITON.functions.values(),
+        *dialects.TORCH.functions.values(),
+        *dialects.HALF.functions.values(),
+        *dialects.PRECISE.functions.values(),
+    ]
     names = {name for text in texts for name in re.findall(r"_rt\.(\w+)", text)}
     assert names | {"power", "radical", "exp_full"} <= {*runtime.__all__}
     assert all(hasattr(runtime, name) for name in runtime.__all__)

@@ -66,6 +66,11 @@ def _value(x):
 
 
 @_rt.jit
+def _value_half(x):
+    return _rt.tanh_half(x)
+
+
+@_rt.jit
 def _derivative(y, code):
     return _rt.pick(code, _LEVELS, size=16)
 
@@ -77,7 +82,10 @@ def _code(x):
 
 @_rt.jit
 def tanh_fewbit4_forward(x, y, codes, n):
-    _rt.forward_tile(x, y, codes, n, _value, _code, bits=4)
+    if y.dtype.element_ty == _tl.float32:
+        _rt.forward_tile(x, y, codes, n, _value, _code, bits=4)
+    else:
+        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=4)
 
 
 @_rt.jit
@@ -91,7 +99,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="tanh_fewbit4-643d1d7643303cfb",
+        key="tanh_fewbit4-13291d1f6e17128d",
         name="tanh_fewbit4",
         bits=4,
         borders=_BORDERS.value,

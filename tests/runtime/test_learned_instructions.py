@@ -27,10 +27,6 @@ QUICK = {
     ("coded8", "forward", "bf16", "gfx942", "image"),
     ("coded5", "backward", "bf16", "sm_80", "image"),
 }
-# What does not stay in registers: 11 scalars that AMD's compiler keeps in the lanes of a vector register, none in
-# memory; and 8 bytes of memory of an activation that does not ship.
-SPILLED = {("xielu", "backward", dtype, "gfx942"): 11 for dtype in ("bf16", "fp32")}
-SPILLED["coded3", "backward", "bf16", "sm_90"] = 8
 
 
 @pytest.mark.parametrize(
@@ -42,5 +38,5 @@ def test_nothing_spills(case: tuple[str, str, str, str, str]) -> None:
     formula = ops.find(load(BOTH[name].fit)._KEY)
     asm = LearnedKernel(name, pass_, formula, place).compile(dtype, target).asm
     assert "atomic" not in asm["ttir"]
-    assert resources(asm).spills == SPILLED.get(case[:4], 0)
+    assert resources(asm).spills == 0
     assert "scratch_" not in asm.get("amdgcn", "")

@@ -199,9 +199,10 @@ class _Passed(NamedTuple):
     accesses: int
 
 
-def ways(program: Program) -> list[Way]:
+def ways(program: Program, *, guarded: bool = False) -> list[Way]:
     """Return the ways from the start of a program to its end that run one loop or none, and guard no access.
 
+    If `guarded`, accesses outside of the loop may have a predicate.
     Of those that have the same loop and as many bytes and accesses, only one with the most instructions: each
     branch may double the number of all.
     """
@@ -220,7 +221,7 @@ def ways(program: Program) -> list[Way]:
         one, loop = program.instructions[at], inside.get(at, frozenset())
         access = not loop and bool(one.load or one.store)
         for passed, (counted, before) in reached.pop(at, {}).items():
-            if (loop and passed.loop) or (access and one.guarded):
+            if (loop and passed.loop) or (access and one.guarded and not guarded):
                 continue
             now = _Passed(loop, *passed[1:]) if loop else passed
             if access:

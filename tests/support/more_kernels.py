@@ -9,7 +9,7 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from fitact.runtime.kernels.learned import BLOCK
+from fitact.runtime.kernels.learned import BLOCK, TRIPS
 from fitact.runtime.learned import ops
 from fitact.runtime.norms import kernels
 from fitact.runtime.ops.reference import TILE
@@ -53,7 +53,7 @@ class LearnedKernel:
 
     def elements(self, dtype: str) -> int:
         """Return the elements that a thread has in a full tile, or in a block of backward."""
-        return (int(BLOCK) if self.block else TILE) // self.threads(dtype)
+        return (int(BLOCK) * int(TRIPS) if self.block else TILE) // self.threads(dtype)
 
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""

@@ -67,31 +67,35 @@ def pipes(way: Way, trips: int, elements: int) -> dict[str, float]:
     return {name: number / elements for name, number in sorted(counts.items())}
 
 
-def whole(program: Program, stored: int, *, block: bool = False) -> tuple[Way, int]:
+def whole(program: Program, stored: int, *, sums: bool = False) -> tuple[Way, int]:
     """Return the way of a full tile through a kernel that masks the last one, and how often it runs its loop.
 
-    Of the ways that store all the bytes, the one with the fewest accesses to memory: it has no masks.
+    Of the ways that store all the bytes without a mask in the loop, the one with the fewest accesses to memory,
+    and of these the one with the shortest loop: AMD's masks are no predicates.
 
     Args:
         program: the kernel's.
         stored: bytes that a thread stores.
-        block: whether it stores them at once, without a loop.
+        sums: whether it may store a few numbers besides, after the loop, with a predicate.
 
     Raises:
         ValueError: no way stores them.
 
     """
-    fitting: list[tuple[int, int, Way, int]] = []
-    for way in ways(program):
+    fitting: list[tuple[int, int, int, Way, int]] = []
+    for way in ways(program, guarded=sums):
         loop, rest = (sum(one.store for one in part) for part in (way.loop, way.rest))
-        trips = (stored - rest) // loop if loop else 0
-        if trips * loop + rest == stored and bool(way.loop) == bool(trips) and not (block and trips):
+        if any(one.guarded and (one.load or one.store) for one in way.loop):
+            continue
+        trips = -((rest - stored) // loop) if loop else 0
+        besides = trips * loop + rest - stored
+        if bool(way.loop) == bool(trips) and 0 <= besides <= (FEW if sums else 0):
             repeated, once = (sum(bool(one.load or one.store) for one in part) for part in (way.loop, way.rest))
-            longest = sum(one.counted for one in way.rest)
-            fitting.append((trips * repeated + once, -longest, way, trips))
+            inside, outside = (sum(one.counted for one in part) for part in (way.loop, way.rest))
+            fitting.append((trips * repeated + once, trips * inside, -outside, way, trips))
     if not fitting:
         raise ValueError(f"no way stores {stored} bytes")
-    *_, way, trips = min(fitting, key=lambda one: one[:2])
+    *_, way, trips = min(fitting, key=lambda one: one[:3])
     return way, trips
 
 
@@ -143,4 +147,4 @@ def _left(program: Program, loop: list[int]) -> int | None:
     return next((goal for goal in reversed(goals) if goal not in loop), None)
 
 
-FEW = 16  # bytes that a thread may store besides: a norm's scale, the sums of learned numbers
+FEW = 32  # bytes that a thread may store besides: a norm's scale, the sums of learned numbers

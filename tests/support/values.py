@@ -368,6 +368,7 @@ DEFINITIONS: dict[str, Any] = {
     "ndtr": lambda u: _mp_erfc(-u / MP.sqrt(2)) / 2,
     "exponential": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
     "exp_full": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
+    "exp_half": lambda u: _mp_exp(u) if u < 1000 else MP.inf,
     "sigmoid": lambda u: 1 / (1 + _mp_exp(-u)) if u > -1000 else _mp_exp(u),
     "tanh_softplus": lambda u: 1 - 2 / ((1 + _mp_exp(u)) ** 2 + 1) if u < 1000 else MP.one,
     "hypot1": _mp_hypot1,
@@ -417,6 +418,7 @@ FLOAT64: dict[str, Any] = {
     "ndtr": special.ndtr,
     "exponential": np.exp,
     "exp_full": np.exp,
+    "exp_half": np.exp,
     "sigmoid": special.expit,
     "tanh_softplus": _tanh_softplus,
     "hypot1": lambda u: np.hypot(u, 1),
@@ -425,7 +427,7 @@ FLOAT64: dict[str, Any] = {
     "softsign": lambda u: u / (1 + np.abs(u)),
 }
 # Where a function is compared, if not at every float32.
-for _name in ("ndtr", "sigmoid", "softplus", "tanh_softplus"):
+for _name in ("expm1", "ndtr", "sech2", "sigmoid", "softplus", "tanh", "tanh_softplus"):
     DEFINITIONS[f"{_name}_half"], FLOAT64[f"{_name}_half"] = DEFINITIONS[_name], FLOAT64[_name]
 DOMAIN: dict[str, tuple[float, float]] = {
     "log1p": (-1 + 2**-24, np.inf),
