@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from fitact.runtime.recipes import plain
-from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, unset_fake_temporarily
+from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, storage_id, unset_fake_temporarily
 
 from ..functions import recorded
+from ..operation import SHARED
 from ..recipes import owned, shares_cast, without_autocast
 
 Call = Callable[..., Tensor]
@@ -105,8 +106,9 @@ def _composed(
     enable_gqa: bool,
 ) -> Tensor:
     dtype, (heads, rows, width) = query.dtype, query.shape[-3:]
-    narrow = dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    query, key, value = (_to(call, one, torch.float32 if narrow else dtype) for one in (query, key, value))
+    if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        _share(query, key, value)
+        query, key, value = (call(Tensor.to, one, torch.float32) for one in (query, key, value))
     factor = math.sqrt(1 / math.sqrt(width) if scale is None else abs(scale))
     query = call(torch.mul, query, -factor if scale is not None and scale < 0 else factor)
     if is_causal:
@@ -126,6 +128,15 @@ def _composed(
     if dropout_p:
         weights = call(F.dropout, weights, dropout_p)
     return _to(call, call(torch.matmul, weights, _in_rows(call, value)), dtype)
+
+
+def _share(*tensors: Tensor) -> None:
+    """Let one tensor, of which queries, keys and values are views, be kept where that takes less than three wider ones."""
+    storages = {storage_id(one): one.untyped_storage() for one in tensors}
+    size = sum(one.nbytes() for one in storages.values())
+    if all(one.requires_grad for one in tensors) and size < sum(4 * one.numel() for one in tensors):
+        for one in storages.values():
+            setattr(one, SHARED, True)
 
 
 def _to(call: Call, x: Tensor, dtype: torch.dtype) -> Tensor:
