@@ -125,9 +125,11 @@ COPY_TO: Any = torch.ops.aten._to_copy.default  # `Tensor.to`, below autograd
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit
 # What modes of `torch.overrides` see of `torch.nn.functional.grouped_mm`.
 GROUPED_MM: Any = torch._grouped_mm
+# A context in which no mode sees operations below autograd, nor do those of fake tensors.
+without_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
 # The softmax of attention that is not fused, whose rows of -inf alone become zeros.
 SAFE_SOFTMAX: Any = torch._safe_softmax
-# The value of `torch.nn.attention.SDPBackend` that PyTorch chooses for arguments of `scaled_dot_product_attention`.
+# What PyTorch chooses for arguments of `scaled_dot_product_attention`: a value of `torch.nn.attention.SDPBackend`.
 ATTENTION_BACKEND: Callable[..., int] = torch._fused_sdp_choice
 # The fused attention of a CPU, and the operator of a GPU whose arguments begin like its own.
 ATTENTION: Mapping[Any, Any] = {

@@ -1,8 +1,8 @@
 """PyTorch's attention where it is not fused, as a CPU's is not if its mask is trained, or with dropout.
 
 The operations are those of `_scaled_dot_product_attention_math` in PyTorch's
-aten/src/ATen/native/transformers/attention.cpp, in the same order and with the same layouts of memory. So outputs and
-gradients are PyTorch's, bit for bit.
+aten/src/ATen/native/transformers/attention.cpp, in the same order and with the same layouts of memory. So outputs
+and gradients are PyTorch's, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from fitact.runtime.recipes import plain
-from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, storage_id, unset_fake_temporarily
+from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, storage_id, without_dispatch_modes
 
 from ..functions import recorded
 from ..operation import SHARED
@@ -52,6 +52,8 @@ def attention(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
         dtypes = [low if one.is_floating_point and one != torch.float64 else one for one in dtypes]
     if not (_is_usual(tensors, dtypes, **given) and _is_composed(tensors, dtypes, given)):
         return None
+    if not 0 <= given["dropout_p"] <= 1:
+        return None
     with without_autocast(device):
         cast = [_to(call, *both) for both in zip(tensors, dtypes, strict=True)]
         return _composed(call, *cast, **given)
@@ -67,21 +69,20 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
 def _is_usual(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], is_causal: bool, enable_gqa: bool, **_: Any
 ) -> bool:
-    """Whether tensors have the shapes and dtypes of (..., heads, length, width); PyTorch takes more, or says what is wrong."""
+    """Whether tensors are (..., heads, rows, width) and go together; of others PyTorch says what is wrong."""
     q, k, v, *masks = (one.shape for one in tensors)
-    heads = (q[-3:-2], k[-3:-2], v[-3:-2])
     if not len(q) == len(k) == len(v) > 2 or not q[:-3] == k[:-3] == v[:-3]:
         return False
     if any(q[-3] % one[-3] if enable_gqa else q[-3] != one[-3] for one in (k, v)):
         return False
-    if not dtypes[0] == dtypes[1] == dtypes[2] or not all(one in (dtypes[0], torch.bool) for one in dtypes[3:]):
+    if not dtypes[0] == dtypes[1] == dtypes[2] or not {*dtypes[3:]} <= {dtypes[0], torch.bool, torch.float32}:
         return False
     return q[-1] == k[-1] and k[-2] == v[-2] and not (is_causal and masks)
 
 
 def _is_composed(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], given: Mapping[str, Any]) -> bool:
     """Whether PyTorch does not fuse the attention of tensors, once they have these dtypes."""
-    with torch.no_grad(), unset_fake_temporarily():  # of fake tensors of a CPU it would say that it never does
+    with torch.no_grad(), without_dispatch_modes():  # of fake tensors of a CPU it would say that it never does
         choice = ATTENTION_BACKEND(*map(_stand_in, tensors, dtypes), **given)
     return choice == SDPBackend.MATH.value
 
@@ -131,7 +132,7 @@ def _composed(
 
 
 def _share(*tensors: Tensor) -> None:
-    """Let one tensor, of which queries, keys and values are views, be kept where that takes less than three wider ones."""
+    """Let queries, keys and values that are views of one tensor keep that, if it is smaller than wider copies."""
     storages = {storage_id(one): one.untyped_storage() for one in tensors}
     size = sum(one.nbytes() for one in storages.values())
     if all(one.requires_grad for one in tensors) and size < sum(4 * one.numel() for one in tensors):
