@@ -92,13 +92,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             hooks._push_saved_tensors_default_hooks(*found)
 
 
-_LAYERS: Mapping[int, Callable[..., Tensor]] = {
-    3: F.conv1d,
-    4: F.conv2d,
-    5: F.conv3d,
-    2: torch.mm,
-    1: torch.matmul,
-}
+_LAYERS: Mapping[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d, 2: torch.mm, 1: torch.matmul}
 
 
 def autocast_of(parameter: Tensor) -> Tensor:
