@@ -92,7 +92,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             hooks._push_saved_tensors_default_hooks(*found)
 
 
-_CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+_LAYERS: Mapping[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d, 2: torch.mm, 1: torch.matmul}
 
 
 def autocast_of(parameter: Tensor) -> Tensor:
@@ -108,15 +108,8 @@ def autocast_of(parameter: Tensor) -> Tensor:
         dtype, sizes = torch.get_autocast_dtype(parameter.device.type), parameter.shape
         inputs = sizes[1:] if len(sizes) > 2 else sizes[:1]
         nothing = parameter.new_empty(0, *inputs, dtype=dtype, requires_grad=True)
-        if len(sizes) > 2:
-            node: Any = _CONVOLUTIONS[len(sizes)](nothing, parameter).grad_fn
-            cast: Tensor = node._saved_weight
-        elif len(sizes) == 2:
-            node = torch.mm(nothing, parameter).grad_fn
-            cast = node._saved_mat2
-        else:
-            node = torch.matmul(nothing, parameter).grad_fn
-            cast = node._saved_vec
+        node: Any = _LAYERS[len(sizes)](nothing, parameter).grad_fn
+        cast: Tensor = getattr(node, {1: "_saved_vec", 2: "_saved_mat2"}.get(len(sizes), "_saved_weight"))
     return cast
 
 
@@ -132,6 +125,12 @@ COPY_TO: Any = torch.ops.aten._to_copy.default  # `Tensor.to`, below autograd
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit
 # What modes of `torch.overrides` see of `torch.nn.functional.grouped_mm`.
 GROUPED_MM: Any = torch._grouped_mm
+# A context in which no mode sees operations below autograd, nor do those of fake tensors.
+without_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
+# The softmax of attention that is not fused, whose rows of -inf alone become zeros.
+SAFE_SOFTMAX: Any = torch._safe_softmax
+# What PyTorch chooses for arguments of `scaled_dot_product_attention`: a value of `torch.nn.attention.SDPBackend`.
+ATTENTION_BACKEND: Callable[..., int] = torch._fused_sdp_choice
 # The fused attention of a CPU, and the operator of a GPU whose arguments begin like its own.
 ATTENTION: Mapping[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (

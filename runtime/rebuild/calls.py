@@ -21,9 +21,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.recipes import Note, note, plain
-from fitact.runtime.torch_internals import GROUPED_MM, innermost_mode, saved_tensor_hooks, storage_id
+from fitact.runtime.torch_internals import GROUPED_MM, SAFE_SOFTMAX, innermost_mode, saved_tensor_hooks, storage_id
 
 from . import functions
+from .attention.steps import attention
 from .derivatives import Plain
 from .dropout import dropout as dropped
 from .operation import (
@@ -81,8 +82,8 @@ _RULES: dict[Rule, dict[str, str]] = {
     Rule(keep_normed, replaced=False): {"F": "layer_norm", "torch": "layer_norm"},
     PRODUCT: {"torch": "matmul mm bmm", "Tensor": "matmul __matmul__ mm bmm"},
     Rule(keep_summed_factors, noted=False, cast=True): {"torch": "addmm baddbmm", "Tensor": "addmm baddbmm"},
-    Rule(keep_everything, noted=False, cast=True): {"F": "scaled_dot_product_attention"},
 }
+FUSED = Rule(keep_everything, noted=False, cast=True)
 
 
 def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -238,6 +239,17 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return output
 
 
+def _attention(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    output = attention(_seen, args, kwargs)
+    return _ruled(FUSED, function, args, kwargs) if output is None else output
+
+
+def _seen(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Make a call as if a module had made it."""
+    function = inspect.unwrap(function)
+    return HANDLERS[function](function, args, kwargs)
+
+
 _OWN: dict[Function, Sequence[Function]] = {
     numbers.index_add: (Tensor.index_add_,),
     numbers.ranked: (*numbers.ARGUMENTS,),
@@ -266,6 +278,8 @@ def _handlers() -> dict[Any, Function]:
                 function = getattr(_HOMES[home], name, None)  # not every version has all
                 if function is not None:
                     found[inspect.unwrap(function)] = partial(_ruled, rule)
+    found[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
+    found[SAFE_SOFTMAX] = partial(_ruled, OUTPUT)
     found[GROUPED_MM] = partial(_ruled, Rule(keep_factors, noted=False))
     return found
 

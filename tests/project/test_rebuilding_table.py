@@ -12,7 +12,6 @@ from tests.conftest import ROOT
 
 ROWS: list[dict[str, Any]] = json.loads(layers.RESULTS.read_text("utf-8"))["rows"]
 DOCUMENT = (ROOT / "docs" / "rebuilding.md").read_text("utf-8")
-BELOW = {("T5, gated", "everything"): {"compiler, 0.7"}}  # the bias of positions is trained, and scores are kept
 
 
 def test_the_documents_table() -> None:
@@ -21,18 +20,14 @@ def test_the_documents_table() -> None:
     assert [(row["layer"], row["training"]) for row in ROWS] == [
         (name, training) for name in layers.LAYERS for training in layers.TRAININGS
     ]
-    (t5,) = (row["kept"] for row in ROWS if (row["layer"], row["training"]) in BELOW)
-    text = " ".join(DOCUMENT.split())
-    assert f"keeps {100 * t5['compiler, 0.7'] / t5['exact']:.0f} % of what *exact* keeps" in text
+    assert "Everywhere *exact* keeps least" in DOCUMENT
     assert not any(row["again"] for row in ROWS)  # so says the text of the compiler's products
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['layer']}-{row['training']}")
 def test_nothing_that_computes_no_product_again_keeps_less(row: dict[str, Any]) -> None:
     exact = row["kept"]["exact"]
-    less = {way for way, kept in row["kept"].items() if kept < exact and way not in row["again"]} - {"auto"}
-    assert less == BELOW.get((row["layer"], row["training"]), set())
-    assert row["kept"]["auto"] < exact
+    assert {way for way, kept in row["kept"].items() if kept < exact and way not in row["again"]} == {"auto"}
 
 
 @pytest.mark.parametrize("name", ["LLaMA-7B", pytest.param("BERT", marks=pytest.mark.full)])

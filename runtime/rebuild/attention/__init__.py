@@ -1,0 +1,1 @@
+"""Attention that PyTorch does not fuse: the operations that it is composed of."""

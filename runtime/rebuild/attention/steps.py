@@ -1,0 +1,156 @@
+"""PyTorch's attention where it is not fused, as a CPU's is not if its mask is trained, or with dropout.
+
+The operations are those of `_scaled_dot_product_attention_math` in PyTorch's
+aten/src/ATen/native/transformers/attention.cpp, in the same order and with the same layouts of memory. So outputs
+and gradients are PyTorch's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from fitact.runtime.recipes import plain
+from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, storage_id, without_dispatch_modes
+
+from ..functions import recorded
+from ..operation import SHARED
+from ..recipes import owned, shares_cast, without_autocast
+
+Call = Callable[..., Tensor]
+HALVES = torch.float16, torch.bfloat16
+TENSORS = ("query", "key", "value", "attn_mask")
+OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def attention(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return what `F.scaled_dot_product_attention` returns, step by step; None if PyTorch has to compute it.
+
+    Args:
+        call: makes one of the calls: of a function, with its arguments.
+        args: of the attention.
+        kwargs: of the attention.
+
+    """
+    given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
+    tensors = [given.pop(name, None) for name in TENSORS]
+    if tensors[-1] is None:
+        tensors.pop()
+    if given.keys() != OPTIONS.keys() or not _is_plain(tensors):
+        return None
+    device, dtypes = tensors[0].device.type, [one.dtype for one in tensors]
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        if any(shares_cast(one, low) or owned(one) for one in tensors):
+            return None  # PyTorch has to cast it, for all that read its cast
+        dtypes = [low if one.is_floating_point and one != torch.float64 else one for one in dtypes]
+    if not (_is_usual(tensors, dtypes, **given) and _is_composed(tensors, dtypes, given)):
+        return None
+    if not 0 <= given["dropout_p"] <= 1:
+        return None
+    with without_autocast(device):
+        cast = [_to(call, *both) for both in zip(tensors, dtypes, strict=True)]
+        return _composed(call, *cast, **given)
+
+
+def _is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether tensors are a CPU's, and autograd alone looks at what is computed of them."""
+    if not all(isinstance(one, Tensor) and plain(one) and one.device.type == "cpu" for one in tensors):
+        return False
+    return recorded(*tensors) and all(one.numel() and one.dim() > 1 for one in tensors)
+
+
+def _is_usual(
+    tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], is_causal: bool, enable_gqa: bool, **_: Any
+) -> bool:
+    """Whether tensors are (..., heads, rows, width) and go together; of others PyTorch says what is wrong."""
+    q, k, v, *masks = (one.shape for one in tensors)
+    if not len(q) == len(k) == len(v) > 2 or not q[:-3] == k[:-3] == v[:-3]:
+        return False
+    if any(q[-3] % one[-3] if enable_gqa else q[-3] != one[-3] for one in (k, v)):
+        return False
+    if not dtypes[0] == dtypes[1] == dtypes[2] or not {*dtypes[3:]} <= {dtypes[0], torch.bool, torch.float32}:
+        return False
+    return q[-1] == k[-1] and k[-2] == v[-2] and not (is_causal and masks)
+
+
+def _is_composed(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], given: Mapping[str, Any]) -> bool:
+    """Whether PyTorch does not fuse the attention of tensors, once they have these dtypes."""
+    with torch.no_grad(), without_dispatch_modes():  # of fake tensors of a CPU it would say that it never does
+        choice = ATTENTION_BACKEND(*map(_stand_in, tensors, dtypes), **given)
+    return choice == SDPBackend.MATH.value
+
+
+def _stand_in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor like x, with the memory of a row alone."""
+    stride = x.stride(-1)
+    row = torch.empty((x.shape[-1] - 1) * stride + 1, dtype=dtype)
+    return row.as_strided(x.shape, (*(0,) * (x.dim() - 1), stride)).requires_grad_(x.requires_grad)
+
+
+def _composed(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    dtype, (heads, rows, width) = query.dtype, query.shape[-3:]
+    if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        _share(query, key, value)
+        query, key, value = (call(Tensor.to, one, torch.float32) for one in (query, key, value))
+    factor = math.sqrt(1 / math.sqrt(width) if scale is None else abs(scale))
+    query = call(torch.mul, query, -factor if scale is not None and scale < 0 else factor)
+    if is_causal:
+        mask = torch.ones(rows, key.shape[-2], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype))
+    if enable_gqa and not heads == key.shape[-3] == value.shape[-3]:
+        key, value = (_repeated(call, one, heads) for one in (key, value))
+    key = call(torch.mul, key.transpose(-2, -1), factor)
+    query, key = _in_rows(call, query), _in_rows(call, key)
+    scores = call(torch.matmul, query, key)
+    del query, key
+    if mask is not None:
+        scores = scores.add_(mask)
+    weights = call(SAFE_SOFTMAX, scores, -1)
+    del scores
+    if dropout_p:
+        weights = call(F.dropout, weights, dropout_p)
+    return _to(call, call(torch.matmul, weights, _in_rows(call, value)), dtype)
+
+
+def _share(*tensors: Tensor) -> None:
+    """Let queries, keys and values that are views of one tensor keep that, if it is smaller than wider copies."""
+    storages = {storage_id(one): one.untyped_storage() for one in tensors}
+    size = sum(one.nbytes() for one in storages.values())
+    if all(one.requires_grad for one in tensors) and size < sum(4 * one.numel() for one in tensors):
+        for one in storages.values():
+            setattr(one, SHARED, True)
+
+
+def _to(call: Call, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else call(Tensor.to, x, dtype)
+
+
+def _repeated(call: Call, x: Tensor, heads: int) -> Tensor:
+    """Return the heads of keys or values, each several times in a row."""
+    *batch, fewer, rows, width = x.shape
+    x = x.unsqueeze(-3).expand(*batch, fewer, heads // fewer, rows, width)
+    return call(torch.clone, x, memory_format=torch.contiguous_format).view(*batch, heads, rows, width)
+
+
+def _in_rows(call: Call, x: Tensor) -> Tensor:
+    """Return x as a product of matrices copies it, which is not where it can be viewed as three-dimensional."""
+    return call(torch.reshape, x, (-1, *x.shape[-2:])).view(x.shape)
