@@ -15,10 +15,10 @@ import sympy
 
 from fitact.errors import FitWarning, quote
 from fitact.fitter.expr.atoms import Expr, constant, differentiated
-from fitact.fitter.expr.evaluate import FLOAT64, NUMPY, Arithmetic, Array, cost
+from fitact.fitter.expr.evaluate import FLOAT64, NUMPY, Arithmetic, Array, cost, evaluate
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.expr.parser import text_of
-from fitact.fitter.expr.work import stage
+from fitact.fitter.expr.work import remembered, stage
 
 from .activation import Activation
 
@@ -65,24 +65,26 @@ def problem(activation: Activation) -> str | None:
     takes, if its condition is decided by less than the roundings of its terms. The derivative is computed in
     float64, as in the fitter, and may be off by 1e-7 of the larger of itself and 1.
     """
+    # of the formula as it was typed, so that a mistake in rewriting it is found too
+    return _problem(activation.typed, activation.formula, activation.derivative_formula)
+
+
+@remembered(512)
+def _problem(typed: Expr, rewritten: Expr, derived: Expr) -> str | None:
     with np.errstate(all="ignore"):
         parts: dict[Expr, Any] = {}
-        FLOAT32.evaluate(activation.formula, POINTS.astype(np.float32), parts)
-        found = np.broadcast_to(parts[activation.formula], POINTS.shape).astype(np.float64)
-    derivatives = activation.derivative(POINTS)
-    formula = differentiated(activation.typed)
+        FLOAT32.evaluate(rewritten, POINTS.astype(np.float32), parts)
+        found = np.broadcast_to(parts[rewritten], POINTS.shape).astype(np.float64)
+    derivatives = evaluate(derived, POINTS)
+    formula = differentiated(typed)
     for i in np.argsort(np.abs(POINTS), kind="stable"):
         at = float(POINTS[i])
-        # of the formula as it was typed, so that a mistake in rewriting it is found too
-        true, derivative = (
-            evaluate_multiprecision(activation.typed, at, 20),
-            evaluate_multiprecision(formula, at, 20),
-        )
+        true, derivative = evaluate_multiprecision(typed, at, 20), evaluate_multiprecision(formula, at, 20)
         if not (MP.isfinite(true) and MP.isfinite(derivative)) or abs(true) > LARGEST or abs(derivative) > LARGEST:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * derivative)), LOST * float(abs(true))) + TINY
         lost = not abs(found[i] - float(true)) <= allowed
-        if lost and not (np.isfinite(found[i]) and _near_root(activation, at, true)):
+        if lost and not (np.isfinite(found[i]) and _near_root(typed, at, true)):
             where = f"in float32 it is {found[i]:.4g} at x = {at:.4g} in place of {float(true):.4g}"
             return f"{where}: {_blame(parts, i, at)}"
         if not abs(derivatives[i] - float(derivative)) <= DERIVATIVE_ERROR * max(1.0, float(abs(derivative))):
@@ -100,8 +102,8 @@ def warn(activation: Activation) -> None:
         warnings.warn(f"{activation}: {found}", FitWarning, stacklevel=3)
 
 
-def _near_root(activation: Activation, at: float, value: Any) -> bool:
-    left, right = (evaluate_multiprecision(activation.typed, at + d, 20) for d in (-NEAR, NEAR))
+def _near_root(typed: Expr, at: float, value: Any) -> bool:
+    left, right = (evaluate_multiprecision(typed, at + d, 20) for d in (-NEAR, NEAR))
     return bool(left * right < 0 or abs(value) < 0.1 * min(abs(left), abs(right)))
 
 

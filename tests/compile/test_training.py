@@ -115,7 +115,6 @@ def test_scaled_losses() -> None:
     with functorch.patch(activation_memory_budget=0.9):
         scales, expected, weights = trained(torch.compile)
     coded_scales, found, coded_weights = trained(fitact.compile)
-    print(scales, coded_scales, off(found, expected), off(coded_weights, weights))
     assert coded_scales == scales
     assert min(scales) < max(scales)
     assert off(found, expected) < 0.012
