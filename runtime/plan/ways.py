@@ -25,6 +25,10 @@ from fitact.runtime.torch_internals import FakeTensor, is_compiled, not_compiled
 BUDGETS = (1.0, 0.9, 0.7)  # of the compiler
 _compiled_here: WeakSet[nn.Module] = WeakSet()  # modules that are compiled as planned
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
+AGAIN = {  # how blocks of these ways may also be run again
+    **dict.fromkeys(("stock", "rebuilt", "codes of 8 bits"), CHECKPOINTS[1:]),
+    "codes of 8 bits, also of norms": CHECKPOINTS[1:2],
+}
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,21 @@ def _converted() -> Iterator[Way]:
     yield Way("rebuilt", "exact", {"method": "rebuild"}, words="rebuilt outputs")
     yield Way("inverted", "rounding", {"method": "inverted"}, words="derivatives by the output")
     yield Way("exact", "rounding", {"method": "exact"}, words="derivatives by the output")
-    yield Way("codes of 8 bits", "rounding", {"method": "coded", "bits": 8}, words="codes of 8 bits")
-    for g, u in ((8, 8), (6, 8), (4, 8)):
-        given = {"method": "coded", "bits": g, "bits_u": u}
-        yield Way(f"codes of {g} and {u} bits", "few-bit", given, words=f"codes of {g} bits")
+    eight: dict[str, Any] = {"method": "coded", "bits": 8}
+    yield Way("codes of 8 bits", "rounding", eight, words="codes of 8 bits")
+    of_norms = {"bits_norms": 8}
+    few = {"method": "coded", "bits": 4, "bits_u": 8}  # of fits with fewer bits the fewest always keeps least
+    yield Way("codes of 8 bits, also of norms", "few-bit", eight | of_norms, words="codes of 8 bits")
+    yield Way("codes of 4 and 8 bits", "few-bit", few, words="codes of 4 bits")
+    yield Way("codes of 4 and 8 bits, also of norms", "few-bit", few | of_norms, words="codes of 4 bits")
     yield Way("steps of 3 bits", "few-bit", {"method": "fewbit", "bits": 3}, words="derivatives in 3 bits")
 
 
 def _all() -> Iterator[Way]:
     for way in _converted():
         yield way
-        if way.name in ("stock", "rebuilt", "codes of 8 bits"):
-            for kind in CHECKPOINTS[1:]:
+        if way.name in AGAIN:
+            for kind in AGAIN[way.name]:
                 name = kind if way.conversion is None else f"{way.name}, {kind}"
                 words = kind if way.conversion is None else f"{way.words}, {kind}"
                 yield Way(name, way.error, way.conversion, kind, words)
