@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +18,8 @@ from fitact.runtime.compare.baselines import UNSEEN, selectively
 from fitact.runtime.compile.compile import compile_options
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
+from fitact.runtime.norms.dataflow import NormUsage
+from fitact.runtime.norms.rewrite import share
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.rebuild.calls import LOSSES
 from fitact.runtime.rebuild.modules import ONLY, Rebuilding, swap
@@ -42,6 +45,7 @@ class Way:
         checkpoint: one of CHECKPOINTS: whether the block is run again in backward, wholly or but for matrix
             products, convolutions and fused attention.
         words: what it does, for a sentence.
+        norms: its norms are merged into the next linear layers, as `fitact.runtime.norms.fold.merge_norms` does.
         loss: the whole model computes its loss a few rows at a time.
         budget: the whole model is compiled with this memory budget, and with `fitact.compile`'s codes if `error`
             allows them; None to leave it as it is.
@@ -53,6 +57,7 @@ class Way:
     conversion: Mapping[str, Any] | None = field(default=None, compare=False)
     checkpoint: str = ""
     words: str = field(default="", compare=False)
+    norms: bool = False
     loss: bool = False
     budget: float | None = None
 
@@ -90,10 +95,18 @@ def _compiled() -> Iterator[Way]:
         yield Way(f"compiler, {budget:g} and codes", "rounding", budget=budget, words=words)
 
 
+def _merged() -> Iterator[Way]:
+    for way in OF_BLOCKS:
+        if "bits_norms" not in (way.conversion or {}):
+            error = way.error if way.error == "few-bit" else "rounding"
+            yield replace(way, name=f"merged norms, {way.name}", words=f"merged norms, {way.words}", error=error, norms=True)
+
+
 OF_BLOCKS = tuple(_all())
+MERGED = tuple(_merged())
 COMPILED = tuple(_compiled())
 LOSS = Way("loss by rows", "exact", loss=True, words="exact gradients")
-WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, LOSS, *COMPILED)}
+WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, *MERGED, LOSS, *COMPILED)}
 STOCK, FULL, SELECTIVE = WAYS["stock"], WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
 
 
@@ -132,18 +145,32 @@ def put_back(block: nn.Module) -> None:
 
 
 @contextmanager
-def changed(blocks: Sequence[nn.Module], ways: Sequence[Way]) -> Iterator[None]:
-    """Change blocks until the context ends."""
-    done: list[nn.Module] = []
-    try:
-        for block, way in zip(blocks, ways, strict=True):
-            if way != STOCK:
-                done.append(block)
-                put(block, way)
+def changed(
+    blocks: Sequence[nn.Module], ways: Sequence[Way], norms: Sequence[Mapping[str, NormUsage]] = ()
+) -> Iterator[None]:
+    """Change blocks until the context ends.
+
+    Args:
+        blocks: the blocks.
+        ways: what each becomes.
+        norms: of each block, those that can be merged; they become memory-sharing norms, without their values. None
+            where no way merges any.
+
+    Raises:
+        UsageError: nothing in a block can be changed so.
+
+    """
+    with ExitStack() as stack:
+        for block, way, merged in zip_longest(blocks, ways, norms, fillvalue={}):
+            if way == STOCK:
+                continue
+            if way.norms and not merged:
+                raise UsageError("no norm in it can be merged")
+            for usage in merged.values() if way.norms else ():
+                share(block, usage, stack)
+            stack.callback(put_back, block)
+            put(block, way)
         yield
-    finally:
-        for block in done:
-            put_back(block)
 
 
 class Checkpointed:
