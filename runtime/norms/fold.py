@@ -141,7 +141,7 @@ def merge_exactly(model: nn.Module, example_inputs: Inputs, paths: Sequence[str]
         norms = {seen.names[module]: module for module in seen.found}
         with without_autocast(model):
             for path in paths:
-                reason = seen.reason(norms[path]) if path in norms else "it is no norm"
+                reason = seen.reason(norms[path]) if path in norms else "it is no norm, or it is merged already"
                 if reason:
                     raise UsageError(f"{path}: {reason}")
         return merge(model, run, [seen.graph.usages[norms[path]] for path in paths])

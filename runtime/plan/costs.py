@@ -123,12 +123,13 @@ def measure(
         UsageError: the stock model cannot be run.
 
     """
+    notes: list[str] = []
     runs, marks = _stock_marks(subject, device, runs_of(subject, device))
     if any(way.norms for way in ways):
-        runs = with_norms(subject, runs)
+        runs, note = with_norms(subject, runs)
+        notes += [note] if note else []
     wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
-    notes: list[str] = []
     progress(1 / (1 + passes))
     parts = _Parts(marks, [len(run.blocks) for run in runs])
     ends = [sum(len(run.blocks) for run in runs[: i + 1]) for i in range(len(runs))]

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from fitact.errors import FitactError, UsageError
 from fitact.runtime.convert.measure import fake_twin, faked_run, runner
 from fitact.runtime.memory.saved import gpu_kernels
+from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
 from fitact.runtime.norms.dataflow import NormUsage
 from fitact.runtime.norms.structure import look
-from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
 
@@ -167,10 +167,14 @@ def runs_of(subject: Subject, device: Device) -> list[Run]:
     ]
 
 
-def with_norms(subject: Subject, runs: Sequence[Run]) -> list[Run]:
-    """Return runs with their norms that can be merged: like ones of all blocks of a run, or none of them.
+def with_norms(subject: Subject, runs: Sequence[Run]) -> tuple[list[Run], str]:
+    """Return runs with their norms that can be merged, and if there are none, why.
 
-    Whether the values of a norm allow it is not known.
+    Of the blocks of a run like norms are merged. Whether the values of a norm allow it is not known.
+
+    Raises:
+        UsageError: the model cannot be run in evaluation mode.
+
     """
     outputs: list[Any] = []
 
@@ -187,7 +191,12 @@ def with_norms(subject: Subject, runs: Sequence[Run]) -> list[Run]:
     possible = {
         module: usage for module, usage in seen.graph.usages.items() if not seen.reason(module, values=False)
     }
-    return [replace(one, norms=_norms_of(one, possible)) for one in runs]
+    merged = [replace(one, norms=_norms_of(one, possible)) for one in runs]
+    if any(of_block for one in merged for of_block in one.norms):
+        return merged, ""
+    inside = (module for one in runs for block in one.blocks for module in block.modules() if module in seen.found)
+    reasons = (f", {seen.names[module]}: {why}" for module in inside if (why := seen.reason(module, values=False)))
+    return merged, f"no norm of a block can be merged{next(reasons, '')}"
 
 
 def _norms_of(run: Run, possible: Mapping[nn.Module, NormUsage]) -> tuple[Mapping[str, NormUsage], ...]:

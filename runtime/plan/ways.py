@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -13,12 +13,13 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fitact.errors import UsageError, quote
+from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.compare.baselines import UNSEEN, selectively
 from fitact.runtime.compile.compile import compile_options
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
 from fitact.runtime.norms.dataflow import NormUsage
+from fitact.runtime.norms.fold import merge_exactly
 from fitact.runtime.norms.rewrite import share
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.rebuild.calls import LOSSES
@@ -95,19 +96,29 @@ def _compiled() -> Iterator[Way]:
         yield Way(f"compiler, {budget:g} and codes", "rounding", budget=budget, words=words)
 
 
+# What merged norms may be combined with: with the other ways no model was seen to keep less or to be faster.
+BESIDE_NORMS = (
+    *("stock", "checkpointed", "rebuilt", "inverted", "exact", "codes of 8 bits", "codes of 8 bits, checkpointed"),
+    *("codes of 4 and 8 bits", "steps of 3 bits"),
+)
+
+
 def _merged() -> Iterator[Way]:
     for way in OF_BLOCKS:
-        if "bits_norms" not in (way.conversion or {}):
-            error = way.error if way.error == "few-bit" else "rounding"
-            yield replace(way, name=f"merged norms, {way.name}", words=f"merged norms, {way.words}", error=error, norms=True)
+        if way.name in BESIDE_NORMS:
+            name = "merged norms" if way == STOCK else f"merged norms, {way.name}"
+            words = "merged norms" if way == STOCK else f"merged norms, {way.words}"
+            error = "rounding" if way.error == "exact" else way.error
+            yield replace(way, name=name, error=error, words=words, norms=True)
 
 
 OF_BLOCKS = tuple(_all())
+STOCK = OF_BLOCKS[0]
 MERGED = tuple(_merged())
 COMPILED = tuple(_compiled())
 LOSS = Way("loss by rows", "exact", loss=True, words="exact gradients")
 WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, *MERGED, LOSS, *COMPILED)}
-STOCK, FULL, SELECTIVE = WAYS["stock"], WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
+FULL, SELECTIVE = WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
 
 
 def put(block: nn.Module, way: Way) -> None:
@@ -153,8 +164,8 @@ def changed(
     Args:
         blocks: the blocks.
         ways: what each becomes.
-        norms: of each block, those that can be merged; they become memory-sharing norms, without their values. None
-            where no way merges any.
+        norms: of each block, those that can be merged; they become memory-sharing norms, and no values are moved.
+            It may be empty if no way merges any.
 
     Raises:
         UsageError: nothing in a block can be changed so.
@@ -211,15 +222,24 @@ def _again(kind: str, inner: Any) -> Any:
     return made.__new__(made)
 
 
-def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
+def apply(
+    model: nn.Module,
+    groups: Sequence[tuple[str, Sequence[str]]],
+    norms: Sequence[str] = (),
+    example_inputs: Any = None,
+) -> None:
     """Change the blocks of a model, in place; where one cannot be changed, the model stays as it was.
 
     Args:
         model: the model.
         groups: names of ways, and the paths of the blocks that go them.
+        norms: the paths of the norms that these ways merge.
+        example_inputs: inputs to run the model with, where norms are merged.
 
     Raises:
-        UsageError: the model has no such block, is changed already, or a block cannot be changed so.
+        UsageError: the model has no such block, is changed already, a block cannot be changed so, or a norm cannot
+            be merged.
+        JobError: with merged norms the model computes something else.
 
     """
     if not isinstance(model, nn.Module):
@@ -229,21 +249,33 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     if any(map(is_compiled, model.modules())):
         raise UsageError("the model is compiled already: apply the plan first, and compile it then")
     there = dict(model.named_modules())
-    done: list[nn.Module] = []
-    try:
+    for path in (path for _, paths in groups for path in paths):
+        if path not in there:
+            raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
+    with ExitStack() as undo:
+        if norms:
+            undo.callback(_merged_norms(model, norms, example_inputs))
         for name, paths in groups:
             for path in paths:
-                if path not in there:
-                    raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
-                done.append(there[path])
+                undo.callback(put_back, there[path])
                 try:
                     put(there[path], WAYS[name])
                 except UsageError as error:
                     raise UsageError(f"{path or 'the model'}: {name}: {error}") from None
-    except BaseException:
-        for block in done:
-            put_back(block)
-        raise
+        undo.pop_all()
+
+
+def _merged_norms(model: nn.Module, norms: Sequence[str], example_inputs: Any) -> Callable[[], None]:
+    """Merge norms, and return what undoes it."""
+    if example_inputs is None:
+        raise UsageError(
+            f"the plan merges {len(norms)} norms, which runs the model: expected example_inputs, got none; "
+            "one row of them will do"
+        )
+    try:
+        return merge_exactly(model, example_inputs, norms)
+    except FitactError as error:
+        raise type(error)(f"the plan merges norms, and this failed: {error}; or plan without norms") from error
 
 
 def revert_plan(model: nn.Module) -> None:
