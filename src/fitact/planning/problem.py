@@ -14,6 +14,7 @@ from fitact.runtime.plan.ways import FULL, LOSS, MERGED, OF_BLOCKS, SELECTIVE, S
 from .programme import Option, Stage, fastest, least, peak, seconds
 from .record import Group, Point
 
+WORTH = 1e-3  # of a step's time: a model that fits as it is, is not changed for less
 TRIES = 6  # of budgets, until what the programme answers also fits as measured
 FRONT = 9  # budgets of each line of the front
 EVERY = {2: "second", 3: "third", 4: "fourth"}  # block is checkpointed
@@ -118,7 +119,7 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
             break
         done = step(subject, device, runs, problem.taken(answer), problem.whole(answer))
         if done.peak <= room:
-            if best is None or done.work.seconds < best[1].work.seconds:
+            if best is None or done.work.seconds < best[1].work.seconds * (1 - WORTH):
                 best = answer, done
             break
         limit = peak(problem.stages, answer) - (done.peak - room)  # less than what this answer needs by the sum
