@@ -29,6 +29,7 @@ from .linear import (
     weights,
     wrappers,
 )
+from .modules import MSLayerNorm, MSRMSNorm
 
 # Outputs may change by MARGIN times the change that one more rounding of the weights makes, plus MARGIN roundings.
 MARGIN = 16
@@ -227,7 +228,7 @@ def _round_once(usage: NormUsage, least: float) -> None:
             _scale(weight, dim, 1 + unit * signs.to(arithmetic_dtype(weight)))
 
 
-def share(model: nn.Module, usage: NormUsage, undo: ExitStack) -> tuple[nn.Module, list[nn.Module]]:
+def share(model: nn.Module, usage: NormUsage, undo: ExitStack) -> tuple[MSLayerNorm | MSRMSNorm, list[nn.Module]]:
     """Put a memory-sharing norm in the place of a norm, and a bias of 0 into the layers that need one for its β.
 
     Args:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakSet
 
@@ -165,14 +164,14 @@ def changed(
         blocks: the blocks.
         ways: what each becomes.
         norms: of each block, those that can be merged; they become memory-sharing norms, and no values are moved.
-            It may be empty if no way merges any.
+            By default there are none.
 
     Raises:
         UsageError: nothing in a block can be changed so.
 
     """
     with ExitStack() as stack:
-        for block, way, merged in zip_longest(blocks, ways, norms, fillvalue={}):
+        for block, way, merged in zip(blocks, ways, norms or [{}] * len(blocks), strict=True):
             if way == STOCK:
                 continue
             if way.norms and not merged:

@@ -288,7 +288,8 @@ def from_json(text: str) -> Plan:
 def _checked(kind: type[Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values of a record's fields, each checked by the type that the record states."""
     names = [field.name for field in fields(kind)]
-    given = {"norms": []} | given if kind is Plan else given  # plans of before merged none
+    if kind is Plan:
+        given = {"norms": [], **given}  # files of before have none
     for name in (*given, *names):
         if (name in given) != (name in names):
             problem = "is unknown" if name in given else "is missing"
