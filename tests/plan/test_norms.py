@@ -294,3 +294,22 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(call.split()) == 0
     assert "merged norms" in capsys.readouterr().out
     assert fitact.load_plan("plan.json").norms == ("0.0", "1.0", "2.0")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("command", "without", "merged"),
+    [
+        ("--hf llama --lora all --batch 8 --seq 2048 --gib 24", 1.41, 1.28),
+        ("--timm vit_base_patch16_224 --batch 64 --gib 2.5", 1.05, 1.03),
+        ("--hf gpt2 --batch 8 --seq 1024 --gib 4", 1.00, 0.99),
+    ],
+)
+def test_what_the_guide_says_of_merged_norms(command: str, without: float, merged: float, tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    for options, stated in (([], without), (["--norms"], merged)):
+        path = str(tmp_path / "plan.json")
+        assert main(["plan", *command.split(), "--no-front", *options, "-o", path]) == 0
+        assert f"{1 + fitact.load_plan(path).slower:.2f}" == f"{stated:.2f}"
+        assert f"{stated:.2f}" in guide
+    assert f"fitact plan {command} --norms" in guide
