@@ -23,10 +23,8 @@ adapter is disabled, scaled or unloaded: unmerge before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -34,14 +32,13 @@ from torch import Tensor, nn
 
 from fitact.errors import UsageError
 from fitact.runtime.records import SiteRecord
-from fitact.runtime.restore import untouched
-from fitact.runtime.torch_internals import FakeTensor, has_hooks
+from fitact.runtime.torch_internals import FakeTensor
 
-from .dataflow import Graph, NormUsage, observe, storage, without_autocast
-from .linear import Norm, ambiguous, blocker, is_layer, range_trouble, recognise, width, wrappers
+from .dataflow import without_autocast
+from .linear import Norm
 from .rewrite import is_merged, merge, present, unmerge
+from .structure import Seen, listed, look
 
-Owners = dict[int | None, list[nn.Module]]
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 
@@ -99,46 +96,55 @@ def merge_norms(
 
     """
     _check(model)
-    names = {module: name for name, module in model.named_modules()}
-    layers = {module for module in model.modules() if is_layer(module)}
 
     def run() -> Any:
         return _run(model, example_inputs)
 
     # tensors made in inference mode could not be trained
     with torch.inference_mode(False):
-        with without_autocast(model):
-            found = {module: known for module in model.modules() if (known := recognise(module)) is not None}
-        graph = Graph({module: NormUsage(known) for module, known in found.items() if isinstance(known, Norm)})
-        if graph.usages:
-            _observe(graph, layers, model, run)
-        owners, idle, around = _owners(model), _idle(graph, layers, model), wrappers(model)
+        seen = look(model, run)
         with without_autocast(model):
             reasons = {
-                module: known
-                if isinstance(known, str)
-                else _left_out(names[module], include, exclude)
-                or _reason(graph, graph.usages[module], names, owners)
-                or _unknown(graph, graph.usages[module], names, idle, around)
-                for module, known in found.items()
+                module: (_left_out(seen.names[module], include, exclude) if isinstance(known, Norm) else "")
+                or seen.reason(module)
+                for module, known in seen.found.items()
             }
-        chosen = [graph.usages[module] for module, reason in reasons.items() if not reason]
+        chosen = [seen.graph.usages[module] for module, reason in reasons.items() if not reason]
         if chosen and not dry_run:
             merge(model, run, chosen)
-    return [_record(names, graph, module, reasons) for module in found]
+    return [_record(seen, module, reasons) for module in seen.found]
 
 
-def _observe(graph: Graph, layers: set[nn.Module], model: nn.Module, run: Callable[[], Any]) -> None:
-    """Run a model in the caller's autocast, in training and evaluation mode, and note what is seen."""
-    with untouched(model):
-        model.train()
-        with torch.enable_grad(), _explained("training"):
-            observe(graph, layers, model, run)
-    for mode in (True, False):  # without gradients, what holds an output is not autograd
-        with untouched(model):
-            model.train(mode)
-            with torch.no_grad(), _explained("training" if mode else "evaluation"):
-                observe(graph, layers, model, run)
+def merge_exactly(model: nn.Module, example_inputs: Inputs, paths: Sequence[str]) -> Callable[[], None]:
+    """Merge some norms as `merge_norms` does, or none of them.
+
+    Args:
+        model: as for `merge_norms`.
+        example_inputs: as for `merge_norms`.
+        paths: the paths of the norms, at least one.
+
+    Returns:
+        A function that undoes this, bit for bit, from copies of the weights on the CPU.
+
+    Raises:
+        UsageError: one of them cannot be merged, or as in `merge_norms`; the model is then unchanged.
+        JobError: as in `merge_norms`; the model is then unchanged.
+
+    """
+    _check(model)
+
+    def run() -> Any:
+        return _run(model, example_inputs)
+
+    with torch.inference_mode(False):
+        seen = look(model, run)
+        norms = {seen.names[module]: module for module in seen.found}
+        with without_autocast(model):
+            for path in paths:
+                reason = seen.reason(norms[path]) if path in norms else "it is no norm, or it is merged already"
+                if reason:
+                    raise UsageError(f"{path}: {reason}")
+        return merge(model, run, [seen.graph.usages[norms[path]] for path in paths])
 
 
 def unmerge_norms(model: nn.Module) -> list[str]:
@@ -200,21 +206,6 @@ def _run(model: nn.Module, inputs: Inputs) -> Any:
     )
 
 
-@contextmanager
-def _explained(mode: str) -> Iterator[None]:
-    """Name the mode in which a model could not be run."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UsageError(f"the model does not run on the example inputs in {mode}: {line}") from error
-
-
-# ------------------------------------------------------------------------------------------- what cannot be merged
-
-
 def _left_out(name: str, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> str:
     if include is not None and not _fits(name, include):
         return "left out: no pattern of include matches"
@@ -225,134 +216,9 @@ def _fits(name: str, patterns: str | Sequence[str]) -> bool:
     return any(fnmatchcase(name, one) for one in ([patterns] if isinstance(patterns, str) else patterns))
 
 
-def _reason(graph: Graph, usage: NormUsage, names: Mapping[nn.Module, str], owners: Owners) -> str:
-    """Return why a norm cannot be merged; `""` if it can."""
-    module = usage.norm.module
-    own = _own_blocker(usage.norm, names)
-    if own or usage.blocker:
-        return own or usage.blocker
-    if not names[module]:
-        return "it is the model itself"
-    if other := _tied(owners, module):
-        return f"its parameters are shared with {names[other]}"
-    if module in graph.outside:
-        return "its parameters are read outside of it too"
-    if not usage.layers:
-        return "no linear layer reads its output, or it does not run"
-    for layer in usage.layers:
-        if why := _layer_reason(graph, usage, layer, names, owners):
-            return f"{names[layer]}: {why}"
-    if not usage.keepers:
-        return f"nothing would be shared: {_list(usage, names)} frozen, or keeping a copy of its output"
-    return ""
-
-
-def _idle(graph: Graph, layers: set[nn.Module], model: nn.Module) -> dict[nn.Module, int | None]:
-    """Return the layers and norms that did not run, in the model's order, and their widths."""
-    parts = {part for layer in layers for part in layer.modules() if part is not layer}
-    unseen = layers - parts - set(graph.sources)
-    unseen |= {module for module, usage in graph.usages.items() if not usage.unit}
-    unseen -= graph.outside
-    return {
-        module: graph.usages[module].norm.columns if module in graph.usages else width(module)
-        for module in model.modules()
-        if module in unseen
-    }
-
-
-def _unknown(
-    graph: Graph,
-    usage: NormUsage,
-    names: Mapping[nn.Module, str],
-    idle: Mapping[nn.Module, int | None],
-    around: Mapping[nn.Module, nn.Module],
-) -> str:
-    """Return a module that the example does not run but that may read the norm or feed its layers; `""` if none.
-
-    Only the innermost module that holds the norm and all of its layers is searched.
-    """
-    if usage.norm.weight is None and usage.norm.bias is None:
-        return ""
-    for layer in usage.layers:
-        if layer in around:
-            return f"{names[layer]}: it is in a {type(around[layer]).__name__}, which may change what it computes"
-    paths = [names[module].split(".")[:-1] for module in (usage.norm.module, *usage.layers)]
-    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
-    for module, columns in idle.items():
-        if columns == usage.norm.columns and names[module].split(".")[: len(shared)] == shared:
-            use = "feed the same layers" if module in graph.usages else "read its output"
-            return f"{names[module]} does not run on the example inputs, but may {use} in another run"
-    return ""
-
-
-def _own_blocker(norm: Norm, names: Mapping[nn.Module, str]) -> str:
-    module = norm.module
-    if has_hooks(module):
-        return "it has hooks, which would be lost"
-    if "forward" in vars(module):
-        return "its forward is replaced"
-    for parameter in module.parameters():
-        if type(parameter) is not nn.Parameter:
-            return f"its parameters are {type(parameter).__name__}"
-        if not bool(parameter.isfinite().all()):
-            return "its parameters are not all finite"
-    zeros = 0 if norm.alpha is None else int((norm.alpha == 0).sum())
-    return f"α is 0 in {zeros} of {norm.columns} places: merged weights would be lost there" if zeros else ""
-
-
-def _layer_reason(
-    graph: Graph, usage: NormUsage, layer: nn.Module, names: Mapping[nn.Module, str], owners: Owners
-) -> str:
-    """Return why a layer that reads a norm cannot take up its α and β."""
-    sources = graph.sources[layer]
-    if None in sources:
-        return "it reads something else too"
-    if len(sources) > 1:
-        return f"several norms meet there: {', '.join(sorted(names[one] for one in sources if one is not None))}"
-    if layer in graph.crossed:
-        return "its inputs are not the rows that the norm normalises"
-    if why := blocker(layer):
-        return why
-    for part in layer.modules():
-        if other := _tied(owners, part):
-            return f"its weight is tied to {names[other]}"
-        if part in graph.outside:
-            return "its parameters are read outside of it too"
-    alpha, beta = usage.norm.alpha, usage.norm.beta
-    if alpha is not None and (why := range_trouble(layer, alpha, usage.largest)):
-        return why
-    if beta is not None and ambiguous(layer, beta):
-        return "it has several adapters, and β would give each of them another bias"
-    return ""
-
-
-def _tied(owners: Owners, module: nn.Module) -> nn.Module | None:
-    """Return another module that has a parameter of this one."""
-    for parameter in module.parameters(recurse=False):
-        for other in owners.get(storage(parameter), ()):
-            if other is not module:
-                return other
-    return None
-
-
-def _owners(model: nn.Module) -> Owners:
-    """Return the modules that have parameters in a storage, by its identity."""
-    owners: Owners = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(storage(parameter), []).append(module)
-    return owners
-
-
-def _list(usage: NormUsage, names: Mapping[nn.Module, str]) -> str:
-    return ", ".join(names[layer] for layer in usage.layers)
-
-
-def _record(
-    names: Mapping[nn.Module, str], graph: Graph, module: nn.Module, reasons: Mapping[nn.Module, str]
-) -> SiteRecord:
+def _record(seen: Seen, module: nn.Module, reasons: Mapping[nn.Module, str]) -> SiteRecord:
     """Return the record of a norm: merged if there is no reason against it."""
-    name, kind, reason = names[module], type(module).__name__, reasons[module]
+    graph, name, kind, reason = seen.graph, seen.names[module], type(module).__name__, reasons[module]
     merged = {one for one, why in reasons.items() if not why}
     before = graph.kept_for(module, merged | {module})
     if reason:
@@ -364,7 +230,7 @@ def _record(
         "norm",
         kind,
         "MSLayerNorm" if usage.norm.centred else "MSRMSNorm",
-        f"merged into {_list(usage, names)}",
+        f"merged into {listed(usage, seen.names)}",
         before,
         usage.rows * number,
         shared=True,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.ops.autograd import DTYPES
-from fitact.runtime.torch_internals import has_forward_pre_hooks, parameters_in, unset_fake_temporarily
+from fitact.runtime.torch_internals import FakeTensor, has_forward_pre_hooks, parameters_in, unset_fake_temporarily
 
 from .modules import MSLayerNorm, MSRMSNorm
 
@@ -218,14 +218,19 @@ def blocker(module: Any) -> str:
     return "it has forward pre-hooks, which may change its input" if has_forward_pre_hooks(module) else ""
 
 
+def is_plain(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is one of PyTorch's own, or a fake one in its place."""
+    return type(parameter) in (nn.Parameter, FakeTensor)
+
+
 def parameter_blocker(module: Any) -> str:
     """Return why weight and bias of a layer without adapters cannot be changed, `""` if they can."""
     for name in ("weight", "bias"):
         if getattr(module, name) is not None and parameters_in(module).get(name) is None:
             return f"its {name} is computed from other parameters"
     for parameter in module.parameters(recurse=False):
-        if type(parameter) is not nn.Parameter or parameter.dtype not in DTYPES:
-            found = parameter.dtype if type(parameter) is nn.Parameter else type(parameter).__name__
+        if not is_plain(parameter) or parameter.dtype not in DTYPES:
+            found = parameter.dtype if is_plain(parameter) else type(parameter).__name__
             return f"its parameters are {found}: quantised, or spread over processes"
     return ""
 

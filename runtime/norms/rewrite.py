@@ -29,6 +29,7 @@ from .linear import (
     weights,
     wrappers,
 )
+from .modules import MSLayerNorm, MSRMSNorm
 
 # Outputs may change by MARGIN times the change that one more rounding of the weights makes, plus MARGIN roundings.
 MARGIN = 16
@@ -75,14 +76,19 @@ class _Change:
     def restore(self) -> None:
         """Undo everything."""
         self.undo.close()
-        self.restore_values()
+        with torch.inference_mode(False), torch.no_grad():
+            self.restore_values()
+        torch.clear_autocast_cache()  # it holds casts of the merged weights
 
 
-def merge(model: nn.Module, run: Callable[[], Any], chosen: Sequence[NormUsage]) -> None:
+def merge(model: nn.Module, run: Callable[[], Any], chosen: Sequence[NormUsage]) -> Callable[[], None]:
     """Merge, compare the outputs, and undo everything if they differ or there is an error.
 
     Outputs are compared without the caller's autocast, whose rounding would hide errors, unless the model does not
     run without it.
+
+    Returns:
+        A function that undoes everything later, from copies of the weights.
 
     Raises:
         JobError: the outputs differ, or the model does not run with the norms replaced.
@@ -120,6 +126,7 @@ def merge(model: nn.Module, run: Callable[[], Any], chosen: Sequence[NormUsage])
         except BaseException:
             change.restore()
             raise
+    return change.restore
 
 
 Units = Mapping[nn.Module, float]  # the machine epsilon of the output of each norm
@@ -221,28 +228,44 @@ def _round_once(usage: NormUsage, least: float) -> None:
             _scale(weight, dim, 1 + unit * signs.to(arithmetic_dtype(weight)))
 
 
+def share(model: nn.Module, usage: NormUsage, undo: ExitStack) -> tuple[MSLayerNorm | MSRMSNorm, list[nn.Module]]:
+    """Put a memory-sharing norm in the place of a norm, and a bias of 0 into the layers that need one for its β.
+
+    Args:
+        model: holds the norm.
+        usage: the norm.
+        undo: gets what puts back what was there.
+
+    Returns:
+        The memory-sharing norm, and the layers that got a bias.
+
+    """
+    norm = usage.norm
+    added = [layer for layer in usage.layers if norm.bias is not None and core(layer).bias is None]
+    for linear in map(core, added):
+        assert norm.bias is not None
+        zeros = linear.weight.detach().new_zeros(len(linear.weight))
+        linear.bias = nn.Parameter(zeros, requires_grad=norm.bias.requires_grad)
+        undo.callback(setattr, linear, "bias", None)
+    sharing = norm.memory_sharing()
+    _replace(model, norm.module, sharing)
+    undo.callback(_replace, model, sharing, norm.module)
+    return sharing, added
+
+
 def _merge_one(model: nn.Module, usage: NormUsage, change: _Change) -> None:
     norm = usage.norm
     alpha, beta = norm.alpha, norm.beta
-    added: list[nn.Module] = []
+    sharing, added = share(model, usage, change.undo)
     for layer in usage.layers:
         linear = core(layer)
         total = None if beta is None else shift(layer, beta)
         if alpha is not None:
             for weight, dim in weights(layer):
                 _scale(weight, dim, alpha)
-        if total is None or norm.bias is None:
-            continue
-        if linear.bias is None:
-            linear.bias = nn.Parameter(total.to(linear.weight.dtype), requires_grad=norm.bias.requires_grad)
-            added.append(layer)
-            change.undo.callback(setattr, linear, "bias", None)
-        else:
+        if total is not None:
             linear.bias.copy_(linear.bias.to(total.dtype) + total)
-    sharing = norm.memory_sharing()
     sharing.merged = Merged(norm, list(usage.layers), added, core(next(iter(usage.layers))).weight.dtype)
-    _replace(model, norm.module, sharing)
-    change.undo.callback(_replace, model, sharing, norm.module)
 
 
 def _scale(weight: nn.Parameter, dim: int, by: Tensor, divide: bool = False) -> None:

@@ -17,9 +17,9 @@ from fitact.text import one_line
 
 from .devices import Device
 from .short import ROW, cut, filled, skipped
-from .subjects import Hooks, Run, Subject, runs_of
+from .subjects import Hooks, Run, Subject, runs_of, with_norms
 from .timeline import Mark, Timeline, Work
-from .ways import LOSS, STOCK, Way, changed, put, put_back
+from .ways import LOSS, STOCK, Way, changed
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,13 @@ def measure(
         UsageError: the stock model cannot be run.
 
     """
+    notes: list[str] = []
     runs, marks = _stock_marks(subject, device, runs_of(subject, device))
+    if any(way.norms for way in ways):
+        runs, note = with_norms(subject, runs)
+        notes += [note] if note else []
     wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
-    notes: list[str] = []
     progress(1 / (1 + passes))
     parts = _Parts(marks, [len(run.blocks) for run in runs])
     ends = [sum(len(run.blocks) for run in runs[: i + 1]) for i in range(len(runs))]
@@ -198,12 +201,10 @@ def _possible(run: Run, ways: Sequence[Way]) -> list[Way]:
     found = []
     for way in ways:
         try:
-            put(run.blocks[0], way)
+            with changed(run.blocks[:1], [way], run.norms[:1]):
+                found.append(way)
         except UsageError:  # there is nothing in the block that it changes
             continue
-        finally:
-            put_back(run.blocks[0])
-        found.append(way)
     return found
 
 
@@ -271,18 +272,22 @@ def _marks(
 ) -> list[Mark]:
     """Run a step, with at most so many blocks of a row that goes the same way, and return its moments."""
     model = subject.model
-    there = [*model.parameters(), *model.buffers()]
     standing = cut(runs, ways, row)
     without = {place + k for place, count in standing.items() for k in range(1, count + 1)}
     every = dict(enumerate(block for run in runs for block in run.blocks))
     running = {i: block for i, block in every.items() if i not in without}
+    norms = [of_block for run in runs for of_block in run.norms or [{}] * len(run.blocks)]
     with (
         generators(model),
         subject.environment(),
-        changed([*running.values(), model], [*(ways[i] for i in running), whole]),
+        changed(
+            [*running.values(), model],
+            [*(ways[i] for i in running), whole],
+            [*(norms[i] for i in running), {}],
+        ),
         skipped([every[i] for i in without]),
     ):
-        timeline = Timeline(device, there)
+        timeline = Timeline(device, [*model.parameters(), *model.buffers()])
         with timeline, Hooks(running, timeline.mark):
             timeline.mark("start")
             outputs = subject.run()

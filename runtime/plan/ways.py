@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -12,11 +12,14 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fitact.errors import UsageError, quote
+from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.compare.baselines import UNSEEN, selectively
 from fitact.runtime.compile.compile import compile_options
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
+from fitact.runtime.norms.dataflow import NormUsage
+from fitact.runtime.norms.fold import merge_exactly
+from fitact.runtime.norms.rewrite import share
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.rebuild.calls import LOSSES
 from fitact.runtime.rebuild.modules import ONLY, Rebuilding, swap
@@ -25,6 +28,10 @@ from fitact.runtime.torch_internals import FakeTensor, is_compiled, not_compiled
 BUDGETS = (1.0, 0.9, 0.7)  # of the compiler
 _compiled_here: WeakSet[nn.Module] = WeakSet()  # modules that are compiled as planned
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
+AGAIN = {  # how blocks of these ways may also be run again
+    **dict.fromkeys(("stock", "rebuilt", "codes of 8 bits"), CHECKPOINTS[1:]),
+    "codes of 8 bits, also of norms": CHECKPOINTS[1:2],
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Way:
         checkpoint: one of CHECKPOINTS: whether the block is run again in backward, wholly or but for matrix
             products, convolutions and fused attention.
         words: what it does, for a sentence.
+        norms: its norms are merged into the next linear layers, as `fitact.runtime.norms.fold.merge_norms` does.
         loss: the whole model computes its loss a few rows at a time.
         budget: the whole model is compiled with this memory budget, and with `fitact.compile`'s codes if `error`
             allows them; None to leave it as it is.
@@ -49,6 +57,7 @@ class Way:
     conversion: Mapping[str, Any] | None = field(default=None, compare=False)
     checkpoint: str = ""
     words: str = field(default="", compare=False)
+    norms: bool = False
     loss: bool = False
     budget: float | None = None
 
@@ -58,18 +67,21 @@ def _converted() -> Iterator[Way]:
     yield Way("rebuilt", "exact", {"method": "rebuild"}, words="rebuilt outputs")
     yield Way("inverted", "rounding", {"method": "inverted"}, words="derivatives by the output")
     yield Way("exact", "rounding", {"method": "exact"}, words="derivatives by the output")
-    yield Way("codes of 8 bits", "rounding", {"method": "coded", "bits": 8}, words="codes of 8 bits")
-    for g, u in ((8, 8), (6, 8), (4, 8)):
-        given = {"method": "coded", "bits": g, "bits_u": u}
-        yield Way(f"codes of {g} and {u} bits", "few-bit", given, words=f"codes of {g} bits")
+    eight: dict[str, Any] = {"method": "coded", "bits": 8}
+    yield Way("codes of 8 bits", "rounding", eight, words="codes of 8 bits")
+    of_norms = {"bits_norms": 8}
+    few = {"method": "coded", "bits": 4, "bits_u": 8}  # of fits with fewer bits the fewest always keeps least
+    yield Way("codes of 8 bits, also of norms", "few-bit", eight | of_norms, words="codes of 8 bits")
+    yield Way("codes of 4 and 8 bits", "few-bit", few, words="codes of 4 bits")
+    yield Way("codes of 4 and 8 bits, also of norms", "few-bit", few | of_norms, words="codes of 4 bits")
     yield Way("steps of 3 bits", "few-bit", {"method": "fewbit", "bits": 3}, words="derivatives in 3 bits")
 
 
 def _all() -> Iterator[Way]:
     for way in _converted():
         yield way
-        if way.name in ("stock", "rebuilt", "codes of 8 bits"):
-            for kind in CHECKPOINTS[1:]:
+        if way.name in AGAIN:
+            for kind in AGAIN[way.name]:
                 name = kind if way.conversion is None else f"{way.name}, {kind}"
                 words = kind if way.conversion is None else f"{way.words}, {kind}"
                 yield Way(name, way.error, way.conversion, kind, words)
@@ -83,11 +95,29 @@ def _compiled() -> Iterator[Way]:
         yield Way(f"compiler, {budget:g} and codes", "rounding", budget=budget, words=words)
 
 
+# What merged norms may be combined with: with the other ways no model was seen to keep less or to be faster.
+BESIDE_NORMS = (
+    *("stock", "checkpointed", "rebuilt", "inverted", "exact", "codes of 8 bits", "codes of 8 bits, checkpointed"),
+    *("codes of 4 and 8 bits", "steps of 3 bits"),
+)
+
+
+def _merged() -> Iterator[Way]:
+    for way in OF_BLOCKS:
+        if way.name in BESIDE_NORMS:
+            name = "merged norms" if way == STOCK else f"merged norms, {way.name}"
+            words = "merged norms" if way == STOCK else f"merged norms, {way.words}"
+            error = "rounding" if way.error == "exact" else way.error
+            yield replace(way, name=name, error=error, words=words, norms=True)
+
+
 OF_BLOCKS = tuple(_all())
+STOCK = OF_BLOCKS[0]
+MERGED = tuple(_merged())
 COMPILED = tuple(_compiled())
 LOSS = Way("loss by rows", "exact", loss=True, words="exact gradients")
-WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, LOSS, *COMPILED)}
-STOCK, FULL, SELECTIVE = WAYS["stock"], WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
+WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, *MERGED, LOSS, *COMPILED)}
+FULL, SELECTIVE = WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
 
 
 def put(block: nn.Module, way: Way) -> None:
@@ -125,18 +155,32 @@ def put_back(block: nn.Module) -> None:
 
 
 @contextmanager
-def changed(blocks: Sequence[nn.Module], ways: Sequence[Way]) -> Iterator[None]:
-    """Change blocks until the context ends."""
-    done: list[nn.Module] = []
-    try:
-        for block, way in zip(blocks, ways, strict=True):
-            if way != STOCK:
-                done.append(block)
-                put(block, way)
+def changed(
+    blocks: Sequence[nn.Module], ways: Sequence[Way], norms: Sequence[Mapping[str, NormUsage]] = ()
+) -> Iterator[None]:
+    """Change blocks until the context ends.
+
+    Args:
+        blocks: the blocks.
+        ways: what each becomes.
+        norms: of each block, those that can be merged; they become memory-sharing norms, and no values are moved.
+            By default there are none.
+
+    Raises:
+        UsageError: nothing in a block can be changed so.
+
+    """
+    with ExitStack() as stack:
+        for block, way, merged in zip(blocks, ways, norms or [{}] * len(blocks), strict=True):
+            if way == STOCK:
+                continue
+            if way.norms and not merged:
+                raise UsageError("no norm in it can be merged")
+            for usage in merged.values() if way.norms else ():
+                share(block, usage, stack)
+            stack.callback(put_back, block)
+            put(block, way)
         yield
-    finally:
-        for block in done:
-            put_back(block)
 
 
 class Checkpointed:
@@ -177,15 +221,24 @@ def _again(kind: str, inner: Any) -> Any:
     return made.__new__(made)
 
 
-def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
+def apply(
+    model: nn.Module,
+    groups: Sequence[tuple[str, Sequence[str]]],
+    norms: Sequence[str] = (),
+    example_inputs: Any = None,
+) -> None:
     """Change the blocks of a model, in place; where one cannot be changed, the model stays as it was.
 
     Args:
         model: the model.
         groups: names of ways, and the paths of the blocks that go them.
+        norms: the paths of the norms that these ways merge.
+        example_inputs: inputs to run the model with, where norms are merged.
 
     Raises:
-        UsageError: the model has no such block, is changed already, or a block cannot be changed so.
+        UsageError: the model has no such block, is changed already, a block cannot be changed so, or a norm cannot
+            be merged.
+        JobError: with merged norms the model computes something else.
 
     """
     if not isinstance(model, nn.Module):
@@ -195,21 +248,33 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     if any(map(is_compiled, model.modules())):
         raise UsageError("the model is compiled already: apply the plan first, and compile it then")
     there = dict(model.named_modules())
-    done: list[nn.Module] = []
-    try:
+    for path in (path for _, paths in groups for path in paths):
+        if path not in there:
+            raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
+    with ExitStack() as undo:
+        if norms:
+            undo.callback(_merged_norms(model, norms, example_inputs))
         for name, paths in groups:
             for path in paths:
-                if path not in there:
-                    raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
-                done.append(there[path])
+                undo.callback(put_back, there[path])
                 try:
                     put(there[path], WAYS[name])
                 except UsageError as error:
                     raise UsageError(f"{path or 'the model'}: {name}: {error}") from None
-    except BaseException:
-        for block in done:
-            put_back(block)
-        raise
+        undo.pop_all()
+
+
+def _merged_norms(model: nn.Module, norms: Sequence[str], example_inputs: Any) -> Callable[[], None]:
+    """Merge norms, and return what undoes it."""
+    if example_inputs is None:
+        raise UsageError(
+            f"the plan merges {len(norms)} norms, which runs the model: expected example_inputs, got none; "
+            "one row of them will do"
+        )
+    try:
+        return merge_exactly(model, example_inputs, norms)
+    except FitactError as error:
+        raise type(error)(f"the plan merges norms, and this failed: {error}; or plan without norms") from error
 
 
 def revert_plan(model: nn.Module) -> None:

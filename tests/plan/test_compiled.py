@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fitact
 from fitact.errors import UsageError
-from fitact.planning.make import Problem, chosen, line_of
+from fitact.planning.problem import Problem, chosen, line_of
 from fitact.planning.record import Group, Plan
 from fitact.runtime.compare.baselines import compiled
 from fitact.runtime.models.prepare import Inputs, Prepared, Source

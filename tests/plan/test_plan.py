@@ -20,7 +20,9 @@ import fitact
 from fitact.cli import main
 from fitact.errors import UsageError
 from fitact.planning import make
-from fitact.planning.make import Planner, Problem
+from fitact.planning import problem as problems
+from fitact.planning.make import Planner
+from fitact.planning.problem import Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
 from fitact.runtime.memory.peak import peak_memory
@@ -51,7 +53,8 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     | {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128, "num_key_value_heads": 4},
 }
-FAMILIES = [("llama", True), *((kind, False) for kind in ("vit", "gpt2", "bert", "qwen2_moe"))]
+FAMILIES = [("llama", True, False), *((kind, False, False) for kind in ("vit", "gpt2", "bert", "qwen2_moe"))]
+FAMILIES += [("llama", True, True), ("vit", False, True)]
 
 
 class Block(nn.Module):
@@ -132,12 +135,12 @@ def counted(model: nn.Module, inputs: dict[str, Any]) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "lora"), FAMILIES)
-def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
+@pytest.mark.parametrize(("kind", "lora", "norms"), FAMILIES)
+def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool, norms: bool) -> None:
     model, inputs = small(kind, lora)
-    planner = fitact.planner(model, example_inputs=inputs, optimizer="none", device=CPU)
+    planner = fitact.planner(model, example_inputs=inputs, optimizer="none", device=CPU, norms=norms)
     assert sentence(planner.plan(64, "exact", front=False)).startswith("fits as it is")
-    for share, error in ((0.15, "exact"), (0.5, "rounding"), (0.5, "few-bit")):
+    for share, error in ((0.15, "exact"), (0.5, "rounding"), (0.5, "few-bit"), (0.02, "few-bit")):
         low = planner.plan(1e-9, error, front=False)
         assert not low.fits
         gib = (low.peak + share * (low.stock_peak - low.peak)) / GIB
@@ -145,7 +148,8 @@ def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
         assert plan.fits
         assert any(group.way != "stock" for group in plan.groups)
         twin = copy.deepcopy(model)
-        plan.apply(twin)
+        plan.apply(twin, inputs)
+        assert bool(plan.norms) == (norms and error != "exact")
         peak_now, saved = real(twin, Inputs((), inputs))
         assert counted(twin, inputs) == pytest.approx(plan.peak, rel=0.01)
         if (
@@ -408,7 +412,7 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
         tried.append([way.name for way in ways])
         return measured_step(subject, device, runs, ways, whole)
 
-    monkeypatch.setattr(make, "step", noted)
+    monkeypatch.setattr(problems, "step", noted)
     exact = Problem(by_parts.costs, "exact")
     answer = [[0], [exact.ways[1].index(WAYS["rebuilt"])] * 5 + [0], [0]]
     needed = measured_step(by_parts.subject, CPU, exact.costs.runs, exact.taken(answer)).peak

@@ -18,7 +18,8 @@ from benchmarks import kept
 from fitact.fitter.numerics.dtypes import rounded
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.reading import read
-from fitact.planning.make import Planner, Problem
+from fitact.planning.make import Planner
+from fitact.planning.problem import Problem
 from fitact.planning.programme import peak
 from fitact.planning.record import GIB
 from fitact.runtime.compare.report import measure

@@ -43,6 +43,7 @@ from .options import FILE, advance, progress
     help="Plan for the largest batch, or the longest sequence, that fits; takes a few times as long.",
 )
 @click.option("--compiled", is_flag=True, help="Let the plan compile the whole model, too; takes longer.")
+@click.option("--norms", is_flag=True, help="Let the plan merge norms into the next linear layers, too.")
 @click.option("--no-front", is_flag=True, help="Leave out other ways, and plans for other memories.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
 @click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
@@ -53,6 +54,7 @@ def plan(
     measures: bool,
     largest: str | None,
     compiled: bool,
+    norms: bool,
     no_front: bool,
     output: Path | None,
     picture: Path | None,
@@ -124,8 +126,9 @@ def plan(
                 optimizer,
                 where,
                 Words(str(training), ", ".join(given) or "inputs as given"),
-                compiled,
-                partial(advance, bar, 0),
+                compiled=compiled,
+                norms=norms,
+                progress=partial(advance, bar, 0),
             )
 
     if largest is None:

@@ -72,6 +72,7 @@ class Plan:
         flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the stock model.
         stock_peak, stock_seconds: the same of the stock model.
         groups: how each block is trained; empty if nothing fits.
+        norms: the paths of the norms that are merged.
         points: other ways to train the model, and the least time for other memories.
         notes: further remarks.
 
@@ -95,6 +96,7 @@ class Plan:
     stock_peak: int
     stock_seconds: float
     groups: tuple[Group, ...]
+    norms: tuple[str, ...] = ()
     points: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -140,24 +142,28 @@ class Plan:
             write(Path(path), data)
         return data
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: nn.Module, example_inputs: Any = None) -> None:
         """Change the blocks of a model as planned, in place; `fitact.revert_plan` puts them back.
 
-        Add adapters, freeze layers and choose the dtype first, as when the plan was made.
+        Add adapters, freeze layers, choose the dtype, and load the weights first. A plan that merges norms changes
+        parameters, so make the optimizer afterwards.
 
         Args:
             model: the model that the plan was made for, or one with the same blocks.
+            example_inputs: inputs to run the model with, as for `fitact.convert`, if the plan merges norms. The
+                model is run as it is, so few rows are best.
 
         Raises:
-            UsageError: the plan does not fit its memory, the model has no such block, or a block cannot be changed
-                so; the model is then unchanged.
+            UsageError: the plan does not fit its memory, the model has no such block, a block cannot be changed
+                so, or a norm cannot be merged; the model is then unchanged.
+            JobError: with merged norms the model computes something else; it is then unchanged.
 
         """
         from fitact.runtime.plan.ways import apply
 
         if not self.fits:
             raise UsageError(f"the plan {sentence(self)}: there is nothing to apply")
-        apply(model, [(group.way, group.blocks) for group in self.groups])
+        apply(model, [(group.way, group.blocks) for group in self.groups], self.norms, example_inputs)
 
 
 # ----------------------------------------------------------------------------------------------------------- words
@@ -194,6 +200,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.groups:
         rows = [(group.way, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
         yield from columns(rows, "<><")
+        yield ""
+    if plan.norms:
+        yield (
+            f"{len(plan.norms)} norms are merged, which changes parameters: "
+            "apply(model, example_inputs), and make the optimizer afterwards"
+        )
         yield ""
     yield (
         f"peak of a step {_gib(plan.peak)}: {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} "
@@ -276,6 +288,8 @@ def from_json(text: str) -> Plan:
 def _checked(kind: type[Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values of a record's fields, each checked by the type that the record states."""
     names = [field.name for field in fields(kind)]
+    if kind is Plan:
+        given = {"norms": [], **given}  # files of before have none
     for name in (*given, *names):
         if (name in given) != (name in names):
             problem = "is unknown" if name in given else "is missing"
@@ -323,6 +337,16 @@ def _check_ways(plan: Plan) -> None:
             seen.add(path)
         if not group.blocks:
             raise UsageError(f"no plan: groups[{i}].blocks: expected some paths, got none")
+    merging = [path for group in plan.groups if WAYS[group.way].norms for path in group.blocks]
+    blocks = [f"{path}." if path else "" for path in merging]
+    for i, norm in enumerate(plan.norms):
+        if not norm.startswith(tuple(blocks)):
+            raise UsageError(
+                f"no plan: norms[{i}]: expected a norm in a block that merges norms, got {quote(norm)}"
+            )
+    for path, block in zip(merging, blocks, strict=True):
+        if not any(norm.startswith(block) for norm in plan.norms):
+            raise UsageError(f"no plan: norms: expected some in {quote(path)}, which merges norms, got none")
     for where, error in (("error", plan.error), *((f"points[{i}]", p.error) for i, p in enumerate(plan.points))):
         if error not in ERRORS:
             raise UsageError(f"no plan: {where}: expected {', '.join(ERRORS)}, got {quote(error)}")
