@@ -58,7 +58,10 @@ class Subject:
 
     def casting(self) -> AbstractContextManager[Any]:
         """Return a context of the subject's autocast."""
-        return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+        if self.autocast is None:
+            return nullcontext()
+        kind = next((one.device.type for one in self.model.parameters()), "cpu")
+        return torch.autocast(kind, dtype=self.autocast)
 
     def run(self) -> list[Tensor]:
         """Run forward, and return what backward starts from."""
