@@ -57,13 +57,15 @@ def _tables(code: Code | None) -> dict[str, Any]:
 
 
 def _codes(activation: Activation) -> dict[str, dialects.Code]:
-    """Return a factor in PyTorch's operators, and on devices: the value, a shorter one, and the derivative."""
+    """Return a factor in PyTorch's operators, and on devices: value and derivative, and a shorter form of each."""
     value, half = printers.device(activation.formula)
+    derivative, derivative_half = printers.device(activation.derivative_formula)
     return {
         "": _code(activation),
         "_device": value,
         "_half": half or value,
-        "_derivative": printers.device(activation.derivative_formula)[0],
+        "_derivative": derivative,
+        "_derivative_half": derivative_half or derivative,
     }
 
 

@@ -249,6 +249,11 @@ def _b_derivative(x):
 
 
 @_rt.jit
+def _b_derivative_half(x):
+    return 1.0
+
+
+@_rt.jit
 def geglu_coded8_forward(
     g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u, stride_u, n
 ):  # fmt: skip
@@ -278,7 +283,7 @@ def geglu_coded8_backward(
     else:
         _rt.gate_backward_tile(
             dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g,
-            width_u, stride_u, n, _a_half, None, _b_half, _b_derivative, bits_g=8, bits_u=0,
+            width_u, stride_u, n, _a_half, None, _b_half, _b_derivative_half, bits_g=8, bits_u=0,
         )  # fmt: skip
 
 
@@ -306,7 +311,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register_gate(
     _rt.Gate(
-        key="geglu_coded8-e070741b3b1c5bc6",
+        key="geglu_coded8-8c1b3eca91471223",
         name="geglu_coded8",
         a=_rt.CodedFactor(
             value=_torch_a,

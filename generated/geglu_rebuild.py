@@ -43,7 +43,17 @@ def _a_derivative(x):
 
 
 @_rt.jit
+def _a_derivative_half(x):
+    return 0.3989422804014327 * x * _rt.exp_half(-0.5 * _rt.power(x, 2)) + _rt.ndtr_half(x)
+
+
+@_rt.jit
 def _b_derivative(x):
+    return 1.0
+
+
+@_rt.jit
+def _b_derivative_half(x):
     return 1.0
 
 
@@ -77,7 +87,7 @@ def geglu_rebuild_backward(
     else:
         _rt.gate_backward_tile(
             dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g,
-            width_u, stride_u, n, _a_half, _a_derivative, _b_half, _b_derivative, bits_g=0, bits_u=0,
+            width_u, stride_u, n, _a_half, _a_derivative_half, _b_half, _b_derivative_half, bits_g=0, bits_u=0,
         )  # fmt: skip
 
 
@@ -105,7 +115,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register_gate(
     _rt.Gate(
-        key="geglu_rebuild-4dc710e4a511f1eb",
+        key="geglu_rebuild-d895ead39b9c8fcd",
         name="geglu_rebuild",
         a=_rt.Factor(value=_torch_a),
         b=_rt.Factor(value=_torch_b),

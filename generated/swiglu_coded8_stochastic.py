@@ -251,6 +251,11 @@ def _b_derivative(x):
 
 
 @_rt.jit
+def _b_derivative_half(x):
+    return 1.0
+
+
+@_rt.jit
 def swiglu_coded8_stochastic_forward(
     g, u, h, codes_g, table_g, codes_u, table_u, seed, width_g, stride_g, width_u, stride_u, n
 ):  # fmt: skip
@@ -278,7 +283,7 @@ def swiglu_coded8_stochastic_backward(
     else:
         _rt.gate_backward_tile(
             dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g,
-            width_u, stride_u, n, _a_half, None, _b_half, _b_derivative, bits_g=8, bits_u=0,
+            width_u, stride_u, n, _a_half, None, _b_half, _b_derivative_half, bits_g=8, bits_u=0,
         )  # fmt: skip
 
 
@@ -306,7 +311,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register_gate(
     _rt.Gate(
-        key="swiglu_coded8_stochastic-be0a6a67fbff00d6",
+        key="swiglu_coded8_stochastic-2e92d435c6ee539e",
         name="swiglu_coded8_stochastic",
         a=_rt.DrawnFactor(
             value=_torch_a,

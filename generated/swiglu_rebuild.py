@@ -44,7 +44,18 @@ def _a_derivative(x):
 
 
 @_rt.jit
+def _a_derivative_half(x):
+    u0 = _rt.sigmoid_half(x)
+    return x * u0 * _rt.sigmoid_half(-x) + u0
+
+
+@_rt.jit
 def _b_derivative(x):
+    return 1.0
+
+
+@_rt.jit
+def _b_derivative_half(x):
     return 1.0
 
 
@@ -78,7 +89,7 @@ def swiglu_rebuild_backward(
     else:
         _rt.gate_backward_tile(
             dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g,
-            width_u, stride_u, n, _a_half, _a_derivative, _b_half, _b_derivative, bits_g=0, bits_u=0,
+            width_u, stride_u, n, _a_half, _a_derivative_half, _b_half, _b_derivative_half, bits_g=0, bits_u=0,
         )  # fmt: skip
 
 
@@ -106,7 +117,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register_gate(
     _rt.Gate(
-        key="swiglu_rebuild-0793daba38c51079",
+        key="swiglu_rebuild-90bcf119f7069f1c",
         name="swiglu_rebuild",
         a=_rt.Factor(value=_torch_a),
         b=_rt.Factor(value=_torch_b),
