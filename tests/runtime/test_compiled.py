@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,22 +24,21 @@ QUICK |= {(f"gelu_fewbit{bits}", "bf16", "bf16", target) for bits in (3, 4) for 
 QUICK |= {("gelu_inverted1", "bf16", "bf16", "sm_90"), ("hardswish_inverted2", "fp32", "bf16", "sm_90")}
 QUICK |= {("silu_inverted_published", "fp32", "fp32", "sm_90"), ("gelu_inverted1", "fp32", "bf16", "gfx942")}
 QUICK |= {(name, *pair, "sm_90") for name in ("tanh_exact", "relu2_exact") for pair in (PAIRS[0], PAIRS[3])}
-# The kernels of a module for a target, which are disassembled at once: those of the quick part, and the others.
-CASES = [
-    pytest.param(one, target, pairs, id=f"{one.name}-{target}{'-quick' * quick}", marks=[] if quick else full)
-    for full in (pytest.mark.full,)
-    for one in every()
-    for target in TARGETS
-    for quick in (True, False)
-    for pairs in [
-        [
-            pair
-            for pair in (PAIRS if one.keeps_output else PAIRS[:3])
-            if ((one.name, *pair, target) in QUICK) == quick
-        ]
-    ]
-    if pairs
-]
+AT_ONCE = 8  # modules whose kernels are disassembled together
+
+
+def cases(*, quick: bool) -> Iterator[Any]:
+    """Yield modules with the pairs of dtypes that are tried, by target: those of the quick part, or the others."""
+    for target in TARGETS:
+        found = []
+        for one in every():
+            pairs = PAIRS if one.keeps_output else PAIRS[:3]
+            chosen = [pair for pair in pairs if ((one.name, *pair, target) in QUICK) == quick]
+            found += [(one, chosen)] if chosen else []
+        for i in range(0, len(found), AT_ONCE):
+            some = found[i : i + AT_ONCE]
+            name = f"{target}-{some[0][0].name}-to-{some[-1][0].name}{'-quick' * quick}"
+            yield pytest.param(some, target, id=name, marks=[] if quick else pytest.mark.full)
 
 
 def share(kernel: Kernel, dtype: str, *others: str) -> int:
@@ -45,17 +46,26 @@ def share(kernel: Kernel, dtype: str, *others: str) -> int:
     return 1024 // kernel.threads(dtype, *others) * FLOATS[dtype].itemsize
 
 
-@pytest.mark.parametrize(("one", "target", "pairs"), CASES)
-def test_compiled_ahead_of_time(one: Generated, target: str, pairs: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("modules", "target"), [*cases(quick=True), *cases(quick=False)])
+def test_compiled_ahead_of_time(modules: list[tuple[Generated, list[tuple[str, str]]]], target: str) -> None:
     """Neither spills nor shared memory; vectors of 16 bytes, but of 8 where a thread's share of a row is no more.
 
     That is so of half precision beside float32, and at 4 bits, whose programs have more threads.
     """
-    kernels = [(Kernel.of(one.name, pass_), *pair) for pair in pairs for pass_ in ("forward", "backward")]
-    made = [kernel.compile(x, target, y) for kernel, x, y in kernels]
+    kernels = [
+        (one, Kernel.of(one.name, pass_), *pair)
+        for one, pairs in modules
+        for pair in pairs
+        for pass_ in ("forward", "backward")
+    ]
+    made = [kernel.compile(x, target, y) for _, kernel, x, y in kernels]
     codes = machine_codes([compiled.asm for compiled in made], target)
-    for (kernel, x, y), compiled, code in zip(kernels, made, codes, strict=True):
-        check(one, kernel, x, y, target, compiled.asm["ttir"], code)
+    for (one, kernel, x, y), compiled, code in zip(kernels, made, codes, strict=True):
+        try:
+            check(one, kernel, x, y, target, compiled.asm["ttir"], code)
+        except AssertionError as error:
+            error.add_note(f"{one.name} {kernel.pass_}, x {x}, y {y}, {target}")
+            raise
 
 
 def check(one: Generated, kernel: Kernel, x: str, y: str, target: str, ttir: str, code: Code) -> None:
