@@ -155,6 +155,8 @@ def test_device_functions(name: str) -> None:
         ("mish_fewbit3", lambda x: x * values.FLOAT64["tanh_softplus"](x)),
         ("softplus_exact", lambda x: np.logaddexp(x, 0)),
         ("exp_exact", np.exp),
+        ("tanh_exact", np.tanh),
+        ("elu_exact", lambda x: np.where(x > 0, x, np.expm1(x))),
         ("gelu_tanh_fewbit3", lambda x: x * special.expit(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3))),
     ],
 )

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from benchmarks import roofline  # noqa: E402
 from tests.support.instructions import DTYPES, amd, nvidia  # noqa: E402
-from tests.support.pipes import masked, pipe, pipes  # noqa: E402
+from tests.support.pipes import masked, pipe, pipes, whole  # noqa: E402
 
 RECORD: dict[str, Any] = json.loads(roofline.RESULTS.read_text())
 ROWS: dict[str, Any] = RECORD["kernels"]
@@ -153,6 +153,44 @@ def test_masked_kernels() -> None:
     assert counts == {"control": (1 + 1 + 2 * 4) / 2, "memory": 2, "quarter": 1, "scalar": (1 + 2) / 2}
     with pytest.raises(ValueError, match="expected 70 stored"):
         masked(nvidia(LOOP), 70)
+
+
+# A loop without masks, of which the first trip was peeled off, one with masks, and a sum that one of many threads
+# writes.
+SUMS = """
+        /*0000*/               @P0 BRA `(.L_x_2) ;
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+.L_x_1:
+        /*0030*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0040*/                   FMUL R4, R4, R1 ;
+        /*0050*/                   FADD R5, R4, R5 ;
+        /*0060*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0070*/               @P1 BRA `(.L_x_1) ;
+        /*0080*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0090*/              @!P2 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*00a0*/                   FMUL R4, R4, R1 ;
+        /*00b0*/              @!P2 STG.E.128 desc[UR4][R2.64], R4 ;
+        /*00c0*/               @P1 BRA `(.L_x_2) ;
+.L_x_3:
+        /*00d0*/                   SHFL.BFLY PT, R6, R5, 0x1, 0x1f ;
+        /*00e0*/               @P3 STG.E desc[UR4][R8.64], R5 ;
+        /*00f0*/                   EXIT ;
+"""
+
+
+def test_kernels_with_sums() -> None:
+    way, trips = whole(nvidia(SUMS), 64, sums=True)
+    counts = pipes(way, trips, 16)
+    assert trips == 3
+    assert {name: 16 * number for name, number in counts.items()} == {
+        "control": 1 + 3 + 1 + 1,
+        "fma": 3 * 2,
+        "lsu": 2 + 3 * 2 + 2,
+    }
+    with pytest.raises(ValueError, match="no way stores 64 bytes"):
+        whole(nvidia(SUMS), 64)
 
 
 @pytest.mark.full
