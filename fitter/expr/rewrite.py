@@ -230,8 +230,10 @@ def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
             return tanh(base.args[0]) * again
         under, multiplicity = above.as_base_exp()
         whole = multiplicity.is_Integer and multiplicity > 0
-        if base.func is hypot1 and whole and (under / base.args[0]).is_number:
-            return above / base.args[0] * isru(base.args[0]) * again
+        if base.func is hypot1 and whole and (ratio := under / base.args[0]).is_number:
+            count = min(multiplicity, -power)  # at once: one by one, powers of a thousand nest too deep
+            bounded = (ratio * isru(base.args[0])) ** count
+            return under ** (multiplicity - count) * bounded * base ** (power + count)
         if base.is_Add and (found := _softsign(base, above)) is not None:
             return found * again
     return None
