@@ -73,11 +73,16 @@ def budget(what: object, limit: float) -> Iterator[Budget]:
         what: what messages name first.
         limit: operations.
 
+    Raises:
+        WorkError: more are needed, or what is inside nests deeper than Python's stack allows.
+
     """
     own = Budget(what, limit)
     token = _budgets.set((*_budgets.get(), own))
     try:
         yield own
+    except RecursionError:
+        raise WorkError(f"{what}: it nests too deep: write it with fewer functions of functions") from None
     finally:
         _budgets.reset(token)
 

@@ -105,6 +105,17 @@ def test_a_budget_names_the_stage() -> None:
     assert str(error.value) == "it: the search takes too long, more than 1 million operations: shorten it"
 
 
+def test_what_nests_too_deep_is_refused_in_one_line() -> None:
+    """SymPy's functions call themselves, and the depth that they need cannot be told before."""
+
+    def deeper(depth: int) -> int:
+        return 1 + deeper(depth + 1)
+
+    told = r"^it: it nests too deep: write it with fewer functions of functions$"
+    with pytest.raises(work.WorkError, match=told), work.budget("it", work.MILLION):
+        deeper(0)
+
+
 def test_what_is_remembered_counts_once_a_budget() -> None:
     @work.remembered(10)
     def inner(n: int) -> int:
