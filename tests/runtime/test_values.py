@@ -131,7 +131,7 @@ ULPS = {"hypot1": 1.0, "isru": 2.0, "squareplus": 2.5, "sech2": 5.0, "tsech2": 5
 def test_the_reference_of_functions(name: str) -> None:
     """float64 is within 1e-13 of the definition with 700 digits."""
     at = values.function_points(name)[::401]
-    if name in ("exp_full", "expm1", "sinh", "cosh"):
+    if name in ("exp_full", "exp_half", "expm1", "expm1_half", "sinh", "cosh"):
         at = at[np.abs(at) < 700]
     with np.errstate(all="ignore"):
         found = values.FLOAT64[name](at)
