@@ -133,6 +133,7 @@ def _cell(
     if not radicals:
         values = [float(evaluate_multiprecision(f, at, 20)) for at in (low, high) if abs(at) < REALS]
         near = min(values, key=abs) if len(values) == 2 and values[0] * values[1] > 0 else 0.0
+        near = near if abs(near) < LARGEST else 0.0  # float32 has none of its outputs
         radicals, roots_of = [Radical(float(np.float32(near)), 1, 0)], [math.nan]
     return Cell(low, high, direction, tuple(radicals), tuple(roots_of))
 
