@@ -80,6 +80,8 @@ HALF = replace(
     | {getattr(atoms, name): f"_rt.{name}_half({{0}})" for name in _SHORT}
     | {one: f"_rt.{one.__name__}_half({{0}})" for one in (ndtr, tanh_softplus)},
 )
+SHORT = frozenset(getattr(atoms, name) for name in (*_SHORT, "erfc"))  # functions of formulas that become those
+SHORT_ERROR = 6e-5  # of each, relative, at most
 
 
 def _stars(base: Callable[[int], str], n: int) -> tuple[str, int]:

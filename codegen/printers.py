@@ -10,6 +10,7 @@ from functools import partial
 import sympy
 
 from fitact.errors import UsageError
+from fitact.fitter.analysis.float_check import bears
 from fitact.fitter.expr import atoms
 from fitact.fitter.expr.atoms import Expr, varies
 
@@ -18,6 +19,8 @@ from .dialects import (
     HALF,
     PRECISE,
     PRODUCT,
+    SHORT,
+    SHORT_ERROR,
     SUM,
     TORCH,
     UNARY,
@@ -60,9 +63,12 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
 
 
 def device(formula: Expr, variable: str = "x") -> tuple[Code, Code | None]:
-    """Return device code for results of float32, and for half precision if there is any that is shorter."""
+    """Return device code for results of float32, and for half precision if there is any that is shorter.
+
+    Short forms of functions are left out of a formula most of which cancels: their errors would not.
+    """
     full, half = (render(formula, dialect, variable) for dialect in (PRECISE, HALF))
-    return full, None if half == full else half
+    return full, None if half == full or not bears(formula, SHORT, SHORT_ERROR) else half
 
 
 def _for_device(formula: Expr) -> Expr:

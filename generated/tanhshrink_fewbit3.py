@@ -51,11 +51,6 @@ def _value(x):
 
 
 @_rt.jit
-def _value_half(x):
-    return x - _rt.tanh_half(x)
-
-
-@_rt.jit
 def _derivative(y, code):
     return _rt.pick(code, _LEVELS, size=8)
 
@@ -67,10 +62,7 @@ def _code(x):
 
 @_rt.jit
 def tanhshrink_fewbit3_forward(x, y, codes, n):
-    if y.dtype.element_ty == _tl.float32:
-        _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
-    else:
-        _rt.forward_tile(x, y, codes, n, _value_half, _code, bits=3)
+    _rt.forward_tile(x, y, codes, n, _value, _code, bits=3)
 
 
 @_rt.jit
@@ -84,7 +76,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="tanhshrink_fewbit3-0f00f8cb63e0a419",
+        key="tanhshrink_fewbit3-77d328d08840c400",
         name="tanhshrink_fewbit3",
         bits=3,
         borders=_BORDERS.value,

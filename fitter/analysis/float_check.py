@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import sympy
 
 from fitact.errors import FitWarning, quote
-from fitact.fitter.expr.atoms import Expr, constant, differentiated
+from fitact.fitter.expr.atoms import Expr, constant, differentiated, x
 from fitact.fitter.expr.evaluate import FLOAT64, NUMPY, Arithmetic, Array, cost, evaluate
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.expr.parser import text_of
@@ -28,6 +29,7 @@ UNIT = 2.0**-24
 LOST = 2.0**-9  # relative: as much as the rounding to bfloat16
 NEAR = 0.1  # distance from a root within which a relative error says nothing
 HALF = sympy.Rational(1, 2)
+AMPLIFIED = 8.0  # the error of a function may become that of a formula, times this
 TINY = 1e-37  # below it float32 loses digits whatever the formula
 LARGEST = 1.3e38
 DERIVATIVE_ERROR = 1e-7  # allowed in the derivative, relative to the larger of it and 1
@@ -94,6 +96,31 @@ def _problem(typed: Expr, rewritten: Expr, derived: Expr) -> str | None:
                 "write it with a part for each side, where(x > a, ..., ...)"
             )
     return None
+
+
+def bears(formula: Expr, functions: Collection[Any], error: float) -> bool:
+    """Return whether a formula is hardly further off than its functions are.
+
+    Each of them is made larger by a relative error, one place after another. The formula may then change by eight
+    times as much, of itself and of x times its derivative: x − tanh(x) changes by more near 0.
+
+    Args:
+        formula: in `atoms.x` alone; of one with learned numbers nothing is known, and it passes.
+        functions: atoms whose values are off.
+        error: by how much, relative.
+
+    """
+    if formula.free_symbols != {x}:
+        return True
+    value, derivative = evaluate(formula, POINTS), evaluate(differentiated(formula), POINTS)
+    with np.errstate(all="ignore"):
+        allowed = AMPLIFIED * error * (np.abs(value) + np.abs(POINTS * derivative)) + TINY
+        for node in formula.atoms(sympy.Function):
+            if node.func in functions:
+                changed = evaluate(formula.xreplace({node: (1 + sympy.Float(error)) * node}), POINTS)
+                if np.any((np.abs(changed - value) > allowed) & np.isfinite(allowed)):
+                    return False
+    return True
 
 
 def warn(activation: Activation) -> None:
