@@ -948,7 +948,7 @@ def test_seven_billion_parameters() -> None:
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak from /proc, which Linux alone has")
 def test_large_shapes(tmp_path: Path) -> None:
     """One process for all, which never has 4 GiB: each is built and run as it is, and measured by the command."""
     lines = []
