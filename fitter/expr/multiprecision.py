@@ -92,17 +92,30 @@ def order(expr: Expr, at: Number, side: int) -> float:
 def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
     """Return the value at the working precision, and whether at most FIRST_EXTRA digits of it were lost."""
     lost = 0  # bits
+    known = True  # to the working precision are all constants
 
     def add(a: Number, b: Number) -> Number:
         nonlocal lost
-        total = a + b
-        if a and b and (after := _size(total)) is not None:
-            lost += max(MP.mag(a), MP.mag(b)) - after if total else MAX_BITS
-        return total
+        lost += _cancelled(a, b)
+        return a + b
+
+    def constant(node: Expr) -> Number:
+        nonlocal known
+        value, sure = _constant_to(node, MP.prec)
+        known = known and sure
+        return value
 
     done: dict[Expr, Number] = {}
-    value = Arithmetic(_known, add, lambda a, b: a * b, _power, FUNCTIONS, _cost).evaluate(expr, at, done)
-    return value, lost < 64 and not any(_loses(node, result) for node, result in done.items())
+    value = Arithmetic(constant, add, lambda a, b: a * b, _power, FUNCTIONS, _cost).evaluate(expr, at, done)
+    return value, known and lost < 64 and not any(_loses(node, result) for node, result in done.items())
+
+
+def _cancelled(a: Number, b: Number) -> int:
+    """Return how many bits a sum of two numbers loses."""
+    total = a + b
+    if not (a and b) or (after := _size(total)) is None:
+        return 0
+    return int(max(MP.mag(a), MP.mag(b)) - after) if total else MAX_BITS
 
 
 def _loses(node: Expr, result: Number) -> bool:
@@ -126,31 +139,34 @@ def _cost(parts: Parts, _: Number) -> float:
     return 5 * parts.all + each / 4 * parts.functions + each * parts.slow
 
 
-def _known(node: Expr) -> Number:
-    return _constant_to(node, MP.prec)
-
-
 @lru_cache(maxsize=10_000)
-def _constant_to(node: Expr, bits: int) -> Number:
-    """Return a constant to the working precision, which is that many bits."""
-    return _constant(node)
-
-
-def _constant(node: Expr) -> Number:
+def _constant_to(node: Expr, bits: int) -> tuple[Number, bool]:
+    """Return a constant to the working precision, which is that many bits, and whether few digits were lost."""
     if node.is_Rational:
-        return MP.mpf(node.p) / node.q
+        return MP.mpf(node.p) / node.q, True
     if node.is_Float:
-        return MP.mpf(node._mpf_)
+        return MP.mpf(node._mpf_), True
     if node is sympy.pi or node is sympy.E:
-        return +(MP.pi if node is sympy.pi else MP.e)
+        return +(MP.pi if node is sympy.pi else MP.e), True
     if node in (sympy.oo, -sympy.oo):
-        return _inf if node is sympy.oo else -_inf
-    if node.is_Add or node.is_Mul or node.is_Pow:
-        args = [_constant(arg) for arg in node.args]
-        if node.is_Pow:
-            return _power(args[0], args[1], node.exp)
-        return MP.fsum(args) if node.is_Add else MP.fprod(args)
-    return FUNCTIONS[node.func](*map(_constant, node.args)) if node.func in FUNCTIONS else _nan
+        return (_inf if node is sympy.oo else -_inf), True
+    parts = [_constant_to(arg, bits) for arg in node.args]
+    values = [value for value, _ in parts]
+    sure = all(each for _, each in parts)
+    if node.is_Add:
+        lost = 0
+        total = _zero
+        for value in values:
+            lost += _cancelled(total, value)
+            total += value
+        return total, sure and lost < 64
+    if node.is_Mul:
+        return MP.fprod(values), sure
+    if node.is_Pow:
+        value = _power(*values, node.exp)
+    else:
+        value = FUNCTIONS[node.func](*values) if node.func in FUNCTIONS else _nan
+    return value, sure and not any(map(_loses, (*node.args, node), (*values, value)))
 
 
 def _power(base: Number, exponent: Number, symbolic: Expr) -> Number:
