@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 TRIES = 6  # of the polynomial's sizes, until the middle of what is left is tried
+REACH = 8  # how far beyond what was measured the polynomial is believed
 
 
 @dataclass
@@ -61,8 +62,9 @@ class Curve:
     def largest(self, room: int) -> int:
         """Return the largest size that fits; 0 if none. It was measured, and so was the next one, which does not.
 
-        Codes are padded to whole tiles, so the bytes are not exactly a polynomial, but they never fall. The
-        polynomial, moved to what was measured last, tells what to measure next, and then the middle.
+        Codes are padded to whole tiles, and a step may need most where the optimizer works, whatever the size. So
+        the bytes are not exactly a polynomial, but they never fall. The polynomial, moved to what was measured
+        last, tells what to measure next, and then the middle. A size far beyond its nodes becomes one of them.
         """
         low, high = 0, None if self.limit is None else self.limit + 1  # what fits, and what does not
         off, tries = 0.0, 0
@@ -71,8 +73,11 @@ class Curve:
             if tries >= TRIES:
                 size = 2 * low if high is None else (low + high) // 2
             size = max(size, low + 1)
-            size = size if high is None else min(size, high - 1)
+            size = min(size, REACH * max(self.measured) if high is None else high - 1)
             needed = self.measure(size)
+            if size >= 2 * max(self.nodes):
+                del self.nodes[min(self.nodes)]
+                self.nodes[size] = needed
             low, high = (size, high) if needed <= room else (low, size)
             off, tries = needed - self.at(size), tries + 1
         return low

@@ -683,6 +683,22 @@ def test_the_largest_size_takes_few_measurements(bend: int, tile: int, limit: in
         assert len(curve.measured) <= 3 + 5
 
 
+@pytest.mark.parametrize("nodes", [(1, 2), (1, 2, 3)], ids=["line", "parabola"])
+@pytest.mark.parametrize("flat", [1, 2, 5, 40, 700])
+def test_what_is_measured_first_may_be_flat(flat: int, nodes: tuple[int, ...]) -> None:
+    """The optimizer's step may need most, up to some size. No size is tried that is far beyond what fits."""
+
+    def needed(size: int) -> int:
+        return 1000 + 37 * max(size - flat, 0) + (len(nodes) - 2) * max(size - flat, 0) ** 2
+
+    for room in range(1000, 90_000, 1_733):
+        curve = Curve(needed, None, nodes)
+        most = curve.largest(room)
+        assert needed(most) <= room < needed(most + 1)
+        assert max(curve.measured) <= max(8 * most, 3)
+        assert len(curve.measured) <= 22
+
+
 def test_positions_limit_the_sequence() -> None:
     still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     source = hugging_face("gpt2", SMALL["gpt2"] | {"n_positions": 48} | still)
