@@ -23,6 +23,7 @@ x = sympy.Symbol("x")
 SMALLEST_SINGLE, LARGEST_SINGLE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's range at full precision
 DIFFERENTIATION = 20  # operations for each part of a derivative
 MAX_ORDER = 1000  # of the roots of numbers that SymPy simplifies
+MAX_RADICAND = 512  # of their numerators and denominators: SymPy joins these roots, and fails where that is large
 
 
 class Where(sympy.Function):
@@ -200,10 +201,10 @@ def beyond_singles(expr: Expr) -> Expr | None:
 def raised(base: Expr, exponent: Expr) -> Expr:
     """Return base ** exponent, the exponent a number.
 
-    SymPy takes the root of a number apart by its prime factors, and may raise these to the order of the root.
-    For the root of a power it computes real and imaginary parts, which takes minutes for nested formulas. Here all
-    numbers are real, so a power has a root only where its base is positive, unless its exponent is even: then its
-    root is a power of the absolute value.
+    SymPy takes the root of a number apart by its prime factors, may raise these to the order of the root, and
+    fails where they are large. For the root of a power it computes real and imaginary parts, which takes minutes
+    for nested formulas. Here all numbers are real, so a power has a root only where its base is positive, unless
+    its exponent is even: then its root is a power of the absolute value.
     """
     number, rest = base.as_coeff_Mul()
     inner = rest.exp if rest.is_Pow else sympy.Integer(0)
@@ -218,9 +219,17 @@ def raised(base: Expr, exponent: Expr) -> Expr:
             return raised(abs(number), exponent) * raised(sympy.sign(number) * rest, exponent)
         if number == 1 and not (inner.is_integer and (inner * exponent).is_integer):
             return raised(rest.base, inner * exponent)
-    if not exponent.is_Rational or exponent.q <= MAX_ORDER or abs(number) == 1:
+    if not exponent.is_Rational or exponent.is_integer or abs(number) == 1:
         return base**exponent
-    return exp(exponent * log(abs(number))) * (sympy.sign(number) * rest) ** exponent
+    if exponent.q <= MAX_ORDER and max(abs(number.p), number.q) <= MAX_RADICAND:
+        return base**exponent
+    return _root(abs(number), exponent) * (sympy.sign(number) * rest) ** exponent
+
+
+def _root(number: Expr, exponent: Expr) -> Expr:
+    """Return a positive number to a fraction: a fraction if it is one."""
+    (upper, above), (lower, below) = (sympy.integer_nthroot(int(n), int(exponent.q)) for n in (number.p, number.q))
+    return sympy.Rational(upper, lower) ** exponent.p if above and below else exp(exponent * log(number))
 
 
 @lru_cache(maxsize=10_000)

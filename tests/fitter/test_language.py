@@ -204,6 +204,16 @@ STARTLING = [
     ("2.269184**1e-30*x", lambda t: t),
     ("x**2/abs(x/0.17)**0.442363", lambda t: t**2 / abs(t / mpmath.mpf("0.17")) ** mpmath.mpf("0.442363")),
     ("(2 + 3*exp(x))**-1e-30*x", lambda t: t),
+    ("(1e200 + 8)**-0.003 - x", lambda t: (mpmath.mpf(10) ** 200 + 8) ** (-mpmath.mpf(3) / 1000) - t),
+    ("x*1024**0.3/(27/8)**(1/3)", lambda t: t * 8 / mpmath.mpf("1.5")),
+    (
+        "x*(1e182 + 4)**(2/7)*1e90**0.3*226114513394627**(2/7)*(1e264 + 1)**(-2/7)",
+        lambda t: (
+            t
+            * ((mpmath.mpf(10) ** 182 + 4) * 226114513394627 / (mpmath.mpf(10) ** 264 + 1)) ** (mpmath.mpf(2) / 7)
+            * mpmath.mpf(10) ** 27
+        ),
+    ),
     ("logcosh(-1.0277)**100 + x", lambda t: mpmath.log(mpmath.cosh(mpmath.mpf("1.0277"))) ** 100 + t),
 ]
 
