@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fitact.errors import JobError
 from fitact.runtime.torch_internals import memory_tracker
@@ -33,6 +34,13 @@ class Allocated:
     def delta(self) -> int:
         """The bytes still allocated at the end."""
         return self.after - self.before
+
+
+class _Unlisted(WeakIdKeyDictionary):
+    """What PyTorch's tracker knows of each module; it would look at all of them after each operation."""
+
+    def values(self) -> Iterator[object]:
+        return iter(())
 
 
 @contextmanager
@@ -86,6 +94,7 @@ def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.O
     }
     parameters = (one for module in external if isinstance(module, nn.Module) for one in module.parameters())
     tracker = memory_tracker(parameter for parameter in parameters if not parameter.requires_grad)
+    tracker.memory_tracking = _Unlisted()  # the peak of the step is asked for, and not that of each module
     tracker.track_external(*external)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Module is None", UserWarning)  # for modules that nothing differentiates

@@ -160,7 +160,7 @@ def memory(
     Examples:
       fitact memory --hf llama --seq 2048 --lora q_proj,v_proj --gib 24
       fitact memory --hf bert --set num_hidden_layers=24 --batch 32 -o bert.png
-      fitact memory --timm efficientnet_b0 --batch 64
+      fitact memory --timm convnext_atto --batch 64
       fitact memory my_models:tiny --batch 8 --json tiny.json
     """
     from fitact.files import write
