@@ -311,9 +311,10 @@ def gpu_kernels() -> Iterator[None]:
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
+        *more: Any,
         **given: Any,
     ) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, **given)
+        return attention(query, key, value, attn_mask, 0.0, *more, **given)
 
     with mock.patch.object(F, "dropout", masked), mock.patch.object(F, "scaled_dot_product_attention", fused):
         yield

@@ -712,6 +712,22 @@ def test_nothing_fits() -> None:
     assert {(row.batch, row.seq) for row in report.rows} == {(0, 0)}
 
 
+def test_attention_of_pytorchs_own_modules() -> None:
+    """They give all arguments by place. With dropout, a GPU keeps what it keeps without."""
+
+    def kept(p: float) -> int:
+        layer = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True)
+        x = torch.randn(2, 8, 32)
+        with count_saved(layer) as saved:
+            hold, _ = layer(x, x, x, need_weights=False)
+        assert hold.requires_grad
+        return saved.bytes
+
+    composed = kept(0.3)
+    with gpu_kernels():
+        assert kept(0.3) == kept(0.0) < composed
+
+
 # --------------------------------------------------------------------------------------------- peak, and the GPU's
 
 
