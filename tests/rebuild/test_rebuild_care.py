@@ -467,6 +467,23 @@ def test_peak(name: str, dtype: torch.dtype) -> None:
         assert rebuilt <= stock if blocks == 1 else rebuilt < stock
 
 
+@pytest.mark.parametrize("inputs", [None, X], ids=["unseen", "measured"])
+def test_reading_a_parametrized_weight_changes_it(inputs: Tensor | None) -> None:
+    """Spectral norm iterates whenever a weight is read in training; conversions leave it as it was."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        spectral = nn.utils.parametrizations.spectral_norm
+        return nn.Sequential(spectral(nn.Linear(16, 48)), nn.GELU(), spectral(nn.Linear(48, 16)), nn.LayerNorm(16))
+
+    stock, rebuilt = make(), make()
+    fitact.convert(rebuilt, error="exact", example_inputs=inputs)
+    expected, found = stock.state_dict(), rebuilt.state_dict()
+    assert any(key.endswith("_u") for key in expected)
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    assert not differences(*(observed(one, train, X) for one in (stock, rebuilt)))
+
+
 def test_reverting_and_dry_runs() -> None:
     stock, model = pair(MODELS["block"])
     with pytest.raises(UsageError, match="nothing to rebuild"):
