@@ -163,7 +163,7 @@ def _constant_to(node: Expr, bits: int) -> tuple[Number, bool]:
     if node.is_Mul:
         return MP.fprod(values), sure
     if node.is_Pow:
-        value = _power(*values, node.exp)
+        value = _power(values[0], values[1], node.exp)
     else:
         value = FUNCTIONS[node.func](*values) if node.func in FUNCTIONS else _nan
     return value, sure and not any(map(_loses, (*node.args, node), (*values, value)))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,8 +40,8 @@ class Allocated:
 class _Unlisted(WeakIdKeyDictionary):
     """What PyTorch's tracker knows of each module; it would look at all of them after each operation."""
 
-    def values(self) -> Iterator[object]:
-        return iter(())
+    def values(self) -> Any:
+        return ()
 
 
 @contextmanager
