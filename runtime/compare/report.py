@@ -34,7 +34,7 @@ from fitact.runtime.compile.compile import BUDGET
 from fitact.runtime.convert.choices import check_bits
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, prepare
+from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, failed, prepare
 from fitact.runtime.models.sources import from_callable
 from fitact.text import one_line
 
@@ -181,7 +181,7 @@ class _Measurement:
         except FitactError:
             raise
         except Exception as error:
-            raise UsageError(f"{self.prepared.name}: its forward pass failed: {one_line(error)}") from error
+            raise failed(self.prepared.name, "forward", error) from error
 
     def rebuilt(self) -> list[Candidate]:
         """Return the ways that rebuild outputs."""
@@ -280,7 +280,7 @@ class _Measurement:
         try:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         except Exception as error:
-            raise UsageError(f"{self.prepared.name}: its backward pass failed: {one_line(error)}") from error
+            raise failed(self.prepared.name, "backward", error) from error
         finally:
             self.model.zero_grad(set_to_none=True)
 

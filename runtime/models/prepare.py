@@ -26,6 +26,7 @@ from fitact.arguments import integer
 from fitact.errors import FitactError, JobError, UsageError, quote
 from fitact.runtime.torch_internals import (
     BATCH_NORM,
+    DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
     buffers_in,
@@ -149,6 +150,13 @@ class Prepared:
         with self.mode or nullcontext(), statistics, without_packing(), quiet_fake_tensors():
             output = self.model(*inputs.args, **inputs.kwargs)
         return starts(output, self.name)
+
+
+def failed(name: str, which: str, error: Exception) -> UsageError:
+    """Return what to raise where a model's forward or backward pass fails without memory."""
+    hint = "; it reads a tensor's value, and has none here: give it as an argument"
+    hint = hint if isinstance(error, DataDependentOutputException) else ""
+    return UsageError(f"{name}: its {which} pass failed: {one_line(error)}{hint}")
 
 
 def starts(output: Any, name: str) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from fitact.errors import FitactError, UsageError
 from fitact.runtime.convert.measure import fake_twin, faked_run, runner
 from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
+from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, failed, starts, without_packing
 from fitact.runtime.norms.dataflow import NormUsage
 from fitact.runtime.norms.structure import look
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
@@ -71,14 +71,14 @@ class Subject:
         except FitactError:
             raise
         except Exception as error:
-            raise UsageError(f"{self.name}: its forward pass failed: {one_line(error)}") from error
+            raise failed(self.name, "forward", error) from error
 
     def differentiate(self, outputs: Sequence[Tensor]) -> None:
         """Run backward, and leave the gradients at the parameters."""
         try:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         except Exception as error:
-            raise UsageError(f"{self.name}: its backward pass failed: {one_line(error)}") from error
+            raise failed(self.name, "backward", error) from error
 
 
 def of_prepared(

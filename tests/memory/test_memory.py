@@ -1066,6 +1066,13 @@ class NoGradient(Calls):
 def undifferentiated(batch=1):
     return NoGradient(), torch.randn(batch, 8)
 
+class Reads(Calls):
+    def forward(self, x):
+        return super().forward(x) if bool(x.sum() > 0) else x
+
+def reading(batch=1):
+    return Reads(), torch.randn(batch, 8)
+
 def calling(batch=1):
     return Calls(), torch.randn(batch, 8)
 """
@@ -1152,6 +1159,11 @@ BAD = [
     ("memory mine:failing", "mine:failing: it failed: OSError: no such file: weights.bin"),
     ("memory mine:wrong", "mine:wrong: expected a model and its inputs, got 3"),
     ("memory mine:mismatched", "mine:mismatched: its forward pass failed: RuntimeError"),
+    (
+        "memory mine:reading",
+        "its forward pass failed: DataDependentOutputException: aten._local_scalar_dense.default; it",
+    ),
+    ("plan mine:reading --gib 1", "it reads a tensor's value, and has none here: give it as an argument"),
     ("memory mine:undifferentiated", "its backward pass failed: NotImplementedError: no gradient"),
     ("memory mine:tiny --set a=3", "--set is for --hf"),
     ("memory mine:tiny --image 32", "--image is for --hf and --timm"),
