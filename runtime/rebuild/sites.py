@@ -234,8 +234,7 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
     for path, module in model.named_modules():
         kind = "Conv1D" if layers.is_conv1d(module) else CONSUMERS_OF.get(type(module))
         # of other classes, to read a weight may change it: spectral norm iterates
-        weight = getattr(module, "weight", None) if kind and _free(module) else None
-        if kind is None or not isinstance(weight, Tensor):
+        if not (kind and _free(module) and isinstance(weight := getattr(module, "weight", None), Tensor)):
             continue
         # a frozen linear layer keeps no input, but without this, what autocast makes of its weight
         if weight.requires_grad or (kind != "Convolution" and weight.dtype == torch.float32):
