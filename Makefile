@@ -16,14 +16,15 @@ PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
 .PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench evidence clean
 .DEFAULT_GOAL := test
 
-# The package is installed as users install it, from a wheel; a changed source is installed again.
+# The package is installed as users install it, from a wheel; a changed source is installed again. Python compiles what
+# is imported: to compile all that is installed takes pip half a minute.
 $(VENV)/.installed: $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit("fitact needs Python 3.11 or later, this is %d.%d: make PYTHON=python3.x" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@rm -rf build/lib build/bdist.*
 	@echo "installing fitact and what it needs into $(VENV)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools wheel
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation --no-compile '.[dev]'
 	@rm -rf build/lib build/bdist.*
 	@touch $@
 
