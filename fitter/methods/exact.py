@@ -38,6 +38,7 @@ from fitact.fitter.expr.atoms import (
     isru,
     log,
     log1p,
+    raised,
     relu,
     sigmoid,
     sign,
@@ -180,15 +181,15 @@ def _power(base: Expr, n: Expr, y: Expr) -> Expr:
     if abs(constant(1 / n)) > MAX_EXPONENT:
         raise _NoFormulaError(f"it would raise the output to the power {constant(1 / n):g}")
     if base.func in _POSITIVE or (base.is_Pow and base.exp.is_Integer and base.exp % 2 == 0):
-        radical = y ** (1 / n)
+        radical = raised(y, 1 / n)
     elif n.is_Integer and n % 2 == 1 and n > 0:
-        radical = sign(y) * absolute(y) ** (1 / n)
+        radical = sign(y) * raised(absolute(y), 1 / n)
     elif n.is_Integer and n % 2 == 0:
         raise _NoFormulaError(f"{shown(base)} may have either sign, and its power {n} does not tell which")
     else:
-        radical = y ** (1 / n)
+        radical = raised(y, 1 / n)
     inner = _derivative(base, radical)
-    size = absolute(y) ** (1 - 1 / n) if radical.has(sign) else y ** (1 - 1 / n)
+    size = raised(absolute(y) if radical.has(sign) else y, 1 - 1 / n)
     if constant(n) > 1 and isinstance(inner, Where) and inner.args[2] == 0 and inner.args[0] == radical:
         inner = inner.args[1]  # where the branch of 0 is taken, y is 0 and so is y^(1 − 1/n)
     # a radical's derivative divides by y: each term, so that no power of y overflows above the line
