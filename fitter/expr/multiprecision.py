@@ -96,8 +96,9 @@ def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
 
     def add(a: Number, b: Number) -> Number:
         nonlocal lost
-        lost += _cancelled(a, b)
-        return a + b
+        total = a + b
+        lost += _cancelled(a, b, total)
+        return total
 
     def constant(node: Expr) -> Number:
         nonlocal known
@@ -110,9 +111,8 @@ def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
     return value, known and lost < 64 and not any(_loses(node, result) for node, result in done.items())
 
 
-def _cancelled(a: Number, b: Number) -> int:
-    """Return how many bits a sum of two numbers loses."""
-    total = a + b
+def _cancelled(a: Number, b: Number, total: Number) -> int:
+    """Return how many bits the sum of two numbers, which is their total, has lost."""
     if not (a and b) or (after := _size(total)) is None:
         return 0
     return int(max(MP.mag(a), MP.mag(b)) - after) if total else MAX_BITS
@@ -157,8 +157,8 @@ def _constant_to(node: Expr, bits: int) -> tuple[Number, bool]:
         lost = 0
         total = _zero
         for value in values:
-            lost += _cancelled(total, value)
-            total += value
+            before, total = total, total + value
+            lost += _cancelled(before, value, total)
         return total, sure and lost < 64
     if node.is_Mul:
         return MP.fprod(values), sure

@@ -154,9 +154,10 @@ class Prepared:
 
 def failed(name: str, which: str, error: Exception) -> UsageError:
     """Return what to raise where a model's forward or backward pass fails without memory."""
-    hint = "; it reads a tensor's value, and has none here: give it as an argument"
-    hint = hint if isinstance(error, DataDependentOutputException) else ""
-    return UsageError(f"{name}: its {which} pass failed: {one_line(error)}{hint}")
+    why = one_line(error)
+    if isinstance(error, DataDependentOutputException):
+        why += "; it reads a tensor's value, and has none here: give it as an argument"
+    return UsageError(f"{name}: its {which} pass failed: {why}")
 
 
 def starts(output: Any, name: str) -> list[Tensor]:

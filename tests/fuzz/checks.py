@@ -35,6 +35,7 @@ Array = NDArray[np.float64]
 LONGEST = 800  # characters of a message
 AT = np.array([0.0, 1.0, -1.0, 1e4, -1e4, np.inf, -np.inf, np.nan])
 ROUNDINGS, LOST = 64, 2.0**-9  # what a value may be off by, as `float_check` promises: of f and x f′, and of f
+DERIVATIVE_ERROR = 1e-7  # and the derivative in float64, relative to the larger of it and 1
 NEAR = 0.1  # distance from a root within which a relative error says nothing
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 TINY = {torch.float32: 1e-36, torch.float64: 1e-280}
@@ -181,7 +182,7 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
     inner = known & (at > low) & (at <= high)
     if reported:  # then the derivative itself may have another value in float64, such as sign(x**-1000)
         with np.errstate(invalid="ignore"):  # both may be infinite
-            inner &= np.abs(activation.derivative(at) - slope) <= 1e-7 * np.maximum(np.abs(slope), 1)
+            inner &= np.abs(activation.derivative(at) - slope) <= DERIVATIVE_ERROR * np.maximum(np.abs(slope), 1)
     for dtype in (torch.float32, torch.float64):
         x = torch.from_numpy(at).to(dtype).requires_grad_()
         y = module.a(x)
