@@ -60,7 +60,7 @@ class Activation:
             raise UsageError(f"{self} does not depend on x: write a formula in x")
         if (number := beyond_singles(self.formula)) is not None:
             raise UsageError(
-                f"{self}: float32, in which it is computed, cannot hold its constant {constant(number):g}: "
+                f"{self}: float32, in which it is computed, cannot hold its constant {number}: "
                 f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
             )
 

@@ -129,7 +129,7 @@ class Learned:
             raise UsageError(f"{self} does not depend on x: write a formula in x")
         if (found := beyond_singles(self.formula)) is not None:
             raise UsageError(
-                f"{self}: float32, in which it is computed, cannot hold its constant {constant(found):g}: "
+                f"{self}: float32, in which it is computed, cannot hold its constant {found}: "
                 f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
             )
         self._check_start()

@@ -185,16 +185,27 @@ def constant(expr: Expr) -> float:
     return float(evaluate_multiprecision(expr, 0, 20))
 
 
-def beyond_singles(expr: Expr) -> Expr | None:
-    """Return a constant of a formula in `x` that float32 cannot hold, None if it holds them all."""
+def beyond_singles(expr: Expr) -> str | None:
+    """Return a constant of a formula in `x` that float32 cannot hold, as text; None if it holds them all.
+
+    Of a product's constants it must hold the product, and float64 each of them.
+    """
     for node in sympy.preorder_traversal(expr):
         numbers = [arg for arg in node.args if not arg.free_symbols]
         if len(numbers) == len(node.args):
             continue
-        for number in [sympy.Mul(*numbers)] if node.is_Mul else numbers:
-            size = abs(constant(number))
-            if size and not SMALLEST_SINGLE <= size <= LARGEST_SINGLE:
-                return number
+        if node.is_Mul:
+            numbers = [n for n in numbers if not 0 < abs(constant(n)) < math.inf] + [sympy.Mul(*numbers)]
+        for number in numbers:
+            size = constant(number)
+            if SMALLEST_SINGLE <= abs(size) <= LARGEST_SINGLE:
+                continue
+            if size and math.isfinite(size):
+                return f"{size:g}"
+            from .multiprecision import MP, evaluate_multiprecision  # it imports this file
+
+            if precise := evaluate_multiprecision(number, 0, 20):  # 0 only in float64
+                return str(MP.nstr(precise, 6))
     return None
 
 

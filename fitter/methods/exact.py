@@ -129,7 +129,7 @@ def derived(activation: Activation) -> str:
         ) from None
     if (number := beyond_singles(formula)) is not None:
         raise UsageError(
-            f"{activation}: its derivative in the output has {constant(number):g}, which float32 cannot hold"
+            f"{activation}: its derivative in the output has {number}, which float32 cannot hold"
         )
     text = text_of(formula, "y")
     _verify(activation, formula, text)
