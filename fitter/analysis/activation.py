@@ -14,7 +14,6 @@ from fitact.fitter.expr.atoms import (
     SMALLEST_SINGLE,
     Expr,
     beyond_singles,
-    constant,
     differentiated,
     sizes,
     x,

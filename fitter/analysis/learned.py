@@ -20,7 +20,6 @@ from fitact.fitter.expr.atoms import (
     SMALLEST_SINGLE,
     Expr,
     beyond_singles,
-    constant,
     sizes,
     x,
 )
