@@ -128,9 +128,7 @@ def derived(activation: Activation) -> str:
             f"{activation}: no closed form of the derivative in the output was found: {reason}"
         ) from None
     if (number := beyond_singles(formula)) is not None:
-        raise UsageError(
-            f"{activation}: its derivative in the output has {number}, which float32 cannot hold"
-        )
+        raise UsageError(f"{activation}: its derivative in the output has {number}, which float32 cannot hold")
     text = text_of(formula, "y")
     _verify(activation, formula, text)
     return text
