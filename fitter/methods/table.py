@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
@@ -37,6 +41,13 @@ DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
 WEIGHTS = {"coded": coded.WEIGHT}
 
 
+@contextmanager
+def _fitting(formula: Activation | Gate | Learned) -> Iterator[None]:
+    """Bound the work of a fit. What is not finite is refused where it matters, so NumPy does not warn of it."""
+    with budget(formula, FITTING), stage("the fit", "write it with fewer functions"), np.errstate(all="ignore"):
+        yield
+
+
 def make(method: str, activation: Activation, name: str, **options: Any) -> AnyPlainFit:
     """Fit by the method of that name; `options` are arguments of its `fit`.
 
@@ -44,7 +55,7 @@ def make(method: str, activation: Activation, name: str, **options: Any) -> AnyP
         WorkError: the formula takes too many operations.
 
     """
-    with budget(activation, FITTING), stage("the fit", "write it with fewer functions"):
+    with _fitting(activation):
         return _made(method, activation, name, **options)
 
 
@@ -78,7 +89,7 @@ def make_gate(
         return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
     assert bits is not None
     of_g, of_u = weights
-    with budget(gate, FITTING), stage("the fit", "write it with fewer functions"):
+    with _fitting(gate):
         return coded.fit_gate(
             gate,
             bits,
@@ -95,7 +106,7 @@ def make_learned(method: str, formula: Learned, name: str, **options: Any) -> An
     if method == "rebuild":
         coded.warn_at_start(formula)
         return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
-    with budget(formula, FITTING), stage("the fit", "write it with fewer functions"):
+    with _fitting(formula):
         if method == "exact":
             coded.warn_at_start(formula)
             return exact.fit_learned(formula, name)

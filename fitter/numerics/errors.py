@@ -95,11 +95,11 @@ def check_seen(activation: Activation, edges: Array, corners: Array) -> None:
         np.where(np.isin(at, corners), limit, at)  # f may jump there
         for at, limit in zip((edges[:-1], edges[1:]), inside(edges), strict=True)
     )
-    grown = activation.value(ends) - activation.value(starts)
-    rounding = NOISE * (np.abs(activation.value(ends)) + np.abs(activation.value(starts)))
-    integral = quadrature(activation.derivative, edges)
+    before, after = activation.value(starts), activation.value(ends)
     with np.errstate(invalid="ignore"):  # what is not finite is refused
-        missed = np.abs(integral - grown) - rounding
+        grown = after - before
+        integral = quadrature(activation.derivative, edges)
+        missed = np.abs(integral - grown) - NOISE * (np.abs(after) + np.abs(before))
     worst = int(np.argmax(missed))
     if not missed[worst] <= MISSED * np.maximum(np.abs(integral), np.abs(grown)).sum():
         raise UsageError(
