@@ -8,10 +8,12 @@ SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtim
 # Each worker takes a part of the files in order, and of another's what is left when it is done; on one thread.
 # Threads that wait without spinning are far faster where something else runs on the same cores, and slower where they
 # are alone.
-# Without its cache of rewritten tests, pytest takes seconds longer in each process.
-THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# Without its cache of rewritten tests, pytest takes seconds longer in each process. And glibc keeps memory that is
+# freed for what needs it next: fits spend up to a tenth of their time on giving it back and getting it again.
+MEMORY = MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824
+ENVIRONMENT = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(MEMORY)
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
-PYTEST = $(THREADS) $(BIN)/python -m pytest -q $(WORKERS)
+PYTEST = $(ENVIRONMENT) $(BIN)/python -m pytest -q $(WORKERS)
 
 .PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench evidence clean
 .DEFAULT_GOAL := test
@@ -51,12 +53,12 @@ test-all: $(VENV)/.installed
 
 ## As `make test`, on the oldest PyTorch that is supported, on the pinned one, and on the newest.
 test-versions: $(VENV)/.installed
-	$(THREADS) $(BIN)/python benchmarks/versions.py $(WORKERS) -m "not full"
+	$(ENVIRONMENT) $(BIN)/python benchmarks/versions.py $(WORKERS) -m "not full"
 
 ## The wheel in a new environment of each Python from 3.11 to 3.14 that is found, or of PYTHONS="PATH ...".
 PYTHONS ?=
 test-pythons: $(VENV)/.installed
-	$(THREADS) $(BIN)/python benchmarks/pythons.py $(PYTHONS)
+	$(ENVIRONMENT) $(BIN)/python benchmarks/pythons.py $(PYTHONS)
 
 ## The documentation as a site in build/site; a link that leads nowhere ends it.
 site: $(VENV)/.installed
@@ -70,8 +72,8 @@ SECONDS ?= 600
 SEED ?= 0
 COUNT ?= 0
 fuzz: $(VENV)/.installed
-	$(THREADS) $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
-	@test $(COUNT) = 0 || $(THREADS) $(BIN)/python -m tests.fuzz --interruptions $(COUNT) --seed $(SEED)
+	$(ENVIRONMENT) $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
+	@test $(COUNT) = 0 || $(ENVIRONMENT) $(BIN)/python -m tests.fuzz --interruptions $(COUNT) --seed $(SEED)
 
 ## Linter, formatter and type checker; the types are those of the installed wheel.
 lint: $(VENV)/.installed

@@ -13,7 +13,6 @@ import sys
 from itertools import product
 from pathlib import Path
 
-import click
 import triton
 
 from fitact.runtime.kernels.math import erfc
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from tests.support.instructions import DTYPES, TARGETS, Cost, GateKernel, Kernel, measure  # noqa: E402
+from tests.support.instructions import DTYPES, TARGETS, GateKernel, Kernel, measure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "instructions.json"
 MODULES = (
@@ -83,25 +82,16 @@ KERNELS: tuple[Kernel | GateKernel, ...] = (
     Kernel("gelu_from_input", "backward", gelu_from_input_backward, _WITHOUT_CODES),
     Kernel("silu_from_input", "backward", silu_from_input_backward, _WITHOUT_CODES),
 )
-CASES = {
-    f"{kernel.module} {kernel.pass_} {dtype} {target}": (kernel, dtype, target)
-    for kernel, dtype, target in product(KERNELS, DTYPES, TARGETS)
-}
+CASES = {f"{kernel.module} {kernel.pass_} {dtype}": (kernel, dtype) for kernel, dtype in product(KERNELS, DTYPES)}
 
 
 def main() -> None:
     """Measure, print a table, write the numbers."""
-    costs: dict[str, Cost] = {}
-    with click.progressbar(
-        CASES.items(),
-        label="compiling",
-        file=sys.stderr,
-        hidden=not sys.stderr.isatty(),
-        item_show_func=lambda item: None if item is None else item[0],
-    ) as cases:
-        for name, case in cases:
-            costs[name] = measure(*case)
-    rows = {name: cost.row() for name, cost in costs.items()}
+    rows = {
+        f"{name} {target}": cost.row()
+        for target in TARGETS
+        for name, cost in zip(CASES, measure(list(CASES.values()), target), strict=True)
+    }
     columns = list(next(iter(rows.values())))
     print(f"{'':50}", *(f"{column:>12}" for column in columns))
     for name, row in rows.items():

@@ -64,6 +64,8 @@ FUNCTIONS: dict[Any, str] = {
     **{getattr(torch.Tensor, name): name for name in ("relu", "sigmoid", "tanh", "hardshrink")},
     torch.special.expit: "sigmoid",
 }
+FUNCTION = (BuiltinFunctionType, FunctionType, MethodDescriptorType)
+CALLABLE = (nn.Module, partial, *FUNCTION)  # what may be an activation
 # In place, autograd keeps the output of these, and a copy of the input of others.
 OUTPUT_KEPT = frozenset(("celu", "elu", "leaky_relu", "relu", "selu", "sigmoid", "tanh"))
 
@@ -199,7 +201,7 @@ def _activation_sites(
         return
     seen.add(id(parent))
     for attribute, held in [*modules_in(parent).items(), *vars(parent).items()]:
-        if attribute == activation_of(parent):
+        if not isinstance(held, CALLABLE) or attribute == activation_of(parent):
             continue
         full_path = f"{path}.{attribute}" if path else attribute
         found = recognise(held, own)
@@ -227,7 +229,7 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
     given: Mapping[str, Any] = {}
     if isinstance(held, partial) and not held.args:
         held, given = held.func, held.keywords
-    if isinstance(held, (BuiltinFunctionType, FunctionType, MethodDescriptorType)) and held in FUNCTIONS:
+    if isinstance(held, FUNCTION) and held in FUNCTIONS:
         name = FUNCTIONS[held]
         if name == "threshold" and not given:  # it cannot be called with only an input
             return None

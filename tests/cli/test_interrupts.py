@@ -1,13 +1,9 @@
-"""Ctrl-C at any moment: the command is done, or one line, status 130 and no half-written file."""
+"""Ctrl-C: one line, status 130 and no half-written file."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -15,9 +11,9 @@ import pytest
 
 import fitact.cli.tables
 from fitact.cli import main
+from tests.fuzz.interruptions import COMMANDS, contents, prepared
 
 ROOT = Path(__file__).parents[2]
-MOMENTS = 12
 
 # The command line as it is installed; it tells when it is ready for an interrupt.
 ENTRY = """
@@ -36,36 +32,13 @@ signal.signal = ready
 from fitact.__main__ import main
 sys.exit(main())
 """
-COMMANDS = {
-    "fit": ["fit", "--fn", "tanh", "--bits", "1", "--bits", "2"],
-    "codegen": ["codegen", "--standalone"],
-    "plot": ["plot", "-o", "picture.svg"],
-    "show": ["show", "gelu"],
-}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with three fits, and the current one."""
-    fits = tmp_path / "generated" / "fits"
-    fits.mkdir(parents=True)
-    for name in ("gelu_fewbit3", "silu_fewbit2", "tanh_exact"):
-        (fits / f"{name}.json").write_bytes((ROOT / "generated" / "fits" / f"{name}.json").read_bytes())
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def whole(folder: Path) -> Iterator[str]:
-    """Yield the files of a folder, each read to its end."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        text = path.read_text("utf-8")
-        if path.suffix == ".json":
-            json.loads(text)
-        elif path.suffix == ".py":
-            compile(text, path.name, "exec")
-        else:
-            assert text.endswith("</svg>\n")
-        yield path.relative_to(folder).as_posix()
+    return prepared(tmp_path)
 
 
 def start(command: str) -> subprocess.Popen[str]:
@@ -77,41 +50,15 @@ def start(command: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(
-    "moment", [0, 3, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, *range(4, 12)))]
-)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_at_any_moment(command: str, moment: int, folder: Path, took: dict[str, float]) -> None:
-    before = set(whole(folder))
+def test_as_soon_as_it_is_ready(command: str, folder: Path) -> None:
+    """Later moments, drawn at random, are in tests/fuzz."""
+    before = contents(folder)
     with start(command) as process:
-        time.sleep(took[command] * moment / (MOMENTS - 1))
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) in ((130, "fitact: interrupted\n"), (0, ""))
-    after = set(whole(folder))
-    assert before <= after
-    assert not any(part.startswith(".") for name in after for part in name.split("/"))
-    if process.returncode == 0 and command != "show":
-        assert out.splitlines()[-1].startswith("wrote ")
-
-
-@pytest.fixture(scope="module")
-def took(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """Return how long each command takes undisturbed, about: moments are parts of that."""
-    seconds = {}
-    where = Path.cwd()
-    for command in COMMANDS:
-        os.chdir(tmp_path_factory.mktemp(command))
-        fits = Path("generated") / "fits"
-        fits.mkdir(parents=True)
-        (fits / "tanh_exact.json").write_bytes((ROOT / "generated" / "fits" / "tanh_exact.json").read_bytes())
-        with start(command) as process:
-            began = time.monotonic()
-            _, err = process.communicate(timeout=120)
-            seconds[command] = time.monotonic() - began
-        os.chdir(where)
-        assert (process.returncode, err) == (0, "")
-    return seconds
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "fitact: interrupted\n")
+    assert contents(folder) == before
 
 
 def test_in_the_middle_of_a_write(folder: Path) -> None:
@@ -126,7 +73,8 @@ write(Path("a"), "text")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (130, "fitact: interrupted\n")
-    assert [path.name for path in folder.iterdir()] == ["generated"]
+    assert not (folder / "a").exists()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def test_where_an_exception_would_only_be_printed() -> None:

@@ -7,8 +7,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +21,14 @@ from tests.conftest import ROOT
 FOLDER = ROOT / "notebooks"
 NAMES = ["few_bit", "relu_mixtures", "inverted", "activation_memory", "norms", "any_activation", "coded_inputs"]
 NAMES += ["nothing_kept_twice", "under_the_compiler", "a_plan"]
-LIMIT = 300  # seconds for a notebook: against hanging
 LARGEST = 600_000  # bytes of a notebook
 VARIES = "varies"  # the tag of cells whose numbers depend on the machine, such as a training's losses
 MACHINE = re.compile(r"(?<![\w.:/~])/(home|root|tmp|usr|opt|var|mnt|work|Users|private)/|[A-Z]:\\|site-packages")
 
 
-def script(name: str) -> ModuleType:
+def script(name: str, folder: Path = FOLDER) -> ModuleType:
     """Import a script of the notebooks' folder."""
-    spec = importlib.util.spec_from_file_location(f"notebooks_{name}", FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"notebooks_{name}", folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -103,13 +100,11 @@ def test_a_changed_digit_is_found() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_executed_again_prints_the_same(name: str, tmp_path: Path) -> None:
-    """In a copy of what a notebook reads, in a kernel of this interpreter, as `notebooks/execute.py` does it."""
+    """In a copy of what a notebook reads, in a kernel of this interpreter, by `notebooks/execute.py`."""
     shutil.copytree(FOLDER, tmp_path / "notebooks", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in (Path("tests") / "reference", Path("benchmarks") / "results"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    command = [sys.executable, str(tmp_path / "notebooks" / "execute.py"), f"{name}.ipynb"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
+    script("execute", tmp_path / "notebooks").main([f"{name}.ipynb"])
     again = notebook(name, tmp_path / "notebooks")
     assert not [text for cell in code(again) for kind, text in texts(cell) if kind in ("stderr", "error")]
     assert differences(notebook(name), again) == []

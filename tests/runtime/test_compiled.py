@@ -13,7 +13,11 @@ from tests.support.kinds import each, every
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from fitact.runtime.learned import ops
+from tests.support.generated import load
 from tests.support.instructions import FLOATS, TARGETS, Code, Kernel, machine_code, machine_codes, nvidia
+from tests.support.learned import CASES
+from tests.support.more_kernels import LearnedKernel
 
 # The dtypes of x and y; where backward needs the output, autocast makes the last.
 PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")]
@@ -89,13 +93,18 @@ def check(one: Generated, kernel: Kernel, x: str, y: str, target: str, ttir: str
 
 
 def test_kernels_disassembled_at_once_are_those_disassembled_alone() -> None:
-    """But for how the goals of jumps are written."""
-    asms = [Kernel.of("gelu_fewbit3", pass_).compile("bf16", "sm_90").asm for pass_ in ("forward", "backward")]
-    for code, asm in zip(machine_codes(asms, "sm_90"), asms, strict=True):
-        alone = machine_code(asm)
-        assert code[1:] == alone[1:]
-        several, one = ([found[0] for found in nvidia(text).instructions] for text in (code.text, alone.text))
-        assert several == one
+    """But for the names of labels; one of them divides, by a subroutine."""
+    divides = LearnedKernel("prelu", "forward", ops.find(load(CASES["prelu"].fit)._KEY), "last")
+    kernels = [Kernel.of("gelu_fewbit3", "forward"), divides, Kernel.of("gelu_inverted1", "backward")]
+    asms = [kernel.compile("bf16", "sm_90").asm for kernel in kernels]
+    found = [nvidia(code.text) for code in machine_codes(asms, "sm_90")]
+    for program, asm in zip(found, asms, strict=True):
+        alone = nvidia(machine_code(asm).text)
+        assert [one._replace(goal=None) for one in program.instructions] == [
+            one._replace(goal=None) for one in alone.instructions
+        ]
+        assert all(program.next(at) == alone.next(at) for at in range(len(program.instructions)))
+    assert any(one.name.startswith("CALL") for one in found[1].instructions)
 
 
 @each(SOME | {"gelu_fewbit3"})

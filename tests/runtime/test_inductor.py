@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -30,12 +31,13 @@ torch.save(computed(*sys.argv[2:]), sys.argv[1])
 Found = dict[tuple[str, str, int], tuple[torch.Tensor, ...]]
 
 
-def computed(modules: str, dtypes: str) -> Found:
-    """Outputs, codes and gradients of modules in dtypes, as this process computes them."""
+def computed(*cases: str) -> Found:
+    """Outputs, codes and gradients as this process computes them; a case is a module and dtypes."""
     found = {}
-    for name in modules.split(","):
+    for case in cases:
+        name, *dtypes = case.split()
         module = import_module(f"fitact.generated.{name}")
-        for dtype in map(torch.__dict__.__getitem__, dtypes.split(",")):
+        for dtype in map(torch.__dict__.__getitem__, dtypes):
             torch.manual_seed(0)
             for elements in (8192 * 5 + 77, 8192, 100, 0):
                 x = (torch.randn(elements) * 3).to(dtype)
@@ -48,10 +50,10 @@ def computed(modules: str, dtypes: str) -> Found:
     return found
 
 
-def computed_by_inductor(folder: Path, modules: str, dtypes: str) -> Found:
+def computed_by_inductor(folder: Path, *cases: str) -> Found:
     """The same, of a process that compiles."""
     path = folder / "found.pt"
-    command = [sys.executable, "-c", SCRIPT, str(path), modules, dtypes]
+    command = [sys.executable, "-c", SCRIPT, str(path), *cases]
     environment = os.environ | {"FITACT_CPU": "inductor", "TRITON_INTERPRET": "0"}
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     found: Found = torch.load(path)
@@ -65,17 +67,26 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @needs_compiler
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("modules", "dtypes"),
+    "cases",
     [
-        ("gelu_fewbit3", "float32"),
-        pytest.param("gelu_fewbit1,tanh_fewbit3", "bfloat16,float16,float64", marks=pytest.mark.full),
-        pytest.param("gelu_fewbit4,hardswish_inverted2", "float32", marks=pytest.mark.full),
-        pytest.param("gelu_inverted1,softplus_exact", "float32,bfloat16", marks=pytest.mark.full),
+        pytest.param(["gelu_fewbit3 float32"], id="quick"),
+        pytest.param(
+            [
+                "gelu_fewbit1 bfloat16 float16 float64",
+                "tanh_fewbit3 bfloat16 float16 float64",
+                "gelu_fewbit4 float32",
+                "hardswish_inverted2 float32",
+                "gelu_inverted1 float32 bfloat16",
+                "softplus_exact float32 bfloat16",
+            ],
+            id="others",
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_the_same_codes_and_gradients(modules: str, dtypes: str, tmp_path: Path) -> None:
+def test_the_same_codes_and_gradients(cases: Sequence[str], tmp_path: Path) -> None:
     assert not os.environ.get("FITACT_CPU")
-    eager, compiled = computed(modules, dtypes), computed_by_inductor(tmp_path, modules, dtypes)
+    eager, compiled = computed(*cases), computed_by_inductor(tmp_path, *cases)
     assert eager.keys() == compiled.keys()
     for key, (y, codes, dx) in eager.items():
         own_y, own_codes, own_dx = compiled[key]

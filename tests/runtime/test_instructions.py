@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.conftest import ROOT
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from tests.support.instructions import Kernel, Work, amd, count, full_tile, measure, nvidia  # noqa: E402
+from tests.support.instructions import TARGETS, Kernel, Work, amd, count, full_tile, measure, nvidia  # noqa: E402
 
 
 def _load() -> ModuleType:
@@ -26,46 +27,52 @@ def _load() -> ModuleType:
 
 BENCHMARK = _load()
 TABLE: dict[str, Any] = json.loads(BENCHMARK.RESULTS.read_text())
-QUICK = {
-    f"{module} {pass_} bf16 sm_90"
+QUICK = [
+    f"{module} {pass_} bf16"
     for module in ("gelu_fewbit3", "gelu_inverted1", "gelu_coded8")
     for pass_ in ("forward", "backward")
-}
+]
+AT_ONCE = 24  # kernels that are disassembled together
 
 
 def test_table_is_complete() -> None:
-    assert set(TABLE["kernels"]) == set(BENCHMARK.CASES)
-    assert set(BENCHMARK.CASES) >= QUICK
+    assert set(TABLE["kernels"]) == {f"{name} {target}" for name in BENCHMARK.CASES for target in TARGETS}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in BENCHMARK.CASES]
-)
-def test_no_kernel_costs_more(name: str) -> None:
-    now = measure(*BENCHMARK.CASES[name]).row()
-    assert now["spills"] == 0
+def _groups() -> Iterator[Any]:
+    """Yield kernels that are measured together, and the target that they are compiled for."""
+    yield pytest.param(QUICK, "sm_90", id="quick")
+    for target in TARGETS:
+        names = [name for name in BENCHMARK.CASES if target != "sm_90" or name not in QUICK]
+        for i in range(0, len(names), AT_ONCE):
+            yield pytest.param(names[i : i + AT_ONCE], target, id=f"{target}-{i}", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("names", "target"), list(_groups()))
+def test_no_kernel_costs_more(names: Sequence[str], target: str) -> None:
+    found = measure([BENCHMARK.CASES[name] for name in names], target)
+    costs = {f"{name} {target}": cost.row() for name, cost in zip(names, found, strict=True)}
+    assert not [name for name, now in costs.items() if now["spills"]]
     if TABLE["triton"] != triton.__version__:
         pytest.skip(f"the table is of Triton {TABLE['triton']}, this is {triton.__version__}")
-    was = TABLE["kernels"][name]
     worse = [
-        f"{what} {verb} from {was[what]} to {now[what]}"
+        f"{name}: {what} {verb} from {was} to {now[what]}"
+        for name, now in costs.items()
         for what, verb, sign in (
             ("registers", "grew", 1),
             ("instructions", "grew", 1),
             ("load_bytes", "shrank", -1),
             ("store_bytes", "shrank", -1),
         )
-        if sign * now[what] > sign * was[what]
+        if sign * now[what] > sign * (was := TABLE["kernels"][name][what])
     ]
-    assert not worse, f"{name}: {', '.join(worse)}; if that is intended, run `python benchmarks/instructions.py`"
+    assert not worse, f"{'; '.join(worse)}; if that is intended, run `python benchmarks/instructions.py`"
 
 
 def test_a_quotient_takes_fewer_instructions_than_powers_and_exponentials() -> None:
-    fitted, published = (
-        measure(Kernel.of(module, "backward"), "bf16", "sm_90").instructions
-        for module in ("gelu_inverted1", "gelu_inverted_published")
-    )
-    assert fitted < published
+    modules = ("gelu_inverted1", "gelu_inverted_published")
+    fitted, published = measure([(Kernel.of(module, "backward"), "bf16") for module in modules], "sm_90")
+    assert fitted.instructions < published.instructions
 
 
 # 32 elements of 4 bytes, 4 of them a trip, and 4 bytes of codes

@@ -17,7 +17,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -92,6 +92,7 @@ class Program(NamedTuple):
 
 _LABEL = re.compile(r"([.$\w]+):")
 _NVIDIA = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_NVIDIA_JUMP = re.compile(r"((?:BRA|CALL)[. ][^;]*)\b(0x[0-9a-f]+)(\s*;)")
 _NVIDIA_SIZE = 16  # bytes of an instruction
 _NVIDIA_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 _AMD = re.compile(r"\s+([a-z]\w*)([^;]*)")
@@ -534,30 +535,47 @@ def machine_code(asm: Any) -> Code:
 
 
 def machine_codes(asms: Sequence[Any], target: str) -> list[Code]:
-    """Return the same of many kernels for one target; the texts of NVIDIA's have neither labels nor directives.
+    """Return the same of many kernels for one target; the texts of NVIDIA's have no directives.
 
     The disassembler takes as long to start as for a hundred kernels, so their instructions are given to it as one
     piece, and what it prints is cut again.
     """
     if "cubin" not in asms[0]:
         return [machine_code(asm) for asm in asms]
-    pieces = [_instructions(asm["cubin"]) for asm in asms]
-    text = _tool("nvdisasm", b"".join(pieces), "-b", target.replace("sm_", "SM"))
+    sections = [_instructions(asm["cubin"]) for asm in asms]
+    text = _tool("nvdisasm", b"".join(section.code for section in sections), "-b", target.replace("sm_", "SM"))
     lines = [line for line in text.splitlines() if _NVIDIA.match(line)]
-    ends = list(accumulate(len(piece) // _NVIDIA_SIZE for piece in pieces))
+    ends = list(accumulate(len(section.code) // _NVIDIA_SIZE for section in sections))
     if len(lines) != ends[-1]:
         raise ValueError(f"nvdisasm printed {len(lines)} instructions: expected {ends[-1]}")
     return [
-        Code("\n".join(lines[start:end]), *resources(asm))
-        for asm, start, end in zip(asms, [0, *ends], ends, strict=False)
+        Code(_labelled(lines[start:end], start * _NVIDIA_SIZE, section.subroutines), *resources(asm))
+        for asm, section, start, end in zip(asms, sections, [0, *ends], ends, strict=False)
     ]
 
 
-def measure(kernel: Kernel | GateKernel, dtype: str, target: str) -> Cost:
-    """Compile a kernel and read off what it costs."""
-    asm = kernel.compile(dtype, target).asm
-    code = machine_code(asm)
-    work = kernel.work(dtype)
+def _labelled(lines: Sequence[str], start: int, subroutines: Collection[int]) -> str:
+    """Return instructions, the first of which is at an address, with labels as goals of their jumps and calls."""
+    goals = set()
+
+    def named(jump: re.Match[str]) -> str:
+        goals.add(int(jump[2], 16))
+        kind = "$" if int(jump[2], 16) - start in subroutines else ".L_"
+        return f"{jump[1]}`({kind}{jump[2]}){jump[3]}"
+
+    lines = [_NVIDIA_JUMP.sub(named, line) for line in lines]
+    labels = {at: f".L_{at:#x}:\n" for at in goals}
+    return "\n".join(labels.get(start + i * _NVIDIA_SIZE, "") + line for i, line in enumerate(lines))
+
+
+def measure(kernels: Sequence[tuple[Kernel | GateKernel, str]], target: str) -> list[Cost]:
+    """Compile kernels, each for a dtype, and read off what they cost on a target."""
+    asms = [kernel.compile(dtype, target).asm for kernel, dtype in kernels]
+    found = zip(machine_codes(asms, target), asms, kernels, strict=True)
+    return [_cost(code, asm, kernel.work(dtype)) for code, asm, (kernel, dtype) in found]
+
+
+def _cost(code: Code, asm: Any, work: Work) -> Cost:
     way, trips = full_tile(nvidia(code.text) if "cubin" in asm else amd(code.text), work)
     return Cost(
         code.registers,
@@ -568,13 +586,23 @@ def measure(kernel: Kernel | GateKernel, dtype: str, target: str) -> Cost:
     )
 
 
-def _instructions(cubin: bytes) -> bytes:
+class _Section(NamedTuple):
+    """The instructions of an ELF file, and where in them its subroutines start."""
+
+    code: bytes
+    subroutines: frozenset[int]
+
+
+def _instructions(cubin: bytes) -> _Section:
     """Return the one section of an ELF file of 64 bits that has instructions."""
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count = struct.unpack_from("<HH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
     ((_, _, _, _, offset, length),) = [one for one in sections if one[2] & 4]  # SHF_EXECINSTR
-    return cubin[offset : offset + length]
+    ((_, _, _, _, table, entries),) = [one for one in sections if one[1] == 2]  # SHT_SYMTAB
+    symbols = struct.iter_unpack("<IBBHQQ", cubin[table : table + entries])
+    functions = frozenset(value for _, info, _, _, value, _ in symbols if info & 15 == 2)  # STT_FUNC
+    return _Section(cubin[offset : offset + length], functions - {0})
 
 
 def _tool(name: str, code: bytes, *options: str) -> str:
