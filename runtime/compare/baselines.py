@@ -18,11 +18,11 @@ from fitact.runtime.compile.partition import Partition
 from fitact.runtime.compile.tables import Compander
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
+from fitact.runtime.modes import OperationMode
 from fitact.runtime.torch_internals import (
     ATTENTION,
     GROUPED,
     FakeTensorMode,
-    TorchDispatchMode,
     kept_selectively,
     min_cut,
     partition_with,
@@ -121,7 +121,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Work(TorchDispatchMode):
+class Work(OperationMode):
     """The work of all operations inside it.
 
     Attributes:
@@ -131,12 +131,11 @@ class Work(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flops = 0
         self.traffic = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if (count := FLOPS.get(func.overloadpacket)) is not None:
             self.flops += count(*args, **kwargs, out_val=result)

@@ -24,10 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
+from fitact.runtime.modes import OperationMode
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.torch_internals import (
     COPY_TO,
-    TorchDispatchMode,
     is_operator,
     storage_id,
     without_torch_function,
@@ -235,15 +235,15 @@ def _name(function: Any) -> str:
     return PLAIN.get(name, name)
 
 
-class _Copies(TorchDispatchMode):
+class _Copies(OperationMode):
     """Notes copies of a module's own tensors in another dtype or order, such as autocast's copies of weights."""
 
     def __init__(self, place: Place, owned: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.place, self.owned = place, owned
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         if func in (COPY_TO, torch.ops.aten.clone.default):
             source, storage = storage_id(args[0]), result.untyped_storage()
             if (source in self.owned or source in self.place.copies) and storage_id(storage) != source:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from fitact.arguments import integer
 from fitact.errors import FitactError, JobError, UsageError, quote
+from fitact.runtime.modes import OperationMode
 from fitact.runtime.torch_internals import (
     BATCH_NORM,
     DataDependentOutputException,
     FakeTensorMode,
-    TorchDispatchMode,
     buffers_in,
     parameters_in,
     quiet_fake_tensors,
@@ -227,17 +227,14 @@ def _meta(mode: FakeTensorMode | None) -> Any:
     return nullcontext() if mode is None else torch.device("meta")
 
 
-class Statistics(TorchDispatchMode):
+class Statistics(OperationMode):
     """Gives fake norms the statistics of real norms, which are float32 if any parameter is.
 
     PyTorch's fake kernels for the CPU give them the input's dtype, which under autocast is half as wide.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         if func.overloadpacket not in NORMS or args[0].dtype == torch.float32:
             return result
         if not any(isinstance(other, Tensor) and other.dtype == torch.float32 for other in args[1:]):

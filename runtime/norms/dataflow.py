@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 
+from fitact.runtime.modes import OperationMode
 from fitact.runtime.ops.registry import KERNEL_DTYPES
 from fitact.runtime.torch_internals import (
-    TorchDispatchMode,
     changes_arguments,
     schema_name,
     storage_id,
@@ -131,13 +131,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, part.name))
 
 
-class _Observer(TorchDispatchMode):
+class _Observer(OperationMode):
     """Sees every operation below autograd, and which modules are running."""
 
     supports_higher_order_operators = True
 
     def __init__(self, graph: Graph, layers: set[nn.Module], model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.graph, self.layers = graph, layers
         self.running: list[nn.Module] = []
         # storages are held, so that no address is used again
@@ -199,9 +199,9 @@ class _Observer(TorchDispatchMode):
         self.outputs[storage_id(output)] = output.untyped_storage(), usage
         return output
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs or {})):
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and (key := storage(tensor)) is not None:
                 self._read(func, key, result)
         return result

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fitact.runtime.compare.baselines import FLOPS
-from fitact.runtime.torch_internals import TorchDispatchMode, storage_id, tree_iter
+from fitact.runtime.modes import OperationMode
+from fitact.runtime.torch_internals import storage_id, tree_iter
 
 from .devices import CURVED, Device
 
@@ -76,7 +77,7 @@ class Mark:
     work: Work
 
 
-class Timeline(TorchDispatchMode):
+class Timeline(OperationMode):
     """Counts storages while they are alive, and the work of operations.
 
     Args:
@@ -86,7 +87,7 @@ class Timeline(TorchDispatchMode):
     """
 
     def __init__(self, device: Device, there: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
         self.level = self.peak = 0
         self.work = Work()
@@ -99,10 +100,9 @@ class Timeline(TorchDispatchMode):
         self.marks.append(Mark(what, block, self.level, self.peak, self.work))
         self.peak, self.work = self.level, Work()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if func.namespace == "prim":  # most calls only ask where a fake tensor is
+        if func.namespace == "prim":  # a question
             return result
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):

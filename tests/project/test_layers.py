@@ -16,7 +16,7 @@ import fitact
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
 RUNTIME = ("torch_internals", "kernels", "philox", "recipes", "ops", "learned.ops", "learned")
 MODELS = (
-    *("records", "restore", "norms", "memory", "models", "compile"),
+    *("records", "restore", "modes", "norms", "memory", "models", "compile"),
     *("rebuild", "convert.probe", "wrappers"),
 )
 CONVERSION = (
