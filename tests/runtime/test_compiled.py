@@ -97,14 +97,16 @@ def test_kernels_disassembled_at_once_are_those_disassembled_alone() -> None:
     divides = LearnedKernel("prelu", "forward", ops.find(load(CASES["prelu"].fit)._KEY), "last")
     kernels = [Kernel.of("gelu_fewbit3", "forward"), divides, Kernel.of("gelu_inverted1", "backward")]
     asms = [kernel.compile("bf16", "sm_90").asm for kernel in kernels]
-    found = [nvidia(code.text) for code in machine_codes(asms, "sm_90")]
-    for program, asm in zip(found, asms, strict=True):
-        alone = nvidia(machine_code(asm).text)
+    codes = machine_codes(asms, "sm_90")
+    for code, asm in zip(codes, asms, strict=True):
+        by_itself = machine_code(asm)
+        assert code[1:] == by_itself[1:]
+        program, alone = nvidia(code.text), nvidia(by_itself.text)
         assert [one._replace(goal=None) for one in program.instructions] == [
             one._replace(goal=None) for one in alone.instructions
         ]
         assert all(program.next(at) == alone.next(at) for at in range(len(program.instructions)))
-    assert any(one.name.startswith("CALL") for one in found[1].instructions)
+    assert any(one.name.startswith("CALL") for one in nvidia(codes[1].text).instructions)
 
 
 @each(SOME | {"gelu_fewbit3"})
