@@ -34,9 +34,7 @@ RUNTIME = (
     *(f"kernels/{name}.py" for name in ("stochastic", "tiles", "triton_compat")),
     *(f"learned/{name}.py" for name in ("__init__", "function", "ops")),
     *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "factors", "gate_ops", "gates", "inductor")),
-    *(f"ops/{name}.py" for name in ("launch", "reference")),
-    "ops/reference_math.py",
-    "ops/registry.py",
+    *(f"ops/{name}.py" for name in ("launch", "library", "reference", "reference_math", "registry")),
 )
 MODULE = ("__init__.py", *(f"runtime/{path}" for path in RUNTIME))
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")  # of a kernel

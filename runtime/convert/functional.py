@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fitact.errors import UsageError, quote
-from fitact.runtime.ops.autograd import DTYPES
+from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.ops.registry import registered
 from fitact.runtime.wrappers import overwrite
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..ops.autograd import DTYPES, KERNEL_DEVICES, inverse, may_need_gradient, memory_order, with_signature
+from ..ops.autograd import inverse, may_need_gradient, memory_order, with_signature
+from ..ops.library import DTYPES, KERNEL_DEVICES, ops
 from ..recipes import note
-from .ops import Learned, find, ops, prepare, refuse_second_derivative
+from .ops import Learned, find, prepare, refuse_second_derivative
 
 
 def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:

@@ -19,23 +19,20 @@ tensor first, and then these, always in the same order and without atomics.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.learned import BLOCK, HEIGHT, TRIPS, WIDTH
 from ..ops import reference
-from ..ops.autograd import KERNEL_DEVICES, NAMESPACE
 from ..ops.factors import CodedFactor, Factor
 from ..ops.launch import Launch, options
-from ..ops.registry import KERNEL_DTYPES, sources
+from ..ops.library import KERNEL_DTYPES, Op, Registry, alone, define, ops, save_key
 from ..torch_internals import constant_in_graphs
 
-ops: Any = getattr(torch.ops, NAMESPACE)
 PART = 1 << 17  # elements whose gradients are added up at once, 512 KiB of float32
 THREADS = 256
 
@@ -102,43 +99,13 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-_registry: dict[str, Learned] = {}
-
-
-def register_learned(formula: Learned) -> str:
-    """Register a formula with the ops and return its key; repeating this is harmless."""
-    _registry[formula.key] = formula
-    return formula.key
-
-
-def find(key: str) -> Learned:
-    """Return the formula of a key; a loaded program may use a key before its module is imported."""
-    for source in sources if key not in _registry else ():
-        source(key)
-    try:
-        return _registry[key]
-    except KeyError:
-        raise RuntimeError(
-            f"no formula is registered under the key {key!r}: import the generated module it comes from"
-        ) from None
-
-
-def refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    """Raise, as the backward of a gradient."""
-    raise RuntimeError(
-        f"{find(ctx.key).name}: a second derivative was requested, but only the first is there; "
-        "use PyTorch's own operators where gradients are differentiated again"
-    )
+_registry: Registry[Learned] = Registry("formula")
+register_learned = _registry.register
+find = _registry.find
+refuse_second_derivative = _registry.refuse_second_derivative
 
 
 # ------------------------------------------------------------------------------------------ by PyTorch's operators
-
-
-@contextmanager
-def _alone(tensor: Tensor) -> Iterator[None]:
-    """Enter a context without autograd, and without autocast, which would change the dtypes of some operators."""
-    with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-        yield
 
 
 def _columns(numbers: Tensor) -> tuple[Tensor, ...]:
@@ -166,7 +133,7 @@ def _computed(formula: Learned, x: Tensor, numbers: Tensor, inner: int) -> Tenso
 
 def _forward_reference(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
     formula = find(key)
-    with _alone(x):
+    with alone(x):
         return _computed(formula, x, numbers, inner), formula.argument.encode(x)
 
 
@@ -177,7 +144,7 @@ def _backward_reference(
     dx, found = _backward_fake(dy, kept, numbers, inner, wants_x, wants_numbers, key)
     if not dy.numel():
         return dx, found.zero_()
-    with _alone(dy):
+    with alone(dy):
         shape = (-1, numbers.shape[1], inner)
         x = formula.argument.again(kept, dy.shape, numbers.dtype if formula.bits else dy.dtype).view(shape)
         columns, rows, sums = _columns(numbers), dy.view(shape), []
@@ -195,7 +162,7 @@ def _value_reference(
     kept: Tensor, numbers: Tensor, inner: int, size: Sequence[int], dtype: torch.dtype, key: str
 ) -> Tensor:
     formula = find(key)
-    with _alone(kept):
+    with alone(kept):
         if not formula.bits:
             return _computed(formula, kept, numbers, inner)
         points = formula.argument.again(kept, size, numbers.dtype)
@@ -299,10 +266,6 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None,
     return dx if wants_x else None, found if wants_numbers else None, None, None
 
 
-def _save_key(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.key = inputs[-1]
-
-
 def _forward_fake(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(reference.bytes_of_codes(x, find(key).bits), dtype=torch.uint8)
     return torch.empty_like(x), codes
@@ -341,59 +304,36 @@ def _by_element(op: str) -> Callable[..., Any]:
     return rule
 
 
-class _Op(NamedTuple):
-    schema: str
-    by_reference: Callable[..., Any]
-    by_triton: Callable[..., Any]
-    fake: Callable[..., Any]
-    differentiate: Callable[..., Any]
-    save: Callable[..., None]
-
-
-OPS = {
-    "learned_forward": _Op(
-        "(Tensor x, Tensor numbers, SymInt inner, str key) -> (Tensor, Tensor)",
-        _forward_reference,
-        _forward_triton,
-        _forward_fake,
-        _differentiate,
-        _save,
-    ),
-    "learned_backward": _Op(
-        "(Tensor dy, Tensor kept, Tensor numbers, SymInt inner, bool wants_x, bool wants_numbers, str key) "
-        "-> (Tensor, Tensor)",
-        _backward_reference,
-        _backward_triton,
-        _backward_fake,
-        refuse_second_derivative,
-        _save_key,
-    ),
-    "learned_value": _Op(
-        "(Tensor kept, Tensor numbers, SymInt inner, SymInt[] size, ScalarType dtype, str key) -> Tensor",
-        _value_reference,
-        _value_triton,
-        _value_fake,
-        refuse_second_derivative,
-        _save_key,
-    ),
-}
-
-
-def _define() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for name, op in OPS.items():
-        library.define(f"{name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, op.by_reference, "CompositeExplicitAutograd")
-        for device in KERNEL_DEVICES:
-            library.impl(name, op.by_triton, device.upper())
-        whole = f"{NAMESPACE}::{name}"
-        torch.library.register_fake(whole, op.fake, lib=library)
-        torch.library.register_autograd(whole, op.differentiate, setup_context=op.save, lib=library)
-        torch.library.register_vmap(whole, _by_element(name), lib=library)
-    return library
-
-
-if not hasattr(
-    ops, "learned_library"
-):  # else a copy with the same text was imported before, whose ops do the same
-    ops.learned_library = _define()  # the ops live as long as this object
+define(
+    "learned",
+    {
+        "learned_forward": Op(
+            "(Tensor x, Tensor numbers, SymInt inner, str key) -> (Tensor, Tensor)",
+            _forward_reference,
+            _forward_triton,
+            _forward_fake,
+            _by_element("learned_forward"),
+            _differentiate,
+            _save,
+        ),
+        "learned_backward": Op(
+            "(Tensor dy, Tensor kept, Tensor numbers, SymInt inner, bool wants_x, bool wants_numbers, str key) "
+            "-> (Tensor, Tensor)",
+            _backward_reference,
+            _backward_triton,
+            _backward_fake,
+            _by_element("learned_backward"),
+            refuse_second_derivative,
+            save_key,
+        ),
+        "learned_value": Op(
+            "(Tensor kept, Tensor numbers, SymInt inner, SymInt[] size, ScalarType dtype, str key) -> Tensor",
+            _value_reference,
+            _value_triton,
+            _value_fake,
+            _by_element("learned_value"),
+            refuse_second_derivative,
+            save_key,
+        ),
+    },
+)

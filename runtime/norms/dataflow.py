@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 
 from fitact.runtime.modes import OperationMode
-from fitact.runtime.ops.registry import KERNEL_DTYPES
+from fitact.runtime.ops.library import KERNEL_DTYPES
 from fitact.runtime.torch_internals import (
     changes_arguments,
     schema_name,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.ops.autograd import DTYPES
+from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.torch_internals import FakeTensor, has_forward_pre_hooks, parameters_in, unset_fake_temporarily
 
 from .modules import MSLayerNorm, MSRMSNorm

@@ -18,18 +18,16 @@ other devices and for float64, PyTorch's operators run. Statistics are in float3
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.kernels.triton_compat import HAS_TRITON
-from fitact.runtime.ops.autograd import DTYPES, autocast_dtype, with_signature
+from fitact.runtime.ops.autograd import autocast_dtype, with_signature
 from fitact.runtime.ops.launch import options
+from fitact.runtime.ops.library import DTYPES, KERNEL_DTYPES, Op, define, ops, refuse_second_derivative
 from fitact.runtime.ops.reference import TILE, arithmetic_dtype, chunk
-from fitact.runtime.ops.registry import KERNEL_DTYPES
 
 from . import kernels
 
@@ -160,7 +158,7 @@ def _apply(x: Tensor, dims: int, eps: float | None, centred: bool) -> Tensor:
     dtype, x = autocast_dtype(x), x.contiguous()
     if torch.compiler.is_compiling():
         # In a traced Function, a later in-place change of z would go unnoticed; with an op it is an error.
-        z: Tensor = torch.ops.fitact.norm_forward(x, dims, centred, eps, dtype)[0]
+        z: Tensor = ops.norm_forward(x, dims, centred, eps, dtype)[0]
     else:
         z = _MemorySharing.apply(x, dims, centred, eps, dtype)[0]
     return z
@@ -191,7 +189,7 @@ class _MemorySharing(torch.autograd.Function):
     @staticmethod
     @with_signature
     def forward(x: Tensor, dims: int, centred: bool, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        z, scale = torch.ops.fitact.norm_forward(x, dims, centred, eps, dtype)
+        z, scale = ops.norm_forward(x, dims, centred, eps, dtype)
         return z, scale
 
     @staticmethod
@@ -215,7 +213,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     @with_signature
     def forward(dz: Tensor, z: Tensor, scale: Tensor, dims: int, centred: bool, dtype: torch.dtype) -> Tensor:
-        dx: Tensor = torch.ops.fitact.norm_backward(dz, z, scale, dims, centred, dtype)
+        dx: Tensor = ops.norm_backward(dz, z, scale, dims, centred, dtype)
         return dx
 
     @staticmethod
@@ -235,16 +233,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        "memory-sharing norm: a second derivative was requested, but only what the first needs is kept; "
-        "use PyTorch's own norm where gradients are differentiated again"
-    )
+    refuse_second_derivative("memory-sharing norm")
 
 
 def _differentiate(ctx: Any, dz: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
     if dz is None:
         return None, None, None, None, None
-    dx = torch.ops.fitact.norm_backward(dz.contiguous(), *ctx.saved_tensors, *ctx.settings)
+    dx = ops.norm_backward(dz.contiguous(), *ctx.saved_tensors, *ctx.settings)
     return dx, None, None, None, None
 
 
@@ -353,7 +348,7 @@ def _batch(x: Tensor, dim: int | None, size: int) -> Tensor:
 def _forward_vmap(
     info: Any, in_dims: Any, x: Tensor, *settings: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    z, scale = torch.ops.fitact.norm_forward(_batch(x, in_dims[0], info.batch_size), *settings)
+    z, scale = ops.norm_forward(_batch(x, in_dims[0], info.batch_size), *settings)
     return (z, scale), (0, 0)
 
 
@@ -361,37 +356,33 @@ def _backward_vmap(
     info: Any, in_dims: Any, grad: Tensor, z: Tensor, scale: Tensor, *settings: Any
 ) -> tuple[Tensor, int]:
     tensors = (_batch(x, dim, info.batch_size) for x, dim in zip((grad, z, scale), in_dims[:3], strict=True))
-    return torch.ops.fitact.norm_backward(*tensors, *settings), 0
-
-
-def _define() -> torch.library.Library:
-    library = torch.library.Library("fitact", "FRAGMENT")
-    tags = (torch.Tag.pt2_compliant_tag,)
-    shape = "int dims, bool centred"
-    library.define(f"norm_forward(Tensor x, {shape}, float eps, ScalarType dtype) -> (Tensor, Tensor)", tags=tags)
-    library.define(
-        f"norm_backward(Tensor grad, Tensor z, Tensor scale, {shape}, ScalarType dtype) -> Tensor", tags=tags
-    )
-    library.impl("norm_forward", _forward_reference, "CompositeExplicitAutograd")
-    library.impl("norm_backward", _backward_reference, "CompositeExplicitAutograd")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    for device in ["CUDA", "CPU"] if interpreted else ["CUDA"]:
-        if HAS_TRITON:
-            library.impl("norm_forward", _forward_triton, device)
-            library.impl("norm_backward", _backward_triton, device)
-    torch.library.register_fake("fitact::norm_forward", _forward_fake, lib=library)
-    torch.library.register_fake("fitact::norm_backward", _backward_fake, lib=library)
-    torch.library.register_autograd("fitact::norm_forward", _differentiate, setup_context=_keep, lib=library)
-    torch.library.register_autograd(
-        "fitact::norm_backward", _refuse_second_derivative, setup_context=_save_nothing, lib=library
-    )
-    torch.library.register_vmap("fitact::norm_forward", _forward_vmap, lib=library)
-    torch.library.register_vmap("fitact::norm_backward", _backward_vmap, lib=library)
-    return library
+    return ops.norm_backward(*tensors, *settings), 0
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     pass
 
 
-_library = _define()  # the ops live as long as this object
+define(
+    "norm",
+    {
+        "norm_forward": Op(
+            "(Tensor x, int dims, bool centred, float eps, ScalarType dtype) -> (Tensor, Tensor)",
+            _forward_reference,
+            _forward_triton,
+            _forward_fake,
+            _forward_vmap,
+            _differentiate,
+            _keep,
+        ),
+        "norm_backward": Op(
+            "(Tensor grad, Tensor z, Tensor scale, int dims, bool centred, ScalarType dtype) -> Tensor",
+            _backward_reference,
+            _backward_triton,
+            _backward_fake,
+            _backward_vmap,
+            _refuse_second_derivative,
+            _save_nothing,
+        ),
+    },
+)

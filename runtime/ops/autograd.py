@@ -24,38 +24,24 @@ without gradients: a checkpoint that runs forward twice, first without them, mus
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..kernels.triton_compat import HAS_TRITON
 from ..recipes import note
 from ..torch_internals import constant_in_graphs, in_functorch_transform
 from . import decode, reference
 from .launch import Launch
-from .registry import KERNEL_DTYPES, LookedUp, Pointwise, Stochastic, find
+from .library import DTYPES, KERNEL_DEVICES, KERNEL_DTYPES, Op, batched, define, ops, save_key
+from .registry import LookedUp, Pointwise, Stochastic, find, refuse_second_derivative
 
-DTYPES = (*KERNEL_DTYPES, torch.float64)
 SEEDS = (1 << 63) - 1  # how many there are
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
 Dims = Sequence[int] | None
 Forward = TypeVar("Forward", bound=Callable[..., Any])
-
-
-def _namespace() -> str:
-    """Return the namespace of the ops: what the package around this runtime says in `__ops__`, else its name."""
-    home = sys.modules[__name__.removesuffix(".runtime.ops.autograd")]
-    return str(getattr(home, "__ops__", home.__name__.replace(".", "_")))
-
-
-NAMESPACE = _namespace()
-_ops: Any = getattr(torch.ops, NAMESPACE)
 
 
 def apply(x: Tensor, key: str) -> Tensor:
@@ -145,7 +131,7 @@ def _distributed(x: Any, key: str) -> Tensor:
 def _differentiable(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
-        y: Tensor = _ops.forward(x, dims, dtype, key, seed)[0]
+        y: Tensor = ops.forward(x, dims, dtype, key, seed)[0]
     else:
         y, codes, _ = _Pointwise.apply(x, dims, dtype, key, seed)
         if isinstance(find(key), LookedUp):
@@ -170,7 +156,7 @@ class Decoded:
 
     def __call__(self, codes: Tensor) -> Tensor:
         """Return the values of codes."""
-        y: Tensor = _ops.decode(codes, self.size, self.dtype, self.key)
+        y: Tensor = ops.decode(codes, self.size, self.dtype, self.key)
         return y
 
 
@@ -215,7 +201,7 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     @with_signature
     def forward(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None) -> tuple[Tensor, ...]:
-        return *_ops.forward(x, dims, dtype, key, seed), x.new_empty(0)
+        return *ops.forward(x, dims, dtype, key, seed), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -241,7 +227,7 @@ class _Gradient(torch.autograd.Function):
     def forward(
         dy: Tensor, autograd_anchor: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str
     ) -> Tensor:
-        dx: Tensor = _ops.backward(dy, y, codes, dtype, key)
+        dx: Tensor = ops.backward(dy, y, codes, dtype, key)
         return dx
 
     @staticmethod
@@ -250,14 +236,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        _refuse_second_derivative(ctx)
-
-
-def _refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        f"{find(ctx.key).name}: a second derivative was requested, but only what the first needs is kept; "
-        "use PyTorch's own activation where gradients are differentiated again"
-    )
+        refuse_second_derivative(ctx)
 
 
 def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -310,15 +289,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     _keep(ctx, inputs, *output)
 
 
-def _save_key(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.key = inputs[4]
-
-
 def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 5
     y, codes = ctx.saved_tensors
-    return _ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None, None
+    return ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None, None
 
 
 def _forward_fake(
@@ -333,15 +308,8 @@ def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: to
     return torch.empty_like(grad, dtype=dtype)
 
 
-def _batched(x: Tensor, dim: int | None, size: int, key: str) -> Tensor:
-    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where codes stand in words.
-
-    Every element of the batch has its own tiles, and so its own codes.
-    """
-    batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    flat = batch.reshape(size, batch.shape[1:].numel())
-    missing = -flat.shape[1] % reference.TILE if reference.in_words(find(key).bits) else 0
-    return torch.nn.functional.pad(flat, (0, missing))
+def _in_words(key: str) -> bool:
+    return reference.in_words(find(key).bits)
 
 
 def _forward_vmap(
@@ -351,7 +319,7 @@ def _forward_vmap(
     if seed is not None:
         raise RuntimeError(f"{find(key).name}: vmap cannot draw codes at random: call it on the whole batch")
     shape = x.movedim(dim, 0).shape
-    y, codes = _ops.forward(_batched(x, dim, size, key), None, dtype, key)
+    y, codes = ops.forward(batched(x, dim, size, in_words=_in_words(key)), None, dtype, key)
     y = y[:, : shape[1:].numel()].reshape(shape)
     return (y, codes.view(size, codes.numel() // max(size, 1))), (0, 0)
 
@@ -362,39 +330,33 @@ def _backward_vmap(
     size, (grad_dim, output_dim, codes_dim, *_) = info.batch_size, in_dims
     shape = (size, *grad.shape) if grad_dim is None else grad.movedim(grad_dim, 0).shape
     codes = codes.expand(size, -1) if codes_dim is None else codes.movedim(codes_dim, 0)
-    y = None if output is None else _batched(output, output_dim, size, key)
-    dx = _ops.backward(_batched(grad, grad_dim, size, key), y, codes.reshape(-1), dtype, key)
+    whole = partial(batched, size=size, in_words=_in_words(key))
+    y = None if output is None else whole(output, output_dim)
+    dx = ops.backward(whole(grad, grad_dim), y, codes.reshape(-1), dtype, key)
     return dx[:, : torch.Size(shape[1:]).numel()].reshape(shape), 0
 
 
-def _define() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")
-    tags = (torch.Tag.pt2_compliant_tag,)
-    arguments = "Tensor x, int[]? dims, ScalarType dtype, str key, Tensor? seed=None"
-    library.define(f"forward({arguments}) -> (Tensor, Tensor)", tags=tags)
-    library.define(
-        "backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor", tags=tags
-    )
-    library.define(decode.SCHEMA, tags=tags)
-    library.impl("forward", _forward_reference, "CompositeExplicitAutograd")
-    library.impl("backward", _backward_reference, "CompositeExplicitAutograd")
-    library.impl("decode", decode.by_reference, "CompositeExplicitAutograd")
-    for device in KERNEL_DEVICES:
-        library.impl("forward", _forward_triton, device.upper())
-        library.impl("backward", _backward_triton, device.upper())
-        library.impl("decode", decode.by_triton, device.upper())
-    torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
-    torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
-    torch.library.register_fake(f"{NAMESPACE}::decode", decode.fake, lib=library)
-    torch.library.register_autograd(f"{NAMESPACE}::forward", _differentiate, setup_context=_save, lib=library)
-    torch.library.register_autograd(
-        f"{NAMESPACE}::backward", _refuse_second_derivative, setup_context=_save_key, lib=library
-    )
-    torch.library.register_vmap(f"{NAMESPACE}::forward", _forward_vmap, lib=library)
-    torch.library.register_vmap(f"{NAMESPACE}::backward", _backward_vmap, lib=library)
-    torch.library.register_vmap(f"{NAMESPACE}::decode", decode.batching(_ops.decode), lib=library)
-    return library
-
-
-if not hasattr(_ops, "library"):  # else a copy with the same text was imported before, whose ops do the same
-    _ops.library = _define()  # the ops live as long as this object
+define(
+    "pointwise",
+    {
+        "forward": Op(
+            "(Tensor x, int[]? dims, ScalarType dtype, str key, Tensor? seed=None) -> (Tensor, Tensor)",
+            _forward_reference,
+            _forward_triton,
+            _forward_fake,
+            _forward_vmap,
+            _differentiate,
+            _save,
+        ),
+        "backward": Op(
+            "(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor",
+            _backward_reference,
+            _backward_triton,
+            _backward_fake,
+            _backward_vmap,
+            refuse_second_derivative,
+            save_key,
+        ),
+        "decode": decode.OP,
+    },
+)

@@ -7,7 +7,7 @@ The result is contiguous, in the order of the codes; `dtype` is its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor
 from ..torch_internals import constant_in_graphs
 from . import reference
 from .launch import Launch
-from .registry import KERNEL_DTYPES, LookedUp, find
-
-SCHEMA = "decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor"
+from .library import KERNEL_DTYPES, Op, ops
+from .registry import LookedUp, find
 
 
 def coded(key: str) -> LookedUp:
@@ -44,7 +43,7 @@ def prepare(key: str, device: str) -> None:
     """
     activation = find(key)
     if isinstance(activation, LookedUp) and type(torch.empty(0)) is Tensor:
-        activation.tables(torch.device(device))
+        activation.argument.tables(torch.device(device))
 
 
 def by_reference(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
@@ -68,15 +67,16 @@ def fake(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Te
     return codes.new_empty(size, dtype=dtype)
 
 
-def batching(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """Return the op's rule for batches; each element of a batch has tiles of its own."""
+def batching(
+    info: Any, in_dims: Any, codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str
+) -> tuple[Tensor, int]:
+    """Decode a batch, each of whose elements has tiles of its own."""
+    count, rows = torch.Size(size).numel(), codes.movedim(in_dims[0], 0)
+    padded = count + (-count % reference.TILE if reference.in_words(coded(key).bits) else 0)
+    y = ops.decode(rows.reshape(-1), (info.batch_size, padded), dtype, key)
+    return y[:, :count].reshape(info.batch_size, *size), 0
 
-    def rule(
-        info: Any, in_dims: Any, codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str
-    ) -> tuple[Tensor, int]:
-        count, rows = torch.Size(size).numel(), codes.movedim(in_dims[0], 0)
-        padded = count + (-count % reference.TILE if reference.in_words(coded(key).bits) else 0)
-        y = decode(rows.reshape(-1), (info.batch_size, padded), dtype, key)
-        return y[:, :count].reshape(info.batch_size, *size), 0
 
-    return rule
+OP = Op(
+    "(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor", by_reference, by_triton, fake, batching
+)

@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .registry import DrawnTables, Tables
+from .library import KERNEL_DTYPES
+
+
+class Tables(NamedTuple):
+    """What the kernels of codes in cells read.
+
+    Attributes:
+        codes: by dtype, as `reference.first_codes` returns them.
+        borders: float32, (2^bits − 1,), and infinities.
+        values: float32, (2^bits,).
+        derivatives: likewise.
+
+    """
+
+    codes: dict[torch.dtype, Tensor]
+    borders: Tensor
+    values: Tensor
+    derivatives: Tensor
+
+    @classmethod
+    def on(
+        cls, device: torch.device, borders: tuple[float, ...], table: tuple[tuple[float, float], ...]
+    ) -> Tables:
+        """Return the tables of borders, and of values and derivatives by code, on a device."""
+        values, derivatives = zip(*table, strict=True)
+        return cls(
+            {dtype: reference.first_codes(borders, dtype, device) for dtype in KERNEL_DTYPES},
+            # followed by as many infinities, so that a search never runs past them
+            reference.constant((*borders, *(math.inf,) * len(table)), torch.float32, device),
+            reference.constant(values, torch.float32, device),
+            reference.constant(derivatives, torch.float32, device),
+        )
+
+
+class DrawnTables(NamedTuple):
+    """What codes that are drawn at random read.
+
+    Attributes:
+        positions: int32, as `reference.positions` returns them.
+        values: float32, (2^bits,).
+        derivatives: likewise.
+
+    """
+
+    positions: Tensor
+    values: Tensor
+    derivatives: Tensor
+
+    @classmethod
+    def on(
+        cls, device: torch.device, nodes: Sequence[float], table: Sequence[Sequence[float]], value: Any
+    ) -> DrawnTables:
+        """Return the tables of nodes, of values and derivatives by code, and of a function, on a device."""
+        values, derivatives = zip(*table, strict=True)
+        rows = (torch.tensor(row, dtype=torch.float32) for row in (values, derivatives))
+        return cls(*(one.to(device) for one in (reference.positions((*nodes,), values, value), *rows)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +144,8 @@ class LookedUpFactor(Factor):
         return tuple(derivative for _, derivative in self.table)
 
     @cached_property
-    def _levels(self) -> reference.Levels:
+    def levels(self) -> reference.Levels:
+        """The derivatives, as PyTorch's operators look them up."""
         return reference.Levels(self.derivatives)
 
     def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -104,15 +161,15 @@ class LookedUpFactor(Factor):
         """Return dy times the derivatives of codes."""
         if self.linear:
             return dy
-        return reference.backward(dy.contiguous(), None, kept, self.bits, self._levels, dy.dtype)
+        return reference.backward(dy.contiguous(), None, kept, self.bits, self.levels, dy.dtype)
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return what a kernel takes to look up: values and derivatives, float32, without them if all are 1."""
-        tables = self._on(device)
+        tables = self.on(device)
         return tables.values, None if self.linear else tables.derivatives
 
     @abstractmethod
-    def _on(self, device: torch.device) -> Tables | DrawnTables:
+    def on(self, device: torch.device) -> Tables | DrawnTables:
         """Return what kernels read on a device, made once."""
 
 
@@ -133,10 +190,11 @@ class CodedFactor(LookedUpFactor):
 
     def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what a kernel takes to write codes of x: these, the first codes, and the borders."""
-        tables = self._on(x.device)
+        tables = self.on(x.device)
         return codes, tables.codes[x.dtype], tables.borders
 
-    def _on(self, device: torch.device) -> Tables:
+    def on(self, device: torch.device) -> Tables:
+        """Return what kernels read on a device, made once."""
         if device not in self._tables:
             self._tables[device] = Tables.on(device, self.borders, self.table)
         return self._tables[device]
@@ -165,14 +223,15 @@ class DrawnFactor(LookedUpFactor):
 
         """
         return reference.draw(
-            x.contiguous(), self._on(x.device).positions, self.bits, reference.seeded(seed), stream
+            x.contiguous(), self.on(x.device).positions, self.bits, reference.seeded(seed), stream
         )
 
     def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return what a kernel takes to write codes of x: these, and the positions of numbers of bfloat16."""
-        return codes, self._on(x.device).positions, None
+        return codes, self.on(x.device).positions, None
 
-    def _on(self, device: torch.device) -> DrawnTables:
+    def on(self, device: torch.device) -> DrawnTables:
+        """Return what kernels read on a device, made once."""
         if device not in self._tables:
             self._tables[device] = DrawnTables.on(device, self.nodes, self.table, self.value)
         return self._tables[device]

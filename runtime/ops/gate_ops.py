@@ -17,22 +17,19 @@ where g and u are kept: dh·b(u) goes through PyTorch's own backward of a, and d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..torch_internals import constant_in_graphs
 from . import reference
-from .autograd import KERNEL_DEVICES, NAMESPACE
 from .factors import DrawnFactor, Factor
 from .launch import Launch
-from .registry import DRAWING, KERNEL_DTYPES, home_of, sources
-
-ops: Any = getattr(torch.ops, NAMESPACE)
+from .library import KERNEL_DTYPES, Op, Registry, alone, batched, define, ops, save_key
+from .registry import DRAWING, home_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,30 +69,15 @@ class Gate:
         return any(reference.in_words(factor.bits) for factor in (self.a, self.b))
 
 
-_registry: dict[str, Gate] = {}
-
-
-def register_gate(gate: Gate) -> str:
-    """Register a gate with the ops and return its key; repeating this is harmless."""
-    _registry[gate.key] = gate
-    return gate.key
-
-
-def find(key: str) -> Gate:
-    """Return the gate of a key; a loaded program may use a key before its module is imported."""
-    for source in sources if key not in _registry else ():
-        source(key)
-    try:
-        return _registry[key]
-    except KeyError:
-        raise RuntimeError(
-            f"no gate is registered under the key {key!r}: import the generated module it comes from"
-        ) from None
+_registry: Registry[Gate] = Registry("gate")
+register_gate = _registry.register
+find = _registry.find
+refuse_second_derivative = _registry.refuse_second_derivative
 
 
 def generated_gate(kind: type) -> Gate | None:
     """Return the gate of a generated class, None if it is none."""
-    return _registry.get(home_of(kind).get("_KEY", ""))
+    return _registry.by_key.get(home_of(kind).get("_KEY", ""))
 
 
 def kept(gate: Gate, g: Tensor, u: Tensor, codes_g: Tensor, codes_u: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,29 +93,14 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor if tensor.stride() == laid_out.stride() else laid_out.copy_(tensor)
 
 
-def refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    """Raise, as the backward of a gradient."""
-    raise RuntimeError(
-        f"{find(ctx.key).name}: a second derivative was requested, but only the first is there; "
-        "use PyTorch's own operators where gradients are differentiated again"
-    )
-
-
 # ------------------------------------------------------------------------------------------ by PyTorch's operators
-
-
-@contextmanager
-def _alone(tensor: Tensor) -> Iterator[None]:
-    """Enter a context without autograd, and without autocast, which would widen the results of some operators."""
-    with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-        yield
 
 
 def _forward_reference(
     g: Tensor, u: Tensor, key: str, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     gate = find(key)
-    with _alone(g):
+    with alone(g):
         (a, codes_g), (b, codes_u) = gate.a.value_and_codes(g, seed, 0), gate.b.value_and_codes(u, seed, 1)
         return like(a * b, g), codes_g, codes_u
 
@@ -142,7 +109,7 @@ def _backward_reference(
     dh: Tensor, g: Tensor, u: Tensor, wants_g: bool, wants_u: bool, key: str
 ) -> tuple[Tensor, Tensor]:
     gate = find(key)
-    with _alone(dh):
+    with alone(dh):
         dg, du = dh.new_empty(0), dh.new_empty(0)
         if wants_g:
             dg = like(gate.a.gradient(dh * gate.b.again(u, dh.shape, dh.dtype), g), dh)
@@ -153,7 +120,7 @@ def _backward_reference(
 
 def _value_reference(g: Tensor, u: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
     gate = find(key)
-    with _alone(g):
+    with alone(g):
         h = gate.a.again(g, size, dtype) * gate.b.again(u, size, dtype)
         return h.contiguous() if gate.a.bits else like(h, g)
 
@@ -255,10 +222,6 @@ def _differentiate(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None
     return dg if wants_g else None, du if wants_u else None, None, None
 
 
-def _save_key(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.key = inputs[-1]
-
-
 def _forward_fake(g: Tensor, u: Tensor, key: str, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     gate = find(key)
     codes = [g.new_empty(reference.bytes_of_codes(g, one.bits), dtype=torch.uint8) for one in (gate.a, gate.b)]
@@ -276,16 +239,6 @@ def _value_fake(g: Tensor, u: Tensor, size: Sequence[int], dtype: torch.dtype, k
     return g.new_empty(size, dtype=dtype) if find(key).a.bits else torch.empty_like(g)
 
 
-def _batched(x: Tensor, dim: int | None, size: int, gate: Gate) -> Tensor:
-    """Return a batch as (size, elements), contiguous, rounded up to whole tiles where codes stand in words.
-
-    Every element of the batch has its own tiles, and so its own codes.
-    """
-    batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    flat = batch.reshape(size, batch.shape[1:].numel())
-    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if gate.in_words else 0))
-
-
 def _batched_kept(
     gate: Gate, size: int, g: Tensor, dim_g: int | None, u: Tensor, dim_u: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -296,7 +249,7 @@ def _batched_kept(
             rows = one.expand(size, *one.shape) if dim is None else one.movedim(dim, 0)
             kept.append(rows.reshape(-1))
         else:
-            kept.append(_batched(one, dim, size, gate))
+            kept.append(batched(one, dim, size, in_words=gate.in_words))
     return kept[0], kept[1]
 
 
@@ -307,7 +260,8 @@ def _forward_vmap(
     if seed is not None:
         raise RuntimeError(f"{gate.name}: vmap cannot draw codes at random: call it on the whole batch")
     shape = u.movedim(dim_u, 0).shape if dim_g is None else g.movedim(dim_g, 0).shape
-    h, *codes = ops.gate_forward(_batched(g, dim_g, size, gate), _batched(u, dim_u, size, gate), key)
+    whole = [batched(one, dim, size, in_words=gate.in_words) for one, dim in ((g, dim_g), (u, dim_u))]
+    h, *codes = ops.gate_forward(*whole, key)
     h = h[:, : shape[1:].numel()].reshape(shape)
     return (h, *(one.view(size, one.numel() // max(size, 1)) for one in codes)), (0, 0, 0)
 
@@ -318,7 +272,7 @@ def _backward_vmap(
     gate, size, (dim, dim_g, dim_u, *_) = find(key), info.batch_size, in_dims
     shape = (size, *dh.shape) if dim is None else dh.movedim(dim, 0).shape
     kept = _batched_kept(gate, size, g, dim_g, u, dim_u)
-    found = ops.gate_backward(_batched(dh, dim, size, gate), *kept, wants_g, wants_u, key)
+    found = ops.gate_backward(batched(dh, dim, size, in_words=gate.in_words), *kept, wants_g, wants_u, key)
     dg, du = (
         one[:, : torch.Size(shape[1:]).numel()].reshape(shape) if wanted else one.new_empty(size, 0)
         for one, wanted in zip(found, (wants_g, wants_u), strict=True)
@@ -337,60 +291,35 @@ def _value_vmap(
     return h[:, :count].reshape(batch, *size), 0
 
 
-class _Op(NamedTuple):
-    schema: str
-    by_reference: Callable[..., Any]
-    by_triton: Callable[..., Any]
-    fake: Callable[..., Any]
-    batching: Callable[..., Any]
-    differentiate: Callable[..., Any]
-    save: Callable[..., None]
-
-
-OPS = {
-    "gate_forward": _Op(
-        "(Tensor g, Tensor u, str key, Tensor? seed=None) -> (Tensor, Tensor, Tensor)",
-        _forward_reference,
-        _forward_triton,
-        _forward_fake,
-        _forward_vmap,
-        _differentiate,
-        _save,
-    ),
-    "gate_backward": _Op(
-        "(Tensor dh, Tensor g, Tensor u, bool wants_g, bool wants_u, str key) -> (Tensor, Tensor)",
-        _backward_reference,
-        _backward_triton,
-        _backward_fake,
-        _backward_vmap,
-        refuse_second_derivative,
-        _save_key,
-    ),
-    "gate_value": _Op(
-        "(Tensor g, Tensor u, SymInt[] size, ScalarType dtype, str key) -> Tensor",
-        _value_reference,
-        _value_triton,
-        _value_fake,
-        _value_vmap,
-        refuse_second_derivative,
-        _save_key,
-    ),
-}
-
-
-def _define() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for name, op in OPS.items():
-        library.define(f"{name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, op.by_reference, "CompositeExplicitAutograd")
-        for device in KERNEL_DEVICES:
-            library.impl(name, op.by_triton, device.upper())
-        whole = f"{NAMESPACE}::{name}"
-        torch.library.register_fake(whole, op.fake, lib=library)
-        torch.library.register_autograd(whole, op.differentiate, setup_context=op.save, lib=library)
-        torch.library.register_vmap(whole, op.batching, lib=library)
-    return library
-
-
-if not hasattr(ops, "gate_library"):  # else a copy with the same text was imported before, whose ops do the same
-    ops.gate_library = _define()  # the ops live as long as this object
+define(
+    "gate",
+    {
+        "gate_forward": Op(
+            "(Tensor g, Tensor u, str key, Tensor? seed=None) -> (Tensor, Tensor, Tensor)",
+            _forward_reference,
+            _forward_triton,
+            _forward_fake,
+            _forward_vmap,
+            _differentiate,
+            _save,
+        ),
+        "gate_backward": Op(
+            "(Tensor dh, Tensor g, Tensor u, bool wants_g, bool wants_u, str key) -> (Tensor, Tensor)",
+            _backward_reference,
+            _backward_triton,
+            _backward_fake,
+            _backward_vmap,
+            refuse_second_derivative,
+            save_key,
+        ),
+        "gate_value": Op(
+            "(Tensor g, Tensor u, SymInt[] size, ScalarType dtype, str key) -> Tensor",
+            _value_reference,
+            _value_triton,
+            _value_fake,
+            _value_vmap,
+            refuse_second_derivative,
+            save_key,
+        ),
+    },
+)

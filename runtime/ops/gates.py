@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..recipes import note, plain
 from ..torch_internals import in_functorch_transform
-from .autograd import DTYPES, KERNEL_DEVICES, SEEDS, may_need_gradient, with_signature
-from .gate_ops import Gate, find, kept, like, ops, prepare, refuse_second_derivative
+from .autograd import SEEDS, may_need_gradient, with_signature
+from .gate_ops import Gate, find, kept, like, prepare, refuse_second_derivative
+from .library import DTYPES, KERNEL_DEVICES, ops
 
 
 def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from . import reference
+from .factors import CodedFactor, DrawnFactor, LookedUpFactor
+from .library import Registry
 
 if TYPE_CHECKING:
     from .launch import Launch
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DRAWING = 256  # threads of a program that draws codes: half as many would take up to 168 registers each
 
 
@@ -170,37 +170,6 @@ class Inverted(Pointwise):
         launch(self.backward, dy, y, *([codes] if self.bits else []), dx)
 
 
-class Tables(NamedTuple):
-    """What the kernels of a coded activation read.
-
-    Attributes:
-        codes: by dtype, as `reference.first_codes` returns them.
-        borders: float32, (2^bits − 1,), and infinities.
-        values: float32, (2^bits,).
-        derivatives: likewise.
-
-    """
-
-    codes: dict[torch.dtype, Tensor]
-    borders: Tensor
-    values: Tensor
-    derivatives: Tensor
-
-    @classmethod
-    def on(
-        cls, device: torch.device, borders: tuple[float, ...], table: tuple[tuple[float, float], ...]
-    ) -> Tables:
-        """Return the tables of borders, and of values and derivatives by code, on a device."""
-        values, derivatives = zip(*table, strict=True)
-        return cls(
-            {dtype: reference.first_codes(borders, dtype, device) for dtype in KERNEL_DTYPES},
-            # followed by as many infinities, so that a search never runs past them
-            reference.constant((*borders, *(math.inf,) * len(table)), torch.float32, device),
-            reference.constant(values, torch.float32, device),
-            reference.constant(derivatives, torch.float32, device),
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class LookedUp(Pointwise):
     """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
@@ -217,36 +186,26 @@ class LookedUp(Pointwise):
     decode: Any
 
     @cached_property
-    def values(self) -> tuple[float, ...]:
-        """The values, by code."""
-        return tuple(value for value, _ in self.table)
+    @abstractmethod
+    def argument(self) -> LookedUpFactor:
+        """What is kept of x, and what is looked up by that."""
 
-    @cached_property
-    def derivatives(self) -> tuple[float, ...]:
-        """The derivatives, by code."""
-        return tuple(derivative for _, derivative in self.table)
+    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+        return self.argument.encode(x, seed)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return reference.backward(dy, None, codes, self.bits, self._derivative, dtype)
-
-    @cached_property
-    def _derivative(self) -> reference.Levels:
-        return reference.Levels(self.derivatives)
+        return reference.backward(dy, None, codes, self.bits, self.argument.levels, dtype)
 
     def decoded(self, codes: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the values of codes, contiguous, by PyTorch's operators."""
-        return reference.look_up(self.values, codes, self.bits, size, dtype)
+        return self.argument.again(codes, size, dtype)
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
-        launch(self.backward, dy, codes, self.tables(dy.device).derivatives, dx)
+        launch(self.backward, dy, codes, self.argument.on(dy.device).derivatives, dx)
 
     def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
         """Launch the kernel that writes the values of codes."""
-        launch(self.decode, codes, self.tables(y.device).values, y)
-
-    @abstractmethod
-    def tables(self, device: torch.device) -> Tables | DrawnTables:
-        """Return what the kernels read on a device, made once."""
+        launch(self.decode, codes, self.argument.on(y.device).values, y)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,46 +219,13 @@ class Coded(LookedUp):
 
     borders: tuple[float, ...]
 
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
-        return reference.encode(x, self.borders, self.bits, even=False)
+    @cached_property
+    def argument(self) -> CodedFactor:
+        """What is kept of x, and what is looked up by that."""
+        return CodedFactor(value=self.value, table=self.table, borders=self.borders)
 
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
-        tables = self.tables(x.device)
-        launch(self.forward, x, y, codes, tables.codes[x.dtype], tables.borders)
-
-    def tables(self, device: torch.device) -> Tables:
-        """Return what the kernels read on a device, made once."""
-        if device not in self._tables:
-            self._tables[device] = Tables.on(device, self.borders, self.table)
-        return self._tables[device]
-
-    @cached_property
-    def _tables(self) -> dict[torch.device, Tables]:
-        return {}
-
-
-class DrawnTables(NamedTuple):
-    """What a coded activation reads whose codes are drawn at random.
-
-    Attributes:
-        positions: int32, as `reference.positions` returns them.
-        values: float32, (2^bits,).
-        derivatives: likewise.
-
-    """
-
-    positions: Tensor
-    values: Tensor
-    derivatives: Tensor
-
-    @classmethod
-    def on(
-        cls, device: torch.device, nodes: Sequence[float], table: Sequence[Sequence[float]], value: Any
-    ) -> DrawnTables:
-        """Return the tables of nodes, of values and derivatives by code, and of a function, on a device."""
-        values, derivatives = zip(*table, strict=True)
-        rows = (torch.tensor(row, dtype=torch.float32) for row in (values, derivatives))
-        return cls(*(one.to(device) for one in (reference.positions((*nodes,), values, value), *rows)))
+        launch(self.forward, x, y, *self.argument.coding(codes, x))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,21 +243,16 @@ class Stochastic(LookedUp):
         """Return the threads of a program."""
         return DRAWING
 
+    @cached_property
+    def argument(self) -> DrawnFactor:
+        """What is kept of x, and what is looked up by that."""
+        return DrawnFactor(value=self.value, table=self.table, nodes=self.nodes)
+
     def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
-        return reference.draw(x, self.tables(x.device).positions, self.bits, reference.seeded(seed, self.name))
+        return self.argument.encode(x, reference.seeded(seed, self.name))
 
     def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
-        launch(self.forward, x, y, codes, self.tables(x.device).positions, reference.seeded(seed, self.name))
-
-    def tables(self, device: torch.device) -> DrawnTables:
-        """Return what is read on a device, made once."""
-        if device not in self._tables:
-            self._tables[device] = DrawnTables.on(device, self.nodes, self.table, self.value)
-        return self._tables[device]
-
-    @cached_property
-    def _tables(self) -> dict[torch.device, DrawnTables]:
-        return {}
+        launch(self.forward, x, y, *self.argument.coding(codes, x)[:2], reference.seeded(seed, self.name))
 
 
 def _fitted(dtype: torch.dtype) -> torch.dtype:
@@ -339,26 +260,10 @@ def _fitted(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-_registry: dict[str, Pointwise] = {}
-sources: list[Callable[[str], None]] = []  # called with an unknown key, to register its activation
-
-
-def register(activation: Pointwise) -> str:
-    """Register an activation with the ops and return its key; repeating this is harmless."""
-    _registry[activation.key] = activation
-    return activation.key
-
-
-def find(key: str) -> Pointwise:
-    """Return the activation of a key; a loaded program may use a key before its module is imported."""
-    for source in sources if key not in _registry else ():
-        source(key)
-    try:
-        return _registry[key]
-    except KeyError:
-        raise RuntimeError(
-            f"no activation is registered under the key {key!r}: import the generated module it comes from"
-        ) from None
+_registry: Registry[Pointwise] = Registry("activation")
+register = _registry.register
+find = _registry.find
+refuse_second_derivative = _registry.refuse_second_derivative
 
 
 def is_generated(kind: type) -> bool:
@@ -381,7 +286,7 @@ def _registration(kind: type) -> Pointwise | None:
     """
     home = home_of(kind)
     key, ops = home.get("_KEY"), getattr(home.get("_rt"), "ops", None)
-    registry = getattr(getattr(ops, "registry", None), "_registry", None)
+    registry = getattr(getattr(getattr(ops, "registry", None), "_registry", None), "by_key", None)
     if not isinstance(key, str) or kind.__module__ != home.get("__name__") or type(registry) is not dict:
         return None
     activation: Pointwise | None = registry.get(key)

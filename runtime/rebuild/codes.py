@@ -21,9 +21,9 @@ from fitact.runtime.learned.function import apply_learned
 from fitact.runtime.learned.uses import Use
 from fitact.runtime.norms.linear import Norm
 from fitact.runtime.ops import decode, gate_ops
-from fitact.runtime.ops.autograd import DTYPES, KERNEL_DEVICES, NAMESPACE
 from fitact.runtime.ops.factors import CodedFactor, Factor
 from fitact.runtime.ops.gates import apply_gate
+from fitact.runtime.ops.library import DTYPES, KERNEL_DEVICES, ops
 from fitact.runtime.ops.reference import arithmetic_dtype
 from fitact.runtime.ops.registry import Coded, LookedUp, find
 from fitact.runtime.recipes import note, plain
@@ -32,7 +32,6 @@ from . import functions
 from .derivatives import once
 from .recipes import Function, applied, without_autocast
 
-ops: Any = getattr(torch.ops, NAMESPACE)
 SHIPPED = {"gelu": "geglu", "silu": "swiglu"}  # the gates that ship, by f
 
 
@@ -62,7 +61,7 @@ class Codes(NamedTuple):
         """Return the codes of g, and what is looked up by them."""
         coded = decode.coded(self.g)
         assert isinstance(coded, Coded), "codes drawn at random do not ship"
-        return Table(coded.borders, coded.values, coded.value)
+        return Table(coded.borders, coded.argument.values, coded.value)
 
 
 class OwnCodes(NamedTuple):
@@ -302,9 +301,8 @@ class _Activated(Factor):
         dx: Tensor = ops.backward(dy.contiguous(), None, kept, dy.dtype, self.key)
         return dx
 
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        tables = decode.coded(self.key).tables(device)
-        return tables.values, tables.derivatives
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        return decode.coded(self.key).argument.tables(device)
 
 
 def _alike(factor: Factor, coded: LookedUp | None) -> bool:

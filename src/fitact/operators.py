@@ -21,7 +21,7 @@ def register() -> None:
     """Register the operators now if PyTorch is already imported, else when it is imported."""
     if "torch" in sys.modules:
         import_module(f"{RUNTIME}.norms.modules")  # also registers those of activations
-        import_module(f"{RUNTIME}.ops.shipped")
+        import_module(f"{RUNTIME}.shipped")
     else:
         sys.meta_path.insert(0, _Watch())
 

@@ -90,11 +90,11 @@ def test_tables_are_there_before_compiled_code_runs() -> None:
     found: list[bool] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-        found.append(torch.device("cpu") in registry.find(one.key)._tables)
+        found.append(torch.device("cpu") in registry.find(one.key).argument._tables)
         return graph.forward
 
     x = torch.randn(9000, requires_grad=True)
-    assert torch.device("cpu") not in registry.find(one.key)._tables
+    assert torch.device("cpu") not in registry.find(one.key).argument._tables
     torch.compile(one.function, fullgraph=True, backend=backend)(x)
     assert found == [True]
 
@@ -104,5 +104,5 @@ def test_tensors_without_numbers_make_no_tables() -> None:
     with FakeTensorMode():
         y = one.function(torch.randn(100, requires_grad=True))
         y.sum().backward()
-    assert not registry.find(one.key)._tables
+    assert not registry.find(one.key).argument._tables
     check(one, torch.randn(100))

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import fitact
+from fitact.runtime import shipped
 from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm
-from fitact.runtime.ops import registry, shipped
+from fitact.runtime.ops import registry
 from tests.support.compilers import needs_compiler
 
 

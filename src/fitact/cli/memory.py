@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,9 +16,8 @@ from fitact.errors import UsageError, quote
 from .options import FILE, Finite, advance, named, once, progress
 
 if TYPE_CHECKING:
-    from fitact.runtime.models.prepare import Source
+    from fitact.runtime.models.prepare import Source, Training
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 MOST_GIB = 2**20  # a pebibyte, the limit of `measure`
 
 
@@ -85,15 +85,68 @@ MODEL_OPTIONS = (
 )
 
 
-def model_options(command: Command) -> Command:
-    """Give a command the options of a model."""
+@dataclass(frozen=True)
+class Asked:
+    """What the options of a model say: which one, its inputs, and how it is trained."""
+
+    call: str | None
+    hf: str | None
+    timm: str | None
+    sizes: Sequence[str]
+    head: str | None
+    attention: str | None
+    image: int | None
+    batch: int
+    seq: int
+    dtype: str | None
+    autocast: str | None
+    lora: str | None
+    rank: int
+    freeze: Sequence[str]
+    optimizer: str
+
+    @cached_property
+    def source(self) -> Source:
+        """The source of the model; UsageError if the options name none, or several."""
+        from fitact.runtime.models.sources import from_callable, hugging_face, timm_model
+
+        if sum(given is not None for given in (self.call, self.hf, self.timm)) != 1:
+            command = click.get_current_context().info_name
+            raise UsageError(f"{command} takes one model: MODULE:CALLABLE, --hf TYPE or --timm NAME")
+        foreign = {"--set": self.sizes or None, "--head": self.head, "--attention": self.attention}
+        for option, given in foreign.items():
+            if given is not None and self.hf is None:
+                raise UsageError(f"{option} is for --hf")
+        if self.image is not None and self.call is not None:
+            raise UsageError(f"--image is for --hf and --timm: {self.call} makes its own inputs")
+        if self.hf is not None:
+            sizes = named("--set", map(_size, self.sizes))
+            return hugging_face(self.hf, sizes, head=self.head, attention=self.attention, image=self.image)
+        return from_callable(self.call or "") if self.timm is None else timm_model(self.timm, image=self.image)
+
+    @property
+    def training(self) -> Training:
+        """What is trained."""
+        from fitact.runtime.models.prepare import Training
+
+        layers = tuple(name.strip() for name in (self.lora or "").split(",") if name.strip())
+        return Training(layers, self.rank, tuple(self.freeze))
+
+
+def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a model, and an `Asked` in place of them as its first argument."""
+
+    @wraps(command)
+    def with_options(**options: Any) -> None:
+        command(Asked(**{one.name: options.pop(one.name) for one in fields(Asked)}), **options)
+
     for option in reversed(MODEL_OPTIONS):
-        command = option(command)
-    return command
+        with_options = option(with_options)
+    return with_options
 
 
 @click.command()
-@model_options
+@of_a_model
 @click.option(
     "--bits",
     type=click.IntRange(1, 4),
@@ -127,25 +180,11 @@ def model_options(command: Command) -> Command:
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Draw a bar chart: PNG, SVG or PDF.")
 @click.option("--json", "numbers", type=FILE, metavar="FILE", help="Write all numbers as JSON.")
 def memory(
-    call: str | None,
-    hf: str | None,
-    timm: str | None,
-    sizes: Sequence[str],
-    head: str | None,
-    attention: str | None,
-    image: int | None,
-    batch: int,
-    seq: int,
-    dtype: str | None,
-    autocast: str | None,
-    lora: str | None,
-    rank: int,
-    freeze: Sequence[str],
+    asked: Asked,
     bits: Sequence[int],
     budgets: Sequence[float],
     no_compiler: bool,
     gib: float | None,
-    optimizer: str,
     peak: bool,
     exact: bool,
     output: Path | None,
@@ -166,27 +205,25 @@ def memory(
     from fitact.files import write
     from fitact.pictures import format_of
     from fitact.runtime.compare.report import measure
-    from fitact.runtime.models.prepare import Training
 
     from . import charts, memory_tables
 
-    source = source_of("memory", call, hf, timm, sizes, head, attention, image)
+    source = asked.source
     kind = "" if output is None else format_of(output)
     if output is not None and output == numbers:
         raise UsageError(f"-o and --json: expected two files, got {output} for both")
-    layers = tuple(name.strip() for name in (lora or "").split(",") if name.strip())
     with progress(1, "measuring") as bar:
         report = measure(
             source,
-            training=Training(layers, rank, tuple(freeze)),
-            batch=batch,
-            seq=seq,
-            dtype=dtype,
-            autocast=autocast,
+            training=asked.training,
+            batch=asked.batch,
+            seq=asked.seq,
+            dtype=asked.dtype,
+            autocast=asked.autocast,
             bits=once(bits),
             budgets=() if no_compiler else once(budgets),
             gib=gib,
-            optimizer=optimizer,
+            optimizer=asked.optimizer,
             peak=peak,
             progress=partial(advance, bar, 0),
         )
@@ -198,32 +235,6 @@ def memory(
     for path in (output, numbers):
         if path is not None:
             click.echo(f"wrote {path}")
-
-
-def source_of(
-    command: str,
-    call: str | None,
-    hf: str | None,
-    timm: str | None,
-    sizes: Sequence[str],
-    head: str | None,
-    attention: str | None,
-    image: int | None,
-) -> Source:
-    """Return the source of the model that a command's options name; UsageError if they name none, or several."""
-    from fitact.runtime.models.sources import from_callable, hugging_face, timm_model
-
-    if sum(given is not None for given in (call, hf, timm)) != 1:
-        raise UsageError(f"{command} takes one model: MODULE:CALLABLE, --hf TYPE or --timm NAME")
-    foreign = {"--set": bool(sizes), "--head": head is not None, "--attention": attention is not None}
-    for option, given in foreign.items():
-        if given and hf is None:
-            raise UsageError(f"{option} is for --hf")
-    if image is not None and call is not None:
-        raise UsageError(f"--image is for --hf and --timm: {call} makes its own inputs")
-    if hf is not None:
-        return hugging_face(hf, named("--set", map(_size, sizes)), head=head, attention=attention, image=image)
-    return timm_model(timm, image=image) if timm is not None else from_callable(call or "")
 
 
 def _size(text: str) -> tuple[str, Any]:

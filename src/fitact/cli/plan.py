@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +9,12 @@ import click
 
 from fitact.errors import UsageError
 
-from .memory import MOST_GIB, FiniteRange, model_options, source_of
+from .memory import MOST_GIB, Asked, FiniteRange, of_a_model
 from .options import FILE, advance, progress
 
 
 @click.command()
-@model_options
+@of_a_model
 @click.option(
     "--gib",
     type=FiniteRange(0, MOST_GIB, min_open=True),
@@ -48,6 +47,7 @@ from .options import FILE, advance, progress
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
 @click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
 def plan(
+    asked: Asked,
     gib: float | None,
     error: str,
     device: str,
@@ -58,21 +58,6 @@ def plan(
     no_front: bool,
     output: Path | None,
     picture: Path | None,
-    call: str | None,
-    hf: str | None,
-    timm: str | None,
-    sizes: Sequence[str],
-    head: str | None,
-    attention: str | None,
-    image: int | None,
-    batch: int,
-    seq: int,
-    dtype: str | None,
-    autocast: str | None,
-    lora: str | None,
-    rank: int,
-    freeze: Sequence[str],
-    optimizer: str,
 ) -> None:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
@@ -92,7 +77,7 @@ def plan(
     from fitact.planning.largest import largest as largest_of
     from fitact.planning.make import Planner, Words
     from fitact.runtime.compare.report import DTYPES
-    from fitact.runtime.models.prepare import Training, prepare
+    from fitact.runtime.models.prepare import prepare
     from fitact.runtime.plan.devices import device_of, measured
     from fitact.runtime.plan.subjects import of_prepared
 
@@ -105,25 +90,23 @@ def plan(
         if where.memory is None:
             raise UsageError(f"{where.name}: its memory is not known: give --gib")
         gib = where.memory / 2**30
-    source = source_of("plan", call, hf, timm, sizes, head, attention, image)
-    layers = tuple(name.strip() for name in (lora or "").split(",") if name.strip())
-    training = Training(layers, rank, tuple(freeze))
-    of = DTYPES[dtype or ("bfloat16" if autocast is None else "float32")]
+    source, training = asked.source, asked.training
+    of = DTYPES[asked.dtype or ("bfloat16" if asked.autocast is None else "float32")]
     if largest is not None and largest not in source.varies:
         raise UsageError(f"--largest {largest}: {source.name} takes none")
-    sizes_given = {"batch": batch, "seq": seq}
-    prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=of)
+    sizes = {"batch": asked.batch, "seq": asked.seq}
+    prepared, inputs = prepare(source, training, batch=asked.batch, seq=asked.seq, dtype=of)
     kernels = "cpu" if where.name.startswith("CPU") else "cuda"
-    casting = DTYPES[autocast] if autocast else None
+    casting = DTYPES[asked.autocast] if asked.autocast else None
 
     def planner(size: int | None = None) -> Planner:
         """Return the planner of the sizes that are given, or of another one in place of the largest."""
-        now = sizes_given if largest is None or size is None else sizes_given | {largest: size}
+        now = sizes if largest is None or size is None else sizes | {largest: size}
         given = [f"{name} {count}" for name, count in now.items() if name in source.varies]
         with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
             return Planner(
                 of_prepared(prepared, inputs if size is None else prepared.inputs(**now), casting, kernels),
-                optimizer,
+                asked.optimizer,
                 where,
                 Words(str(training), ", ".join(given) or "inputs as given"),
                 compiled=compiled,
@@ -140,7 +123,7 @@ def plan(
             planner,
             gib=gib,
             error=error,
-            here=sizes_given[largest],
+            here=sizes[largest],
             limit=limit,
             degree=degree,
             front=not no_front,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.resources import files
 
-from . import registry
+from .ops import library
 
 
 def import_shipped(key: str) -> None:
@@ -26,4 +26,4 @@ def import_shipped(key: str) -> None:
         )
 
 
-registry.sources.append(import_shipped)
+library.sources.append(import_shipped)

@@ -1,0 +1,162 @@
+"""What all ops share: a namespace, registries of what their keys name, and how PyTorch is told of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..kernels.triton_compat import HAS_TRITON
+from . import reference
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*KERNEL_DTYPES, torch.float64)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
+
+
+def _namespace() -> str:
+    """Return the namespace of the ops: what the package around this runtime says in `__ops__`, else its name."""
+    home = sys.modules[__name__.removesuffix(".runtime.ops.library")]
+    return str(getattr(home, "__ops__", home.__name__.replace(".", "_")))
+
+
+NAMESPACE = _namespace()
+ops: Any = getattr(torch.ops, NAMESPACE)
+sources: list[Callable[[str], None]] = []  # called with an unknown key, to register what it names
+
+
+class Registered(Protocol):
+    """What is registered under a key; messages call it by its name."""
+
+    @property
+    def key(self) -> str:
+        """Identifies it."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+
+Kind = TypeVar("Kind", bound=Registered)
+
+
+class Registry(Generic[Kind]):
+    """What generated modules have registered with some ops, by key.
+
+    Attributes:
+        kind: what it is, in messages.
+        by_key: all of it.
+
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.by_key: dict[str, Kind] = {}
+
+    def register(self, one: Kind) -> str:
+        """Register it with the ops and return its key; repeating this is harmless."""
+        self.by_key[one.key] = one
+        return one.key
+
+    def find(self, key: str) -> Kind:
+        """Return what a key names; a loaded program may use a key before its module is imported.
+
+        Raises:
+            RuntimeError: nothing is registered under it.
+
+        """
+        for source in sources if key not in self.by_key else ():
+            source(key)
+        try:
+            return self.by_key[key]
+        except KeyError:
+            raise RuntimeError(
+                f"no {self.kind} is registered under the key {key!r}: import the generated module it comes from"
+            ) from None
+
+    def refuse_second_derivative(self, ctx: Any, *_: Any) -> NoReturn:
+        """Raise, as the backward of a gradient; `ctx` has the key."""
+        refuse_second_derivative(self.find(ctx.key).name)
+
+
+def refuse_second_derivative(name: str) -> NoReturn:
+    """Raise a RuntimeError that calls the op by a name."""
+    raise RuntimeError(
+        f"{name}: a second derivative was requested, but only what the first needs is kept; "
+        "use PyTorch's own operators where gradients are differentiated again"
+    )
+
+
+def save_key(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the key, the last argument of an op."""
+    ctx.key = inputs[-1]
+
+
+@contextmanager
+def alone(tensor: Tensor) -> Iterator[None]:
+    """Enter a context without autograd, and without autocast, which would change the dtypes of some operators."""
+    with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+        yield
+
+
+def batched(x: Tensor, dim: int | None, size: int, *, in_words: bool) -> Tensor:
+    """Return a batch as (size, elements), contiguous.
+
+    Args:
+        x: the batch, or one element that all of the batch share.
+        dim: the dimension of the batch, None for one element.
+        size: how many elements there are.
+        in_words: whether codes stand in words: then each element is rounded up to whole tiles, to have its own.
+
+    """
+    batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    flat = batch.reshape(size, batch.shape[1:].numel())
+    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if in_words else 0))
+
+
+class Op(NamedTuple):
+    """An op, as PyTorch is told of it.
+
+    Attributes:
+        schema: its arguments and results.
+        by_reference: computes it by PyTorch's operators.
+        by_triton: computes it by Triton's kernels.
+        fake: returns results without numbers.
+        batching: its rule for `torch.vmap`.
+        differentiate: its backward; None if it has no derivative.
+        save: keeps what backward needs.
+
+    """
+
+    schema: str
+    by_reference: Callable[..., Any]
+    by_triton: Callable[..., Any]
+    fake: Callable[..., Any]
+    batching: Callable[..., Any]
+    differentiate: Callable[..., Any] | None = None
+    save: Callable[..., None] | None = None
+
+
+def define(kind: str, found: Mapping[str, Op]) -> None:
+    """Define ops in the namespace; they stay if a copy of this runtime with the same text has defined them."""
+    name_of_library = f"{kind}_library"
+    if hasattr(ops, name_of_library):
+        return
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for name, op in found.items():
+        whole = f"{NAMESPACE}::{name}"
+        library.define(f"{name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, op.by_reference, "CompositeExplicitAutograd")
+        for device in KERNEL_DEVICES:
+            library.impl(name, op.by_triton, device.upper())
+        torch.library.register_fake(whole, op.fake, lib=library)
+        torch.library.register_vmap(whole, op.batching, lib=library)
+        if op.differentiate is not None:
+            torch.library.register_autograd(whole, op.differentiate, setup_context=op.save, lib=library)
+    setattr(ops, name_of_library, library)  # the ops live as long as this object
