@@ -30,6 +30,7 @@ EXACT, FITTED, ERROR, SECOND = "#1f4e79", "#d1495b", "#6b705c", "#e09f3e"
 LEAST = 1e-8  # of an error that is drawn
 LARGEST = 1e30  # of a value that is drawn: the axes' own arithmetic stays in float64
 COLUMNS = 4
+TITLE = 0.8  # of a column's width, for a title at most
 MARGIN = 0.15  # of the span of the borders, drawn on either side of it
 POINTS = 4001
 CELLS = 400  # of the grid over which a mean is taken
@@ -70,6 +71,10 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
         upper = figure.add_subplot(grid[2 * row, column])
         with np.errstate(all="ignore"):
             panel(upper, figure.add_subplot(grid[2 * row + 1, column], sharex=upper))
+        room = TITLE * figure.bbox.width / columns
+        upper.title.set_fontsize(
+            upper.title.get_fontsize() * min(1.0, room / upper.title.get_window_extent().width)
+        )
     return save(figure, format)
 
 

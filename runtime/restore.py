@@ -1,4 +1,4 @@
-"""Running a model and leaving it, and the generators of random numbers, as they were."""
+"""Running a model, its loss, and leaving it and the generators of random numbers as they were."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,3 +105,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             torch.clear_autocast_cache()
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in a model's output, which is a mapping or has attributes; None if there is none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None

@@ -96,6 +96,8 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
 
 
 def _check(model: nn.Module, batches: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise UsageError(f"batches: expected several batches, as a list, got {quote(batches)}")
     tensors = [*model.parameters(), *model.buffers()]

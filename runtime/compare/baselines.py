@@ -19,6 +19,7 @@ from fitact.runtime.compile.tables import Compander
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
 from fitact.runtime.modes import OperationMode
+from fitact.runtime.restore import loss_of
 from fitact.runtime.torch_internals import (
     ATTENTION,
     GROUPED,
@@ -300,8 +301,8 @@ def traced(
         owned = dict(zip(names, given, strict=False))
         with around():
             output = torch.func.functional_call(model, owned, args, kwargs)
-        loss = getattr(output, "loss", None)
-        found = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
+        loss = loss_of(output)
+        found = tree_leaves(output) if loss is None else [loss]
         return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
 
     def partition(joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:

@@ -71,7 +71,7 @@ def measure(
     Args:
         source: the model, from `hugging_face`, `timm_model` or `from_callable`; or a function that returns a model
             and its inputs, and may have arguments `batch` and `seq`.
-        training: what is trained, by default everything.
+        training: what is trained, by default what needs gradients.
         batch: of the inputs.
         seq: of the inputs, in tokens.
         dtype: of parameters and floating-point inputs, a name in DTYPES; by default bfloat16, and float32

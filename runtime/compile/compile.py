@@ -149,6 +149,8 @@ def compile_report(compiled: Callable[..., Any]) -> CompileReport:
 
 def codes_of(error: str, bits: int | None = None, more: Sequence[type[nn.Module]] = ()) -> tuple[Code, ...]:
     """Return the codes that arguments of `compile_options` ask for."""
+    if not isinstance(more, Sequence):
+        raise UsageError(f"tables: expected a list of classes, got {quote(more)}")
     if error == "exact":
         if bits is not None or more:
             raise UsageError("error='exact' codes only masks: leave out bits and tables")

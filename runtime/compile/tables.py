@@ -161,11 +161,11 @@ def table_of(kind: type[nn.Module]) -> Table:
         UsageError: its activation keeps no code from which a value is looked up.
 
     """
-    activation = registered(kind) if is_generated(kind) else None
+    activation = registered(kind) if isinstance(kind, type) and is_generated(kind) else None
     if not isinstance(activation, Coded):
         raise UsageError(
             "tables: expected classes that fitact codegen made of fits by the method coded, "
-            f"got {quote(kind.__name__)}"
+            f"got {quote(getattr(kind, '__name__', kind))}"
         )
     borders = torch.tensor(activation.borders, dtype=torch.float64)
     return Table(activation.name, activation.bits, borders.float(), _points(activation, borders).float())

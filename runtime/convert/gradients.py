@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fitact.runtime.rebuild.codes import Table
 from fitact.runtime.records import Gradient
-from fitact.runtime.restore import generators, unchanged
+from fitact.runtime.restore import generators, loss_of, unchanged
 from fitact.runtime.torch_internals import FakeTensor, tree_leaves
 from fitact.text import one_line
 
@@ -60,8 +60,8 @@ def _gradients(model: nn.Module, run: Run, own: frozenset[type], attempt: int, p
 
 def _loss(output: Any) -> Tensor:
     """Return the scalar of an output that is differentiated."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.numel() == 1:
+    loss = loss_of(output)
+    if loss is not None and loss.numel() == 1:
         return loss.sum()
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if len(leaves) == 1 and leaves[0].numel() == 1:

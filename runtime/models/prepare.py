@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fitact.arguments import integer
 from fitact.errors import FitactError, JobError, UsageError, quote
 from fitact.runtime.modes import OperationMode
+from fitact.runtime.restore import loss_of
 from fitact.runtime.torch_internals import (
     BATCH_NORM,
     DataDependentOutputException,
@@ -79,7 +80,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: by default everything.
+    """What is trained: by default what needs gradients as the model is built.
 
     Attributes:
         lora: names of linear layers that get adapters, such as `q_proj`, or `all` for those in the repeated
@@ -102,7 +103,7 @@ class Training:
     def __str__(self) -> str:
         parts = [f"LoRA of rank {self.rank} on {', '.join(self.lora)}"] if self.lora else []
         parts += [f"{', '.join(self.freeze)} frozen"] if self.freeze else []
-        return ", ".join(parts) or "everything is trained"
+        return ", ".join(parts) or "what needs gradients is trained"
 
     def apply(self, model: nn.Module) -> None:
         """Add adapters and freeze parameters, in place."""
@@ -168,8 +169,8 @@ def starts(output: Any, name: str) -> list[Tensor]:
         name: of the model, for the UsageError that no tensor depends on what is trained.
 
     """
-    loss = getattr(output, "loss", None)
-    leaves = [loss] if isinstance(loss, Tensor) else tree_leaves(output)
+    loss = loss_of(output)
+    leaves = tree_leaves(output) if loss is None else [loss]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not tensors:
         raise UsageError(f"{name}: no output depends on what is trained")
@@ -189,7 +190,7 @@ def prepare(
 
     Args:
         source: where they come from.
-        training: what is trained; by default everything.
+        training: what is trained; by default what needs gradients.
         batch: batch size of the inputs.
         seq: tokens per row of the inputs.
         dtype: dtype of all floating-point parameters, buffers and inputs.

@@ -178,6 +178,19 @@ def test_text_is_one_short_line(text: str, shown: str) -> None:
     assert literal(text) == shown
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_long_titles_stay_in_their_columns(count: int) -> None:
+    fit = from_json(
+        json.dumps(step(name="long_" * 16, activation=own("0.25*x*sigmoid(1.31*x) + 0.2*sin(x)*exp(-x*x)")))
+    )
+    pixels = matplotlib.image.imread(io.BytesIO(draw([fit] * count, dpi=50)))[..., :3].min(axis=2)
+    ink = pixels[:20] < 0.9  # the titles' rows
+    width = ink.shape[1] // count
+    for one in range(count):
+        title = np.flatnonzero(ink[:, one * width : (one + 1) * width].any(axis=0))
+        assert 3 < title[0] < title[-1] < width - 3
+
+
 def test_nothing_to_draw() -> None:
     fit = from_json(json.dumps(step()))
     with pytest.raises(UsageError, match="nothing to draw"):

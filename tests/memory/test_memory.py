@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1022,6 +1022,25 @@ def test_blocks_add_up() -> None:
     assert counts[7] - counts[3] == 4 * (counts[3] - counts[2])
 
 
+class Answers(nn.Module):
+    """Returns its loss beside other outputs, in a way of its own."""
+
+    def __init__(self, way: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(8, 8), way
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.linear(x)
+        return self.way(logits=logits, loss=logits.square().mean())
+
+
+@pytest.mark.parametrize("way", [dict, SimpleNamespace])
+def test_backward_starts_from_the_loss_of_any_output(way: Callable[..., Any]) -> None:
+    """A plain dictionary's loss is found, too, and its other outputs get no gradient."""
+    prepared, inputs = prepare(from_callable(lambda batch: (Answers(way), torch.randn(batch, 8))), batch=2, seq=1)
+    assert [start.shape for start in prepared.run(inputs)] == [()]
+
+
 # ------------------------------------------------------------------------------------------------ the command line
 
 Call = Callable[[str], tuple[int, str, str]]
@@ -1089,7 +1108,7 @@ def test_command(command: Call, tmp_path: Path) -> None:
     status, out, err = command("memory mine:tiny --batch 4096 --seq 16 --gib 1 --json a/b.json -o chart.png")
     assert (status, err) == (0, "")
     text = out.splitlines()
-    assert text[0] == "mine:tiny: batch 4096, seq 16, bfloat16; 144 parameters, everything is trained"
+    assert text[0] == "mine:tiny: batch 4096, seq 16, bfloat16; 144 parameters, what needs gradients is trained"
     assert "Sequential keeps 3.0 MiB" in text
     assert [line.split("  ")[0] for line in text if " %" in line and "MiB" in line and line[0] in "sfric"][:4] == [
         "stock",

@@ -399,6 +399,7 @@ def _broken() -> Iterator[Tensor]:
         (nn.Sequential(nn.GELU()), {"x": BATCHES[0]}, "batches: expected several batches"),
         (nn.Sequential(nn.GELU()), "text", "batches: expected several batches"),
         (nn.Sequential(nn.GELU()), 3, "batches: expected several batches"),
+        (3, BATCHES, "expected a model, an nn.Module, got int"),
         (nn.Sequential(nn.GELU()), [], "batches: expected at least one batch, got none"),
         (nn.Sequential(nn.GELU()), [3], "example_inputs 3: expected a tensor"),
         (nn.Sequential(nn.GELU()), _broken(), "batch 1: it cannot be made: OSError: gone"),

@@ -51,8 +51,8 @@ def plan(
         gib: the memory of a step in GiB: parameters, gradients, the optimizer's state, and what is kept for
             backward and needed meanwhile. PyTorch's allocator and CUDA's context need some more.
         error: how far gradients may be off: `"exact"`, `"rounding"` or `"few-bit"`, as for `fitact.convert`.
-        example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from `output.loss`
-            if there is one, else from all outputs; of a model of transformers keep the loss alone.
+        example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from the
+            output's `loss` if there is one, else from all outputs; of a model of transformers keep the loss alone.
         optimizer: `"adamw"`, `"sgd"` (with momentum) or `"none"`.
         device: for which time is foretold: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
             there returns.
