@@ -269,16 +269,20 @@ def _trace(model: nn.Module, run: Run, own: frozenset[type], detail: bool) -> Tr
         if detail:
             watch.place = stack.enter_context(place_in((model,), owned))
         stack.enter_context(saved_tensors_hooks(watch.pack, lambda tensor: tensor))
-        try:
-            output = run(model)
-        except FitactError:
-            raise
-        except Exception as error:
-            raise UsageError(f"the model cannot be run with example_inputs: {one_line(error)}") from error
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = tensors_of(run, model)
     if leaves and not any(leaf.requires_grad for leaf in leaves):
         raise _UntrainedError("no output of the model depends on anything that is trained: nothing is kept")
     return watch.trace([site.key for site in sites])
+
+
+def tensors_of(run: Run, model: nn.Module) -> list[Tensor]:
+    """Run a model, and return the tensors of its output; raise a UsageError if it cannot be run."""
+    try:
+        return [leaf for leaf in tree_leaves(run(model)) if isinstance(leaf, Tensor)]
+    except FitactError:
+        raise
+    except Exception as error:
+        raise UsageError(f"the model cannot be run with example_inputs: {one_line(error)}") from error
 
 
 @dataclass

@@ -41,8 +41,7 @@ class Swap:
         module: the module.
         kind: the new class, a key of CLASSES.
         gate: what its children are, if it is a gated MLP.
-        codes: which codes a gate keeps, an activation with learned numbers, or a norm; None to keep what they are
-            of.
+        codes: those that a gate, an activation with learned numbers or a norm keeps; None to keep their tensors.
         exact: whether gradients stay stock's; if not, codes are kept for the output of a coded activation.
 
     """

@@ -415,8 +415,15 @@ def hooked() -> nn.Module:
     return act
 
 
+def patched() -> nn.Module:
+    act = nn.GELU()
+    vars(act)["forward"] = F.silu
+    return act
+
+
 LEFT = [
     (nn.PReLU(), "parameters are learned"),
+    (patched(), "its forward is not that of its class"),
     (nn.RReLU(), "random"),
     (nn.ReLU(inplace=True), "in place"),
     (nn.Softmax(-1), "whole row"),
@@ -732,6 +739,24 @@ def test_lazy_models_are_not_rebuilt() -> None:
     with pytest.raises(UsageError, match="not initialised yet: run it once"):
         fitact.convert(lazy, error="exact")
     assert fitact.convert(lazy, "fewbit").replaced
+
+
+class Own(nn.Module):
+    """Computes an activation itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+def test_inputs_that_only_fake_tensors_take() -> None:
+    """PyTorch multiplies fake tensors of two dtypes."""
+    with pytest.raises(UsageError, match="the model cannot be run with example_inputs: RuntimeError"):
+        fitact.convert(Own(), error="exact", example_inputs=X.long())
 
 
 def test_what_is_no_model() -> None:
