@@ -22,7 +22,7 @@ from fitact.text import few
 
 from .choices import ERRORS, METHODS, Substitutes, check_bits
 from .detect import ActivationSite, recognise
-from .measure import Run, stock, traces
+from .measure import Run, Usage, stock, traces
 from .probe import agree
 from .replacement import Replacement
 
@@ -138,10 +138,28 @@ class Chosen:
             return "not included"
         return "" if self.excluded.isdisjoint(paths) else "excluded"
 
-    def sites(self, sites: Sequence[ActivationSite], rebuilds: bool) -> list[ActivationSite]:
-        """Return all sites; those that are to be left alone are marked as refused."""
+    def sites(
+        self, sites: Sequence[ActivationSite], rebuilds: bool, usages: Sequence[Usage] = ()
+    ) -> list[ActivationSite]:
+        """Return all sites; those that are to be left alone are marked as refused.
+
+        Args:
+            sites: all of them.
+            rebuilds: whether outputs may be rebuilt.
+            usages: one for each site, if they were measured.
+
+        """
         kept = "" if rebuilds else "its output is rebuilt: fitact.revert puts it back"
-        return [_refused(site, self.refusal(site.path) or (kept if site.found.rebuilt else "")) for site in sites]
+        foreign = [usage.foreign for usage in usages] or [None] * len(sites)
+        return [
+            _refused(
+                site,
+                self.refusal(site.path)
+                or (kept if site.found.rebuilt else "")
+                or (f"its output is {dtype}, which no replacement takes" if dtype else ""),
+            )
+            for site, dtype in zip(sites, foreign, strict=True)
+        ]
 
     def rebuilt(self, swap: Swap, own: frozenset[type]) -> bool:
         """Whether an output is to be rebuilt; not where the user gives a replacement."""

@@ -330,7 +330,7 @@ def paying(
     before: Trace,
     measure: Measure,
 ) -> tuple[list[Replacement], Trace]:
-    """Leave sites alone where a replacement cannot be used or keeps more than stock.
+    """Return the replacements that can be used and keep no more than stock, and what the model keeps with them.
 
     Args:
         sites: where the activations are.
@@ -339,21 +339,23 @@ def paying(
         before: the trace of the stock model.
         measure: runs the model with each of several plans.
 
-    Returns:
-        The replacements, and what the model keeps with them.
-
     """
     given = [original_class(site.held) in substitutes for site in sites]
+
+    def left(found: Sequence[Replacement], after: Trace, gains: Callable[[Usage], int]) -> list[Replacement]:
+        seen = zip(found, given, before.usages, after.usages, strict=True)
+        return [
+            one
+            if wanted or not one.kind or now.kept <= gains(was)
+            else Replacement(reason=_more(one.kind, was, now))
+            for one, wanted, was, now in seen
+        ]
+
     while True:
         (after,) = measure([plan(replacements)])
-        kept = [
-            replacement
-            if wanted or not replacement.kind or now.kept <= was.kept
-            else Replacement(reason=_more(replacement.kind, was, now))
-            for replacement, wanted, was, now in zip(
-                lasting(replacements, after), given, before.usages, after.usages, strict=True
-            )
-        ]
+        kept = left(lasting(replacements, after), after, lambda was: was.kept)
+        if kept == replacements and after.kept > before.kept:  # activations beside these keep what they share
+            kept = left(kept, after, lambda was: was.alone)
         if kept == replacements:
             return kept, after
         replacements = kept
@@ -363,7 +365,7 @@ def _more(kind: type[nn.Module], was: Usage, now: Usage) -> str:
     """Return why a replacement keeps more than stock."""
     if registered(kind).keeps_output and not now.shared:
         return "it would keep more than stock: nothing that follows keeps its output"
-    if was.kept:
+    if was.alone:
         return "it would keep more than stock: it has few elements, and codes are padded to 8192"
     return "it would keep more than stock: neighbouring operations keep its tensor anyway"
 

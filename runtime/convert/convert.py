@@ -221,11 +221,15 @@ class _Job:
         if not (sites or norms or rebuilds):
             raise UsageError(none_held(self.model, self.run))
         self.chosen = choose(self.model, sites, include, exclude, norms or rebuilds)
-        self.sites = self.chosen.sites(sites, rebuilds)
+        self._choose_at(sites)
         check_substitutes(self.sites, self.replace)
+        check_shipped(self.sites, self.replacements)
+
+    def _choose_at(self, sites: Sequence[ActivationSite]) -> None:
+        """Choose what replaces the activations at these places if it is not to be found by what is kept."""
+        self.sites = self.chosen.sites(sites, self.rebuilds, () if self.before is None else self.before.usages)
         methods = () if self.method in ("auto", "rebuild") else (self.method,)
         self.replacements = Policy(methods, self.bits, self.replace).replacements(self.sites)
-        check_shipped(self.sites, self.replacements)
 
     def measure(self, plans: Sequence[Plan], *, detail: bool = False) -> list[Trace]:
         """Run the model as plans have it."""
@@ -290,10 +294,7 @@ class _Job:
 
     def find_replacements(self) -> None:
         """Find what replaces each activation, where outputs are rebuilt already."""
-        if self.rebuilt:
-            self.sites = self.chosen.sites(activation_sites(self.model, self.own), self.rebuilds)
-            methods = ("coded",) if self.method == "coded" else ()
-            self.replacements = Policy(methods, self.bits, self.replace).replacements(self.sites)
+        self._choose_at(activation_sites(self.model, self.own))
         if self.before is None:
             return
         if self.method == "auto":

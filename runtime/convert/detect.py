@@ -297,7 +297,9 @@ def _checked(module: nn.Module, found: Found) -> Found:
     refusal = ""
     if found.learned is None and any(True for _ in module.parameters()):
         refusal = "its parameters are learned"
-    elif has_hooks(module) or "forward" in vars(module):
+    elif "forward" in vars(module):
+        refusal = "its forward is not that of its class"
+    elif has_hooks(module):
         refusal = "it has hooks, which would be lost"
     return Found(found.before, found.activation, refusal=refusal, rebuilt=found.rebuilt) if refusal else found
 

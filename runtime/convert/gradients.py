@@ -17,7 +17,7 @@ from fitact.runtime.torch_internals import FakeTensor, tree_leaves
 from fitact.text import one_line
 
 from .detect import activation_sites
-from .measure import Plan, Run, real, stock
+from .measure import Plan, Run, real, stock, tensors_of
 
 Gradients = Sequence[Tensor | None]
 
@@ -120,7 +120,7 @@ def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, att
         model.train()
         for module in coded:
             hooks.callback(module.register_forward_pre_hook(look).remove)
-        real(run)(model)
+        tensors_of(real(run), model)
     return {module for module, error in errors.items() if error > FAR * _normal_error(coded[module])}
 
 

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
 from fitact.runtime.models.prepare import Statistics, without_packing
+from fitact.runtime.ops.autograd import DTYPES
 from fitact.runtime.records import Unseen
 from fitact.runtime.restore import generators, unchanged
 from fitact.runtime.torch_internals import (
@@ -54,12 +55,16 @@ class Usage:
         kept: bytes of the storages that nothing but activations keep; what several of them keep is shared out.
         shared: whether another operation keeps the very storage of each of its outputs; None if it was not run.
         overwritten: whether something has changed one of its outputs in place, so that backward cannot use it.
+        foreign: a dtype of its outputs that no replacement takes; None if there is none.
+        alone: bytes of the storages that no other activation keeps either.
 
     """
 
     kept: int
     shared: bool | None
     overwritten: bool = False
+    foreign: torch.dtype | None = None
+    alone: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,7 @@ def traces(
     """
     if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
         raise UsageError("the model is sharded, and cannot be run forward alone: convert it first, then shard it")
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise UsageError("the model has parameters that are not initialised yet: run it once, then convert it")
+    check_initialised(model)
     detail = detail and not any(map(is_compiled, model.modules()))  # a copy of a compiled module is not
     with torch.inference_mode(False), torch.enable_grad():
         try:
@@ -160,6 +164,12 @@ def traces(
             return [_real_trace(model, run, plan, own, attempt, detail) for plan in plans]
         finally:
             torch.clear_autocast_cache()  # of the weights as they were cast here
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise a UsageError if a model has parameters whose shapes its first run decides."""
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError("the model has parameters that are not initialised yet: run it once, then convert it")
 
 
 # Classes of FSDP: a forward pass gathers their parameters, and only the backward pass gives them back.
@@ -259,16 +269,20 @@ def _trace(model: nn.Module, run: Run, own: frozenset[type], detail: bool) -> Tr
         if detail:
             watch.place = stack.enter_context(place_in((model,), owned))
         stack.enter_context(saved_tensors_hooks(watch.pack, lambda tensor: tensor))
-        try:
-            output = run(model)
-        except FitactError:
-            raise
-        except Exception as error:
-            raise UsageError(f"the model cannot be run with example_inputs: {one_line(error)}") from error
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = tensors_of(run, model)
     if leaves and not any(leaf.requires_grad for leaf in leaves):
         raise _UntrainedError("no output of the model depends on anything that is trained: nothing is kept")
     return watch.trace([site.key for site in sites])
+
+
+def tensors_of(run: Run, model: nn.Module) -> list[Tensor]:
+    """Run a model, and return the tensors of its output; raise a UsageError if it cannot be run."""
+    try:
+        return [leaf for leaf in tree_leaves(run(model)) if isinstance(leaf, Tensor)]
+    except FitactError:
+        raise
+    except Exception as error:
+        raise UsageError(f"the model cannot be run with example_inputs: {one_line(error)}") from error
 
 
 @dataclass
@@ -326,14 +340,17 @@ class _Watch:
         return output
 
     def trace(self, keys: Sequence[Any]) -> Trace:
-        kept = dict.fromkeys(keys, 0)
+        kept, only = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)
         order = {key: i for i, key in enumerate(kept)}
         for storage, keepers in self.keepers.items():
             if None not in keepers:
                 share, rest = divmod(self.saved.storages[storage].nbytes(), len(keepers))
                 for i, key in enumerate(sorted(keepers, key=order.__getitem__)):
                     kept[key] += share + (i < rest)
-        usages = (Usage(kept[key], self.shared(key), self.overwritten(key)) for key in keys)
+                    only[key] += share if len(keepers) == 1 else 0
+        usages = (
+            Usage(kept[key], self.shared(key), self.overwritten(key), self.foreign(key), only[key]) for key in keys
+        )
         alone = [kept for storage, kept in self.elsewhere.items() if self.keepers[storage] == {None}]
         return Trace(self.saved.bytes, tuple(usages), unseen=tuple(_unseen(alone, self.saved.bytes)))
 
@@ -345,6 +362,10 @@ class _Watch:
 
     def overwritten(self, key: Any) -> bool:
         return any(version_of(tensor) != version for tensor, version in self.outputs.get(key, ()))
+
+    def foreign(self, key: Any) -> torch.dtype | None:
+        dtypes = (tensor.dtype for tensor, _ in self.outputs.get(key, ()))
+        return next((dtype for dtype in dtypes if dtype not in DTYPES), None)
 
 
 # Functions of one element; those that tell an activation, and those that may be a part of one.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from fitact.runtime.convert.detect import MODULES
-from fitact.runtime.convert.measure import Run, real, traces
+from fitact.runtime.convert.measure import Run, real, tensors_of, traces
 from fitact.runtime.learned.uses import Use
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
@@ -26,7 +26,6 @@ from fitact.runtime.torch_internals import (
     buffers_in,
     parameters_in,
     storage_id,
-    tree_leaves,
     unset_fake_temporarily,
 )
 
@@ -222,6 +221,9 @@ def check_calls(
         paths: of modules whose calls are to be replaced.
         swapped: rebuilds the model, with the calls of the modules at these paths.
 
+    Raises:
+        UsageError: it cannot be run.
+
     """
     if has_no_values(model):
         return Checked([], dict.fromkeys(paths, "the model's tensors have no values to check its outputs with"))
@@ -230,8 +232,7 @@ def check_calls(
         with torch.inference_mode(False), torch.enable_grad(), untouched(model), swapped(of):
             if not model.training:
                 model.train()
-            leaves = tree_leaves(real(run)(model))
-            return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+            return [leaf.detach() for leaf in tensors_of(real(run), model)]
 
     expected = outputs([])
     if _equal(expected, outputs(paths)):

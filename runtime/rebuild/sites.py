@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fitact.runtime.convert.detect import ActivationSite, activation_sites, own_errors, stated_errors
-from fitact.runtime.convert.measure import Run
+from fitact.runtime.convert.measure import Run, check_initialised
 from fitact.runtime.learned.function import LearnedModule
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
@@ -41,8 +41,7 @@ class Swap:
         module: the module.
         kind: the new class, a key of CLASSES.
         gate: what its children are, if it is a gated MLP.
-        codes: which codes a gate keeps, an activation with learned numbers, or a norm; None to keep what they are
-            of.
+        codes: those that a gate, an activation with learned numbers or a norm keeps; None to keep their tensors.
         exact: whether gradients stay stock's; if not, codes are kept for the output of a coded activation.
 
     """
@@ -110,9 +109,10 @@ def swaps(
         activation of a gate is not among them. Then records of the modules whose calls cannot be rebuilt.
 
     Raises:
-        UsageError: the model cannot be run.
+        UsageError: the model cannot be run, or has parameters that are not initialised yet.
 
     """
+    check_initialised(model)
     gates = [one for one in gated(model) if wanted(one)]
     inside = {id(one.activation) for one in gates}
     producers = [one for one in _producers(model) if id(one.module) not in inside]
@@ -131,8 +131,8 @@ def _calls(
     model: nn.Module, run: Run, others: Sequence[Swap], wanted: Callable[[Swap], bool], checked: bool
 ) -> tuple[list[Swap], list[SiteRecord]]:
     """Return the modules whose own calls keep less, and records of those where that cannot be done."""
-    with swapped(others):
-        paths = find_calls(model, run)
+    with swapped(others):  # calls that hooks make beside a forward that is another already are left alone
+        paths = [path for path in find_calls(model, run) if not isinstance(model.get_submodule(path), Rebuilding)]
     found = [one for one in (Swap(path, model.get_submodule(path), "Calls") for path in paths) if wanted(one)]
     reasons = {one.path: "its forward is not that of its class" for one in found if not _free(one.module)}
     free = {one.path: one for one in found if one.path not in reasons}

@@ -359,6 +359,52 @@ def test_in_place_has_no_use_for_methods_that_keep_the_output() -> None:
 # --------------------------------------------------------------------------------------------- what is left alone
 
 
+@pytest.mark.parametrize("method", ["fewbit", "relumix", "inverted"])
+def test_an_input_that_another_activation_keeps(method: str) -> None:
+    """Where that one is left alone, codes would come beside its output; where it is replaced too, they pay."""
+    model, x = mlp(nn.Sequential(nn.Tanh(), nn.GELU())), torch.randn(2000, 16)
+    report = fitact.convert(model, method, exclude="*.0", example_inputs=x)
+    with count_saved(model) as saved:
+        model(x)
+    assert report.kept_after == report.kept_before == saved.bytes
+    assert [site.after for site in report] == [None, None] and "neighbouring" in report.sites[1].reason
+    both = mlp(nn.Sequential(nn.SiLU(), nn.GELU()))
+    pays = fitact.convert(both, method, example_inputs=x)
+    assert pays.kept_before and pays.kept_after and pays.replaced and pays.kept_after < pays.kept_before
+
+
+class Spectrum(nn.Module):
+    """An activation of complex numbers, one of real ones, and one of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index, self.embedding, self.bend = nn.ReLU(), nn.Embedding(4, 64), nn.Tanh()
+        self.act, self.out = nn.GELU(), nn.Linear(66, 64)
+
+    def forward(self, i: Tensor) -> Tensor:
+        wave = self.bend(torch.fft.rfft(self.embedding(self.index(i))))
+        found: Tensor = self.out(self.act(torch.view_as_real(wave).flatten(-2)))
+        return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"method": "fewbit"}, {"method": "coded"}, *({"error": one} for one in ("exact", "rounding"))],
+)
+def test_numbers_that_are_not_real(given: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, i = Spectrum(), torch.randint(0, 4, (500,))
+    expected = model(i)
+    report = fitact.convert(model, example_inputs=i, **given)
+    reasons = {site.name: site.reason for site in report if site.name in ("index", "bend") and not site.after}
+    assert reasons == {
+        "index": "its output is torch.int64, which no replacement takes",
+        "bend": "its output is torch.complex64, which no replacement takes",
+    }
+    assert report.kept_before and report.kept_after and report.kept_after <= report.kept_before
+    assert torch.equal(model(i), expected)
+
+
 class Learned(nn.GELU):
     pass
 
@@ -369,8 +415,15 @@ def hooked() -> nn.Module:
     return act
 
 
+def patched() -> nn.Module:
+    act = nn.GELU()
+    vars(act)["forward"] = F.silu
+    return act
+
+
 LEFT = [
     (nn.PReLU(), "parameters are learned"),
+    (patched(), "its forward is not that of its class"),
     (nn.RReLU(), "random"),
     (nn.ReLU(inplace=True), "in place"),
     (nn.Softmax(-1), "whole row"),
@@ -679,6 +732,31 @@ def test_wrong_input(given: dict[str, Any], message: str) -> None:
 def test_wrong_model(model: nn.Module, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         fitact.convert(model, example_inputs=X)
+
+
+def test_lazy_models_are_not_rebuilt() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.GELU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    with pytest.raises(UsageError, match="not initialised yet: run it once"):
+        fitact.convert(lazy, error="exact")
+    assert fitact.convert(lazy, "fewbit").replaced
+
+
+class Own(nn.Module):
+    """Computes an activation itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+def test_inputs_that_only_fake_tensors_take() -> None:
+    """PyTorch multiplies fake tensors of two dtypes."""
+    with pytest.raises(UsageError, match="the model cannot be run with example_inputs: RuntimeError"):
+        fitact.convert(Own(), error="exact", example_inputs=X.long())
 
 
 def test_what_is_no_model() -> None:
