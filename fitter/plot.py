@@ -71,10 +71,9 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
         upper = figure.add_subplot(grid[2 * row, column])
         with np.errstate(all="ignore"):
             panel(upper, figure.add_subplot(grid[2 * row + 1, column], sharex=upper))
-        room = TITLE * figure.bbox.width / columns
-        upper.title.set_fontsize(
-            upper.title.get_fontsize() * min(1.0, room / upper.title.get_window_extent().width)
-        )
+        share = TITLE * figure.bbox.width / columns / upper.title.get_window_extent().width
+        if share < 1:
+            upper.title.set_fontsize(share * upper.title.get_fontsize())  # type: ignore[operator]
     return save(figure, format)
 
 

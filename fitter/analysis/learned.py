@@ -81,7 +81,7 @@ class Number:
 def _taken(name: object) -> str | None:
     """Return why a learned number cannot have a name, None if it can."""
     if not isinstance(name, str) or not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME:
-        return f"a name is a Python identifier of at most {MAX_NAME} characters"
+        return f"a name is a Python identifier of at most {MAX_NAME} characters of ASCII"
     if name.startswith("_"):
         return "names that begin with an underscore belong to generated modules"
     if name in ("x", "g", "u"):

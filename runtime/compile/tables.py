@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import Coded, is_generated, registered
@@ -154,11 +154,11 @@ class Table(Code):
         return hashlib.sha256(self.name.encode() + numbers).hexdigest()
 
 
-def table_of(kind: type[nn.Module]) -> Table:
+def table_of(kind: object) -> Table:
     """Return the code of a generated class.
 
     Raises:
-        UsageError: its activation keeps no code from which a value is looked up.
+        UsageError: it is none, or its activation keeps no code from which a value is looked up.
 
     """
     activation = registered(kind) if isinstance(kind, type) and is_generated(kind) else None

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fitact.api import activation
 from fitact.errors import UsageError, quote
@@ -207,6 +208,8 @@ def _activation_sites(
         found = recognise(held, own)
         if found is not None:
             yield ActivationSite(parent, attribute, full_path, held, found)
+        elif isinstance(held, ParametrizationList):
+            continue  # it computes a parameter
         elif isinstance(held, nn.Module) and attribute in modules_in(parent):
             yield from _activation_sites(held, full_path, own, seen)
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
 from fitact.runtime.models.prepare import Statistics, without_packing
-from fitact.runtime.ops.autograd import DTYPES
+from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.records import Unseen
 from fitact.runtime.restore import generators, unchanged
 from fitact.runtime.torch_internals import (

@@ -321,7 +321,7 @@ WRONG = [
     ("plot good.json -o a.txt", 2, "ends in .png, .svg or .pdf"),
     ("plot good.json -o png", 2, "ends in .png, .svg or .pdf"),
     ("plot good.json -o file/a.png", 1, "cannot be written"),
-    ("plot good.json -o folder.png", 1, "folder.png: cannot be written: is a directory"),
+    ("plot good.json -o folder.png", 2, "expected the name of a file, and 'folder.png' is a folder"),
 ]
 
 

@@ -12,7 +12,7 @@ from fitact.cli import cli
 
 FIT = ["fit", "--method", "rebuild", "--name", "own"]
 OF = {
-    "": "learned number '': a name is a Python identifier of at most 40 characters; choose another name",
+    "": "learned number '': a name is a Python identifier of at most 40 characters of ASCII; choose another name",
     "sin": "learned number 'sin': sin is a function of formulas; choose another name",
     "where": "learned number 'where': where is a function of formulas; choose another name",
     "class": "learned number 'class': the name is Python's own; choose another name",
@@ -30,8 +30,10 @@ OF = {
     "u0": "learned number 'u0': generated modules use that name themselves; choose another name",
     "_tl": "learned number '_tl': names that begin with an underscore belong to generated modules; "
     "choose another name",
-    "a b": "learned number 'a b': a name is a Python identifier of at most 40 characters; choose another name",
-    "é": "learned number 'é': a name is a Python identifier of at most 40 characters; choose another name",
+    "a b": "learned number 'a b': a name is a Python identifier of at most 40 characters of ASCII; "
+    "choose another name",
+    "é": "learned number 'é': a name is a Python identifier of at most 40 characters of ASCII; choose another "
+    "name",
 }
 WRONG = [
     *((["--fn", "x*tanh(x)", "--learn", f"{name}=1"], message) for name, message in OF.items()),

@@ -373,6 +373,18 @@ def test_an_input_that_another_activation_keeps(method: str) -> None:
     assert pays.kept_before and pays.kept_after and pays.replaced and pays.kept_after < pays.kept_before
 
 
+@pytest.mark.parametrize("given", [{"method": "fewbit"}, {"error": "few-bit"}, {"error": "exact"}])
+def test_what_computes_a_parameter(given: dict[str, Any]) -> None:
+    """Its gradient is not the model's to approximate, and its dtype not autocast's."""
+    norm = nn.LayerNorm(64)
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    model, x = nn.Sequential(nn.Linear(64, 64), norm, nn.GELU(), nn.Linear(64, 64)), torch.randn(50, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fitact.convert(model, example_inputs=x, **given)
+        model(x).sum().backward()
+    assert "parametrizations" not in str(report)
+
+
 class Spectrum(nn.Module):
     """An activation of complex numbers, one of real ones, and one of indices."""
 

@@ -42,6 +42,8 @@ class _File(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value in ("", "-") or str(value).endswith(("/", os.sep)):
             self.fail(f"expected the name of a file, got {quote(value)}", param, ctx)
+        if os.path.isdir(value):
+            self.fail(f"expected the name of a file, and {quote(value)} is a folder", param, ctx)
         return super().convert(value, param, ctx)
 
 
