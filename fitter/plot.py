@@ -73,7 +73,7 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
             panel(upper, figure.add_subplot(grid[2 * row + 1, column], sharex=upper))
         share = TITLE * figure.bbox.width / columns / upper.title.get_window_extent().width
         if share < 1:
-            upper.title.set_fontsize(share * upper.title.get_fontsize())  # type: ignore[operator]
+            upper.title.set_fontsize(share * float(upper.title.get_fontsize()))
     return save(figure, format)
 
 

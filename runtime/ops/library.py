@@ -112,7 +112,7 @@ def batched(x: Tensor, dim: int | None, size: int, *, in_words: bool) -> Tensor:
         x: the batch, or one element that all of the batch share.
         dim: the dimension of the batch, None for one element.
         size: how many elements there are.
-        in_words: whether codes stand in words: then each element is rounded up to whole tiles, to have its own.
+        in_words: whether codes stand in words: each element then has tiles of its own, the last one padded.
 
     """
     batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -145,8 +145,8 @@ class Op(NamedTuple):
 
 def define(kind: str, found: Mapping[str, Op]) -> None:
     """Define ops in the namespace; they stay if a copy of this runtime with the same text has defined them."""
-    name_of_library = f"{kind}_library"
-    if hasattr(ops, name_of_library):
+    holder = f"library_of_{kind}"
+    if hasattr(ops, holder):
         return
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for name, op in found.items():
@@ -159,4 +159,4 @@ def define(kind: str, found: Mapping[str, Op]) -> None:
         torch.library.register_vmap(whole, op.batching, lib=library)
         if op.differentiate is not None:
             torch.library.register_autograd(whole, op.differentiate, setup_context=op.save, lib=library)
-    setattr(ops, name_of_library, library)  # the ops live as long as this object
+    setattr(ops, holder, library)  # the ops live as long as this object
