@@ -1,4 +1,4 @@
-"""Running a model, its loss, and leaving it and the generators of random numbers as they were."""
+"""Running a model, the loss in its output, and leaving it and the generators of random numbers as they were."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fitact.errors import UsageError
 
 
 @contextmanager
@@ -105,6 +107,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             torch.clear_autocast_cache()
+
+
+def check_model(model: object) -> None:
+    """Raise a UsageError unless it is an nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -23,7 +23,7 @@ from fitact.runtime.convert.functional import ARGUMENTS
 from fitact.runtime.convert.measure import real, runner
 from fitact.runtime.ops.gate_ops import generated_gate
 from fitact.runtime.rebuild.sites import Swap, gated
-from fitact.runtime.restore import untouched
+from fitact.runtime.restore import check_model, untouched
 from fitact.runtime.torch_internals import FakeTensor, is_compiled, without_torch_function
 from fitact.runtime.wrappers import RebuiltGate
 from fitact.text import OF_U, one_line
@@ -96,8 +96,7 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
 
 
 def _check(model: nn.Module, batches: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    check_model(model)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise UsageError(f"batches: expected several batches, as a list, got {quote(batches)}")
     tensors = [*model.parameters(), *model.buffers()]

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fitact.arguments import integer, real
+from fitact.arguments import integer, real, several
 from fitact.errors import UsageError, quote
 from fitact.runtime.torch_internals import compiler_options, partitioner
 
@@ -149,8 +149,7 @@ def compile_report(compiled: Callable[..., Any]) -> CompileReport:
 
 def codes_of(error: str, bits: int | None = None, more: Sequence[type[nn.Module]] = ()) -> tuple[Code, ...]:
     """Return the codes that arguments of `compile_options` ask for."""
-    if not isinstance(more, Sequence):
-        raise UsageError(f"tables: expected a list of classes, got {quote(more)}")
+    more = several("tables", more)
     if error == "exact":
         if bits is not None or more:
             raise UsageError("error='exact' codes only masks: leave out bits and tables")

@@ -17,6 +17,7 @@ from fitact.runtime.norms.fold import unmerge_norms
 from fitact.runtime.ops.registry import registered
 from fitact.runtime.rebuild.modules import restore
 from fitact.runtime.records import Conversion, SiteRecord
+from fitact.runtime.restore import check_model
 from fitact.runtime.torch_internals import uncompiled
 from fitact.runtime.wrappers import Held, InPlace
 from fitact.text import starred
@@ -126,9 +127,8 @@ def revert(model: nn.Module) -> Conversion:
 
 def inner(model: nn.Module) -> nn.Module:
     """Return the model, without the wrapper of `torch.compile`."""
-    inner = uncompiled(model)
-    if not isinstance(inner, nn.Module):
-        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    inner: nn.Module = uncompiled(model)
+    check_model(inner)
     if isinstance(inner, torch.jit.ScriptModule):
         raise UsageError("TorchScript's modules cannot be changed: convert the model before scripting it")
     return inner

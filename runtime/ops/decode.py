@@ -49,7 +49,7 @@ def prepare(key: str, device: str) -> None:
 def by_reference(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:
     """Decode by PyTorch's operators."""
     with torch.no_grad():
-        return coded(key).decoded(codes, size, dtype)
+        return coded(key).argument.again(codes, size, dtype)
 
 
 def by_triton(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Tensor:

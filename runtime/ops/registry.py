@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -195,10 +195,6 @@ class LookedUp(Pointwise):
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.backward(dy, None, codes, self.bits, self.argument.levels, dtype)
-
-    def decoded(self, codes: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the values of codes, contiguous, by PyTorch's operators."""
-        return self.argument.again(codes, size, dtype)
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
         launch(self.backward, dy, codes, self.argument.on(dy.device).derivatives, dx)

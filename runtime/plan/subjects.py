@@ -19,6 +19,7 @@ from fitact.runtime.memory.saved import gpu_kernels
 from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, failed, starts, without_packing
 from fitact.runtime.norms.dataflow import NormUsage
 from fitact.runtime.norms.structure import look
+from fitact.runtime.restore import check_model
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
 
@@ -102,8 +103,7 @@ def of_model(model: nn.Module, example_inputs: Any, autocast: torch.dtype | None
         UsageError: it is no nn.Module, or cannot be copied as fake tensors.
 
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    check_model(model)
     run = runner(example_inputs)
     name = type(model).__name__
     try:

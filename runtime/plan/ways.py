@@ -23,6 +23,7 @@ from fitact.runtime.norms.rewrite import share
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.rebuild.calls import LOSSES
 from fitact.runtime.rebuild.modules import ONLY, Rebuilding, swap
+from fitact.runtime.restore import check_model
 from fitact.runtime.torch_internals import FakeTensor, is_compiled, not_compiled, tree_iter
 
 BUDGETS = (1.0, 0.9, 0.7)  # of the compiler
@@ -241,8 +242,7 @@ def apply(
         JobError: with merged norms the model computes something else.
 
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    check_model(model)
     if any(isinstance(one, (Checkpointed, Rebuilding)) or is_generated(type(one)) for one in model.modules()):
         raise UsageError("the model is converted or planned already: call fitact.revert_plan(model) first")
     if any(map(is_compiled, model.modules())):

@@ -325,7 +325,7 @@ def test_own_table() -> None:
         ({"tables": [nn.GELU]}, "tables: expected classes that fitact codegen made"),
         ({"tables": [GeluFewbit3]}, "tables: expected classes that fitact codegen made"),
         ({"tables": [3]}, "tables: expected classes that fitact codegen made .*, got 3"),
-        ({"tables": GeluCoded4}, "tables: expected a list of classes, got "),
+        ({"tables": GeluCoded4}, "tables: expected several values, as a tuple, got "),
         ({"tables": [GeluCoded4]}, "gelu_coded4 has 4 bits, and 8 are asked for"),
         ({"backend": "eager"}, "backend: expected 'inductor'"),
         ({"options": {"custom_partitioner_fn": None}}, "custom_partitioner_fn is what fitact sets"),
