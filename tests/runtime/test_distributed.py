@@ -40,7 +40,7 @@ os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
 # Values and gradients of a tensor in parts are those of the whole.
 TENSORS = """
 torch.manual_seed(0)
-whole, dy = torch.randn(7, 5000), torch.randn(7, 5000)
+whole, dy = torch.randn(7, 5120), torch.randn(7, 5120)  # whole vectors in each part, as below
 for function in (gelu_fewbit3, silu_inverted1):
     leaf = whole.clone().requires_grad_()
     expected = function(leaf)
