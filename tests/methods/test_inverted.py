@@ -91,21 +91,23 @@ def test_float32_over_the_real_line(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "bound"),
+    ("name", "call"),
     [
-        ("gelu", F.gelu, 2e-4),
-        ("silu", F.silu, 2e-4),
-        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), 3e-4),
-        ("mish", F.mish, 3e-4),
+        ("gelu", F.gelu),
+        ("silu", F.silu),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+        ("mish", F.mish),
     ],
 )
-def test_float32_of_outputs_that_pytorch_computes(name, call, bound):
-    derivative, middle = CURVES[name].derivative, CURVES[name].minimum
-    fit = fitted(name)
-    x = singles(middle)
+def test_float32_of_outputs_that_pytorch_computes(name, call):
+    curve, fit = CURVES[name], fitted(name)
+    x = singles(curve.minimum)
     x = x[np.abs(x) < 30]
     y = call(torch.tensor(x, dtype=torch.float32)).double().numpy()
-    assert np.abs(derivatives(fit, x, y) - derivative(x)).max() <= bound
+    error = np.abs(derivatives(fit, x, y) - curve.derivative(x))
+    near = np.abs(x - curve.minimum) <= 0.01
+    assert error[~near].max() <= 1e-4
+    assert error[near].max() <= 1e-4 + curve.lost(x, y)
 
 
 @pytest.mark.parametrize(
