@@ -372,13 +372,14 @@ def test_kept_by_the_mlp(name: str, shape: str) -> None:
     ],
 )
 def test_kept_by_the_real_mlp(name: str, backend: str | None) -> None:
+    """Of a sixteenth of the tokens, as products in bfloat16 take long on a CPU without such instructions."""
     make, added = MLP[name]
     torch._dynamo.reset()
     model = mlp(make())
     call = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     with count_saved(model) as saved:
-        call(torch.randn(2, 4096, 1024, dtype=torch.bfloat16))
-    assert saved.bytes == INPUT + INNER + sum(added)
+        call(torch.randn(2, 256, 1024, dtype=torch.bfloat16))
+    assert saved.bytes == (INPUT + INNER + sum(added)) // 16
 
 
 @each_kind
