@@ -143,15 +143,19 @@ def measured(where: str | None = None) -> Device:
 
 
 def _seconds(function: Callable[..., Tensor], *args: Tensor) -> float:
-    """Return the median time of a call."""
-    gpu = args[0].is_cuda
-    times: list[float] = []
+    """Return the median time of a call, of several in a row where they are short."""
     end = time.perf_counter() + SECONDS
-    while len(times) < 3 or time.perf_counter() < end:
+
+    def timed(calls: int) -> float:
         start = time.perf_counter()
-        for _ in range(10):
+        for _ in range(calls):
             function(*args)
-        if gpu:
+        if args[0].is_cuda:
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / 10)
+        return (time.perf_counter() - start) / calls
+
+    calls = 10 if timed(1) < SECONDS / 30 else 1
+    times = [timed(calls)]
+    while time.perf_counter() < end:
+        times.append(timed(calls))
     return sorted(times)[len(times) // 2]

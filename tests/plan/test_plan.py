@@ -30,6 +30,7 @@ from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models import reference
 from fitact.runtime.models.prepare import Inputs, Training, prepare
 from fitact.runtime.models.sources import hugging_face
+from fitact.runtime.plan import devices
 from fitact.runtime.plan.costs import Costs, Step
 from fitact.runtime.plan.costs import step as measured_step
 from fitact.runtime.plan.devices import DEVICES, Device
@@ -367,6 +368,21 @@ def test_devices() -> None:
         assert device.seconds(0, int(device.products), 0, 0) == pytest.approx(1)
         assert device.seconds(1, int(device.products), int(device.products32), 0) == pytest.approx(2)
     assert isinstance(CPU, Device)
+
+
+@pytest.mark.parametrize(("lasts", "most"), [(3.0, 2), (0.1, 20), (1e-3, 1600)])
+def test_measuring_a_slow_device_ends(lasts: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in bfloat16 take seconds on a CPU without instructions for them: these are few, others many."""
+    calls, x = 0, torch.empty(1)
+
+    def function(_: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x
+
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: calls * lasts)
+    assert devices._seconds(function, x) == pytest.approx(lasts)
+    assert most / 2 < calls <= most
 
 
 def test_a_checkpointed_block_is_copied_and_kept() -> None:
