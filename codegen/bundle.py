@@ -27,6 +27,7 @@ from .safety import admitted
 # Exactly the files that importing `fitact.runtime` imports.
 RUNTIME = (
     "__init__.py",
+    "autocast.py",
     "philox.py",
     "recipes.py",
     "torch_internals.py",

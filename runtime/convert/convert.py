@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from fitact.errors import UsageError
+from fitact.runtime.autocast import active_autocast
 from fitact.runtime.norms.fold import merge_norms
 from fitact.runtime.rebuild import sites as rebuilding
 from fitact.runtime.rebuild.modules import put_back, reading, standing
@@ -262,7 +262,7 @@ class _Job:
     def merge_norms(self, include: Patterns, exclude: Patterns) -> list[SiteRecord]:
         """Merge norms but those whose outputs are rebuilt; return their records."""
         device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
-        spared = [] if torch.is_autocast_enabled(device) else self._rebuilt_norms()
+        spared = [] if active_autocast(device) else self._rebuilt_norms()
         left = [*patterns(exclude), *spared]
         merged = merge_norms(self.model, self.example_inputs, include=include, exclude=left)
         (self.before,) = self.measure([stock])

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 
+from fitact.runtime.autocast import active_autocast, without_autocast
 from fitact.runtime.modes import OperationMode
 from fitact.runtime.ops.library import KERNEL_DTYPES
 from fitact.runtime.torch_internals import (
@@ -186,7 +187,7 @@ class _Observer(OperationMode):
     def _follow(self, usage: NormUsage, given: Any, output: Tensor) -> Tensor:
         """Follow the output of a norm, in the dtype that a memory-sharing norm would return."""
         dtype = sharing_dtype(output)
-        autocast = torch.is_autocast_enabled(output.device.type) and output.dtype in KERNEL_DTYPES
+        autocast = active_autocast(output.device.type) and output.dtype in KERNEL_DTYPES
         if not autocast and (not isinstance(given, Tensor) or given.dtype != output.dtype):
             usage.refuse("its output has another dtype than its input")
         output = output.to(dtype)
@@ -273,18 +274,14 @@ def _are_rows(tensor: Tensor, columns: int) -> bool:
 
 def sharing_dtype(output: Tensor) -> torch.dtype:
     """Return the dtype of a memory-sharing norm's output: under autocast, the autocast dtype."""
-    device = output.device.type
-    if torch.is_autocast_enabled(device) and output.dtype in KERNEL_DTYPES:
-        return torch.get_autocast_dtype(device)
-    return output.dtype
+    return (output.dtype in KERNEL_DTYPES and active_autocast(output.device.type)) or output.dtype
 
 
 @contextmanager
-def without_autocast(model: nn.Module) -> Iterator[None]:
+def outside_autocast(model: nn.Module) -> Iterator[None]:
     """Turn the caller's autocast off."""
     kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())}
     with ExitStack() as stack:
         for kind in sorted(kinds):
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(without_autocast(kind))
         yield

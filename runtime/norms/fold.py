@@ -34,7 +34,7 @@ from fitact.errors import UsageError
 from fitact.runtime.records import SiteRecord
 from fitact.runtime.torch_internals import FakeTensor
 
-from .dataflow import without_autocast
+from .dataflow import outside_autocast
 from .linear import Norm
 from .rewrite import is_merged, merge, present, unmerge
 from .structure import Seen, listed, look
@@ -103,7 +103,7 @@ def merge_norms(
     # tensors made in inference mode could not be trained
     with torch.inference_mode(False):
         seen = look(model, run)
-        with without_autocast(model):
+        with outside_autocast(model):
             reasons = {
                 module: (_left_out(seen.names[module], include, exclude) if isinstance(known, Norm) else "")
                 or seen.reason(module)
@@ -139,7 +139,7 @@ def merge_exactly(model: nn.Module, example_inputs: Inputs, paths: Sequence[str]
     with torch.inference_mode(False):
         seen = look(model, run)
         norms = {seen.names[module]: module for module in seen.found}
-        with without_autocast(model):
+        with outside_autocast(model):
             for path in paths:
                 reason = seen.reason(norms[path]) if path in norms else "it is no norm, or it is merged already"
                 if reason:
@@ -168,7 +168,7 @@ def unmerge_norms(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if is_merged(module)
     ]
-    with torch.inference_mode(False), torch.no_grad(), without_autocast(model):
+    with torch.inference_mode(False), torch.no_grad(), outside_autocast(model):
         for _, module, layers in places:
             unmerge(model, module, module.merged, layers)
     torch.clear_autocast_cache()  # it holds casts of the old weights

@@ -17,7 +17,7 @@ from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import modules_in
 from fitact.text import few, one_line
 
-from .dataflow import NormUsage, sharing_dtype, tensors_in, without_autocast
+from .dataflow import NormUsage, outside_autocast, sharing_dtype, tensors_in
 from .linear import (
     Norm,
     adapter_kind_blocker,
@@ -106,13 +106,13 @@ def merge(model: nn.Module, run: Callable[[], Any], chosen: Sequence[NormUsage])
                 run, (before, units) = _stock_outputs(model, run, chosen)
             if not any(tensor.numel() for tensor in before):
                 raise UsageError("no numbers to compare: expected the model to return floating-point tensors")
-            with without_autocast(model):
+            with outside_autocast(model):
                 for usage in chosen:
                     _round_once(usage, units[usage.norm.module])
             with _explained(model, paths):
                 moved = _difference(before, _outputs(model, run))
             change.restore_values()
-            with without_autocast(model):
+            with outside_autocast(model):
                 for usage in chosen:
                     _merge_one(model, usage, change)
             with _explained(model, paths):
@@ -138,7 +138,7 @@ def _stock_outputs(
     """Return a function that runs the model for comparison, its outputs, and the precision of its norms there."""
 
     def evaluate_multiprecision() -> Any:
-        with without_autocast(model):
+        with outside_autocast(model):
             return run()
 
     try:

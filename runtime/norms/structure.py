@@ -15,7 +15,7 @@ from fitact.errors import UsageError
 from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import has_hooks
 
-from .dataflow import Graph, NormUsage, observe, storage, without_autocast
+from .dataflow import Graph, NormUsage, observe, outside_autocast, storage
 from .linear import Norm, ambiguous, blocker, is_layer, is_plain, range_trouble, recognise, width, wrappers
 
 Owners = dict[int | None, list[nn.Module]]
@@ -72,7 +72,7 @@ def look(model: nn.Module, run: Callable[[], Any]) -> Seen:
     """
     names = {module: name for name, module in model.named_modules()}
     layers = {module for module in model.modules() if is_layer(module)}
-    with without_autocast(model):
+    with outside_autocast(model):
         found = {module: known for module in model.modules() if (known := recognise(module)) is not None}
     graph = Graph({module: NormUsage(known) for module, known in found.items() if isinstance(known, Norm)})
     if graph.usages:

@@ -32,8 +32,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..autocast import active_autocast
 from ..recipes import note
-from ..torch_internals import constant_in_graphs, in_functorch_transform
+from ..torch_internals import in_functorch_transform
 from . import decode, reference
 from .launch import Launch
 from .library import DTYPES, KERNEL_DEVICES, KERNEL_DTYPES, Op, batched, define, ops, save_key
@@ -102,18 +103,9 @@ def _uncoded(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
     return y if y.stride() == x.stride() else torch.empty_like(x, dtype=dtype).copy_(y)
 
 
-@constant_in_graphs
-def _has_autocast(device: str) -> bool:
-    """Return whether a type of device has autocast; before 2.13 a compiler cannot trace this question."""
-    return torch.amp.is_autocast_available(device)
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to which autocast casts x for the next layer; the dtype of x if autocast is off."""
-    device = x.device.type
-    if x.dtype in KERNEL_DTYPES and _has_autocast(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+    return (x.dtype in KERNEL_DTYPES and active_autocast(x.device.type)) or x.dtype
 
 
 def _distributed(x: Any, key: str) -> Tensor:

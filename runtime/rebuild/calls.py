@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
+from fitact.runtime.autocast import active_autocast
 from fitact.runtime.recipes import Note, note, plain
 from fitact.runtime.torch_internals import GROUPED_MM, SAFE_SOFTMAX, innermost_mode, saved_tensor_hooks, storage_id
 
@@ -163,8 +164,7 @@ def _fewer(x: Tensor, index: Tensor) -> Source | None:
 
 def _product_dtype(rule: Rule, tensors: Sequence[Tensor]) -> torch.dtype | None:
     """Return the dtype to which autocast casts the arguments of a function, None if it does not."""
-    device = tensors[0].device.type
-    return torch.get_autocast_dtype(device) if rule.cast and torch.is_autocast_enabled(device) else None
+    return active_autocast(tensors[0].device.type) if rule.cast else None
 
 
 def _cast(tensor: Tensor, found: Source | None, dtype: torch.dtype) -> Tensor:
@@ -220,9 +220,8 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     if len(tensors) != 1 or source(tensors[0]) is not None or not (tensors[0].requires_grad and plain(tensors[0])):
         return _ruled(OUTPUT, function, args, kwargs)
     (x,) = tensors
-    device = x.device.type
     dtype = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), x.dtype)
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+    if active_autocast(x.device.type) and dtype != torch.float64:
         dtype = torch.float32
     size = x.numel() * dtype.itemsize
     found, extra = narrow(x)
@@ -231,7 +230,7 @@ def _softmax(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     near = found or Source(lambda x: x, (x.detach(),))
     for one in near.state:
         setattr(one.untyped_storage(), SHARED, True)
-    again = Plain(lambda *state: call(near.function(*state)), device)
+    again = Plain(lambda *state: call(near.function(*state)), x.device.type)
     rebuild = Source(again, near.state, near.exact)
     output = operation(call, tensors, rebuild)
     note(output, again, *near.state, exact=rebuild.exact)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fitact.runtime.autocast import active_autocast, without_autocast
 from fitact.runtime.learned import ops as learned
 from fitact.runtime.learned.function import apply_learned
 from fitact.runtime.learned.uses import Use
@@ -30,7 +31,7 @@ from fitact.runtime.recipes import note, plain
 
 from . import functions
 from .derivatives import once
-from .recipes import Function, applied, without_autocast
+from .recipes import Function, applied
 
 SHIPPED = {"gelu": "geglu", "silu": "swiglu"}  # the gates that ship, by f
 
@@ -127,7 +128,7 @@ class LearnedCodes(NamedTuple):
         if not functions.recorded(x, *numbers) or not all(map(plain, numbers)):
             return None
         same = all(torch.result_type(x, one) == x.dtype for one in numbers)
-        if not (same or torch.is_autocast_enabled(x.device.type)):
+        if not (same or active_autocast(x.device.type)):
             return None  # the module returns another dtype, which layers that follow may need
         return apply_learned(x, numbers, self.use.dim, self.key)
 

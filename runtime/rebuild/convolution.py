@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fitact.runtime.autocast import without_autocast
+
 from .derivatives import once
-from .recipes import Function, applied, cast, product_dtype, recast, source, use, without_autocast
+from .recipes import Function, applied, cast, product_dtype, recast, source, use
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

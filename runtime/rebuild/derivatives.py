@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from fitact.runtime.autocast import active_autocast
 from fitact.runtime.recipes import note
 
 from .recipes import Function, Source, applied, source, use
@@ -27,10 +28,8 @@ def once() -> None:
 
 def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return what enters the autocast that is on now."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(device)
-    return lambda: torch.autocast(device, dtype)
+    dtype = active_autocast(device)
+    return nullcontext if dtype is None else lambda: torch.autocast(device, dtype)
 
 
 class _Start(torch.autograd.Function):
@@ -75,7 +74,7 @@ class _Powers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.NAMES and len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1]:
             x, exponent = args
-            if x.requires_grad and x.is_floating_point() and not torch.is_autocast_enabled(x.device.type):
+            if x.requires_grad and x.is_floating_point() and not active_autocast(x.device.type):
                 return applied(_Power, x, exponent)
         return func(*args, **(kwargs or {}))
 

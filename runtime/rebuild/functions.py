@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fitact.runtime.autocast import active_autocast, without_autocast
 from fitact.runtime.recipes import note, plain
 from fitact.runtime.torch_internals import in_functorch_transform, storage_id
 
@@ -24,7 +25,6 @@ from .recipes import (
     recast,
     source,
     use,
-    without_autocast,
 )
 
 
@@ -308,7 +308,7 @@ def _logits(x: Tensor, target: Tensor) -> Source | None:
         return None
     if target.dtype != torch.int64 or target.shape != x.shape[:1]:
         return None
-    if torch.is_autocast_enabled(x.device.type) and x.untyped_storage().nbytes() < 4 * x.numel():
+    if active_autocast(x.device.type) and x.untyped_storage().nbytes() < 4 * x.numel():
         return Source(torch.Tensor.detach, (x.detach(),))
     found, extra = narrow(x)
     return found if x.dtype == torch.float32 and sum(extra.values()) < x.nbytes else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fitact.runtime.autocast import active_autocast
 from fitact.runtime.recipes import ATTRIBUTE, Note, Recipe, made, note, plain
 from fitact.runtime.torch_internals import autocast_of, base_of, in_functorch_transform, version_of
 
@@ -214,17 +214,12 @@ def use(function: Callable[..., Tensor]) -> None:
 # ----------------------------------------------------------------------------------------------- casts of autocast
 
 
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast; to enter one takes longer than to ask."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype in which a layer multiplies; None if PyTorch has to do it, or to say what is wrong."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    low = active_autocast(x.device.type)
+    if low is None:
         return x.dtype if x.dtype == weight.dtype else None
-    return None if torch.float64 in (weight.dtype, x.dtype) else torch.get_autocast_dtype(device)
+    return None if torch.float64 in (weight.dtype, x.dtype) else low
 
 
 def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:

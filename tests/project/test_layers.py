@@ -14,7 +14,17 @@ import fitact
 
 # The rooms from the bottom up: a module imports from its own room and from those before it.
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
-RUNTIME = ("torch_internals", "kernels", "philox", "recipes", "ops", "shipped", "learned.ops", "learned")
+RUNTIME = (
+    "torch_internals",
+    "autocast",
+    "kernels",
+    "philox",
+    "recipes",
+    "ops",
+    "shipped",
+    "learned.ops",
+    "learned",
+)
 MODELS = (
     *("records", "restore", "modes", "norms", "memory", "models", "compile"),
     *("rebuild", "convert.probe", "wrappers"),

@@ -532,3 +532,13 @@ def test_errors() -> None:
     with pytest.raises(UsageError):
         fitact.rebuild(model, example_inputs=(torch.randn(3, 7),))
     assert type(model.fc2) is nn.Linear and type(model.act) is nn.GELU
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_without_numbers(name: str) -> None:
+    """On the meta device, which has no autocast, as much is kept as on a CPU, and gradients have their shapes."""
+    _, rebuilt = pair(MODELS[name])
+    expected = kept(rebuilt, X)
+    assert kept(rebuilt.to("meta"), X.to("meta")) == expected
+    rebuilt(X.to("meta")).square().sum().backward()
+    assert all(one.grad is not None and one.grad.shape == one.shape for one in rebuilt.parameters())

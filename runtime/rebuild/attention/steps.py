@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from fitact.runtime.autocast import active_autocast, without_autocast
 from fitact.runtime.recipes import plain
 from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, storage_id, without_dispatch_modes
 
 from ..functions import recorded
 from ..operation import SHARED
-from ..recipes import owned, shares_cast, without_autocast
+from ..recipes import owned, shares_cast
 
 Call = Callable[..., Tensor]
 HALVES = torch.float16, torch.bfloat16
@@ -44,9 +45,8 @@ def attention(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
         tensors.pop()
     if given.keys() != OPTIONS.keys() or not _is_plain(tensors):
         return None
-    device, dtypes = tensors[0].device.type, [one.dtype for one in tensors]
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
+    low, dtypes = active_autocast(tensors[0].device.type), [one.dtype for one in tensors]
+    if low is not None:
         if any(shares_cast(one, low) or owned(one) for one in tensors):
             return None  # PyTorch has to cast it, for all that read its cast
         dtypes = [low if one.is_floating_point and one != torch.float64 else one for one in dtypes]
@@ -54,7 +54,7 @@ def attention(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
         return None
     if not 0 <= given["dropout_p"] <= 1:
         return None
-    with without_autocast(device):
+    with without_autocast(tensors[0].device.type):
         cast = [_to(call, *both) for both in zip(tensors, dtypes, strict=True)]
         return _composed(call, *cast, **given)
 
