@@ -22,6 +22,7 @@ from torch.nn.modules import module as hooks
 
 from fitact.runtime.autocast import active_autocast, without_autocast
 from fitact.runtime.modes import OperationMode
+from fitact.runtime.ops.autograd import autocast_dtype
 from fitact.runtime.ops.library import KERNEL_DTYPES
 from fitact.runtime.torch_internals import (
     changes_arguments,
@@ -186,7 +187,7 @@ class _Observer(OperationMode):
 
     def _follow(self, usage: NormUsage, given: Any, output: Tensor) -> Tensor:
         """Follow the output of a norm, in the dtype that a memory-sharing norm would return."""
-        dtype = sharing_dtype(output)
+        dtype = autocast_dtype(output)
         autocast = active_autocast(output.device.type) and output.dtype in KERNEL_DTYPES
         if not autocast and (not isinstance(given, Tensor) or given.dtype != output.dtype):
             usage.refuse("its output has another dtype than its input")
@@ -270,11 +271,6 @@ def _are_rows(tensor: Tensor, columns: int) -> bool:
         return False
     steps = (step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1)
     return (columns == 1 or tensor.stride(-1) == 1) and all(step % columns == 0 for step in steps)
-
-
-def sharing_dtype(output: Tensor) -> torch.dtype:
-    """Return the dtype of a memory-sharing norm's output: under autocast, the autocast dtype."""
-    return (output.dtype in KERNEL_DTYPES and active_autocast(output.device.type)) or output.dtype
 
 
 @contextmanager

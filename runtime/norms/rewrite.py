@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fitact.errors import FitactError, JobError, UsageError
+from fitact.runtime.ops.autograd import autocast_dtype
 from fitact.runtime.ops.reference import arithmetic_dtype
 from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import modules_in
 from fitact.text import few, one_line
 
-from .dataflow import NormUsage, outside_autocast, sharing_dtype, tensors_in
+from .dataflow import NormUsage, outside_autocast, tensors_in
 from .linear import (
     Norm,
     adapter_kind_blocker,
@@ -151,7 +152,7 @@ def _measured(model: nn.Module, run: Callable[[], Any], chosen: Sequence[NormUsa
     units = {usage.norm.module: 0.0 for usage in chosen}
 
     def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        units[module] = max(units[module], torch.finfo(sharing_dtype(output)).eps)
+        units[module] = max(units[module], torch.finfo(autocast_dtype(output)).eps)
 
     with ExitStack() as hooks:
         for module in units:

@@ -91,15 +91,16 @@ def test_float32_over_the_real_line(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
+    ("name", "call", "bound"),
     [
-        ("gelu", F.gelu),
-        ("silu", F.silu),
-        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
-        ("mish", F.mish),
+        ("gelu", F.gelu, 3e-4),
+        ("silu", F.silu, 2e-4),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), 3e-4),
+        ("mish", F.mish, 3e-4),
     ],
 )
-def test_float32_of_outputs_that_pytorch_computes(name, call):
+def test_float32_of_outputs_that_pytorch_computes(name, call, bound):
+    """At most 0.0003, as the guide states; it comes of PyTorch's outputs, which processors round differently."""
     curve, fit = CURVES[name], fitted(name)
     x = singles(curve.minimum)
     x = x[np.abs(x) < 30]
@@ -107,7 +108,7 @@ def test_float32_of_outputs_that_pytorch_computes(name, call):
     error = np.abs(derivatives(fit, x, y) - curve.derivative(x))
     near = np.abs(x - curve.minimum) <= 0.01
     assert error[~near].max() <= 1e-4
-    assert error[near].max() <= 1e-4 + curve.lost(x, y)
+    assert error[near].max() <= min(bound, 1e-4 + curve.lost(x, y))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_float32_and_float64(one: Inverse, dtype: torch.dtype) -> None:
     assert bool(error.isfinite().all())
     assert float(error[~near].max()) <= 1e-4
     lost = CURVES[one.plain].lost(x.double().numpy(), y.double().numpy())
-    assert float(error[near].max()) <= 1e-4 + lost
+    assert float(error[near].max()) <= min(4e-4, 1e-4 + lost)
 
 
 # float32, bfloat16, float16
