@@ -107,7 +107,21 @@ def between(one: Inverse, x: torch.Tensor) -> torch.Tensor:
     return (x < 3) & (x > np.nextafter(np.float32(3), np.float32(0))) & (one.plain == "hardswish")
 
 
-@named(*(one.name for one in inverses() if not one.published))
+# name → how far off f′ may be within 0.01 of the minimum, of the outputs that PyTorch computes in float32
+NEARBY = {
+    "gelu_inverted1": 3e-4,
+    "gelu_inverted2": 3e-4,
+    "gelu_tanh_inverted1": 3e-4,
+    "hardswish_inverted2": 2e-4,
+    "mish_inverted1": 3e-4,
+    "quick_gelu_inverted1": 2e-4,
+    "serf_inverted1": 4e-4,
+    "silu_inverted1": 2e-4,
+    "silu_inverted2": 2e-4,
+}
+
+
+@named(*NEARBY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_float32_and_float64(one: Inverse, dtype: torch.dtype) -> None:
     x = one.numbers(dtype)
@@ -123,7 +137,7 @@ def test_float32_and_float64(one: Inverse, dtype: torch.dtype) -> None:
     assert bool(error.isfinite().all())
     assert float(error[~near].max()) <= 1e-4
     lost = CURVES[one.plain].lost(x.double().numpy(), y.double().numpy())
-    assert float(error[near].max()) <= min(4e-4, 1e-4 + lost)
+    assert float(error[near].max()) <= min(NEARBY[one.name], 1e-4 + lost)
 
 
 # float32, bfloat16, float16
