@@ -90,8 +90,11 @@ class Frame:
 class Primitive:
     """∫ (h − h̃)² over all x as a function of the knots.
 
-    A table holds the integrals of h, x h and h² from 0, and of the squared distances from the asymptotes, on cells
-    whose ends include every break of h; a knot adds the integral over part of a cell. Beyond ±1e5 a distance
+    Below 0, h̃ and h are counted from the left asymptote, above 0 from the right one: g is what is left of h. Where
+    it vanishes, nothing large cancels, however far out the knots are.
+
+    A table holds the integrals of g, x g and g² from 0, and of the squared distances from the asymptotes, on cells
+    whose ends include 0 and every break of h; a knot adds the integral over part of a cell. Beyond ±1e5 a distance
     counts as a power of x, with the exponent seen there.
 
     Args:
@@ -114,7 +117,7 @@ class Primitive:
         outer = geometric(INNER, REACH, cells)
         spaced = np.concatenate([-outer, np.linspace(-INNER, INNER, 2 * cells + 1), outer])
         switches = (activation.switch_points(-REALS, REALS) - frame.center) / frame.scale
-        self.edges = np.union1d(spaced, switches[np.abs(switches) < REACH])
+        self.edges = np.union1d(spaced, np.append(0.0, switches[np.abs(switches) < REACH]))
         rows = self._rows(self.edges[:-1], self.edges[1:])
         middle = int(np.searchsorted(self.edges, 0.0))
         # outward from 0, so that small integrals near 0 are not differences of large ones
@@ -127,17 +130,17 @@ class Primitive:
 
     def _rows(self, starts: Array, ends: Array) -> Array:
         x, weights = nodes(starts, ends)
+        return np.asarray((self._integrands(x) * weights).sum(axis=2))
+
+    def _integrands(self, x: Array) -> Array:
         h = self.h(x)
-        integrands = np.empty((5, *x.shape))  # filled in place: a search calls this tens of thousands of times
-        integrands[0] = h
-        np.multiply(x, h, out=integrands[1])
-        np.multiply(h, h, out=integrands[2])
-        for off, line in zip(integrands[3:], (self.left, self.right), strict=True):
-            np.subtract(h, line.slope * x, out=off)
-            off -= line.intercept
-            off *= off
-        integrands *= weights
-        return np.asarray(integrands.sum(axis=2))
+        found = np.empty((5, *x.shape))  # filled in place: a search calls this thousands of times
+        off = [h - (line.slope * x + line.intercept) for line in (self.left, self.right)]
+        found[0] = np.where(x < 0, *off)
+        np.multiply(x, found[0], out=found[1])
+        np.square(found[0], out=found[2])
+        np.square(off, out=found[3:])
+        return found
 
     def _tail(self, line: Asymptote, side: int) -> float:
         x = side * REACH * np.array([1.0, 2.0])
@@ -153,54 +156,93 @@ class Primitive:
         return np.asarray(self.sums[:, cell] + self._rows(self.edges[cell], knots))
 
     def __call__(self, knots: Array) -> tuple[float, Array, Array]:
-        """Return the objective with the best values at the knots, its gradient, (knots,), slopes, (knots + 1,).
+        """Return the objective with the best values at the knots, its gradient, (knots,), slopes, (knots + 1,)."""
+        objective, gradient, slopes = self._solved(knots, self.at(knots))
+        return float(objective), gradient, slopes
+
+    def hessian(self, knots: Array) -> Array:
+        """Return the second derivatives by the knots, (knots, knots), by central differences.
+
+        Integrals up to a knot change with it by their integrands, so only the algebra after them is repeated.
+        """
+        count = len(knots)
+        gaps = np.diff(knots, prepend=-np.inf, append=np.inf)
+        steps = 1e-4 * np.minimum(gaps[:-1], gaps[1:])
+        shifts = np.concatenate([np.diag(steps), np.diag(-steps)])
+        moved = self.at(knots)[:, None] + self._integrands(knots)[:, None] * shifts
+        _, gradients, _ = self._solved(knots + shifts, moved)
+        columns = (gradients[:count] - gradients[count:]) / (2 * steps[:, None])
+        return np.asarray((columns + columns.T) / 2)
+
+    def _solved(self, knots: Array, moments: Array) -> tuple[Array, Array, Array]:
+        """Return what a call returns, of one set of knots or of many, (…, knots), and their running integrals.
 
         A knot that moves while its value stays changes h̃ on either side by minus the slope there times the knot's
         hat function; the inner values are optimal, so their change does not count.
         """
         left, right = self.left, self.right
-        moments = self.at(knots)
-        h0, h1, h2 = moments[:3, 1:] - moments[:3, :-1]
-        gap = knots[1:] - knots[:-1]
-        falling = (knots[1:] * h0 - h1) / gap  # ∫ h times the hat function of a segment's left end
-        rising = (h1 - knots[:-1] * h0) / gap  # and of its right end
+        g0, g1, g2 = moments[:3, ..., 1:] - moments[:3, ..., :-1]
+        gap = knots[..., 1:] - knots[..., :-1]
+        below = knots < 0
+        slopes = np.empty((*knots.shape[:-1], knots.shape[-1] + 1))
+        slopes[..., 0], slopes[..., -1] = left.slope, right.slope
+        slopes[..., 1:-1] = np.where(below[..., :-1], left.slope, right.slope)
+        across = np.nonzero(below[..., :-1] & ~below[..., 1:])
+        if across[0].size:  # there g is counted from the chord
+            start, end = knots[..., :-1][across], np.maximum(knots[..., 1:][across], np.finfo(float).tiny)
+            low, high = left.slope * start + left.intercept, right.slope * end + right.intercept
+            chord = (high - low) / gap[across]
+            slopes[..., 1:-1][across] = chord
+            zero = low - chord * start
+            # the chord is off the asymptotes by straight lines from 0 at the knots to these at x = 0
+            low, high = left.intercept - zero, right.intercept - zero
+            g0[across] += (high * end - low * start) / 2
+            g1[across] += (high * end**2 - low * start**2) / 6
+            (before0, after0), (before1, after1) = (
+                (row[..., :-1][across], row[..., 1:][across]) for row in moments[:2]
+            )
+            g2[across] += 2 * low * (before1 / start - before0) + 2 * high * (after0 - after1 / end)
+            g2[across] += (high**2 * end - low**2 * start) / 3
+        falling = (knots[..., 1:] * g0 - g1) / gap  # ∫ g times the hat function of a segment's left end
+        rising = (g1 - knots[..., :-1] * g0) / gap  # and of its right end
         values = np.empty_like(knots)
-        values[0] = left.slope * knots[0] + left.intercept
-        values[-1] = right.slope * knots[-1] + right.intercept
-        if len(knots) > 2:
-            target = rising[:-1] + falling[1:]
-            target[0] -= gap[0] / 6 * values[0]
-            target[-1] -= gap[-1] / 6 * values[-1]
-            values[1:-1] = _tridiagonal((gap[:-1] + gap[1:]) / 3, gap[1:-1] / 6, target)
-        first, last = values[:-1], values[1:]
-        inside = h2 - 2 * (first * falling + last * rising) + gap / 3 * (first**2 + first * last + last**2)
-        before = moments[3, 0] + self.tails[0]
-        after = self.tails[1] - moments[4, -1]
-        slopes = np.empty(len(knots) + 1)
-        slopes[0], slopes[1:-1], slopes[-1] = left.slope, (last - first) / gap, right.slope
+        bend, shift = right.slope - left.slope, right.intercept - left.intercept
+        values[..., 0] = np.where(below[..., 0], 0.0, -bend * knots[..., 0] - shift)
+        values[..., -1] = np.where(below[..., -1], bend * knots[..., -1] + shift, 0.0)
+        if knots.shape[-1] > 2:
+            target = rising[..., :-1] + falling[..., 1:]
+            target[..., 0] -= gap[..., 0] / 6 * values[..., 0]
+            target[..., -1] -= gap[..., -1] / 6 * values[..., -1]
+            values[..., 1:-1] = _tridiagonal((gap[..., :-1] + gap[..., 1:]) / 3, gap[..., 1:-1] / 6, target)
+        first, last = values[..., :-1], values[..., 1:]
+        inside = g2 - 2 * (first * falling + last * rising) + gap / 3 * (first**2 + first * last + last**2)
+        before = moments[3, ..., 0] + self.tails[0]
+        after = self.tails[1] - moments[4, ..., -1]
+        slopes[..., 1:-1] += (last - first) / gap
         off_rising = rising - gap * (first / 6 + last / 3)
         off_falling = falling - gap * (first / 3 + last / 6)
-        gradient = np.empty(len(knots))
-        gradient[1:-1] = 2 * (slopes[1:-2] * off_rising[:-1] + slopes[2:-1] * off_falling[1:])
+        gradient = np.empty_like(knots)
+        gradient[..., 1:-1] = 2 * (
+            slopes[..., 1:-2] * off_rising[..., :-1] + slopes[..., 2:-1] * off_falling[..., 1:]
+        )
         # the outer knots move along the asymptotes
-        gradient[0] = 2 * (slopes[1] - left.slope) * off_falling[0]
-        gradient[-1] = 2 * (slopes[-2] - right.slope) * off_rising[-1]
-        return float(inside.sum() + before + after), gradient, slopes
+        gradient[..., 0] = 2 * (slopes[..., 1] - left.slope) * off_falling[..., 0]
+        gradient[..., -1] = 2 * (slopes[..., -2] - right.slope) * off_rising[..., -1]
+        return inside.sum(axis=-1) + before + after, gradient, slopes
 
 
-def _tridiagonal(diagonal: Array, beside: Array, target: Array) -> list[float]:
-    """Solve a symmetric, positive definite system of three diagonals; LAPACK's rounding depends on the CPU."""
-    pivots: list[float] = diagonal.tolist()
-    rest: list[float] = target.tolist()
-    off: list[float] = beside.tolist()
+def _tridiagonal(diagonal: Array, beside: Array, target: Array) -> Array:
+    """Solve symmetric, positive definite systems of three diagonals; LAPACK's rounding depends on the CPU."""
+    # floats of Python where there is one system: NumPy's take several times as long
+    pivots, off, rest = (rows.tolist() if rows.ndim == 1 else list(rows.T) for rows in (diagonal, beside, target))
     for i, entry in enumerate(off):
         factor = entry / pivots[i]
-        pivots[i + 1] -= factor * entry
-        rest[i + 1] -= factor * rest[i]
-    rest[-1] /= pivots[-1]
+        pivots[i + 1] = pivots[i + 1] - factor * entry
+        rest[i + 1] = rest[i + 1] - factor * rest[i]
+    rest[-1] = rest[-1] / pivots[-1]
     for i in reversed(range(len(off))):
         rest[i] = (rest[i] - off[i] * rest[i + 1]) / pivots[i]
-    return rest
+    return np.array(rest).T
 
 
 def single(problem: Primitive) -> Mixture:

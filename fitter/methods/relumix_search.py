@@ -21,6 +21,7 @@ NEIGHBOURS = 2  # gaps, and knots, that are tried near the best, in all pairs
 STARTS = 40  # distributions of the knots that are tried before annealing
 POWERS = (0.4, 0.5)  # of |h″|: the square root spaces many knots best, the power 0.4 few
 TIE = 1e-8  # relative difference of objectives that count as equal
+OUTSIDE = 1e9  # the objective of knots that are no mixture's, or too far out, or too near each other
 DIGITS = 10  # after the point, of knots in the units of the search; Newton finds them to 12
 Progress = Callable[[float], None]
 
@@ -141,34 +142,44 @@ def _neighbours(knots: Array) -> Iterator[Array]:
 
 
 def _descend(problem: Primitive, start: Array) -> tuple[float, Array] | None:
-    """Return the bottom of the valley and its knots: BFGS over the first knot and the logarithms of the gaps."""
+    """Return the bottom of the valley and its knots: a trust region of the middle knot and the gaps' logarithms.
+
+    So knots far out, where the tails of some functions draw them, take steps of their own size.
+    """
     from scipy.optimize import minimize
 
-    if np.min(np.diff(start)) <= 0:
-        start = start + np.arange(len(start)) * 1e-3
+    count = len(start)
+    middle = count // 2
+    ways = np.tril(np.ones((count, count)))  # how a knot moves, by the middle and by each gap
+    ways[:, 1 : middle + 1] -= 1.0
+
+    def moves(z: Array) -> Array:
+        return np.asarray(ways * np.exp(np.minimum(np.append(0.0, z[1:]), 10.0)))
 
     def knots_of(z: Array) -> Array:
-        knots = np.empty(len(z))
-        knots[0] = 0.0
-        np.exp(np.minimum(z[1:], 10.0), out=knots[1:])
-        return np.asarray(z[0] + knots.cumsum())
+        return np.asarray(z[0] + moves(z)[:, 1:].sum(axis=1))
 
     def function(z: Array) -> tuple[float, Array]:
         knots = knots_of(z)
-        gaps = knots[1:] - knots[:-1]
         largest = max(abs(knots[0]), abs(knots[-1]))
-        if not (largest < REACH / 10 and gaps.min() > 1e-7 * max(1.0, largest)):
-            return 1e9, np.zeros_like(z)
+        if not (largest < REACH / 10 and np.diff(knots).min() > 1e-7 * max(1.0, largest)):
+            return OUTSIDE, np.zeros_like(z)
         value, gradient, _ = problem(knots)
-        if value < 0:  # all digits cancel
-            return 1e9, np.zeros_like(z)
-        later = gradient[::-1].cumsum()[::-1]
-        later[1:] *= gaps
-        return value, later
+        return (value, gradient @ moves(z)) if value >= 0 else (OUTSIDE, np.zeros_like(z))  # all digits cancel
 
-    z = np.concatenate([start[:1], np.log(np.diff(start))])
-    result = minimize(function, z, jac=True, method="BFGS", options={"gtol": 1e-9, "maxiter": 400})
-    return (float(result.fun), knots_of(result.x)) if result.fun < 1e9 else None
+    def hessian(z: Array) -> Array:
+        found = moves(z).T @ problem.hessian(knots_of(z)) @ moves(z)
+        found[np.diag_indices(count)] += np.append(0.0, function(z)[1][1:])
+        return np.asarray(found)
+
+    if np.min(np.diff(start)) <= 0:
+        start = start + np.arange(count) * 1e-3
+    z = np.append(start[middle], np.log(np.diff(start)))
+    if function(z)[0] == OUTSIDE:
+        return None
+    options = {"gtol": 1e-9, "maxiter": 100, "initial_trust_radius": 0.5, "max_trust_radius": 2.0}
+    result = minimize(function, z, jac=True, hess=hessian, method="trust-exact", options=options)
+    return float(result.fun), knots_of(result.x)
 
 
 def _anneal(problem: Primitive, count: int, random: np.random.Generator) -> Array:
@@ -177,7 +188,7 @@ def _anneal(problem: Primitive, count: int, random: np.random.Generator) -> Arra
 
     def function(z: Array) -> float:
         knots = np.sort(z)
-        return problem(knots)[0] if np.diff(knots).min() > 1e-6 else 1e9
+        return problem(knots)[0] if np.diff(knots).min() > 1e-6 else OUTSIDE
 
     bounds = [(-HALF_WIDTH / 4, HALF_WIDTH / 4)] * count
     result = dual_annealing(function, bounds, maxiter=ANNEALING_STEPS, no_local_search=True, rng=random)

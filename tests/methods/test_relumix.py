@@ -282,7 +282,7 @@ def test_never_worse_than_published(name):
 
 
 # bits → how near the result comes, and for which activations every run looks
-LONG = {2: (1e-4, (*QUICK, "silu")), 3: (1e-3, ("tanh", "elu")), 4: (1e-3, ("elu",))}
+LONG = {2: (1e-4, (*QUICK, "silu")), 3: (1e-3, ("tanh", "elu")), 4: (1e-3, ("elu", "softsign", "squareplus"))}
 
 
 @pytest.mark.parametrize(
@@ -332,10 +332,10 @@ def test_states_the_distance_over_all_reals(name, bits):
 
 @pytest.mark.parametrize("name", some_full(SEARCHED, ("elu",)))
 def test_states_the_distance_at_4_bits(name):
-    """Some 1e-6: the difference of moments of size 1000 leaves fewer digits."""
     found = mixed(name, 4)
+    beyond = 2e-10 if name in ALGEBRAIC else 0.0  # a tail counts as a power of x from 1e5 on
     expected = distance(ORACLES[name], found.knots, found.slopes)
-    assert found.objective == pytest.approx(expected, rel=1e-8, abs=1e-12)
+    assert found.objective == pytest.approx(expected, rel=1e-8, abs=beyond)
 
 
 @pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC)))
@@ -404,6 +404,19 @@ def test_gradient_equals_finite_differences(name, count):
             one, two = (problem(knots + h * shift)[0] - problem(knots - h * shift)[0] for h in (1, 2))
             difference = (8 * one - two) / (12 * 1e-4)  # error ∝ h⁴
             assert gradient[i] == pytest.approx(difference, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 15])
+@pytest.mark.parametrize("name", ["gelu", "elu", "softsign"])
+def test_second_derivatives_equal_differences_of_the_gradient(name, count):
+    problem = problem_of(name)
+    for seed in range(3):
+        knots = random_knots(count, seed)
+        steps = np.eye(count) * 1e-5 * np.diff(knots).min()
+        expected = np.stack(
+            [(problem(knots + step)[1] - problem(knots - step)[1]) / (2 * step.sum()) for step in steps]
+        )
+        assert problem.hessian(knots) == pytest.approx(expected, rel=1e-4, abs=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 15])
@@ -487,7 +500,7 @@ class Brute:
 
 
 @pytest.mark.parametrize("objective", relumix.OBJECTIVES)
-@pytest.mark.parametrize("name", some_full(SEARCHED, ("gelu", "elu")))
+@pytest.mark.parametrize("name", some_full([name for name in SEARCHED if name not in ALGEBRAIC], ("gelu", "elu")))
 def test_brute_force_over_three_knots_finds_nothing_better(name, objective):
     found = mixed(name, 2, objective)
     least, knots = Brute(name, objective).least()
