@@ -13,8 +13,8 @@ knots only. The derivative h̃′ is a step function with the knots as borders.
 
 The valleys of that search differ in how many knots lie on each stretch of one curvature, between the roots of h″.
 So it starts from many such distributions, likely ones first, with the knots of a stretch spaced by |h″|^p; then
-from the results of simulated annealing. BFGS, and at last Newton's method, follow each start down to the bottom of
-its valley.
+from the results of simulated annealing. Newton steps within a trust region follow each start down to the bottom of
+its valley, and Newton's method finds the last digits of the deepest.
 
 The other objective, ∫ (h′ − h̃′)² (the paper's appendix I), leaves the outer levels at m₋ and m₊; Few-Bit's dynamic
 programme solves it.
