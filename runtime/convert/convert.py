@@ -13,6 +13,7 @@ from torch import nn
 
 from fitact.errors import UsageError
 from fitact.runtime.autocast import active_autocast
+from fitact.runtime.models.twins import Twins
 from fitact.runtime.norms.fold import merge_norms
 from fitact.runtime.rebuild import sites as rebuilding
 from fitact.runtime.rebuild.modules import put_back, reading, standing
@@ -161,8 +162,7 @@ def convert(
     paths = {one.path for one in job.rebuilt}
     merged = [one for one in merged if one.after or one.name not in paths]  # what is rebuilt is not left alone
     records = (*_records(job), *rebuilding.records(job.rebuilt), *refused, *merged)
-    after = None if job.after is None else job.after.kept
-    return Conversion(records, dry_run, job.stock_kept, after, job.unseen, gradient)
+    return Conversion(records, dry_run, job.stock_kept, job.after and job.after.kept, job.unseen, gradient)
 
 
 State = tuple[tuple[Replacement, ...], tuple[rebuilding.Swap, ...]]  # what is done to a model
@@ -182,7 +182,7 @@ class _Job:
         sites, replacements: activations, and what each gets.
         rebuilt: the outputs that are rebuilt.
         codings: the codes that may be kept.
-        attempt: of the random numbers of a run.
+        attempt, twins: of the random numbers of a run; makes the copies of the model that are run.
         before: what the model keeps before activations are replaced, but with merged norms and rebuilt outputs.
         stock_kept: the bytes that the model kept at first.
         was: what each activation kept, by path, before outputs were rebuilt.
@@ -207,7 +207,7 @@ class _Job:
         self.own = frozenset(self.replace)
         self.rebuilt: list[rebuilding.Swap] = []
         self.codings: list[Coding] = []
-        self.attempt = 0
+        self.attempt, self.twins = 0, Twins()
         self.before: Trace | None = None
         self.stock_kept: int | None = None
         self.was: dict[str, Usage] = {}
@@ -234,13 +234,13 @@ class _Job:
     def measure(self, plans: Sequence[Plan], *, detail: bool = False) -> list[Trace]:
         """Run the model as plans have it."""
         assert self.run is not None
-        return traces(self.model, self.run, self.own, plans, attempt=self.attempt, detail=detail)
+        return traces(self.model, self.run, self.own, plans, attempt=self.attempt, detail=detail, twins=self.twins)
 
     def measure_stock(self) -> None:
         """Measure the model as it is."""
         if self.run is None:
             return
-        measured = partial(traces, self.model, self.run, self.own, [stock], detail=True)
+        measured = partial(traces, self.model, self.run, self.own, [stock], detail=True, twins=self.twins)
         self.attempt, self.before = attempt(self.sites, lambda seed: measured(attempt=seed)[0])
         self.stock_kept, self.unseen = self.before.kept, self.before.unseen
 

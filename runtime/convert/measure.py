@@ -6,7 +6,6 @@ or fake tensors that fail, because the model looks at values) the model itself i
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,16 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
 from fitact.runtime.models.prepare import Statistics, without_packing
+from fitact.runtime.models.twins import Twins, fake
 from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.records import Unseen
 from fitact.runtime.restore import generators, unchanged
 from fitact.runtime.torch_internals import (
-    FakeTensor,
     FakeTensorMode,
     is_compiled,
     quiet_fake_tensors,
@@ -133,6 +131,7 @@ def traces(
     *,
     attempt: int = 0,
     detail: bool = False,
+    twins: Twins | None = None,
 ) -> list[Trace]:
     """Run a model once with each plan, in the caller's autocast, and return what each run keeps.
 
@@ -146,6 +145,7 @@ def traces(
         plans: replace activations of it.
         attempt: with which random numbers: 0 for those that come next, others are seeds.
         detail: whether it is told which activations are at no site; not of models with compiled modules.
+        twins: makes the fake copies of the model; it is faster if those of one model are all made by the same.
 
     Raises:
         UsageError: the model cannot be run so, is sharded, or nothing in it is trained.
@@ -157,7 +157,7 @@ def traces(
     detail = detail and not any(map(is_compiled, model.modules()))  # a copy of a compiled module is not
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            return _fake_traces(model, run, plans, own, attempt, detail)
+            return _fake_traces(model, run, plans, own, attempt, detail, twins or Twins())
         except _UntrainedError:
             raise
         except Exception:  # whatever fake tensors cannot do, real ones may
@@ -176,45 +176,9 @@ def check_initialised(model: nn.Module) -> None:
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
-class _Faking(TorchFunctionMode):
-    """Makes copies of tensors fake."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.clone:  # which is what parameters are copied by
-            return _fake(self.mode, args[0])
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _fake(self.mode, tensor)
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
-
-
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """Return a fake tensor like another; like one without memory, on the CPU."""
-    if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
-        return mode.from_tensor(tensor)
-    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    with mode:
-        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return twin.requires_grad_(tensor.requires_grad)
-
-
-def fake_twin(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
-    """Return a copy of a model whose tensors are fake, and their mode."""
-    modes = [tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor)]
-    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
-    with _Faking(mode):
-        return copy.deepcopy(model), mode
-
-
 def faked_run(run: Run, mode: FakeTensorMode) -> Run:
     """Return what runs a model with fake inputs; a function of the user's makes its own."""
-    return run.mapped(partial(_fake, mode)) if isinstance(run, _Call) else run
+    return run.mapped(partial(fake, mode)) if isinstance(run, _Call) else run
 
 
 class _UntrainedError(UsageError):
@@ -227,9 +191,15 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _fake_traces(
-    model: nn.Module, run: Run, plans: Sequence[Plan], own: frozenset[type], attempt: int, detail: bool
+    model: nn.Module,
+    run: Run,
+    plans: Sequence[Plan],
+    own: frozenset[type],
+    attempt: int,
+    detail: bool,
+    twins: Twins,
 ) -> list[Trace]:
-    twin, mode = fake_twin(model)
+    twin, mode = twins.of(model)
     found = []
     for plan in plans:
         faked = faked_run(run, mode)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fitact.errors import FitactError, UsageError
-from fitact.runtime.convert.measure import fake_twin, faked_run, runner
+from fitact.runtime.convert.measure import faked_run, runner
 from fitact.runtime.memory.saved import gpu_kernels
 from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, failed, starts, without_packing
+from fitact.runtime.models.twins import Twins
 from fitact.runtime.norms.dataflow import NormUsage
 from fitact.runtime.norms.structure import look
 from fitact.runtime.restore import check_model
@@ -107,7 +108,7 @@ def of_model(model: nn.Module, example_inputs: Any, autocast: torch.dtype | None
     run = runner(example_inputs)
     name = type(model).__name__
     try:
-        twin, mode = fake_twin(model)
+        twin, mode = Twins().of(model)
         faked = faked_run(run, mode)
     except Exception as error:
         raise UsageError(f"{name}: it cannot be copied without memory: {one_line(error)}") from error
