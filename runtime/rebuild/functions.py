@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -234,8 +234,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.autocast = autocast(x.device.type)
         ctx.save_for_backward(target, *state)
         losses = [
-            F.cross_entropy(x[piece], target[piece], ignore_index=ignored, reduction="none")
-            for piece in _pieces(x)
+            F.cross_entropy(part, answers, ignore_index=ignored, reduction="none")
+            for part, answers in _pieces(x, target)
         ]
         # reduced as PyTorch reduces the losses of all rows, in its order, which only their number decides
         rows, counts = torch.cat(losses).neg()[:, None].expand(-1, 2), int(ignored == 0)
@@ -255,20 +255,20 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.reduction == "mean":  # as PyTorch divides
             grad = grad / (target != ctx.ignored).sum().to(grad.dtype)
         grad = grad.expand(len(x))
-        for piece in _pieces(x):
+        for rows, answers, into, of_losses in _pieces(x, target, gradient, grad):
             with torch.enable_grad(), ctx.autocast():
-                part = x[piece].detach().requires_grad_()
-                loss = F.cross_entropy(part, target[piece], ignore_index=ctx.ignored, reduction="none")
-            gradient[piece] = torch.autograd.grad(loss, part, grad[piece])[0]
+                part = rows.detach().requires_grad_()
+                loss = F.cross_entropy(part, answers, ignore_index=ctx.ignored, reduction="none")
+            into.copy_(torch.autograd.grad(loss, part, of_losses)[0])
         return gradient, None, None, None, None, *(None for _ in state)
 
 
-def _pieces(x: Tensor) -> list[slice]:
-    """Return the rows of each piece of logits."""
+def _pieces(x: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Return the pieces of logits, each with the same rows of other tensors."""
     least, most = PIECES
     size = min(x.numel() // least, max(PIECE, x.numel() // most))
     rows = max(size // x.shape[1] // ALIGNED, 1) * ALIGNED
-    return [slice(start, start + rows) for start in range(0, len(x), rows)]
+    return zip(*(one.split(rows) for one in (x, *others)), strict=True)
 
 
 def cross_entropy(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
