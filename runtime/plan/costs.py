@@ -123,31 +123,43 @@ def measure(
         UsageError: the stock model cannot be run.
 
     """
-    notes: list[str] = []
     runs, marks = _stock_marks(subject, device, runs_of(subject, device))
-    if any(way.norms for way in ways):
+    parts = _Parts(marks, [len(run.blocks) for run in runs])
+    segments, end = [_between(parts.between[0])], 0
+    for run, after in zip(runs, parts.between[1:], strict=True):
+        end += len(run.blocks)
+        span = parts.blocks[end - (len(run.blocks) + 1) // 2]
+        segments += [Segment(run.paths, span.grads, {STOCK: span.cost}), _between(after)]
+    segments[-1] = _with_loss(subject, device, runs, segments[-1])
+    return measure_more(Costs(tuple(segments), _step(marks), tuple(runs)), subject, device, ways, progress)
+
+
+def measure_more(
+    costs: Costs,
+    subject: Subject,
+    device: Device,
+    ways: Sequence[Way],
+    progress: Callable[[float], None] = lambda share: None,
+) -> Costs:
+    """Return the costs with those of more ways, as `measure` measures them."""
+    runs, notes = [*costs.runs], [*costs.notes]
+    if any(way.norms for way in ways) and not any(run.norms for run in runs):
         runs, note = with_norms(subject, runs)
         notes += [note] if note else []
     wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
     progress(1 / (1 + passes))
-    parts = _Parts(marks, [len(run.blocks) for run in runs])
-    ends = [sum(len(run.blocks) for run in runs[: i + 1]) for i in range(len(runs))]
-    stock = [parts.blocks[end - (len(run.blocks) + 1) // 2] for run, end in zip(runs, ends, strict=True)]
-    found = [{STOCK: span.cost} for span in stock]
+    segments = [*costs.segments]
     for i in range(passes):
         given = [
             some[i * _slots(run) : (i + 1) * _slots(run)] or [STOCK]
             for run, some in zip(runs, wanted, strict=True)
         ]
-        for costs in _tried(subject, device, runs, given, notes):
-            found = [new | known for known, new in zip(found, costs, strict=True)]
+        for found in _tried(subject, device, runs, given, notes):
+            for at, new in zip(range(1, len(segments), 2), found, strict=True):  # runs, and what lies between
+                segments[at] = replace(segments[at], costs=new | segments[at].costs)
         progress((2 + i) / (1 + passes))
-    segments = [_between(parts.between[0])]
-    for run, span, of_ways, after in zip(runs, stock, found, parts.between[1:], strict=True):
-        segments += [Segment(run.paths, span.grads, of_ways), _between(after)]
-    segments[-1] = _with_loss(subject, device, runs, segments[-1])
-    return Costs(tuple(segments), _step(marks), tuple(runs), tuple(notes))
+    return replace(costs, segments=tuple(segments), runs=tuple(runs), notes=tuple(notes))
 
 
 def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], whole: Way = STOCK) -> Step:

@@ -77,6 +77,7 @@ def plan(
     from fitact.planning.largest import largest as largest_of
     from fitact.planning.make import Planner, Words
     from fitact.runtime.compare.report import DTYPES
+    from fitact.runtime.convert.choices import ERRORS
     from fitact.runtime.models.prepare import prepare
     from fitact.runtime.plan.devices import device_of, measured
     from fitact.runtime.plan.subjects import of_prepared
@@ -111,6 +112,7 @@ def plan(
                 Words(str(training), ", ".join(given) or "inputs as given"),
                 compiled=compiled,
                 norms=norms,
+                error=error if no_front or largest is not None else ERRORS[-1],
                 progress=partial(advance, bar, 0),
             )
 

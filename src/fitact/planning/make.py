@@ -12,10 +12,10 @@ from fitact.errors import UsageError, quote
 from fitact.runtime.compare.report import DTYPES, MOST_GIB, OPTIMIZERS
 from fitact.runtime.convert.choices import ERRORS
 from fitact.runtime.plan.compiled import compiled_steps
-from fitact.runtime.plan.costs import measure
+from fitact.runtime.plan.costs import Costs, measure, measure_more
 from fitact.runtime.plan.devices import USUAL, Device, device_of
 from fitact.runtime.plan.subjects import Subject, of_model
-from fitact.runtime.plan.ways import COMPILED, MERGED, OF_BLOCKS, WAYS
+from fitact.runtime.plan.ways import COMPILED, MERGED, OF_BLOCKS, WAYS, Way
 
 from .problem import Problem, chosen, points_of
 from .record import GIB, Group, Plan, Point
@@ -71,15 +71,8 @@ def plan(
 
     """
     check(gib, error)
-    made = planner(
-        model,
-        example_inputs=example_inputs,
-        optimizer=optimizer,
-        device=device,
-        autocast=autocast,
-        compiled=compiled,
-        norms=norms,
-    )
+    most = ERRORS[-1] if front else error
+    made = _planner(model, example_inputs, optimizer, device, autocast, compiled, norms, most)
     return made.plan(gib, error, front=front)
 
 
@@ -111,6 +104,19 @@ def planner(
         UsageError: an argument is not valid, or the model cannot be run with fake tensors.
 
     """
+    return _planner(model, example_inputs, optimizer, device, autocast, compiled, norms, ERRORS[-1])
+
+
+def _planner(
+    model: nn.Module,
+    example_inputs: Any,
+    optimizer: str,
+    device: str | Device,
+    autocast: str | None,
+    compiled: bool,
+    norms: bool,
+    error: str,
+) -> Planner:
     where = device_of(device) if isinstance(device, str) else device
     if not isinstance(where, Device):
         raise UsageError(f"device {quote(device)}: expected a name or a Device")
@@ -118,7 +124,7 @@ def planner(
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
     subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
-    return Planner(subject, optimizer, where, compiled=compiled, norms=norms)
+    return Planner(subject, optimizer, where, compiled=compiled, norms=norms, error=error)
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ class Planner:
         words: what plans say of the model.
         compiled: as for `plan`.
         norms: as for `plan`.
+        error: the ways that it allows are measured at once, others when a plan may take them.
         progress: called with the share of the measuring that is done.
 
     Raises:
@@ -154,8 +161,10 @@ class Planner:
         words: Words | None = None,
         compiled: bool = False,
         norms: bool = False,
+        error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
+        check_error(error)
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
         self.subject, self.optimizer, self.device, self.words = subject, optimizer, device, words or Words()
@@ -169,16 +178,34 @@ class Planner:
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
         share = MEASURING if compiled else 1.0
-        ways = (*OF_BLOCKS, *MERGED) if norms else OF_BLOCKS
-        self.costs = measure(subject, device, ways, lambda done: progress(share * done))
+        self._ways, self._error = (*OF_BLOCKS, *(MERGED if norms else ())), error
+        ways = self._allowed(error)
+        self._costs = measure(subject, device, ways, lambda done: progress(share * done))
         if compiled:
             try:
                 steps = compiled_steps(
                     subject, device, COMPILED, lambda done: progress(share + (1 - share) * done)
                 )
-                self.costs = replace(self.costs, compiled=steps)
-            except UsageError as error:
-                self.costs = replace(self.costs, notes=(*self.costs.notes, str(error)))
+                self._costs = replace(self._costs, compiled=steps)
+            except UsageError as failed:
+                self._costs = replace(self._costs, notes=(*self._costs.notes, str(failed)))
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of all ways."""
+        return self._costs_of(ERRORS[-1])
+
+    def _allowed(self, error: str) -> list[Way]:
+        """Return the ways that an error allows."""
+        return [way for way in self._ways if ERRORS.index(way.error) <= ERRORS.index(error)]
+
+    def _costs_of(self, error: str) -> Costs:
+        """Return the costs, among them those of all ways that an error allows."""
+        there = self._allowed(self._error)
+        if ways := [way for way in self._allowed(error) if way not in there]:
+            self._costs = measure_more(self._costs, self.subject, self.device, ways)
+            self._error = error
+        return self._costs
 
     def plan(self, gib: float, error: str, *, front: bool = True) -> Plan:
         """Plan how to train each block, so that a step fits a memory and takes the least time.
@@ -193,10 +220,11 @@ class Planner:
 
         """
         check(gib, error)
-        problem = Problem(self.costs, error)
+        costs = self.costs if front else self._costs_of(error)
+        problem = Problem(costs, error)
         room = int(gib * GIB) - self.fixed
         groups, done = chosen(self.subject, self.device, problem, room)
-        stock = self.costs.stock
+        stock = costs.stock
         again = done.work - stock.work
         return Plan(
             model=self.subject.name,
@@ -219,7 +247,7 @@ class Planner:
             groups=tuple(groups),
             norms=self._merged(groups),
             points=self.points if front else (),
-            notes=self.costs.notes,
+            notes=costs.notes,
         )
 
     def _merged(self, groups: Sequence[Group]) -> tuple[str, ...]:
@@ -227,7 +255,7 @@ class Planner:
         merging = {path for group in groups if WAYS[group.way].norms for path in group.blocks}
         return tuple(
             norm
-            for run in self.costs.runs
+            for run in self._costs.runs
             for path, of_block in zip(run.paths, run.norms, strict=False)
             if path in merging
             for norm in of_block
@@ -249,7 +277,7 @@ class Planner:
 
         """
         check_error(error)
-        _, done = chosen(self.subject, self.device, Problem(self.costs, error), 0)
+        _, done = chosen(self.subject, self.device, Problem(self._costs_of(error), error), 0)
         return self.fixed + done.peak
 
 
