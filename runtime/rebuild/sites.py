@@ -330,13 +330,12 @@ def _traced(module: nn.Module, act: str, training: bool) -> Gate | None:
     modes = [(one, one.training) for one in module.modules()]
     try:
         module.train(training)
-        graph: Any = _Calls().trace(module)
+        graph = fx.GraphModule(module, _Calls().trace(module)).graph
     except Exception:  # it looks at values, or takes more than a tensor
         return None
     finally:
         for one, was in modes:
             one.training = was
-    graph.owning_module = module
     graph.eliminate_dead_code()
     found = _Matched(module, graph, act)
     return found.gate() if {*found.nodes} == {*graph.nodes} else None

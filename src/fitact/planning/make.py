@@ -71,8 +71,16 @@ def plan(
 
     """
     check(gib, error)
-    most = ERRORS[-1] if front else error
-    made = _planner(model, example_inputs, optimizer, device, autocast, compiled, norms, most)
+    made = planner(
+        model,
+        example_inputs=example_inputs,
+        optimizer=optimizer,
+        device=device,
+        autocast=autocast,
+        compiled=compiled,
+        norms=norms,
+        error=ERRORS[-1] if front else error,
+    )
     return made.plan(gib, error, front=front)
 
 
@@ -85,6 +93,7 @@ def planner(
     autocast: str | None = None,
     compiled: bool = False,
     norms: bool = False,
+    error: str = ERRORS[-1],
 ) -> Planner:
     """Measure once what each way to train each block of a model costs, for plans for several memories.
 
@@ -96,6 +105,7 @@ def planner(
         autocast: as for `plan`.
         compiled: as for `plan`.
         norms: as for `plan`.
+        error: the ways that it allows are measured at once, others when a plan may take them.
 
     Returns:
         The planner: `planner.plan(gib, error)` returns a plan, `planner.least(error)` the least bytes of a step.
@@ -104,19 +114,6 @@ def planner(
         UsageError: an argument is not valid, or the model cannot be run with fake tensors.
 
     """
-    return _planner(model, example_inputs, optimizer, device, autocast, compiled, norms, ERRORS[-1])
-
-
-def _planner(
-    model: nn.Module,
-    example_inputs: Any,
-    optimizer: str,
-    device: str | Device,
-    autocast: str | None,
-    compiled: bool,
-    norms: bool,
-    error: str,
-) -> Planner:
     where = device_of(device) if isinstance(device, str) else device
     if not isinstance(where, Device):
         raise UsageError(f"device {quote(device)}: expected a name or a Device")
