@@ -162,7 +162,8 @@ def convert(
     paths = {one.path for one in job.rebuilt}
     merged = [one for one in merged if one.after or one.name not in paths]  # what is rebuilt is not left alone
     records = (*_records(job), *rebuilding.records(job.rebuilt), *refused, *merged)
-    return Conversion(records, dry_run, job.stock_kept, job.after and job.after.kept, job.unseen, gradient)
+    after = job.after.kept if job.after else None
+    return Conversion(records, dry_run, job.stock_kept, after, job.unseen, gradient)
 
 
 State = tuple[tuple[Replacement, ...], tuple[rebuilding.Swap, ...]]  # what is done to a model
@@ -180,8 +181,7 @@ class _Job:
         rebuilds: whether outputs may be rebuilt.
         chosen: what patterns leave of the model.
         sites, replacements: activations, and what each gets.
-        rebuilt: the outputs that are rebuilt.
-        codings: the codes that may be kept.
+        rebuilt, codings: the outputs that are rebuilt; the codes that may be kept.
         attempt, twins: of the random numbers of a run; makes the copies of the model that are run.
         before: what the model keeps before activations are replaced, but with merged norms and rebuilt outputs.
         stock_kept: the bytes that the model kept at first.
