@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.arguments import integer, real, several
+from fitact.arguments import flags, integer, positive, real, several
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.compile.compile import BUDGET
 from fitact.runtime.convert.choices import check_bits
@@ -100,12 +100,13 @@ def measure(
     for value, known in ((dtype, DTYPES), (autocast or dtype, DTYPES), (optimizer, OPTIMIZERS)):
         if value not in known:
             raise UsageError(f"{quote(value)}: expected {', '.join(known)}")
+    flags(peak=peak, fake=fake)
     batch, seq = integer("batch", batch, 1), integer("seq", seq, 1)
     bits = [integer("bits", k, 1) for k in several("bits", bits)]
     for k in bits:
         check_bits("fewbit", k)
     budgets = [real("budgets", budget, 0, 1) for budget in several("budgets", budgets)]
-    gib = None if gib is None else real("gib", gib, 0, MOST_GIB)
+    gib = None if gib is None else positive("gib", gib, MOST_GIB)
     if not isinstance(source, Source):
         source = from_callable(source)
     prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], fake=fake)

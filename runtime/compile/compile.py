@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fitact.arguments import integer, real, several
+from fitact.arguments import flags, integer, real, several
 from fitact.errors import UsageError, quote
 from fitact.runtime.torch_internals import compiler_options, partitioner
 
@@ -81,6 +81,7 @@ def compile_options(
     """
     found = codes_of(error, bits, tables)
     budget = real("budget", budget, 0, 1)
+    flags(attention=attention, inputs=inputs, loss=loss)
     report = CompileReport()
     asked = zip(ALSO, (attention, inputs, loss), strict=True)
     also = tuple(name for name, wanted in asked if wanted)

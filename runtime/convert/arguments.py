@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fitact.arguments import flags
 from fitact.errors import UsageError, quote
 from fitact.runtime.ops import gate_ops
 from fitact.runtime.ops.gate_ops import generated_gate
@@ -33,12 +34,16 @@ def check(
     model: nn.Module,
     method: str,
     bits: int | None,
-    norms: bool,
-    runs: bool,
+    example_inputs: Any,
     error: str | None,
+    *,
+    norms: bool,
     gradients: bool,
+    dry_run: bool,
 ) -> None:
     """Raise a UsageError if the arguments of `convert` do not go together."""
+    flags(norms=norms, gradients=gradients, dry_run=dry_run)
+    runs = example_inputs is not None
     if method not in (*METHODS, "coded", "rebuild", "auto"):
         raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)}, coded, rebuild or auto")
     check_bits(method, bits)

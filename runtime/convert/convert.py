@@ -138,7 +138,7 @@ def convert(
     """
     given, model = model, inner(model)
     method = method or ("fewbit" if error is None else "auto")
-    check(model, method, bits, norms, example_inputs is not None, error, gradients)
+    check(model, method, bits, example_inputs, error, norms=norms, gradients=gradients, dry_run=dry_run)
     for name, width in (("bits_u", bits_u), ("bits_norms", bits_norms)):
         check_coded(method, error, name, width)
     # of a compiled model the stock one is traced, so only replacements can gain something

@@ -1,4 +1,4 @@
-"""Checks of the numbers that callers pass."""
+"""Checks of the arguments that callers pass."""
 
 from __future__ import annotations
 
@@ -21,6 +21,20 @@ def real(what: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
         raise UsageError(f"{what}: expected a number from {least:g} to {most:g}, got {quote(value)}")
     return float(value)
+
+
+def positive(what: str, value: Any, most: float) -> float:
+    """Return a number as a float; UsageError unless it is above 0 and not above `most`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= most:
+        raise UsageError(f"{what}: expected a number above 0, {most:g} or less, got {quote(value)}")
+    return float(value)
+
+
+def flags(**given: Any) -> None:
+    """Raise UsageError unless each of these is True or False."""
+    for what, value in given.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{what}: expected True or False, got {quote(value)}")
 
 
 def several(what: str, values: Any) -> list[Any]:

@@ -322,6 +322,8 @@ def test_own_table() -> None:
         ({"error": "few-bit", "bits": 5}, "bits: expected 4 or 6 or 8"),
         ({"bits": 8.0}, "bits: expected an integer"),
         ({"budget": 1.5}, "budget: expected a number from 0 to 1, got 1.5"),
+        ({"attention": "yes"}, "attention: expected True or False, got 'yes'"),
+        ({"inputs": torch.ones(2)}, "inputs: expected True or False, got tensor"),
         ({"tables": [nn.GELU]}, "tables: expected classes that fitact codegen made"),
         ({"tables": [GeluFewbit3]}, "tables: expected classes that fitact codegen made"),
         ({"tables": [3]}, "tables: expected classes that fitact codegen made .*, got 3"),

@@ -699,6 +699,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"method": "auto", "error": "exact", "norms": True, "example_inputs": torch.zeros(2, 16)},
         'error "exact": merged norms round differently from stock',
     ),
+    ("norms", {"norms": "no"}, "norms: expected True or False, got 'no'"),
+    ("dry run", {"dry_run": 1}, "dry_run: expected True or False, got 1"),
     (
         "replace by a layer",
         {"replace": {nn.GELU: nn.Linear}},

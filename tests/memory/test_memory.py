@@ -1321,6 +1321,8 @@ def test_chart(report: Report, kind: str) -> None:
         ({"autocast": "int8"}, "'int8': expected float32"),
         ({"optimizer": "lion"}, "'lion': expected adamw"),
         ({"batch": 0}, "batch: expected an integer, 1 or more, got 0"),
+        ({"gib": 0}, "gib: expected a number above 0"),
+        ({"peak": "no"}, "peak: expected True or False, got 'no'"),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:

@@ -352,6 +352,9 @@ def test_wrong_arguments() -> None:
     model, x = stack()
     for given, message in (
         ({"gib": -1}, "gib"),
+        ({"gib": 0}, "gib: expected a number above 0, 1.04858e\\+06 or less, got 0"),
+        ({"front": "no"}, "front: expected True or False, got 'no'"),
+        ({"norms": 1}, "norms: expected True or False, got 1"),
         ({"error": "none"}, "expected exact"),
         ({"device": "abacus"}, "expected a100"),
         ({"optimizer": "lion"}, "expected adamw"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fitact.arguments import real
+from fitact.arguments import flags, positive
 from fitact.errors import UsageError, quote
 from fitact.runtime.compare.report import DTYPES, MOST_GIB, OPTIMIZERS
 from fitact.runtime.convert.choices import ERRORS
@@ -71,6 +71,7 @@ def plan(
 
     """
     check(gib, error)
+    flags(front=front)
     made = planner(
         model,
         example_inputs=example_inputs,
@@ -114,6 +115,7 @@ def planner(
         UsageError: an argument is not valid, or the model cannot be run with fake tensors.
 
     """
+    flags(compiled=compiled, norms=norms)
     where = device_of(device) if isinstance(device, str) else device
     if not isinstance(where, Device):
         raise UsageError(f"device {quote(device)}: expected a name or a Device")
@@ -280,7 +282,7 @@ class Planner:
 
 def check(gib: float, error: str) -> None:
     """Raise UsageError unless these are a memory in GiB and an error of gradients."""
-    real("gib", gib, 0, MOST_GIB)
+    positive("gib", gib, MOST_GIB)
     check_error(error)
 
 
