@@ -343,7 +343,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     plan = planner().plan(1e-6, "rounding", front=False)
     assert not plan.groups
     assert "does not fit" in str(plan)
-    assert "are weights, gradients and optimizer" in str(plan)
+    assert "GiB of it weights, gradients and optimizer" in str(plan)
     with pytest.raises(UsageError, match="does not fit"):
         plan.apply(model)
 
@@ -476,8 +476,12 @@ def test_the_largest_size(
     size = int(re.findall(rf"the largest {name} that fits is (\d+)", capsys.readouterr().out)[0])
     assert size > 1
     for more, verdict in ((0, "fits"), (1, "does not fit")):
-        assert main([*call.split(), f"--{name}", str(size + more)]) == 0
-        assert f": {verdict}" in capsys.readouterr().out
+        files = ["-o", f"{verdict}.json", "--plot", f"{verdict}.png"]
+        assert main([*call.split(), f"--{name}", str(size + more), *files]) == more
+        printed = capsys.readouterr()
+        assert f": {verdict}" in printed.out
+        assert ("no plan fits 0.0015 GiB: a step takes at least 0.0015" in printed.err) == bool(more)
+        assert [Path(file).exists() for file in files[1::2]] == [not more] * 2
 
 
 def test_no_size_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,7 +489,7 @@ def test_no_size_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     call = "plan no_size_of_mine:mine --gib 0.0001 --largest batch"
-    assert main(call.split()) == 2
+    assert main(call.split()) == 1
     assert re.search(r"not even 1 fits 0.0001 GiB: that takes at least 0.000\d+ GiB", capsys.readouterr().err)
     assert main(["plan", "--timm", "resnet10t", "--gib", "1", "--largest", "seq"]) == 2
     assert "--largest seq: resnet10t takes none" in capsys.readouterr().err

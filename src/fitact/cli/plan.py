@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fitact.errors import UsageError
+from fitact.errors import JobError, UsageError
 
 from .memory import MOST_GIB, Asked, FiniteRange, of_a_model
 from .options import FILE, advance, progress
@@ -64,7 +64,8 @@ def plan(
     Each repeated block may be left as it is, convert its activations, gates and norms, or be checkpointed, fully
     or selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is foretold
     by a model of the device. MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may
-    take batch and seq.
+    take batch and seq. If no plan fits, the command says what a step takes at least, writes no file, and exits
+    with status 1.
 
     \b
     Examples:
@@ -76,6 +77,7 @@ def plan(
     from fitact.pictures import format_of
     from fitact.planning.largest import largest as largest_of
     from fitact.planning.make import Planner, Words
+    from fitact.planning.record import GIB
     from fitact.runtime.compare.report import DTYPES
     from fitact.runtime.convert.choices import ERRORS
     from fitact.runtime.models.prepare import prepare
@@ -131,11 +133,13 @@ def plan(
             front=not no_front,
         )
         click.echo(f"the largest {largest} that fits is {size}")
+    click.echo(str(result))
+    if not result.fits:
+        raise JobError(f"no plan fits {gib:g} GiB: a step takes at least {result.peak / GIB:.3g} GiB")
     if output is not None:
         result.save(output)
     if picture is not None:
         result.plot(picture)
-    click.echo(str(result))
     for path in (output, picture):
         if path is not None:
             click.echo(f"wrote {path}")

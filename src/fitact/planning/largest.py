@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from fitact.errors import UsageError
+from fitact.errors import JobError
 from fitact.runtime.compare.capacity import Curve
 
 from .make import Planner, check
@@ -40,7 +40,8 @@ def largest(
         The size, and the plan.
 
     Raises:
-        UsageError: not even a size of 1 fits, or an argument is not valid.
+        JobError: not even a size of 1 fits.
+        UsageError: an argument is not valid.
 
     """
     check(gib, error)
@@ -51,5 +52,5 @@ def largest(
     size = curve.largest(int(gib * GIB))
     if not size:
         needed = curve.measure(1) / GIB
-        raise UsageError(f"not even 1 fits {gib:g} GiB: that takes at least {needed:.3g} GiB")
+        raise JobError(f"not even 1 fits {gib:g} GiB: that takes at least {needed:.3g} GiB")
     return size, planners(size).plan(gib, error, front=front)

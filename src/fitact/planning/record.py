@@ -176,7 +176,7 @@ def sentence(plan: Plan) -> str:
     if not plan.fits:
         rest = plan.fixed + plan.gradients
         return (
-            f"does not fit: {plan.peak / GIB:.3g} GiB are the least; {rest / GIB:.3g} of them are weights, "
+            f"does not fit: a step takes at least {plan.peak / GIB:.3g} GiB, {rest / GIB:.3g} GiB of it weights, "
             "gradients and optimizer"
         )
     used = [WAYS[group.way] for group in plan.groups]
