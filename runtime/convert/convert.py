@@ -159,9 +159,9 @@ def convert(
     gradient = job.gradient_error() if gradients else None
     if not dry_run:
         job.put()
-    paths = {one.path for one in job.rebuilt}
-    merged = [one for one in merged if one.after or one.name not in paths]  # what is rebuilt is not left alone
-    records = (*_records(job), *rebuilding.records(job.rebuilt), *refused, *merged)
+    told = {one.path for one in (*job.rebuilt, *job.sites)}
+    left = [one for one in (*refused, *merged) if one.after or one.name not in told]
+    records = (*_records(job), *rebuilding.records(job.rebuilt), *left)
     after = job.after.kept if job.after else None
     return Conversion(records, dry_run, job.stock_kept, after, job.unseen, gradient)
 
@@ -262,7 +262,8 @@ class _Job:
     def merge_norms(self, include: Patterns, exclude: Patterns) -> list[SiteRecord]:
         """Merge norms but those whose outputs are rebuilt; return their records."""
         device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
-        spared = [] if active_autocast(device) else self._rebuilt_norms()
+        coded = any(coding.bits_norms is not None for coding in self.codings)
+        spared = self._rebuilt_norms() if coded or not active_autocast(device) else []
         left = [*patterns(exclude), *spared]
         merged = merge_norms(self.model, self.example_inputs, include=include, exclude=left)
         (self.before,) = self.measure([stock])
@@ -273,8 +274,7 @@ class _Job:
     def _rebuilt_norms(self) -> list[str]:
         """Return the norms whose outputs layers rebuild: merged, they would keep as much and round differently.
 
-        Not under autocast, where their input is in float32 and their output, which merged norms keep, is cast to
-        less.
+        Not so under autocast, where merged norms keep less; but codes take less still.
         """
         with rebuilding.swapped(self.rebuilt), reading() as read:
             self.measure([stock])

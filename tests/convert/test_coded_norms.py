@@ -145,6 +145,18 @@ def test_what_auto_does() -> None:
     assert after(X.clone(), "exact") == "rebuilt"
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("error", ["rounding", "few-bit"])
+def test_merging_never_takes_the_place_of_codes(error: str, autocast: bool) -> None:
+    """Whoever lets norms be merged, too, gets a model that keeps no more than without."""
+    kept = []
+    for norms in (False, True):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *made("LayerNorm"), nn.GELU(), nn.Linear(16, 16))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            kept.append(fitact.convert(model, error=error, norms=norms, example_inputs=X).kept_after)
+    assert kept[1] <= kept[0]
+
+
 def test_auto_leaves_rows_with_outliers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(8192), nn.Linear(8192, 4))

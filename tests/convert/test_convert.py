@@ -473,6 +473,15 @@ def test_left_alone(activation: nn.Module, reason: str) -> None:
     assert model[1] is activation
 
 
+def test_an_activation_with_another_forward_has_one_record() -> None:
+    """Neither as an activation is it replaced, nor as a module that calls functions."""
+    model = nn.Sequential(nn.Linear(4, 4), patched(), nn.Linear(4, 4))
+    report = fitact.convert(model, error="exact", example_inputs=torch.randn(2, 4))
+    assert [(one.name, one.after, one.reason) for one in report] == [
+        ("1", None, "its forward is not that of its class")
+    ]
+
+
 def test_softplus_keeps_its_value() -> None:
     """It is linear from a threshold on; the shipped one has PyTorch's, 20, whatever else a model has."""
     x = torch.linspace(-30, 30, 1001)
