@@ -411,7 +411,7 @@ def test_no_model_of_the_picture_keeps_more_than_is_said() -> None:
         assert exact < selective and exact < 1.00015 * compiler
         above |= {row["model"].partition("-")[0]} if exact > compiler else set()
     assert above == {"LLaMA"}
-    assert "for every model of the picture, and no more than the compiler, but for 0.01 % in LLaMA" in flat()
+    assert "for every model of the picture, and no more than the compiler, except for 0.01 % in LLaMA" in flat()
 
 
 def test_times_of_rebuilding() -> None:
