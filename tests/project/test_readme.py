@@ -353,7 +353,8 @@ def test_conversion() -> None:
     kept = next(row for row in rows if row["setting"].startswith("LoRA") and row["what"] == "ReGELU2 and MS-LN")
     share = 100 - 100 * kept["kept"] / kept["stock"]
     assert (
-        f"ViT-B with LoRA and [shared norms](docs/converting.md#memory-sharing-norms) keeps {share:.0f} % less"
+        "With ReLU mixtures and [memory-sharing norms](docs/converting.md#memory-sharing-norms), "
+        f"ViT-B with LoRA keeps {share:.0f} % less"
         in flat()
     )
 
@@ -457,7 +458,7 @@ def test_the_plan() -> None:
         planner.fixed + peak(problem.stages, problem.all(FULL)),
     )
     found = re.search(
-        r"needs (\d+) GiB as it is. In 24 GiB, where full checkpointing leaves ([\d.]+) GiB, the plan computes "
+        r"needs (\d+) GiB as it is. In 24 GiB, where full checkpointing leaves ([\d.]+) GiB, the plan recomputes "
         r"(\d+) % less .* exact` (\d+) %. And (\d+) GiB .* needs ([\d.]+) GiB",
         flat(),
     )
