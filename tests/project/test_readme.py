@@ -354,8 +354,7 @@ def test_conversion() -> None:
     share = 100 - 100 * kept["kept"] / kept["stock"]
     assert (
         "With ReLU mixtures and [memory-sharing norms](docs/converting.md#memory-sharing-norms), "
-        f"ViT-B with LoRA keeps {share:.0f} % less"
-        in flat()
+        f"ViT-B with LoRA keeps {share:.0f} % less" in flat()
     )
 
 
