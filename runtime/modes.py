@@ -1,12 +1,15 @@
-"""A mode that sees every operation below autograd."""
+"""Contexts that see every operation below autograd, and every tensor that autograd keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from .torch_internals import FakeTensor, TorchDispatchMode
+from .torch_internals import FakeTensor, TorchDispatchMode, without_torch_function
 
 META = torch.device("meta")
 DEVICE = torch.ops.prim.device.default
@@ -30,3 +33,18 @@ class OperationMode(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and return its result."""
         return func(*args, **kwargs)
+
+
+def watching_saved(see: Callable[[Tensor], object]) -> saved_tensors_hooks:
+    """Return a context that shows each tensor that autograd keeps for backward.
+
+    What has a node is kept detached. An output that is kept as it is holds the node that keeps it, so that neither
+    would ever be freed.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        with without_torch_function():  # this is no operation of the model
+            see(tensor)
+            return tensor if tensor.grad_fn is None else tensor.detach()
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)

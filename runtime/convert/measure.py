@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
 from fitact.runtime.models.prepare import Statistics, without_packing
 from fitact.runtime.models.twins import Twins, fake
+from fitact.runtime.modes import watching_saved
 from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.records import Unseen
 from fitact.runtime.restore import generators, unchanged
@@ -33,7 +33,6 @@ from fitact.runtime.torch_internals import (
     tree_leaves,
     tree_map_only,
     version_of,
-    without_torch_function,
 )
 from fitact.text import one_line, starred
 
@@ -238,7 +237,7 @@ def _trace(model: nn.Module, run: Run, own: frozenset[type], detail: bool) -> Tr
             stack.enter_context(watch.watched(site))
         if detail:
             watch.place = stack.enter_context(place_in((model,), owned))
-        stack.enter_context(saved_tensors_hooks(watch.pack, lambda tensor: tensor))
+        stack.enter_context(watching_saved(watch.keep))
         leaves = tensors_of(run, model)
     if leaves and not any(leaf.requires_grad for leaf in leaves):
         raise _UntrainedError("no output of the model depends on anything that is trained: nothing is kept")
@@ -266,15 +265,13 @@ class _Watch:
     place: Place | None = None  # where the model is, if that is looked at
     elsewhere: dict[int, list[Kept]] = field(default_factory=dict)  # what is kept by something else
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        with without_torch_function():  # this is no operation of the model
-            self.saved.add(tensor)
-            storage = storage_id(tensor)
+    def keep(self, tensor: Tensor) -> None:
+        self.saved.add(tensor)
+        storage = storage_id(tensor)
         if storage in self.saved.storages:
             self.keepers.setdefault(storage, set()).add(self.running[-1] if self.running else None)
             if self.place is not None and not self.running:
                 self.elsewhere.setdefault(storage, []).append(self.place.record(tensor.untyped_storage()))
-        return tensor
 
     def enter(self, key: Any, *_: Any) -> None:
         self.running.append(key)

@@ -20,17 +20,15 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.modes import OperationMode
+from fitact.runtime.modes import OperationMode, watching_saved
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.torch_internals import (
     COPY_TO,
     is_operator,
     storage_id,
-    without_torch_function,
 )
 
 ACTIVATIONS = frozenset(
@@ -157,20 +155,15 @@ def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
     with ExitStack() as stack:
         place = stack.enter_context(place_in(modules, owned)) if detail else None
 
-        def pack(tensor: Tensor) -> Tensor:
-            with without_torch_function():  # this is not an operation of the model
-                new, storage = saved.add(tensor), tensor.untyped_storage()
+        def see(tensor: Tensor) -> None:
+            new, storage = saved.add(tensor), tensor.untyped_storage()
             if place is not None and storage_id(storage) in saved.storages:
                 record, before = place.record(storage), saved.kept.get(storage_id(storage))
                 saved.kinds.add(record.kind)
                 if new or (before is not None and before.kind == "activation"):
                     saved.kept[storage_id(storage)] = record
-            return tensor
 
-        def unpack(tensor: Tensor) -> Tensor:
-            return tensor
-
-        stack.enter_context(saved_tensors_hooks(pack, unpack))
+        stack.enter_context(watching_saved(see))
         yield saved
 
 

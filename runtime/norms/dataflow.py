@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 
 from fitact.runtime.autocast import active_autocast, without_autocast
-from fitact.runtime.modes import OperationMode
+from fitact.runtime.modes import OperationMode, watching_saved
 from fitact.runtime.ops.autograd import autocast_dtype
 from fitact.runtime.ops.library import KERNEL_DTYPES
 from fitact.runtime.torch_internals import (
@@ -101,7 +100,7 @@ def observe(graph: Graph, layers: set[nn.Module], model: nn.Module, run: Callabl
     entered = hooks.register_module_forward_pre_hook(mode.enter)
     left = hooks.register_module_forward_hook(mode.leave, always_call=True)
     try:
-        with saved_tensors_hooks(mode.pack, lambda tensor: tensor), mode:
+        with watching_saved(mode.keep), mode:
             result = run()
     finally:
         entered.remove()
@@ -225,7 +224,7 @@ class _Observer(OperationMode):
             return kind
         return f"{schema_name(func).split('::')[-1]} in {kind if inner is not None else 'the caller'}"
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def keep(self, tensor: Tensor) -> None:
         """Note which norm and layer keep a tensor."""
         key = storage(tensor)
         if key is not None and key not in self.owned:
@@ -234,7 +233,6 @@ class _Observer(OperationMode):
             layer = self.layer()
             if key in self.outputs and layer is not None:
                 self.outputs[key][1].keepers.add(layer)
-        return tensor
 
     def finish(self, result: Any) -> None:
         """Note which outputs leave the model or outlive the run, and what only norms keep."""

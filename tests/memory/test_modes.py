@@ -1,15 +1,20 @@
-"""The mode that sees operations sees every one, and answers itself where a fake tensor is."""
+"""Modes see every operation, and answer where a fake tensor is; watching what is kept leaves nothing behind."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fitact.runtime.modes import OperationMode
+import fitact
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.modes import OperationMode, watching_saved
 
 aten = torch.ops.aten
 
@@ -51,3 +56,50 @@ def test_real_tensors() -> None:
         y = torch.ones(2) + 1
     assert y.tolist() == [2.0, 2.0]
     assert seen.operations == [aten.ones.default, aten.add.Tensor]
+
+
+def test_what_is_kept_is_seen_and_backward_uses_it() -> None:
+    x, seen = torch.randn(8, requires_grad=True), list[Tensor]()
+    with watching_saved(seen.append):
+        y = x.tanh()
+    assert [one.data_ptr() for one in seen] == [y.data_ptr()]
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, 1 - y * y)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    torch.testing.assert_close(second, -2 * y * (1 - y * y))
+
+
+def counted(model: nn.Module, x: Tensor) -> None:
+    with count_saved(model, detail=True):
+        model(x)
+
+
+def converted(**given: Any) -> Callable[[nn.Module, Tensor], None]:
+    def convert(model: nn.Module, x: Tensor) -> None:
+        fitact.convert(model, **given, example_inputs=x)
+        fitact.revert(model)
+
+    return convert
+
+
+MEASURING: dict[str, Callable[[nn.Module, Tensor], None]] = {
+    "count_saved": counted,
+    "fewbit": converted(method="fewbit"),
+    "few-bit": converted(error="few-bit", gradients=True),
+    "norms": converted(method="inverted", norms=True),
+    "plan": lambda model, x: print(fitact.plan(model, gib=1, example_inputs=x, front=False)),
+}
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_measuring_leaves_no_tensor_behind(name: str) -> None:
+    """An activation's output that is kept as it is would hold the graph that keeps it for ever."""
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh()
+    )
+    x, alive = torch.randn(4, 16), list[int]()
+    for _ in range(3):  # the first time makes what is kept for good, such as tables of codes
+        MEASURING[name](model, x)
+        gc.collect()
+        alive.append(sum(issubclass(type(one), Tensor) for one in gc.get_objects()))
+    assert alive[2] == alive[1]
