@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +128,19 @@ def test_a_folder_says_what_lives_there(package: str) -> None:
 def test_no_file_has_more_than_400_lines() -> None:
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: count for name, count in lines.items() if count > 400} == {}
+
+
+def test_the_map_of_the_guide_is_the_tree() -> None:
+    """One line a folder, below the folder that it is in."""
+    root = Path(__file__).parents[2]
+    guide = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"^```text\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    told, above = list[str](), list[str]()
+    for indent, name in re.findall(r"^( *)([\w/]+)/ ", tree, re.MULTILINE):
+        above = [*above[: len(indent) // 2], name]
+        told.append("/".join(above))
+    tops = ("src/fitact", "fitter", "codegen", "runtime")
+    packages = [path.parent for top in tops for path in (root / top).rglob("__init__.py")]
+    others = ["codegen/templates", "generated", "notebooks", "docs", "benchmarks", "tests"]
+    assert sorted(told) == sorted([*(path.relative_to(root).as_posix() for path in packages), *others])
+    assert all((root / folder).is_dir() for folder in others)
