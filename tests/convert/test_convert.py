@@ -1678,3 +1678,26 @@ def test_gradients_that_are_stocks_or_cannot_be_measured() -> None:
 
     nothing = fitact.convert(Holds(nn.GELU()), example_inputs=run, gradients=True).gradient
     assert nothing is not None and nothing.error is None and nothing.note
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("follows", [nn.LayerNorm, lambda width: nn.Linear(width, 1)], ids=["norm", "linear"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Hardtanh, nn.ReLU6, nn.LeakyReLU])
+def test_exact_is_exact_where_autocast_would_round(
+    act: type[nn.Module], follows: Callable[[int], nn.Module], dtype: torch.dtype
+) -> None:
+    """A fit that keeps its output rounds a float32 input: the value, and the gradient near a bound."""
+    torch.manual_seed(0)
+    model = nn.Sequential(act(), follows(64))
+    data = 3 * torch.randn(8192, 64)
+
+    def results() -> list[Tensor]:
+        x = data.detach().clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            y = model(x)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])]
+
+    stock = results()
+    with torch.autocast("cpu", dtype):
+        fitact.convert(model, error="exact", example_inputs=data.requires_grad_())
+    torch.testing.assert_close(results(), stock, rtol=0, atol=0)
