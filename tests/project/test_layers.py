@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +128,54 @@ def test_a_folder_says_what_lives_there(package: str) -> None:
 def test_no_file_has_more_than_400_lines() -> None:
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: count for name, count in lines.items() if count > 400} == {}
+
+
+GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+WHOLE, OF_FITTER, OF_CODEGEN, OF_RUNTIME = re.split(r"^## Layout$|^In `\w+/`, ", GUIDE, flags=re.MULTILINE)[1:]
+PARTS = {"fitter": OF_FITTER, "runtime": OF_RUNTIME}
+
+
+def rows(part: str) -> dict[str, str]:
+    """Return the rows of the table in a part of the guide, by the folder or file that they are about."""
+    return {line.split("`")[1].removesuffix("/"): line for line in part.splitlines() if line.startswith("| `")}
+
+
+def described(module: str) -> str:
+    """Return where the guide should tell of a module."""
+    match module.split(".")[1:]:
+        case ["codegen", _]:
+            return OF_CODEGEN
+        case ["fitter" | "runtime" as top, name, *_]:
+            return rows(PARTS[top])[name]
+        case [*folders, _]:
+            return rows(WHOLE)["/".join(("src/fitact", *folders))]
+    raise AssertionError(module)
+
+
+def test_the_guide_names_every_file_and_no_other() -> None:
+    for module, path in MODULES.items():
+        if module not in (*PACKAGES, "fitact.__main__", "fitact.cli", "fitact.planning", "fitact.generated"):
+            name = module.rpartition(".")[2] + "/" * (path.name == "__init__.py")
+            assert f"`{name}`" in described(module), module
+    tables = [*rows(WHOLE).values(), *rows(OF_FITTER).values(), *rows(OF_RUNTIME).values()]
+    told = re.findall(r"`(\w+)`", "".join(tables))
+    assert {*told} <= {"__init__", *(part for module in MODULES for part in module.split("."))}
+
+
+@pytest.mark.parametrize("top", PARTS)
+def test_rows_of_the_guide_import_only_from_rows_above(top: str) -> None:
+    """But for three folders, the files of which are in ORDER."""
+    order = list(rows(PARTS[top]))
+    mixed = {"rebuild", "wrappers", "convert"}
+
+    def row(module: str) -> str | None:
+        names = module.removeprefix(f"fitact.{top}").split(".")
+        if not module.startswith(f"fitact.{top}"):
+            return None
+        return names[1] if len(names) > 1 else "__init__"
+
+    for module in MODULES:
+        for other in imported(module, at_import=False):
+            mine, its = row(module), row(other)
+            if mine in order and its in order and not {mine, its} <= mixed:
+                assert order.index(its) <= order.index(mine), f"{module} imports {other}"
