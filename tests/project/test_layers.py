@@ -130,7 +130,8 @@ def test_no_file_has_more_than_400_lines() -> None:
     assert {name: count for name, count in lines.items() if count > 400} == {}
 
 
-GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WHOLE, OF_FITTER, OF_CODEGEN, OF_RUNTIME = re.split(r"^## Layout$|^In `\w+/`, ", GUIDE, flags=re.MULTILINE)[1:]
 PARTS = {"fitter": OF_FITTER, "runtime": OF_RUNTIME}
 
@@ -160,6 +161,11 @@ def test_the_guide_names_every_file_and_no_other() -> None:
     tables = [*rows(WHOLE).values(), *rows(OF_FITTER).values(), *rows(OF_RUNTIME).values()]
     told = re.findall(r"`(\w+)`", "".join(tables))
     assert {*told} <= {"__init__", *(part for module in MODULES for part in module.split("."))}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_the_guide_names_every_benchmark(name: str) -> None:
+    assert f"`{name}`" in GUIDE
 
 
 @pytest.mark.parametrize("top", PARTS)
