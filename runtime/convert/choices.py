@@ -180,7 +180,7 @@ def best(
         stock: the trace of the stock model.
 
     """
-    policies, singles = _wishes(STEPS if bits is None else bits, error, substitutes)
+    policies, singles = _policies(STEPS if bits is None else bits, error, substitutes)
     options = [one.replacements(sites) for one in (*policies, *singles)]
     runs = _Runs(measure, {((None, False),) * len(sites): stock})
     measured = runs(options)
@@ -206,7 +206,7 @@ def best(
     return mixed, whole
 
 
-def _wishes(width: int, error: str, substitutes: Substitutes) -> tuple[list[Policy], list[Policy]]:
+def _policies(width: int, error: str, substitutes: Substitutes) -> tuple[list[Policy], list[Policy]]:
     """Return the policies to choose among at each site, and further ones to compare the mixture with."""
     policy = partial(Policy, substitutes=substitutes, measured=True)
     alone = policy((), width)
