@@ -44,6 +44,7 @@ from benchmarks.activations import keep_freed_memory
 from benchmarks.rebuilding import measured
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models.prepare import imported
+from fitact.runtime.torch_internals import storage_id
 
 TOKENS, WIDTH, LAYERS = 512, 256, 2
 BUDGETS = (0.9, 1.0, 0.7)
@@ -209,7 +210,7 @@ def compare(name: str, budget: float, device: str, graphs: bool) -> Iterator[dic
     dy = torch.randn_like(wide(x))
     exact = gradients(wide, wide, x, dy)
     calls, rows, plain = {}, {}, exact
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with ExitStack() as stack:
         stack.enter_context(
             torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False)
@@ -221,14 +222,14 @@ def compare(name: str, budget: float, device: str, graphs: bool) -> Iterator[dic
             metrics.reset()
             call: Any
             if graphs:
-                torch._dynamo.reset()
+                torch.compiler.reset()
                 call = run_graphs(model, options, budget)
             else:
                 call = torch.compile(model, fullgraph=True, dynamic=False, options=options)
             found = gradients(model, call, narrow, dy.bfloat16())
             kernels = metrics.generated_kernel_count
             with count_saved(model) as saved:
-                saved.owned.add(narrow.untyped_storage()._cdata)
+                saved.owned.add(storage_id(narrow))
                 y = call(narrow)
             del y
             errors = error(found, plain)

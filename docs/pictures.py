@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fitact
 from fitact.fitter.plot import EXACT, FITTED
@@ -21,6 +20,7 @@ from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import read
 from fitact.pictures import save
 from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.torch_internals import FakeTensorMode
 
 DOCS = Path(__file__).resolve().parent
 FITS = DOCS.parent / "generated" / "fits"

@@ -15,23 +15,27 @@ from fitact.runtime.rebuild import functions
 
 
 class Held(nn.Module):
-    """Is called like the function: with only an input it runs the activation, with more arguments the function.
+    """Is called like the original: with only an input it runs the activation, with more arguments the original.
 
     Args:
-        activation: computes what the function does with only an input, and keeps less.
-        function: the function that the module held.
+        activation: computes what the original does with only an input, and keeps less.
+        function: the original function, or the forward of the original module.
+        argument: the name that the original gives to its input.
 
     """
 
-    def __init__(self, activation: nn.Module, function: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, activation: nn.Module, function: Callable[..., Tensor], argument: str | None = "input"
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.function = function
+        self.argument = argument
 
     def forward(self, *args: Any, **given: Any) -> Tensor:
-        """Return what the function returns."""
-        alone = len(args) + len(given) == 1 and given.keys() <= {"input"}
-        result: Tensor = self.activation(*args, **given) if alone else self.function(*args, **given)
+        """Return what the original returns."""
+        alone = len(args) + len(given) == 1 and given.keys() <= {self.argument}
+        result: Tensor = self.activation(*args, *given.values()) if alone else self.function(*args, **given)
         return result
 
 

@@ -50,7 +50,7 @@ class Method:
         """Return what is called in training."""
         if self.compiled is None:
             return model
-        torch._dynamo.reset()  # or the compiler would give up after so many models of one class
+        torch.compiler.reset()  # or the compiler would give up after so many models of one class
         return self.compiled(model, fullgraph=True)
 
     def apply(self, model: Transformer) -> None:

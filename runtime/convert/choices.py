@@ -180,17 +180,20 @@ def best(
         stock: the trace of the stock model.
 
     """
-    policies, singles = _wishes(STEPS if bits is None else bits, error, substitutes)
+    policies, singles = _policies(STEPS if bits is None else bits, error, substitutes)
     options = [one.replacements(sites) for one in (*policies, *singles)]
     runs = _Runs(measure, {((None, False),) * len(sites): stock})
     measured = runs(options)
     options = [lasting(replacements, trace) for replacements, trace in zip(options, measured, strict=True)]
     options[0] = [
-        replacement
-        if replacement.kind
-        else replace(replacement, reason=replacement.reason or _nothing(usage, error))
-        for replacement, usage in zip(options[0], stock.usages, strict=True)
+        one if one.kind else replace(one, reason=one.reason or _nothing(usage, error))
+        for one, usage in zip(options[0], stock.usages, strict=True)
     ]
+    if error == "exact":  # under autocast, a replacement that keeps its output rounds it to the autocast dtype
+        for found, trace in zip(options, measured, strict=True):
+            for i, (was, now) in enumerate(zip(stock.usages, trace.usages, strict=True)):
+                if was.dtypes != now.dtypes:
+                    found[i] = options[0][i]
     measured = runs(options)
     mixed = []
     for i in range(len(sites)):
@@ -203,16 +206,13 @@ def best(
     return mixed, whole
 
 
-def _wishes(width: int, error: str, substitutes: Substitutes) -> tuple[list[Policy], list[Policy]]:
+def _policies(width: int, error: str, substitutes: Substitutes) -> tuple[list[Policy], list[Policy]]:
     """Return the policies to choose among at each site, and further ones to compare the mixture with."""
     policy = partial(Policy, substitutes=substitutes, measured=True)
     alone = policy((), width)
     if error == "exact":
-        return [
-            alone,
-            policy(("exact",), linear=True, same=True),
-            policy(("fewbit",), width, linear=True, same=True),
-        ], []
+        same = partial(policy, linear=True, same=True)
+        return [alone, same(("exact",)), same(("fewbit",), width)], []
     most = [alone, policy(("exact",)), policy(("inverted",), most=width)]
     if error == "rounding":
         return [*most, policy(("fewbit",), width, linear=True)], []
@@ -378,16 +378,14 @@ class _Runs:
     done: dict[tuple[Any, ...], Trace] = field(default_factory=dict)
 
     def __call__(self, options: Sequence[Sequence[Replacement]]) -> list[Trace]:
-        alike = {
-            tuple((replacement.kind, replacement.in_place) for replacement in replacements): replacements
-            for replacements in options
-        }
+        alike = {_key(replacements): replacements for replacements in options}
         new = [key for key in alike if key not in self.done]
         self.done.update(zip(new, self.measure([plan(alike[key]) for key in new]) if new else (), strict=True))
-        return [
-            self.done[tuple((replacement.kind, replacement.in_place) for replacement in replacements)]
-            for replacements in options
-        ]
+        return [self.done[_key(replacements)] for replacements in options]
+
+
+def _key(replacements: Sequence[Replacement]) -> tuple[Any, ...]:
+    return tuple((one.kind, one.in_place) for one in replacements)
 
 
 def _nothing(usage: Usage, error: str) -> str:

@@ -52,7 +52,7 @@ class Usage:
         kept: bytes of the storages that nothing but activations keep; what several of them keep is shared out.
         shared: whether another operation keeps the very storage of each of its outputs; None if it was not run.
         overwritten: whether something has changed one of its outputs in place, so that backward cannot use it.
-        foreign: a dtype of its outputs that no replacement takes; None if there is none.
+        dtypes: those of its outputs.
         alone: bytes of the storages that no other activation keeps either.
 
     """
@@ -60,8 +60,13 @@ class Usage:
     kept: int
     shared: bool | None
     overwritten: bool = False
-    foreign: torch.dtype | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
     alone: int = 0
+
+    @property
+    def foreign(self) -> torch.dtype | None:
+        """A dtype of its outputs that no replacement takes; None if there is none."""
+        return next((dtype for dtype in self.dtypes if dtype not in DTYPES), None)
 
 
 @dataclass(frozen=True)
@@ -316,7 +321,7 @@ class _Watch:
                     kept[key] += share + (i < rest)
                     only[key] += share if len(keepers) == 1 else 0
         usages = (
-            Usage(kept[key], self.shared(key), self.overwritten(key), self.foreign(key), only[key]) for key in keys
+            Usage(kept[key], self.shared(key), self.overwritten(key), self.dtypes(key), only[key]) for key in keys
         )
         alone = [kept for storage, kept in self.elsewhere.items() if self.keepers[storage] == {None}]
         return Trace(self.saved.bytes, tuple(usages), unseen=tuple(_unseen(alone, self.saved.bytes)))
@@ -330,9 +335,8 @@ class _Watch:
     def overwritten(self, key: Any) -> bool:
         return any(version_of(tensor) != version for tensor, version in self.outputs.get(key, ()))
 
-    def foreign(self, key: Any) -> torch.dtype | None:
-        dtypes = (tensor.dtype for tensor, _ in self.outputs.get(key, ()))
-        return next((dtype for dtype in dtypes if dtype not in DTYPES), None)
+    def dtypes(self, key: Any) -> tuple[torch.dtype, ...]:
+        return tuple({tensor.dtype: None for tensor, _ in self.outputs.get(key, ())})
 
 
 # Functions of one element; those that tell an activation, and those that may be a part of one.

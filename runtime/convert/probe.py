@@ -60,10 +60,10 @@ EMPTY = frozenset(vars(nn.Module()))
 def computes(module: nn.Module) -> str | None:
     """Return which activation of the catalog a module computes; None if it is none or not certain.
 
-    Only modules without parameters, buffers and submodules are tried, if their `forward` takes one tensor and they
-    hold only numbers and texts. Value and gradient must be those of the activation within several roundings of
-    float32, in training and evaluation mode, for tiny to large inputs of any arrangement. The output must be a new
-    tensor with the input's dtype.
+    Only modules without parameters, buffers and submodules are tried, if their `forward` takes one tensor and
+    nothing else, and they hold only numbers and texts. Value and gradient must be those of the activation within
+    several roundings of float32, in training and evaluation mode, for tiny to large inputs of any arrangement. The
+    output must be a new tensor with the input's dtype.
 
     Args:
         module: the module; a copy of it is run, and it is not changed.
@@ -75,7 +75,7 @@ def computes(module: nn.Module) -> str | None:
     if any(True for _ in (*module.parameters(), *module.buffers())):
         return None
     held = {name: value for name, value in vars(module).items() if name not in EMPTY}
-    if not all(type(value) in PLAIN for value in held.values()) or not _takes_one(kind.forward):
+    if not all(type(value) in PLAIN for value in held.values()) or argument_of(kind.forward) is None:
         return None
     hashable: Any = kind
     return _computed(hashable, kind.forward, tuple((name, type(value), value) for name, value in held.items()))
@@ -88,14 +88,15 @@ def agree(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
         return _near(module(x.clone()), function(x))
 
 
-def _takes_one(forward: Callable[..., Any]) -> bool:
-    """Return whether a method takes exactly one argument."""
+def argument_of(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the one argument that a method takes; None if it takes none, or may take others."""
     try:
         parameters = [*inspect.signature(forward).parameters.values()][1:]
     except (TypeError, ValueError):  # it has no signature
-        return False
-    needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    return len(needed) == 1 and needed[0].kind in (needed[0].POSITIONAL_ONLY, needed[0].POSITIONAL_OR_KEYWORD)
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    alone = len(parameters) == 1 and parameters[0].kind in kinds
+    return parameters[0].name if alone else None
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from torch import nn
 from fitact.errors import UsageError
 from fitact.runtime.norms.fold import unmerge_norms
 from fitact.runtime.ops.registry import registered
-from fitact.runtime.rebuild.modules import restore
+from fitact.runtime.rebuild.modules import original_class, restore
 from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.restore import check_model
 from fitact.runtime.torch_internals import uncompiled
@@ -24,6 +24,7 @@ from fitact.text import starred
 
 from .detect import ActivationSite, activation_sites, recognise
 from .measure import Plan, Trace
+from .probe import argument_of, computes
 
 ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules
 
@@ -56,7 +57,11 @@ class Replacement:
         """Return a replacement for a module or a function."""
         assert self.kind is not None
         made = InPlace(self.kind()) if self.in_place else self.kind()
-        return made if isinstance(held, nn.Module) else Held(made, held)
+        if not isinstance(held, nn.Module):
+            return Held(made, held)
+        forward = original_class(held).forward
+        argument = "input" if computes(held) is None else argument_of(forward)
+        return made if argument == "input" else Held(made, partial(forward, held), argument)
 
 
 def put(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> None:

@@ -478,6 +478,7 @@ def test_what_is_shared_is_printed_once(monkeypatch):
         "from fitact.runtime import composed",
         "from fitact.runtime.functions import ndtr, ndtr_half",
         "from fitact.runtime.kernels import backward_tile, encode, forward_tile, pick",
+        "from fitact.runtime.kernels import map_tile, slope_tile",
     ],
 )
 def test_files_of_an_older_fitact_say_what_to_do(line, tmp_path):

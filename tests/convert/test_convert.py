@@ -25,6 +25,7 @@ from fitact.errors import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.generated.silu_fewbit3 import SiluFewbit3
 from fitact.runtime.convert.choices import PIECEWISE
+from fitact.runtime.convert.probe import computes
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models.prepare import imported
 from fitact.runtime.records import Conversion
@@ -1687,3 +1688,73 @@ def test_gradients_that_are_stocks_or_cannot_be_measured() -> None:
 
     nothing = fitact.convert(Holds(nn.GELU()), example_inputs=run, gradients=True).gradient
     assert nothing is not None and nothing.error is None and nothing.note
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("follows", [nn.LayerNorm, lambda width: nn.Linear(width, 1)], ids=["norm", "linear"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Hardtanh, nn.ReLU6, nn.LeakyReLU])
+def test_exact_is_exact_where_autocast_would_round(
+    act: type[nn.Module], follows: Callable[[int], nn.Module], dtype: torch.dtype
+) -> None:
+    """A fit that keeps its output rounds a float32 input: the value, and the gradient near a bound."""
+    torch.manual_seed(0)
+    model = nn.Sequential(act(), follows(64))
+    data = 3 * torch.randn(8192, 64)
+
+    def results() -> list[Tensor]:
+        x = data.detach().clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            y = model(x)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])]
+
+    stock = results()
+    with torch.autocast("cpu", dtype):
+        fitact.convert(model, error="exact", example_inputs=data.requires_grad_())
+    torch.testing.assert_close(results(), stock, rtol=0, atol=0)
+
+
+class Named(nn.Module):
+    """An activation of one's own, called by the name that it gives to its input."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.gelu(hidden)
+
+
+class NamedCall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 512), Named(), nn.Linear(512, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(hidden=self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("method", ["fewbit", "coded", "inverted"])
+def test_own_activations_are_called_by_their_names(method: str, measured: bool) -> None:
+    torch.manual_seed(0)
+    model, x = NamedCall(), torch.randn(64, 16)
+    stock, original = model(x), model.act
+    conversion = fitact.convert(model, method, example_inputs=x if measured else None)
+    assert [site.before for site in conversion.replaced if site.kind == "activation"] == ["Named"]
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(one(x), stock, rtol=0, atol=0)
+    with pytest.raises(TypeError, match=r"Named\.forward"):
+        model.act(x=x)
+    fitact.revert(model)
+    assert model.act is original
+
+
+class MayTakeMore(nn.Module):
+    """What looks like GELU if it is called with its input alone."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * F.gelu(x)
+
+
+def test_activations_that_may_take_more_are_not_replaced() -> None:
+    assert computes(Named()) == "gelu"
+    assert computes(MayTakeMore()) is None
+    with pytest.raises(UsageError, match="no module holds an activation"):
+        fitact.convert(mlp(MayTakeMore()))

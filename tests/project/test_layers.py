@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import fitact
+from tests.support.package import modules
 
 # The rooms from the bottom up: a module imports from its own room and from those before it.
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
@@ -63,16 +61,6 @@ def room(module: str) -> str:
     if module in PACKAGES:
         return module
     return max((name for name in ORDER if f"{module}.".startswith(f"{name}.")), key=len)
-
-
-def modules() -> dict[str, Path]:
-    found = {"fitact": Path(fitact.__file__)}
-    for info in pkgutil.walk_packages(fitact.__path__, "fitact."):
-        spec = importlib.util.find_spec(info.name)
-        assert spec is not None
-        assert spec.origin is not None
-        found[info.name] = Path(spec.origin)
-    return found
 
 
 MODULES = {name: path for name, path in modules().items() if not name.startswith("fitact.generated.")}

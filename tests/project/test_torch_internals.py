@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
-import pkgutil
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import fitact
 from fitact.runtime import torch_internals
 from fitact.runtime.ops.autograd import autocast_dtype
+from tests.support.package import modules
 
 HOME = "fitact.runtime.torch_internals"
 WITHOUT_TORCH = ("fitact.fitter", "fitact.codegen")  # where private names may be SymPy's
 PRIVATE = re.compile(r"_(?!_)\w+")
 OF_TORCH = (torch, torch.Tensor, torch.UntypedStorage, nn.Module(), torch.compile(nn.Identity()))
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """The files of the installed package, by module."""
-    names = ["fitact", *(found.name for found in pkgutil.walk_packages(fitact.__path__, "fitact."))]
-    specs = {name: importlib.util.find_spec(name) for name in names}
-    return {name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin}
 
 
 def is_private(name: str) -> bool:

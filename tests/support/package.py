@@ -1,0 +1,25 @@
+"""The files of the package, also where they are installed live."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+from functools import cache
+from pathlib import Path
+
+TOPS = ("fitact", "fitact.codegen", "fitact.fitter", "fitact.generated", "fitact.runtime")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the file of each module; in a live install the packages in TOPS lie in different folders."""
+    names = dict.fromkeys(TOPS)
+    for top in TOPS:
+        names |= dict.fromkeys(found.name for found in pkgutil.walk_packages(_spec(top)[1], f"{top}."))
+    return {name: Path(_spec(name)[0]) for name in names}
+
+
+def _spec(module: str) -> tuple[str, list[str]]:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return spec.origin, list(spec.submodule_search_locations or ())
