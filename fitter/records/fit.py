@@ -119,8 +119,8 @@ class Fit:
 
     METHODS: ClassVar[tuple[str, ...]]
     ERRORS: ClassVar[tuple[str, ...]]
-    READ: ClassVar[Mapping[str, Reader]] = {}  # how the fields are read that only this kind has
-    PARTS: ClassVar[tuple[str, ...]] = ()  # and the fields that hold fits
+    READ: ClassVar[Mapping[str, Reader]] = {}  # how the fields of this kind alone are read
+    PARTS: ClassVar[tuple[str, ...]] = ()  # the fields that hold fits
 
     name: str
     method: str
@@ -209,10 +209,7 @@ class StepFit(Fit):
 
     def __call__(self, x: Array) -> Array:
         """Return the step function at x."""
-        x = np.asarray(x, dtype=np.float64)
-        # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
-        at = np.where(np.isnan(x), -np.inf, np.abs(x) if self.even else x)
-        return np.asarray(self.levels)[np.searchsorted(self.borders, at)]
+        return np.asarray(self.levels)[codes(self.borders, np.abs(x) if self.even else x)]
 
 
 @dataclass(frozen=True, kw_only=True)

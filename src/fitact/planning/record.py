@@ -63,10 +63,10 @@ class Plan:
         optimizer: whose state must fit.
         gib: the memory, in GiB.
         error: the largest error of gradients that was allowed.
-        device: the device for which time was foretold.
+        device: the device for which time was predicted.
         fixed: bytes of parameters, buffers and the optimizer's state.
         gradients: bytes of the gradients.
-        peak: the most bytes of a step, `fixed` among them; of what needs least if nothing fits.
+        peak: the most bytes of a step, `fixed` among them; if nothing fits, the least that a step needs.
         kept: bytes kept for backward at the end of the forward pass.
         seconds: of a forward and backward pass, by the model of the device.
         flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the stock model.
