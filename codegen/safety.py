@@ -99,7 +99,7 @@ def checked(text: str, empty: str, name: str) -> str:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{quote(name)}: its generated module would be no Python: {error}") from None
+        raise UsageError(f"{quote(name)}: its generated module would not be Python: {error}") from None
     if [*_statements(tree)] != [*_statements(ast.parse(empty))]:
         raise UsageError(f"{quote(name)}: its generated module would hold a statement that is not in its template")
     foreign = sorted({*_foreign(tree)})

@@ -146,8 +146,8 @@ def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
         return f"{text} overflows; write it so that what is large is divided out, or where(abs(x) > a, ..., ...)"
     if first.is_Add:
         return (
-            f"{text} cancels; write the difference in closed form (expm1, log1p, erfc, sigmoid, softplus and "
-            "squareplus are such), or where(x < a, ..., ...)"
+            f"{text} cancels; write the difference in closed form, with expm1, log1p, erfc, sigmoid, softplus or "
+            "squareplus, or where(x < a, ..., ...)"
         )
     return f"{text} loses its digits; write it with a part for each side, where(x > a, ..., ...)"
 

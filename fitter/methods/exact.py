@@ -265,7 +265,7 @@ def _verify(activation: Activation, formula: Expr, text: str) -> None:
         compared += 1
         if not abs(found - true) <= AGREEMENT * abs(true):
             raise UsageError(
-                f"{activation}: its derivative is no function of the output alone: at x = {point:.6g} it is "
+                f"{activation}: its derivative is not a function of the output alone: at x = {point:.6g} it is "
                 f"{MP.nstr(true, 6)} where the formula {quote(text)} gives {MP.nstr(found, 6)}"
             )
     if not compared:
@@ -308,7 +308,7 @@ def fit_learned(formula: Learned, name: str) -> ExactLearnedFit:
         own = _derivatives(formula)
     except _NoFormulaError as reason:
         raise UsageError(
-            f"{formula}: its derivatives are no functions of the output: {reason}; {KEEP_X}"
+            f"{formula}: its derivatives are not functions of the output: {reason}; {KEEP_X}"
         ) from None
     for symbol in formula.symbols:
         if any(node.exp.is_negative and symbol in node.base.free_symbols for node in own[0].atoms(sympy.Pow)):
@@ -385,7 +385,7 @@ def _verify_learned(formula: Learned, own: Sequence[Expr], near: Iterable[Settin
                 if not abs(found - true) <= AGREEMENT * abs(true):
                     at = ", ".join(f"{symbol} = {float(number):.6g}" for symbol, number in setting.items())
                     raise UsageError(
-                        f"{formula}: {told(formula, k)} is no function of the output alone: at x = {point:.6g}, "
-                        f"{at} it is {MP.nstr(true, 6)} where {quote(text_of(own[k], OUTPUT))} gives "
-                        f"{MP.nstr(found, 6)}; {KEEP_X}"
+                        f"{formula}: {told(formula, k)} is not a function of the output alone: at "
+                        f"x = {point:.6g}, {at} it is {MP.nstr(true, 6)} where "
+                        f"{quote(text_of(own[k], OUTPUT))} gives {MP.nstr(found, 6)}; {KEEP_X}"
                     )

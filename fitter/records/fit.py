@@ -78,7 +78,7 @@ def check_name(name: object, what: str = "name") -> str:
     """Return `name` if it can name a module, a function and a file; UsageError otherwise."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(
-            f"{what}: expected a Python identifier in ASCII that starts with a letter and is no keyword (80 "
+            f"{what}: expected a Python identifier in ASCII that starts with a letter and is not a keyword (80 "
             f"characters at most), got {quote(name)}"
         )
     return name

@@ -96,7 +96,7 @@ def _gate(value: object) -> Gate:
         return Gate(None, expression)
     if name not in GATES:
         raise UsageError(
-            f"activation.name: {quote(name)} is no gate of this catalog; the name of any other product is null"
+            f"activation.name: {quote(name)} is not a gate of this catalog; the name of any other product is null"
         )
     if expression != GATES[name]:
         raise UsageError(
@@ -138,8 +138,8 @@ def _learned(value: object) -> Learned:
         numbers.append(Number(one["name"], number(one["start"], f"{what}.start"), one["channel"]))
     if name is not None and (not isinstance(name, str) or name not in LEARNED):
         raise UsageError(
-            f"activation.name: {quote(name)} is no formula with learned numbers of this catalog; the name of any "
-            "other is null"
+            f"activation.name: {quote(name)} is not a formula with learned numbers of this catalog; the name of "
+            "any other is null"
         )
     formula = Learned(name, expression, tuple(numbers))
     if name is not None and (expression, [*formula.names]) != (LEARNED[name][0], [*LEARNED[name][1]]):

@@ -88,7 +88,7 @@ def test_records_that_are_wrong() -> None:
         ({"learned": [number | {"channel": 1}]}, "channel: expected true or false, got 1"),
         ({"learned": [{"name": "alpha"}]}, r"activation\.learned\[0\]: expected channel, name, start"),
         ({"name": "prelu"}, "is not that of 'prelu' in this catalog"),
-        ({"name": "gelu"}, "activation.name: 'gelu' is no formula with learned numbers"),
+        ({"name": "gelu"}, "activation.name: 'gelu' is not a formula with learned numbers"),
         ({"expression": "alpha*x"}, "the learned number gamma is used nowhere"),
     ):
         with pytest.raises(UsageError, match=message):
