@@ -83,7 +83,7 @@ def kernel_name(fit: AnyFit) -> str:
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(
             f"name: {quote(fit.name)} would be the kernel {quote(name)}, but a kernel's name has two characters "
-            "or more, ends in a letter or digit and is no keyword; make the fit again under another --name"
+            "or more, ends in a letter or digit and is not a keyword; make the fit again under another --name"
         )
     return name
 

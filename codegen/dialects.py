@@ -54,7 +54,7 @@ class Dialect:
     power: Callable[[Callable[[int], str], int], tuple[str, int]]
 
 
-# Functions that device code computes in one go, and that the language of formulas has no name for.
+# Functions that device code computes in one go, and that the language of formulas lacks.
 ndtr = sympy.Function("ndtr")  # erfc(−u/√2)/2
 tanh_softplus = sympy.Function("tanh_softplus")
 
@@ -72,7 +72,7 @@ TRITON = Dialect(
 )
 # For results of float32, where Triton's exponential is not accurate.
 PRECISE = replace(TRITON, functions=TRITON.functions | {atoms.exp: "_rt.exp_full({0})"})
-# For results of half precision, for which some functions have a shorter form.
+# For results of half precision: some functions have a shorter form there.
 _SHORT = ("exp", "expm1", "sech2", "sigmoid", "softplus", "tanh")
 HALF = replace(
     TRITON,

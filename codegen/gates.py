@@ -12,7 +12,7 @@ from fitact.fitter.records.kinds import AnyGateFit
 from fitact.fitter.records.stochastic import StochasticFit
 
 from . import dialects, printers
-from .tables import lines, search_steps
+from .tables import lines, pairs, search_steps
 
 
 def context(fit: AnyGateFit) -> dict[str, Any]:
@@ -42,15 +42,14 @@ def _kept(codes: Sequence[Code | None]) -> str:
 
 
 def _tables(code: Code | None) -> dict[str, Any]:
-    """Return the tables of a code, for the template: borders or nodes; both are empty for what is kept."""
+    """Return the tables of a code, for the template: borders or nodes; all are empty for a kept argument."""
     if code is None:
         return {"borders": [], "nodes": [], "table": [], "bits": 0, "steps": 0}
-    pairs = [[repr(one) for one in pair] for pair in zip(code.values, code.derivatives, strict=True)]
     borders, nodes = ((), code.nodes) if isinstance(code, StochasticFit) else (code.borders, ())
     return {
-        "borders": lines([repr(border) for border in borders], 4),
-        "nodes": lines([repr(node) for node in nodes], 4),
-        "table": lines(pairs, 2),
+        "borders": lines(borders),
+        "nodes": lines(nodes),
+        "table": pairs(code),
         "bits": code.bits,
         "steps": search_steps(borders) if borders else 0,
     }
@@ -61,7 +60,7 @@ def _codes(activation: Activation) -> dict[str, dialects.Code]:
     value, half = printers.device(activation.formula)
     derivative, derivative_half = printers.device(activation.derivative_formula)
     return {
-        "": _code(activation),
+        "": printers.in_torch(activation),
         "_device": value,
         "_half": half or value,
         "_derivative": derivative,
@@ -69,13 +68,6 @@ def _codes(activation: Activation) -> dict[str, dialects.Code]:
     }
 
 
-def _code(activation: Activation) -> dialects.Code:
-    """Return a factor in PyTorch's operators: PyTorch's own function if there is one."""
-    if activation.torch is not None:
-        return dialects.Code((), dialects.private(activation.torch))
-    return printers.render(activation.formula, dialects.TORCH)
-
-
 def _composed(activation: Activation) -> bool:
-    """Whether a factor takes operators of which each would round."""
+    """Whether a factor takes several operators, each of which would round."""
     return activation.torch is None and not is_identity(activation)

@@ -52,6 +52,6 @@ def context(fit: AnyLearnedFit) -> dict[str, Any]:
         ],
         "bits": code.bits if code else 0,
         "steps": search_steps(code.borders) if code else 0,
-        "borders": lines([repr(border) for border in code.borders], 4) if code else [],
-        "points": lines([repr(point) for point in code.values], 4) if code else [],
+        "borders": lines(code.borders) if code else [],
+        "points": lines(code.values) if code else [],
     }

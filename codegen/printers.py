@@ -10,6 +10,7 @@ from functools import partial
 import sympy
 
 from fitact.errors import UsageError
+from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import bears
 from fitact.fitter.expr import atoms
 from fitact.fitter.expr.atoms import Expr, varies
@@ -28,6 +29,7 @@ from .dialects import (
     Dialect,
     ndtr,
     number,
+    private,
     tanh_softplus,
 )
 
@@ -65,10 +67,17 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
 def device(formula: Expr, variable: str = "x") -> tuple[Code, Code | None]:
     """Return device code for results of float32, and for half precision if there is any that is shorter.
 
-    Short forms of functions are left out of a formula most of which cancels: their errors would not.
+    A formula that mostly cancels has no short forms of functions: their errors would not cancel.
     """
     full, half = (render(formula, dialect, variable) for dialect in (PRECISE, HALF))
     return full, None if half == full or not bears(formula, SHORT, SHORT_ERROR) else half
+
+
+def in_torch(activation: Activation) -> Code:
+    """Return an activation in PyTorch's operators: PyTorch's own function if there is one."""
+    if activation.torch is not None:
+        return Code((), private(activation.torch))
+    return render(activation.formula, TORCH)
 
 
 def _for_device(formula: Expr) -> Expr:

@@ -93,24 +93,19 @@ def checked(text: str, empty: str, name: str) -> str:
         name: the fit's name, for messages.
 
     Raises:
-        UsageError: it has another statement, or uses a foreign name.
+        UsageError: it is not Python, has another statement, or uses a foreign name.
 
     """
-    tree = parsed(text, name)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{quote(name)}: its generated module would not be Python: {error}") from None
     if [*_statements(tree)] != [*_statements(ast.parse(empty))]:
         raise UsageError(f"{quote(name)}: its generated module would hold a statement that is not in its template")
     foreign = sorted({*_foreign(tree)})
     if foreign:
         raise UsageError(f"{quote(name)}: its generated module would use undefined names: {', '.join(foreign)}")
     return text
-
-
-def parsed(text: str, name: str) -> ast.Module:
-    """Return the syntax tree of a generated text; UsageError with the fit's name if it is not Python."""
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{quote(name)}: its generated module would be no Python: {error}") from None
 
 
 def _statements(node: ast.AST) -> Iterator[str]:

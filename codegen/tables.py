@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from fitact.fitter.records.gate import Code
 
 
 def search_steps(borders: Iterable[float]) -> int:
@@ -14,6 +15,13 @@ def search_steps(borders: Iterable[float]) -> int:
     return max(upper.values()).bit_length()
 
 
-def lines(numbers: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Return numbers as lines of `count`."""
-    return [numbers[at : at + count] for at in range(0, len(numbers), count)]
+def lines(numbers: Iterable[float]) -> list[Sequence[str]]:
+    """Return the texts of numbers, four to a line."""
+    texts = [*map(repr, numbers)]
+    return [texts[at : at + 4] for at in range(0, len(texts), 4)]
+
+
+def pairs(code: Code) -> list[list[list[str]]]:
+    """Return the texts of the value and the derivative of each code, two codes to a line."""
+    texts = [[repr(one) for one in pair] for pair in zip(code.values, code.derivatives, strict=True)]
+    return [texts[at : at + 2] for at in range(0, len(texts), 2)]

@@ -17,11 +17,11 @@ from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
 from fitact.fitter.records.approximants import Bits
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import CodedGateFit, GateFit
+from fitact.fitter.records.gate import Code, CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
-from fitact.pictures import check_format, literal, save
+from fitact.pictures import blank, check_format, literal, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,9 +53,6 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
         UsageError: there is nothing to draw, or the format is another one.
 
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     check_format(format)
     panels = [panel for fit in fits for panel in _panels(fit)]
     if not panels:
@@ -63,8 +60,7 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
     width = 7.5 if columns == 1 else 4.5 * columns
-    figure = Figure(figsize=(width, 5.2 * rows), dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(format, (width, 5.2 * rows), dpi)
     grid = figure.add_gridspec(2 * rows, columns, height_ratios=[2.2, 1] * rows)
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
@@ -84,21 +80,20 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     if isinstance(fit, CodedGateFit):
         of_u = [partial(_draw_factor, fit, "b")] if fit.code_u is None else _panels(fit.code_u)
         return [*_panels(fit.code_g), *of_u]
-    if isinstance(fit, LearnedFit | ExactLearnedFit):
-        return [partial(_draw_formula, fit)]
     if isinstance(fit, CodedLearnedFit):
         return [partial(_draw_formula, fit), partial(_draw_tables, fit.code)]
-    if isinstance(fit, ExactFit):
-        return [partial(_draw_exact, fit)]
-    if isinstance(fit, InvertedFit):
-        return [partial(_draw_over_output, fit), partial(_draw_over_input, fit)]
-    if isinstance(fit, CodedFit):
-        return [partial(_draw_tables, fit), partial(_draw_reach, fit)]
-    if isinstance(fit, StochasticFit):
-        return [partial(_draw_means, fit)]
-    if fit.method == "relumix":
+    if isinstance(fit, StepFit) and fit.method == "relumix":
         return [partial(_draw_primitive, fit), partial(_draw_step, fit)]
-    return [partial(_draw_step, fit)]
+    drawn: dict[type[AnyFit], tuple[Callable[..., None], ...]] = {
+        StepFit: (_draw_step,),
+        ExactFit: (_draw_exact,),
+        InvertedFit: (_draw_over_output, _draw_over_input),
+        CodedFit: (_draw_tables, _draw_reach),
+        StochasticFit: (_draw_means,),
+        LearnedFit: (_draw_formula,),
+        ExactLearnedFit: (_draw_formula,),
+    }
+    return [partial(panel, fit) for panel in drawn[type(fit)]]
 
 
 def _draw_factor(fit: AnyGateFit, name: str, upper: Axes, lower: Axes) -> None:
@@ -107,8 +102,7 @@ def _draw_factor(fit: AnyGateFit, name: str, upper: Axes, lower: Axes) -> None:
     x = np.linspace(-REACH, REACH, POINTS)
     _line(upper, x, factor.value(x), color=EXACT, linewidth=1.8, label=f"${name}$ exact")
     _line(lower, x, factor.derivative(x), color=EXACT, linewidth=1.8)
-    for axes in (upper, lower):
-        axes.set_xlim(-REACH, REACH)
+    upper.set_xlim(-REACH, REACH)
     _dress(fit, upper, lower, f"${argument}$ is kept: no error", along=argument)
     upper.set_ylabel("value")
     lower.set_ylabel("derivative")
@@ -122,8 +116,7 @@ def _draw_formula(fit: AnyLearnedFit, upper: Axes, lower: Axes) -> None:
     _line(lower, x, formula.at_start(formula.derivative_formula, x), color=EXACT, linewidth=1.8, label="in $x$")
     for name, one in zip(formula.names, formula.gradient_formulas, strict=True):
         _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
-    for axes in (upper, lower):
-        axes.set_xlim(-REACH, REACH)
+    upper.set_xlim(-REACH, REACH)
     lower.legend(fontsize=7, ncols=2, frameon=False)
     note = "computed at the points" if isinstance(fit, CodedLearnedFit) else "$x$ is kept: no error"
     _dress(fit, upper, lower, "$y$ is kept" if isinstance(fit, ExactLearnedFit) else note)
@@ -167,48 +160,45 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
 
 
 def _draw_tables(fit: CodedFit, upper: Axes, lower: Axes) -> None:
-    low, high = max(fit.domain[0], -REACH), min(fit.domain[1], REACH)
-    if low >= high:
-        low, high = fit.domain
-    x, code = _coded_inputs(fit, np.linspace(low, high, POINTS))
-    for exact, table, name, color, more in (
-        (fit.activation.value, fit.values, "f", EXACT, FITTED),
-        (fit.activation.derivative, fit.derivatives, "f\\,'", ERROR, SECOND),
-    ):
-        found = np.asarray(table)[code]
-        _line(upper, x, found, color=more, linewidth=1.6, label=f"table of ${name}$")
-        _line(upper, x, exact(x), color=color, linewidth=1.0, label=f"${name}$ exact")
-        _line(lower, x, found - exact(x), color=more, linewidth=0.8)
-    for axes in (upper, lower):
-        axes.set_xlim(low, high)
-    errors = ", ".join(
-        f"{fit.error[f'{what}_1']:.2g} of ${name}$" for what, name in (("value", "f"), ("derivative", "f\\,'"))
-    )
+    x, code = _coded_inputs(fit, _coded_view(fit))
+    found = np.array([fit.values, fit.derivatives])[:, code]
+    errors = _draw_looked_up(fit, upper, lower, x, found, "table")
     _dress(fit, upper, lower, f"{2**fit.bits} cells, $J$ = {fit.error['objective']:.4g}\nx normal: error {errors}")
     upper.set_ylabel("value and derivative")
 
 
 def _draw_means(fit: StochasticFit, upper: Axes, lower: Axes) -> None:
-    low, high = max(fit.domain[0], -REACH), min(fit.domain[1], REACH)
-    if low >= high:
-        low, high = fit.domain
+    x = _coded_view(fit)
     nodes = np.array(fit.nodes)
-    x = np.union1d(np.linspace(low, high, POINTS), nodes[(low <= nodes) & (nodes <= high)])
+    x = np.union1d(x, nodes[(x[0] <= nodes) & (nodes <= x[-1])])
     means, variances = fit.looked_up(x)
-    rows = ((fit.activation.value, "f", EXACT, FITTED), (fit.activation.derivative, "f\\,'", ERROR, SECOND))
-    for (exact, name, color, more), mean, deviation in zip(rows, means, np.sqrt(variances), strict=True):
-        upper.fill_between(_shown(x), mean - deviation, mean + deviation, color=more, alpha=0.25, linewidth=0)
-        _line(upper, x, mean, color=more, linewidth=1.6, label=f"mean of ${name}$")
-        _line(upper, x, exact(x), color=color, linewidth=1.0, label=f"${name}$ exact")
-        _line(lower, x, mean - exact(x), color=more, linewidth=0.8)
-    for axes in (upper, lower):
-        axes.set_xlim(low, high)
-    errors = ", ".join(
-        f"{fit.error[f'{what}_1']:.2g} of ${name}$" for what, name in (("value", "f"), ("derivative", "f\\,'"))
-    )
+    errors = _draw_looked_up(fit, upper, lower, x, means, "mean", np.sqrt(variances))
     _dress(fit, upper, lower, f"{2**fit.bits} nodes, shaded: deviation; x normal: error {errors}")
     upper.set_ylabel("value and derivative")
     lower.set_ylabel("error of the mean")
+
+
+def _coded_view(fit: Code) -> Array:
+    """Return points of the part of the domain that is drawn, evenly spaced."""
+    low, high = max(fit.domain[0], -REACH), min(fit.domain[1], REACH)
+    return np.linspace(*((low, high) if low < high else fit.domain), POINTS)
+
+
+def _draw_looked_up(
+    fit: Code, upper: Axes, lower: Axes, x: Array, found: Array, what: str, deviations: Array | None = None
+) -> str:
+    """Draw what is looked up for f and f′, (2, points), and return the errors for x normal with deviation 1."""
+    rows = (("value", "f", EXACT, FITTED), ("derivative", "f\\,'", ERROR, SECOND))
+    for i, (of, name, color, more) in enumerate(rows):
+        exact = getattr(fit.activation, of)(x)
+        if deviations is not None:
+            ends = found[i] - deviations[i], found[i] + deviations[i]
+            upper.fill_between(_shown(x), *ends, color=more, alpha=0.25, linewidth=0)
+        _line(upper, x, found[i], color=more, linewidth=1.6, label=f"{what} of ${name}$")
+        _line(upper, x, exact, color=color, linewidth=1.0, label=f"${name}$ exact")
+        _line(lower, x, found[i] - exact, color=more, linewidth=0.8)
+    upper.set_xlim(x[0], x[-1])
+    return ", ".join(f"{fit.error[f'{of}_1']:.2g} of ${name}$" for of, name, *_ in rows)
 
 
 def _draw_reach(fit: CodedFit, upper: Axes, lower: Axes) -> None:
@@ -271,8 +261,8 @@ def _error(axes: Axes, x: Array, error: Array) -> None:
 
 
 def _mark(borders: Array, low: float, high: float, *panels: Axes) -> None:
+    panels[0].set_xlim(low, high)
     for axes in panels:
-        axes.set_xlim(low, high)
         for border in borders:
             axes.axvline(border, color="black", alpha=0.12, linewidth=0.7)
 
@@ -285,8 +275,7 @@ def _draw_exact(fit: ExactFit, upper: Axes, lower: Axes) -> None:
         _line(upper, x, found, color=color, linewidth=1.6, label=f"from $y$ in {dtype}")
         _line(lower, x, (found - derivative) / np.maximum(1, np.abs(derivative)), color=color, linewidth=0.8)
     _line(upper, x, derivative, color=EXACT, linewidth=1.8, label="$f\\,'$ exact")
-    for axes in (upper, lower):
-        axes.set_xlim(-REACH, REACH)
+    upper.set_xlim(-REACH, REACH)
     approximant = f"$f\\,'$ = {literal(fit.derivative, 50) if len(fit.derivative) < 50 else 'g(y)'}"
     errors = f"max error = {fit.error['bfloat16']:.2g} (bfloat16), {fit.error['float16']:.2g} (float16)"
     _dress(fit, upper, lower, f"{approximant}\n{errors}")

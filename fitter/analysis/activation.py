@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -32,12 +33,30 @@ READING = 1 * MILLION  # operations: reading a formula, and rewriting it
 MAX_PARTS = 5000  # of f″; the literature's longest has some 600
 
 
+def check_formula(what: object, formula: Expr) -> None:
+    """Raise UsageError if a formula does not depend on x, or has a constant that float32 cannot hold."""
+    if x not in formula.free_symbols:
+        raise UsageError(f"{what} does not depend on x: write a formula in x")
+    if (number := beyond_singles(formula)) is not None:
+        raise UsageError(
+            f"{what}: float32, in which it is computed, cannot hold its constant {number}: "
+            f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
+        )
+
+
+def checked_length(what: object, formula: Expr) -> Expr:
+    """Return a formula; UsageError if its derivatives would be too long."""
+    if max(sizes(formula)) > MAX_PARTS:
+        raise UsageError(f"{what}: too long: its derivatives, written out, would have more than {MAX_PARTS} parts")
+    return formula
+
+
 @dataclass(frozen=True)
 class Activation:
     """A pointwise activation y = f(x).
 
     Attributes:
-        name: its name in the catalog, or None for a formula of the user's.
+        name: its name in the catalog, or None for a user's own formula.
         expression: the formula's text.
         parameters: parameters of the catalog's entry that differ from its defaults, by name.
 
@@ -52,16 +71,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         with budget(self, READING):
-            self._check()
-
-    def _check(self) -> None:
-        if x not in self.formula.free_symbols:
-            raise UsageError(f"{self} does not depend on x: write a formula in x")
-        if (number := beyond_singles(self.formula)) is not None:
-            raise UsageError(
-                f"{self}: float32, in which it is computed, cannot hold its constant {number}: "
-                f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
-            )
+            check_formula(self, self.formula)
 
     def __str__(self) -> str:
         """Return its name in messages."""
@@ -94,12 +104,7 @@ class Activation:
     @cached_property
     def typed(self) -> Expr:
         """The formula as it was typed, no idiom replaced, as a SymPy expression in `atoms.x`."""
-        parsed = parse(self.expression, what="activation")
-        if max(sizes(parsed)) > MAX_PARTS:
-            raise UsageError(
-                f"{self}: too long: its second derivative, written out, would have more than {MAX_PARTS} parts"
-            )
-        return parsed
+        return checked_length(self, parse(self.expression, what="activation"))
 
     @cached_property
     def formula(self) -> Expr:
@@ -146,13 +151,9 @@ class Activation:
         """Return the jumps of f and of f′ inside (low, high), increasing."""
         return shape.breakpoints(self.formula, self.derivative_formula, low, high)
 
-    def has_even_derivative(self, high: float) -> bool:
-        """Whether f′(−x) = f′(x) on [0, high], to 1e-12 of its largest value."""
-        return shape.parity(self.derivative_formula, high) == "even"
-
-    def has_odd_derivative(self, high: float) -> bool:
-        """Whether f′(−x) = −f′(x) on [0, high], to 1e-12 of its largest value."""
-        return shape.parity(self.derivative_formula, high) == "odd"
+    def derivative_parity(self, high: float) -> Literal["even", "odd"] | None:
+        """Return whether f′ is even or odd on [−high, high], to 1e-12 of its largest value; None if neither."""
+        return shape.parity(self.derivative_formula, high)
 
     @cached_property
     def asymptotes(self) -> tuple[Asymptote, Asymptote]:

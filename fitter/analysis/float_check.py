@@ -59,13 +59,14 @@ FLOAT32 = Arithmetic(
 def problem(activation: Activation) -> str | None:
     """Return where floating point fails on a formula, in one line; None if it does not.
 
-    The value is computed in float32, as kernels compute it, at some 230 points from -1.3e38 to 1.3e38. Beyond, a
-    product may overflow on its way to a value that does not; between the points a part may, where the value is
-    beyond 1e20, and may underflow to 0, where it is below 1e-18. The value is lost where it is off by more than
-    64 roundings (of f, and of x times f′) and by more than the rounding to bfloat16, unless a root of f is within
-    0.1: there it is off by roundings of the parts of f. Nor is it known between the points which branch a `where`
-    takes, if its condition is decided by less than the roundings of its terms. The derivative is computed in
+    The value is computed in float32, as kernels compute it, at some 230 points from -1.3e38 to 1.3e38. It is lost
+    where it is off by more than 64 roundings (of f, and of x times f′) and by more than the rounding to bfloat16,
+    unless a root of f is within 0.1: there it is off by roundings of the parts of f. The derivative is computed in
     float64, as in the fitter, and may be off by 1e-7 of the larger of itself and 1.
+
+    Not everything is seen. Beyond the range a product may overflow though the value does not. Between the points a
+    part may overflow where the value is beyond 1e20, or underflow to 0 where it is below 1e-18, and a `where` may
+    take the other branch if the roundings of its condition's terms decide.
     """
     # of the formula as it was typed, so that a mistake in rewriting it is found too
     return _problem(activation.typed, activation.formula, activation.derivative_formula)
@@ -101,13 +102,13 @@ def _problem(typed: Expr, rewritten: Expr, derived: Expr) -> str | None:
 def bears(formula: Expr, functions: Collection[Any], error: float) -> bool:
     """Return whether a formula is hardly further off than its functions are.
 
-    Each of them is made larger by a relative error, one place after another. The formula may then change by eight
-    times as much, of itself and of x times its derivative: x − tanh(x) changes by more near 0.
+    Each function is made larger by a relative error, one place after another. The formula may then change by eight
+    times that share of itself and of x times its derivative: x − tanh(x) changes by more near 0.
 
     Args:
-        formula: in `atoms.x` alone; of one with learned numbers nothing is known, and it passes.
+        formula: in `atoms.x` alone; one with learned numbers passes unchecked.
         functions: atoms whose values are off.
-        error: by how much, relative.
+        error: the relative error of these.
 
     """
     if formula.free_symbols != {x}:
@@ -145,8 +146,8 @@ def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
         return f"{text} overflows; write it so that what is large is divided out, or where(abs(x) > a, ..., ...)"
     if first.is_Add:
         return (
-            f"{text} cancels; write the difference in closed form (expm1, log1p, erfc, sigmoid, softplus and "
-            "squareplus are such), or where(x < a, ..., ...)"
+            f"{text} cancels; write the difference in closed form, with expm1, log1p, erfc, sigmoid, softplus or "
+            "squareplus, or where(x < a, ..., ...)"
         )
     return f"{text} loses its digits; write it with a part for each side, where(x > a, ..., ...)"
 

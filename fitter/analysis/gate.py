@@ -8,7 +8,7 @@ from functools import cached_property
 from fitact.errors import UsageError, quote
 from fitact.fitter.expr.atoms import x
 from fitact.fitter.expr.catalog import GATES
-from fitact.fitter.expr.product import VARIABLES, Factor, factors, is_of_two
+from fitact.fitter.expr.product import VARIABLES, Factor, Product, is_of_two
 
 from .activation import Activation
 
@@ -18,7 +18,7 @@ class Gate:
     """A gate h = a(g)·b(u).
 
     Attributes:
-        name: its name among `GATES`, or None for a product of the user's.
+        name: its name among `GATES`, or None for a user's own product.
         expression: the product's text.
 
     Raises:
@@ -60,7 +60,7 @@ class Gate:
 
     @cached_property
     def _factors(self) -> tuple[Factor, Factor]:
-        return factors(self.expression)
+        return Product(self.expression).factors()
 
     def _activation(self, which: int) -> Activation:
         factor = self._factors[which]

@@ -83,7 +83,7 @@ def _multiply(a: Pair, b: Pair) -> Pair:
 
 
 def _ends(u: Pair) -> list[tuple[Any, Any, Any]]:
-    """Return each end of a pair, where it is 0 and where ±1; one end of a number, which has twice the same."""
+    """Return each end of a pair, where it is 0, and where ±1; of a number, whose ends are the same, only one."""
     return [(end, end == 0, np.abs(end) == 1) for end in (u[:1] if u[0] is u[1] else u)]
 
 

@@ -13,22 +13,14 @@ import numpy as np
 import sympy
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.expr.atoms import (
-    CONSTANTS,
-    FUNCTIONS,
-    LARGEST_SINGLE,
-    SMALLEST_SINGLE,
-    Expr,
-    beyond_singles,
-    sizes,
-    x,
-)
+from fitact.fitter.expr.atoms import CONSTANTS, FUNCTIONS, LARGEST_SINGLE, SMALLEST_SINGLE, Expr, x
 from fitact.fitter.expr.catalog import CATALOG, LEARNED
 from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.parser import Parser, parse
+from fitact.fitter.expr.product import Substituted
 from fitact.fitter.expr.rewrite import stable
 
-from .activation import MAX_PARTS, Activation
+from .activation import Activation, check_formula, checked_length
 
 MOST = 8  # learned numbers of a formula
 MAX_NAME = 40  # characters
@@ -58,7 +50,7 @@ class Number:
         channel: whether there is one for every channel.
 
     Raises:
-        UsageError: the name has another meaning, or the start is no number of float32.
+        UsageError: the name has another meaning, or float32 does not hold the start.
 
     """
 
@@ -102,7 +94,7 @@ class Learned:
     """A formula with learned numbers, y = f(x; a, b, …).
 
     Attributes:
-        name: its name among `LEARNED`, or None for a formula of the user's.
+        name: its name among `LEARNED`, or None for a user's own formula.
         expression: the formula's text.
         numbers: the learned numbers, in the order in which modules take them.
 
@@ -124,13 +116,7 @@ class Learned:
         for number, symbol in zip(self.numbers, self.symbols, strict=True):
             if symbol not in self.typed.free_symbols:
                 raise UsageError(f"{self}: the learned number {number.name} is used nowhere")
-        if x not in self.formula.free_symbols:
-            raise UsageError(f"{self} does not depend on x: write a formula in x")
-        if (found := beyond_singles(self.formula)) is not None:
-            raise UsageError(
-                f"{self}: float32, in which it is computed, cannot hold its constant {found}: "
-                f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
-            )
+        check_formula(self, self.formula)
         self._check_start()
 
     @classmethod
@@ -139,8 +125,8 @@ class Learned:
 
         Args:
             text: the name or the formula.
-            numbers: the learned numbers by name, each with its start and whether it is one a channel; for a name,
-                those that differ.
+            numbers: the learned numbers by name, each with its start and whether there is one for every channel;
+                for a name of `LEARNED`, those that differ.
 
         """
         if text in LEARNED:
@@ -170,10 +156,7 @@ class Learned:
     @cached_property
     def typed(self) -> Expr:
         """The formula as it was typed, in `atoms.x` and `symbols`."""
-        parsed = parse(self.expression, what="formula", learned=self.names)
-        if max(sizes(parsed)) > MAX_PARTS:
-            raise UsageError(f"{self}: too long: its derivatives would have more than {MAX_PARTS} parts")
-        return parsed
+        return checked_length(self, parse(self.expression, what="formula", learned=self.names))
 
     @cached_property
     def formula(self) -> Expr:
@@ -203,10 +186,8 @@ class Learned:
 
     def start(self) -> Activation | None:
         """Return the activation that the formula is at the starts; None where it is constant there."""
-        tree = _Filled({number.name: number.start for number in self.numbers}).visit(
-            Parser(self.expression, "formula", "x").tree()
-        )
-        text = ast.unparse(tree)
+        starts = {one.name: ast.parse(repr(one.start), mode="eval").body for one in self.numbers}
+        text = ast.unparse(Substituted(starts).visit(Parser(self.expression, "formula", "x").tree()))
         return Activation(None, text) if x in parse(text, what="formula").free_symbols else None
 
     def _check_start(self) -> None:
@@ -223,16 +204,3 @@ class Learned:
                     f"{self}: with its start {starts} {what}the formula is {found[i]:g} at x = {POINTS[i]:g}: "
                     "expected finite numbers from x = -10 to 10; choose another start"
                 )
-
-
-class _Filled(ast.NodeTransformer):
-    """Puts numbers in place of names."""
-
-    def __init__(self, numbers: Mapping[str, float]) -> None:
-        self.numbers = numbers
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in self.numbers:
-            return node
-        size = ast.Constant(abs(self.numbers[node.id]))
-        return ast.UnaryOp(ast.USub(), size) if self.numbers[node.id] < 0 else size

@@ -95,7 +95,7 @@ def _assembled(signs: Sequence[Part], points: dict[float, Point], reach: float) 
 def breaks(
     expr: Expr, low: float, high: float, *, switches_only: bool = False
 ) -> tuple[dict[float, Number], float]:
-    """Return the points inside (low, high) where a formula may not be smooth, and up to which |x| these are all.
+    """Return the points inside (low, high) where a formula may not be smooth, and up to which |x| they are all.
 
     They are the roots of the arguments of `where`, `relu`, `abs` and `sign` and, unless `switches_only`, the roots
     of denominators and of bases of fractional powers, and the ends of domains.

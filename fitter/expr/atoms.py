@@ -52,7 +52,7 @@ class WhereAtLeast(Where):
 
 
 def _leads_with_minus(u: Any) -> bool:
-    """Whether to write u as −(−u): true of at most one of the two, also where SymPy would turn both round."""
+    """Whether to write u as −(−u): true for at most one of u and −u, even where SymPy would rewrite both."""
     if not u.could_extract_minus_sign():
         return False
     return bool(not (-u).could_extract_minus_sign() or u.as_coeff_Mul()[0].is_negative)
@@ -188,7 +188,7 @@ def constant(expr: Expr) -> float:
 def beyond_singles(expr: Expr) -> str | None:
     """Return a constant of a formula in `x` that float32 cannot hold, as text; None if it holds them all.
 
-    Of a product's constants it must hold the product, and float64 each of them.
+    In a product, float32 must hold the product of the constants, and float64 each of them.
     """
     for node in sympy.preorder_traversal(expr):
         numbers = [arg for arg in node.args if not arg.free_symbols]
@@ -252,7 +252,7 @@ def varies(node: Expr) -> bool:
 def terms(total: Expr) -> tuple[Expr, ...]:
     """Return the terms of a sum in the order in which they are added, by the fitter and in generated code.
 
-    First come those that are printed without a leading minus; of each kind, constants are last.
+    Those that are printed without a leading minus come first; in both groups, constants are last.
     """
     return tuple(sorted(total.args, key=lambda term: (term.could_extract_minus_sign(), not varies(term))))
 

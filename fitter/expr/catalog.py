@@ -1,7 +1,4 @@
-"""The activations that fitact knows by name, each with the PyTorch function that equals it, and the gates.
-
-Beside them stand the formulas with learned numbers.
-"""
+"""What fitact knows by name: activations, with PyTorch's equal functions, gates, formulas with learned numbers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def wide(function: Callable[..., Any], limit: float = np.inf) -> Callable[..., A
     return rounded
 
 
-# of exp in float64, which is infinite or 0 there; a long double that overflows takes seven times as long
+# exp of more is infinite or 0 in float64; a long double that overflows takes seven times as long
 BEYOND = 1000.0
 _exp, _sinh = wide(np.exp, BEYOND), wide(np.sinh, BEYOND)
 _log, _log1p, _hypot = map(wide, (np.log, np.log1p, np.hypot))

@@ -92,7 +92,7 @@ def order(expr: Expr, at: Number, side: int) -> float:
 def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
     """Return the value at the working precision, and whether at most FIRST_EXTRA digits of it were lost."""
     lost = 0  # bits
-    known = True  # to the working precision are all constants
+    known = True  # whether all constants are known to the working precision
 
     def add(a: Number, b: Number) -> Number:
         nonlocal lost
@@ -112,7 +112,7 @@ def _attempt(expr: Expr, at: Number) -> tuple[Number, bool]:
 
 
 def _cancelled(a: Number, b: Number, total: Number) -> int:
-    """Return how many bits the sum of two numbers, which is their total, has lost."""
+    """Return how many bits were lost in adding two numbers to their total."""
     if not (a and b) or (after := _size(total)) is None:
         return 0
     return int(max(MP.mag(a), MP.mag(b)) - after) if total else MAX_BITS
@@ -127,7 +127,7 @@ def _loses(node: Expr, result: Number) -> bool:
 
 
 def _size(value: Number) -> int | None:
-    """Return the exponent of 2 above a number, as MP.mag does and faster; 0 of 0, None of what is not finite."""
+    """Return the exponent of 2 above a number, as MP.mag does but faster; 0 for 0, None if it is not finite."""
     _, mantissa, exponent, bits = value._mpf_
     return exponent + bits if mantissa or not exponent else None
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import ast
 import difflib
 import math
+import operator
 import string
 import warnings
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import sympy
 from sympy.core.parameters import distribute
@@ -40,6 +41,19 @@ MAX_BITS = 1024  # of an exact power of a number
 MAX_EXPONENT = 1000  # in size
 MAX_READ = 256  # formulas that are remembered
 _READ: dict[tuple[str, str, tuple[str, ...]], Expr] = {}  # formulas read lately, by their text and its names
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+# Comparison → the conditional, and whether the left side has to be the larger one.
+_COMPARISONS: dict[type[ast.cmpop], tuple[Any, bool]] = {
+    ast.Gt: (Where, True),
+    ast.Lt: (Where, False),
+    ast.GtE: (WhereAtLeast, True),
+    ast.LtE: (WhereAtLeast, False),
+}
 
 
 def parse(text: str, *, what: str = "expression", variable: str = "x", learned: Sequence[str] = ()) -> Expr:
@@ -86,7 +100,7 @@ def _decimal(number: Expr) -> Expr:
 
 
 class _Text(StrPrinter):
-    """SymPy's own notation, which is Python's, but for the names of the language."""
+    """SymPy's own notation, which is Python's, with the names of the language."""
 
     def _print_Where(self, node: Expr) -> str:
         return self.conditional(node, ">")
@@ -122,7 +136,7 @@ class Parser:
             return self.expression(self.tree(), 0)
 
     def tree(self) -> ast.expr:
-        """Return the syntax tree of the text, of which only the characters and the brackets were checked."""
+        """Return the syntax tree of the text; only the characters and the brackets are checked."""
         text = self.text
         if len(text) > MAX_LENGTH:
             raise UsageError(f"{self.what}: {len(text)} characters are too many; at most {MAX_LENGTH} are read")
@@ -194,7 +208,7 @@ class Parser:
                 self.refuse(node, f"{kind} is not part of the language: use numbers, x, + - * / ** and calls")
 
     def known(self, name: str) -> str:
-        """Return what to say of an unknown name."""
+        """Return the message about an unknown name."""
         names = [*self.variables, *CONSTANTS, "where", *FUNCTIONS]
         near = difflib.get_close_matches(name.lower(), [*names, *CATALOG], 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)} and the activations"
@@ -209,7 +223,7 @@ class Parser:
             size = math.inf
         if size > MAX_NUMBER:
             self.refuse(node, f"the number is out of range: at most {MAX_NUMBER:g} in size")
-        # repr is the shortest decimal that names this float: 0.1 becomes 1/10, what its writer meant
+        # repr is the shortest decimal that names this float: 0.1 becomes 1/10, as its writer meant
         return sympy.Rational(repr(value))
 
     def checked(self, node: ast.AST, expr: Expr) -> Expr:
@@ -224,13 +238,14 @@ class Parser:
             value = MP.mpf(expr.p) / expr.q if expr.is_Rational else evaluate_multiprecision(expr, 0)
             if not MP.isfinite(value) or abs(value) > MAX_NUMBER:
                 self.refuse(node, f"the constant {quote(str(expr))} is not a real number below {MAX_NUMBER:g}")
-            if not value:  # as sin(pi) is, and erfc(1e9): dividing by it is refused, and nothing else keeps it
+            if not value:  # as sin(pi) and erfc(1e9) are; dividing by it is refused
                 return sympy.Integer(0)
             if abs(value) < MIN_NUMBER:
                 self.refuse(node, f"the constant {quote(str(expr))} is too small: at least {MIN_NUMBER:g} in size")
         else:
             for term in sympy.Add.make_args(expr):
-                size = _size(term.as_coeff_Mul()[0])
+                number = term.as_coeff_Mul()[0]
+                size = abs(constant(number)) if number.is_Rational else math.inf
                 if size > MAX_NUMBER or size < MIN_NUMBER:
                     self.refuse(node, f"a coefficient is out of range: {MIN_NUMBER:g} to {MAX_NUMBER:g} in size")
         return expr
@@ -243,25 +258,17 @@ class Parser:
 
     def binary(self, node: ast.AST, op: ast.operator, left: Expr, right: Expr) -> Expr:
         """Return the result of an operator."""
-        match op:
-            case ast.Add():
-                return self.checked(node, left + right)
-            case ast.Sub():
-                return self.checked(node, left - right)
-            case ast.Mult():
-                return self.checked(node, left * right)
-            case ast.Div():
-                if right.is_number and constant(right) == 0:
-                    self.refuse(node, "division by zero")
-                return self.checked(node, left / right)
-            case ast.Pow():
-                return self.power(node, left, right)
-            case _:
-                name = type(op).__name__
-                self.refuse(node, f"the operator {name} is not part of the language: use + - * / **")
+        if isinstance(op, ast.Pow):
+            return self.power(node, left, right)
+        if type(op) not in _OPERATORS:
+            name = type(op).__name__
+            self.refuse(node, f"the operator {name} is not part of the language: use + - * / **")
+        if isinstance(op, ast.Div) and right.is_number and constant(right) == 0:
+            self.refuse(node, "division by zero")
+        return self.checked(node, _OPERATORS[type(op)](left, right))
 
     def power(self, node: ast.AST, base: Expr, exponent: Expr) -> Expr:
-        """Return a power, one side of which is a number."""
+        """Return a power whose base or exponent is a number."""
         if not exponent.is_number:
             if base.is_number and constant(base) <= 0:
                 self.refuse(node, "a power with x in its exponent needs a positive base")
@@ -297,7 +304,8 @@ class Parser:
             self.refuse(node, f"{name} is an argument, not a function")
         if name not in FUNCTIONS and name not in CATALOG:
             self.refuse(node, self.known(name))
-        least, most = _arguments(name)
+        least = FUNCTIONS[name][0] if name in FUNCTIONS else 1
+        most = least if name in FUNCTIONS else 1 + len(CATALOG[name].parameters)
         if not least <= len(node.args) <= most:
             count = f"{least} argument{'s'[: least > 1]}" if least == most else f"{least} to {most} arguments"
             self.refuse(node, f"{name} takes {count}, got {len(node.args)}")
@@ -331,37 +339,14 @@ class Parser:
             self.refuse(test, "a condition is one comparison: where(x > 0, a, b)")
         left = self.expression(test.left, depth)
         right = self.expression(test.comparators[0], depth)
-        match test.ops[0]:
-            case ast.Gt():
-                chosen = Where(left - right, a, b)
-            case ast.Lt():
-                chosen = Where(right - left, a, b)
-            case ast.GtE():
-                chosen = WhereAtLeast(left - right, a, b)
-            case ast.LtE():
-                chosen = WhereAtLeast(right - left, a, b)
-            case _:
-                self.refuse(test, "a condition compares with <, <=, > or >=")
-        return self.checked(node, chosen)
-
-
-def _arguments(name: str) -> tuple[int, int]:
-    """Return how many arguments a function takes, at least and at most."""
-    if name in FUNCTIONS:
-        return FUNCTIONS[name][0], FUNCTIONS[name][0]
-    return 1, 1 + len(CATALOG[name].parameters)
+        if type(test.ops[0]) not in _COMPARISONS:
+            self.refuse(test, "a condition compares with <, <=, > or >=")
+        kind, larger = _COMPARISONS[type(test.ops[0])]
+        return self.checked(node, kind(left - right if larger else right - left, a, b))
 
 
 def _bits(number: Expr) -> int:
-    """Size of an exact number in bits; of any other constant, that of a float."""
+    """Return the bits of an exact number; of any other constant, those of a float."""
     if number.is_Rational:
         return int(max(abs(number.p).bit_length(), number.q.bit_length()))
     return 53
-
-
-def _size(number: Expr) -> float:
-    """Return the size of an exact number, rounded to float64: infinite and 0 beyond its range."""
-    try:
-        return float(abs(number.p / number.q)) if number.is_Rational else math.inf
-    except OverflowError:
-        return math.inf

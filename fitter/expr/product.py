@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fitact.errors import quote
@@ -21,11 +21,11 @@ VARIABLES = ("g", "u")
 
 
 class Factor(NamedTuple):
-    """All of a product that depends on one argument.
+    """The part of a product that depends on one argument.
 
     Attributes:
-        name: of the activation of the catalog, if it is one of these called with the argument; else None.
-        parameters: those of the activation that were given, by name.
+        name: the activation of the catalog, if the part is a call of it with the argument; else None.
+        parameters: the parameters given to that activation, by name.
         expression: a formula in `x`.
 
     """
@@ -40,47 +40,25 @@ def is_of_two(text: str) -> bool:
     return re.search(r"\b[gu]\b", text) is not None
 
 
-def factors(text: str, what: str = "gate") -> tuple[Factor, Factor]:
-    """Take a product a(g)·b(u) apart; constants belong to a.
+class Product(Parser):
+    """A product a(g)·b(u), in the notation of `parser.parse`, e.g. `"silu(g)*u"`."""
 
-    Args:
-        text: the product, in the notation of `parser.parse`, e.g. `"silu(g)*u"`.
-        what: how error messages call it.
-
-    Raises:
-        UsageError: the text is not such a product; the message gives the reason and the column.
-
-    """
-    return _Product(text, what).factors()
-
-
-@dataclass
-class _Part:
-    """The factors of one argument, in their order."""
-
-    product: ast.expr | None = None
-
-    def times(self, node: ast.expr, *, divides: bool) -> None:
-        if divides:
-            self.product = ast.BinOp(self.product or ast.Constant(1), ast.Div(), node)
-        else:
-            self.product = node if self.product is None else ast.BinOp(self.product, ast.Mult(), node)
-
-
-class _Product(Parser):
-    """One walk over the syntax tree of a product."""
-
-    def __init__(self, text: str, what: str) -> None:
-        super().__init__(text, what, VARIABLES[0])
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "gate", VARIABLES[0])
         self.variables = VARIABLES
-        self.parts = {variable: _Part() for variable in VARIABLES}
+        self.products: dict[str, ast.expr] = {}  # of the factors of each argument, in their order
         self.negative = False
 
     def factors(self) -> tuple[Factor, Factor]:
+        """Take the product apart; constants belong to a.
+
+        Raises:
+            UsageError: the text is not such a product; the message gives the reason and the column.
+
+        """
         self.walk(self.tree(), 0, divides=False)
         for variable in VARIABLES:
-            product = self.parts[variable].product
-            if product is None or variable not in _variables(product):
+            if variable not in self.products or variable not in _variables(self.products[variable]):
                 self.refuse(1, f"expected a product a(g)*b(u) with both g and u, got no factor of {variable}")
         a, b = (self.factor(variable) for variable in VARIABLES)
         return a, b
@@ -105,12 +83,13 @@ class _Product(Parser):
                 value = self.expression(node, depth)
                 if divides and value.is_number and constant(value) == 0:
                     self.refuse(node, "division by zero")
-                self.parts[self.variable].times(node, divides=divides)
+                before = self.products.get(self.variable, ast.Constant(1) if divides else None)
+                op = ast.Div() if divides else ast.Mult()
+                self.products[self.variable] = node if before is None else ast.BinOp(before, op, node)
 
     def factor(self, variable: str) -> Factor:
         """Return all factors of an argument."""
-        product = self.parts[variable].product
-        assert product is not None
+        product = self.products[variable]
         if self.negative and variable == VARIABLES[0]:
             product = ast.UnaryOp(ast.USub(), product)
         match product:
@@ -119,17 +98,18 @@ class _Product(Parser):
                 parameters = dict(zip(CATALOG[name].parameters, given, strict=False))
                 entry = CATALOG[name]
                 return Factor(name, parameters, entry.filled(entry.expression, parameters))
-        return Factor(None, {}, ast.unparse(_Renamed(variable).visit(product)))
+        return Factor(None, {}, ast.unparse(Substituted({variable: ast.Name("x")}).visit(product)))
 
 
-class _Renamed(ast.NodeTransformer):
-    """Calls an argument x."""
+class Substituted(ast.NodeTransformer):
+    """Puts expressions in place of names."""
 
-    def __init__(self, variable: str) -> None:
-        self.variable = variable
+    def __init__(self, by_name: Mapping[str, ast.expr]) -> None:
+        self.by_name = by_name
 
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.Name("x") if node.id == self.variable else node
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return what stands in place of a name."""
+        return self.by_name.get(node.id, node)
 
 
 def _variables(node: ast.expr) -> set[str]:

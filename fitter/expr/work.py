@@ -1,7 +1,7 @@
 """A bound on the work that a formula may take, counted in operations: the same on every machine.
 
-Whoever answers a request opens a `budget`. What takes long names itself by `stage`, and tells by `spend` how many
-operations it is about to make; one takes about a microsecond. Outside of a budget nothing is bounded.
+Code that answers a request opens a `budget`. Slow parts name themselves by `stage`, and announce by `spend`
+how many operations they are about to make; one takes about a microsecond. Outside a budget nothing is bounded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WorkError(UsageError):
 
 @dataclass
 class _Record:
-    """What a remembered result cost: by itself, and by the remembered results that it was made of."""
+    """What a remembered result cost by itself, and the remembered results that it was made from."""
 
     key: Hashable
     cost: float = 0.0
@@ -36,7 +36,7 @@ class _Record:
 
 @dataclass
 class Budget:
-    """What is counted: for whom, how many operations are allowed, how many were made, and for which results."""
+    """What messages name, how many operations are allowed, how many were made, and for which results."""
 
     what: object
     limit: float
@@ -89,7 +89,7 @@ def budget(what: object, limit: float) -> Iterator[Budget]:
 
 @contextmanager
 def stage(name: str, advice: str) -> Iterator[None]:
-    """Name what is done inside, and say what to do if it takes too long. It is a decorator, too."""
+    """Name the work inside, and say what to do if it takes too long; also a decorator."""
     token = _stage.set((name, advice))
     try:
         yield

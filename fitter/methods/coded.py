@@ -1,9 +1,9 @@
 """Coded inputs: one code of x from which f and f′ are both looked up.
 
 Few-Bit's step function for two functions at once. Novikov et al., *Few-Bit Backward*, arXiv 2202.00441, keep a
-code from which only f′ is known. Here the cells of the code are the best ones for f and f′ together, so that
-whoever needs f again in backward, such as a linear layer that follows, keeps the code too. What is minimised is
-in `coding`. The programme of `partition` finds the best borders on a grid. They then move off the grid to the
+code from which only f′ is known. Here the cells of the code are the best ones for f and f′ together, so that an
+operation that needs f again in backward, such as the next linear layer, can keep the code too. `coding` defines
+what is minimised. The programme of `partition` finds the best borders on a grid. They then move off it to the
 stationary point nearby, where x at a border costs the same in both neighbouring cells.
 """
 
@@ -176,7 +176,7 @@ def fit_stochastic(
 def _objective(
     activation: Activation, domain: tuple[float, float], weight: Weight | None, cells: int
 ) -> Objective:
-    """Return J; UsageError if there is none."""
+    """Return J; UsageError if it is not defined."""
     low, high = float(domain[0]), float(domain[1])
     check_width(low, high, MAX_DOMAIN)
     weight = weight or Weight(WEIGHT)
@@ -352,8 +352,8 @@ def fit_gate(
 
 def fit_gate_again(gate_fit: CodedGateFit) -> CodedGateFit:
     """Fit a gate again from its record: the same bytes, if nothing has changed."""
-    code_u = None if gate_fit.code_u is None else _again(gate_fit.code_u)
-    return _gate_of(gate_fit.activation, _again(gate_fit.code_g), code_u)
+    code_u = None if gate_fit.code_u is None else again(gate_fit.code_u)
+    return _gate_of(gate_fit.activation, again(gate_fit.code_g), code_u)
 
 
 def _gate_of(gate: Gate, code_g: Code, code_u: Code | None) -> CodedGateFit:
@@ -363,18 +363,19 @@ def _gate_of(gate: Gate, code_g: Code, code_u: Code | None) -> CodedGateFit:
     )
 
 
-def _again(part: Code) -> Code:
-    if isinstance(part, StochasticFit):
-        return fit_stochastic(part.activation, part.bits, part.name, domain=part.domain, weight=part.weight)
-    cells = int(part.options.get("cells", CELLS))
-    return fit(part.activation, part.bits, part.name, domain=part.domain, weight=part.weight, cells=cells)
+def again(code: Code) -> Code:
+    """Fit a code again from its record: the same bytes, if nothing has changed."""
+    if isinstance(code, StochasticFit):
+        return fit_stochastic(code.activation, code.bits, code.name, domain=code.domain, weight=code.weight)
+    cells = int(code.options.get("cells", CELLS))
+    return fit(code.activation, code.bits, code.name, domain=code.domain, weight=code.weight, cells=cells)
 
 
 def fit_learned(formula: Learned, bits: int, name: str, **options: Any) -> CodedLearnedFit:
     """Fit a code of x for a formula with learned numbers, and state the formula's errors at the points.
 
     A table of f would go stale as the numbers move. So the code is one of the identity: a point is looked up in
-    place of x, at which f and its derivatives are computed. The arguments are those of `fit`.
+    place of x, and f and its derivatives are computed there. The arguments are those of `fit`.
     """
     warn_at_start(formula)
     code = fit(Activation.of("identity"), bits, name, **options)

@@ -50,7 +50,7 @@ from fitact.fitter.expr.atoms import (
     tanh,
     x,
 )
-from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
 from fitact.fitter.expr.parser import MAX_EXPONENT, parse, shown, text_of
 from fitact.fitter.expr.rewrite import stable
@@ -190,7 +190,7 @@ def _power(base: Expr, n: Expr, y: Expr) -> Expr:
     size = raised(absolute(y) if radical.has(sign) else y, 1 - 1 / n)
     if constant(n) > 1 and isinstance(inner, Where) and inner.args[2] == 0 and inner.args[0] == radical:
         inner = inner.args[1]  # where the branch of 0 is taken, y is 0 and so is y^(1 − 1/n)
-    # a radical's derivative divides by y: each term, so that no power of y overflows above the line
+    # a radical's derivative divides by y: divide each term, so that no power of y overflows in a numerator
     return sympy.expand(n * size * inner) if 0 < constant(n) < 1 and inner.is_Add else n * size * inner
 
 
@@ -265,7 +265,7 @@ def _verify(activation: Activation, formula: Expr, text: str) -> None:
         compared += 1
         if not abs(found - true) <= AGREEMENT * abs(true):
             raise UsageError(
-                f"{activation}: its derivative is no function of the output alone: at x = {point:.6g} it is "
+                f"{activation}: its derivative is not a function of the output alone: at x = {point:.6g} it is "
                 f"{MP.nstr(true, 6)} where the formula {quote(text)} gives {MP.nstr(found, 6)}"
             )
     if not compared:
@@ -279,19 +279,14 @@ def errors(activation: Activation, formula: Expr) -> dict[str, float]:
     and over a dense sample in float32. Breakpoints, and y beyond the dtype's range, are left out.
     """
     singles = np.concatenate([SINGLES, -SINGLES]).astype(np.float64)
-    return {
-        dtype: _error(activation, formula, singles if dtype == "float32" else halves(dtype), dtype)
-        for dtype in DTYPES
-    }
-
-
-def _error(activation: Activation, formula: Expr, at: Array, dtype: str) -> float:
     corners = activation.switch_points(-1e6, 1e6)
-    at = at[~np.isin(at, corners)]
-    true = activation.derivative(at)
-    with np.errstate(all="ignore"):
-        y = stored(activation, at, dtype)
-    return from_output(activation, "its derivative", true, y, formula, dtype)
+    found = {}
+    for dtype in DTYPES:
+        at = singles if dtype == "float32" else halves(dtype)
+        at = at[~np.isin(at, corners)]
+        true, y = activation.derivative(at), stored(activation, at, dtype)
+        found[dtype] = from_output(activation, "its derivative", true, y, formula, dtype)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- learned numbers
@@ -313,7 +308,7 @@ def fit_learned(formula: Learned, name: str) -> ExactLearnedFit:
         own = _derivatives(formula)
     except _NoFormulaError as reason:
         raise UsageError(
-            f"{formula}: its derivatives are no functions of the output: {reason}; {KEEP_X}"
+            f"{formula}: its derivatives are not functions of the output: {reason}; {KEEP_X}"
         ) from None
     for symbol in formula.symbols:
         if any(node.exp.is_negative and symbol in node.base.free_symbols for node in own[0].atoms(sympy.Pow)):
@@ -390,7 +385,7 @@ def _verify_learned(formula: Learned, own: Sequence[Expr], near: Iterable[Settin
                 if not abs(found - true) <= AGREEMENT * abs(true):
                     at = ", ".join(f"{symbol} = {float(number):.6g}" for symbol, number in setting.items())
                     raise UsageError(
-                        f"{formula}: {told(formula, k)} is no function of the output alone: at x = {point:.6g}, "
-                        f"{at} it is {MP.nstr(true, 6)} where {quote(text_of(own[k], OUTPUT))} gives "
-                        f"{MP.nstr(found, 6)}; {KEEP_X}"
+                        f"{formula}: {told(formula, k)} is not a function of the output alone: at "
+                        f"x = {point:.6g}, {at} it is {MP.nstr(true, 6)} where "
+                        f"{quote(text_of(own[k], OUTPUT))} gives {MP.nstr(found, 6)}; {KEEP_X}"
                     )

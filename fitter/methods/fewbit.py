@@ -87,13 +87,9 @@ def fit(
     check_finite(activation, low, high)
     check_height(weight, low, high)
     make = partial(_fitted, activation, bits, name, (low, high), weight, cells, seed)
-    if -low != high or not activation.has_even_derivative(high):
-        fitted = make(even=False)
-    else:
-        fitted = make(even=True)
-        if not _is_even(weight, high):
-            other = make(even=False)
-            fitted = min(fitted, other, key=lambda one: one.error["objective"])
+    even = -low == high and activation.derivative_parity(high) == "even"
+    ways = [even] if not even or _is_even(weight, high) else [True, False]
+    fitted = min((make(even=way) for way in ways), key=lambda one: one.error["objective"])
     _warn(fitted)
     return fitted
 
@@ -294,7 +290,7 @@ def check_height(weight: Weight, low: float, high: float) -> None:
 
 
 def check_finite(activation: Activation, low: float, high: float) -> None:
-    """Raise UsageError if f or f′ is not finite somewhere on the domain, however slowly it grows toward there."""
+    """Raise UsageError if f or f′ is not finite somewhere on the domain, however slowly it grows."""
     df = f"the derivative of {quote(activation.expression)}"
     points = breaks(activation.derivative_formula, low, high)[0]
     at = np.array(list(points))

@@ -186,8 +186,8 @@ def cells(
 def _fitted(activation: Activation, samples: Samples, goals: Sequence[float]) -> Approximant:
     """Return the approximant of the smallest degrees whose error is at most the first goal that can be met.
 
-    If f′ is a polynomial in t, float32 takes that polynomial whatever it loses to rounding, which is at most twice
-    the floor; half precision has better ones.
+    If f′ is a polynomial in t, float32 takes that polynomial although it loses up to twice the floor to rounding;
+    half precision has better approximants.
     """
     cell = samples.cell
     if not cell.direction or not samples.y.size:
@@ -218,7 +218,7 @@ def _fitted(activation: Activation, samples: Samples, goals: Sequence[float]) ->
 def _candidates(
     samples: Samples, ends: tuple[int, int], allowed: float, least: dict[tuple[int, int], float]
 ) -> Iterator[Coefficients]:
-    """Yield the minimax quotients whose error may be what is allowed, the cheapest first.
+    """Yield the minimax quotients whose error may be small enough, the cheapest first.
 
     `least` holds the least errors known so far, by degrees, and receives those that are found.
     """

@@ -6,7 +6,7 @@ Novikov and Oseledets, *Inverted Activations*, arXiv 2407.15545.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -37,10 +37,10 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 NAMES = {f"{name}_inverted_published": name for name in PUBLISHED}
 SOURCE = "arXiv 2407.15545"
 REFITS = (1.0, 0.9, 1.1)  # times the published coefficients: where searches start
-
-
-SHAPES = {"gelu": (("power", "derivative"), ("exponential", "derivative"))}
-SHAPES["silu"] = (("root", "sigmoid"), ("exponential", "sigmoid"))
+SHAPES = {
+    "gelu": (("power", "derivative"), ("exponential", "derivative")),
+    "silu": (("root", "sigmoid"), ("exponential", "sigmoid")),
+}
 STEPS = 200  # of the search
 DISTANCES = np.concatenate([[0.0], geometric(1e-9, 40.0, 4000), np.linspace(0.0, 12.0, 4001)])  # from the minimum
 
@@ -96,15 +96,6 @@ def fit(activation: Activation, name: str, *, refit: bool = True) -> InvertedFit
 def published(name: str) -> InvertedFit:
     """Return the fit that has the paper's coefficients, by its name: one of `NAMES`."""
     return fit(Activation.of(NAMES[name]), name, refit=False)
-
-
-def errors(activation: Activation, coefficients: Sequence[Array]) -> tuple[float, ...]:
-    """Return max |approximant − f′| over all x of the left and the right piece, in float64, of exact outputs."""
-    name, (left, right) = str(activation.name), cells(activation)
-    minimum = float(evaluate_multiprecision(activation.formula, left.high, 30))
-    return tuple(
-        _off(*_piece(activation, name, s, right.low, minimum), np.asarray(c)) for s, c in enumerate(coefficients)
-    )
 
 
 def _best(activation: Activation, name: str, s: int, border: float, minimum: float) -> Array:

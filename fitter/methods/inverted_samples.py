@@ -45,8 +45,7 @@ class Samples:
 def samples_of(activation: Activation, cell: Cell, dtype: str, borders: Sequence[float], s: int) -> Samples:
     """Return the samples of cell s."""
     x, y, derivative = points_of(activation, cell, dtype, borders, s)
-    with np.errstate(all="ignore"):
-        kept = stored(activation, x, dtype).astype(np.float32)
+    kept = stored(activation, x, dtype).astype(np.float32)
     return Samples(cell, x, y, derivative, kept, floor_of(y, derivative), dtype != "float32")
 
 

@@ -82,7 +82,7 @@ def fit(
     objective: str = "primitive",
     restarts: int = RESTARTS,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda share: None,
 ) -> StepFit:
     """Fit a mixture of 2^bits − 1 ReLUs to f, and keep its slopes as the step function.
 
@@ -153,7 +153,7 @@ def mixture(
     objective: str = "primitive",
     restarts: int = RESTARTS,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda share: None,
 ) -> Mixture:
     """Return the best mixture found, in float64; for arguments and errors see `fit`."""
     check_bits(bits, StepFit.BITS)
@@ -165,7 +165,6 @@ def mixture(
         raise UsageError(f"seed: expected 0 to 4294967295, got {quote(seed)}")
     left, right = asymptotes(activation)
     count = 2**bits - 1
-    told = progress or (lambda share: None)
     jumps = [point.at for point in activation.breakpoints() if point.kind == "jump"]
     if jumps and count > 1 and objective == "primitive":
         raise UsageError(
@@ -184,7 +183,7 @@ def mixture(
         return _derivative_optimum(activation, count, left, right)
     frame = Frame.of(activation, left, right)
     problem = Primitive(activation, left, right, frame)
-    found = single(problem) if count == 1 else search(problem, activation, count, restarts, seed, told)
+    found = single(problem) if count == 1 else search(problem, activation, count, restarts, seed, progress)
     return frame.undone(found)
 
 

@@ -12,10 +12,9 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.expr.work import MILLION, budget, stage
-from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import KEPT, CodedGateFit, GateFit
+from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit, AnyPlainFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
@@ -23,18 +22,19 @@ from fitact.fitter.records.stochastic import StochasticFit
 from . import coded, exact, fewbit, inverted, inverted_published, relumix
 
 FITTING = 3 * MILLION  # operations on the formula: its analysis, and its values
-# The options of each method, in addition to the activation and a name.
-OPTIONS = {
-    "fewbit": ("bits", "domain", "weight", "seed"),
-    "relumix": ("bits", "objective", "restarts", "seed"),
-    "inverted": ("bits", "domain", "tol", "family"),
-    "exact": (),
-    "coded": ("bits", "domain", "weight", "rounding"),
+# The methods of activations, of gates and of formulas with learned numbers, each with its options beside the
+# function and a name.
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
+    "activations": {
+        "fewbit": ("bits", "domain", "weight", "seed"),
+        "relumix": ("bits", "objective", "restarts", "seed"),
+        "inverted": ("bits", "domain", "tol", "family"),
+        "exact": (),
+        "coded": ("bits", "domain", "weight", "rounding"),
+    },
+    "gates": {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u", "rounding")},
+    "formulas": {"rebuild": (), "exact": (), "coded": ("bits", "domain", "weight")},
 }
-# Those of gates.
-GATE_OPTIONS = {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u", "rounding")}
-# Those of formulas with learned numbers.
-LEARNED_OPTIONS = {"rebuild": (), "exact": (), "coded": ("bits", "domain", "weight")}
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
 # What the options are by default, where the method has them.
 DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
@@ -75,30 +75,12 @@ def _made(method: str, activation: Activation, name: str, **options: Any) -> Any
     return fewbit.fit(activation, bits, name, **options)
 
 
-def make_gate(
-    method: str,
-    gate: Gate,
-    name: str,
-    bits: int | None = None,
-    bits_u: int | None = None,
-    weights: tuple[Weight | None, Weight | None] = (None, None),
-    rounding: str | None = None,
-) -> AnyGateFit:
-    """Fit a gate by the method of that name; if it is coded, with bits, weights of g and u, and a rounding."""
+def make_gate(method: str, gate: Gate, name: str, **options: Any) -> AnyGateFit:
+    """Fit a gate by the method of that name; `options` are arguments of `coded.fit_gate`."""
     if method == "rebuild":
         return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
-    assert bits is not None
-    of_g, of_u = weights
     with _fitting(gate):
-        return coded.fit_gate(
-            gate,
-            bits,
-            name,
-            bits_u=KEPT if bits_u is None else bits_u,
-            weight=of_g,
-            weight_u=of_u,
-            rounding=rounding or coded.NEAREST,
-        )
+        return coded.fit_gate(gate, name=name, **options)
 
 
 def make_learned(method: str, formula: Learned, name: str, **options: Any) -> AnyLearnedFit:
@@ -120,8 +102,9 @@ def again(fit: AnyFit) -> AnyFit:
         return coded.fit_gate_again(fit)
     if isinstance(fit, GateFit):
         return make_gate("rebuild", fit.activation, fit.name)
-    if isinstance(fit, StochasticFit):
-        return coded.fit_stochastic(fit.activation, fit.bits, fit.name, domain=fit.domain, weight=fit.weight)
+    if isinstance(fit, CodedFit | StochasticFit):
+        with _fitting(fit.activation):
+            return coded.again(fit)
     if isinstance(fit, LearnedFit | ExactLearnedFit):
         return make_learned(fit.method.removeprefix("learned_"), fit.activation, fit.name)
     if isinstance(fit, CodedLearnedFit):
@@ -135,6 +118,6 @@ def again(fit: AnyFit) -> AnyFit:
     options = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
     if isinstance(fit, InvertedFit):
         options |= {"domain": fit.domain}
-    if isinstance(fit, CodedFit) or (isinstance(fit, StepFit) and fit.method == "fewbit"):
+    if isinstance(fit, StepFit) and fit.method == "fewbit":
         options |= {"domain": fit.domain, "weight": fit.weight}
     return make(fit.method, fit.activation, fit.name, **options)

@@ -102,7 +102,7 @@ class Objective:
         return np.broadcast_to(self.weight(at), (2, *np.shape(at)))
 
     def shares(self, both: Array) -> Array:
-        """Return what an error of f and of f′ counts, without w, where these have the given values: (2, …)."""
+        """Return how much an error of f and of f′ counts, without w, at given values of these: (2, …)."""
         value, derivative = both
         squares = self.mean_squares * self.mass
         return np.stack([1 / (squares[0] + self.mass * value**2), np.full_like(derivative, 0.5 / squares[1])])
@@ -157,18 +157,28 @@ def errors(objective: Objective, borders: Array, tables: Array, deviations: tupl
     both = objective.both(at)
     off = (both - tables[:, np.searchsorted(borders, at)]) ** 2
     found = {"objective": float((objective.weight(at) * objective.shares(both) * off * widths).sum())}
-    nearest = min(max(low, 0.0), high)  # to 0: relative to the density there nothing underflows
     for deviation in deviations:
-        density = np.exp((nearest**2 - at**2) / (2 * deviation**2)) * widths
+        density = normal(objective, at, deviation) * widths
         for what, error, square in zip(("value", "derivative"), off, both**2, strict=True):
             missed, whole = float((density * error).sum()), float((density * square).sum())
             if missed and not whole:
-                raise UsageError(
-                    f"{activation}: its {what} is 0 for x normal with deviation {deviation:g}: no error is "
-                    "relative to that, choose a domain where it is not"
-                )
+                raise vanishing(objective, what, deviation)
             found[f"{what}_{deviation:g}"] = np.sqrt(missed / whole) if missed else 0.0
     return {key: float(f"{value:.10g}") for key, value in found.items()}
+
+
+def normal(objective: Objective, at: Array, deviation: float) -> Array:
+    """Return a normal density, relative to its height where the domain is nearest to 0: so nothing underflows."""
+    nearest = min(max(objective.domain[0], 0.0), objective.domain[1])
+    return np.asarray(np.exp((nearest**2 - at**2) / (2 * deviation**2)))
+
+
+def vanishing(objective: Objective, what: str, deviation: float) -> UsageError:
+    """Return the error that f or its derivative is 0 where a normal density has its mass."""
+    return UsageError(
+        f"{objective.activation}: its {what} is 0 for x normal with deviation {deviation:g}: no error is relative "
+        "to that, choose a domain where it is not"
+    )
 
 
 def reach(objective: Objective, borders: Array, values: Array) -> float:
@@ -178,7 +188,7 @@ def reach(objective: Objective, borders: Array, values: Array) -> float:
     """
     value = objective.activation.value
     floor = TOLERANCE * np.sqrt(objective.mean_squares[0])
-    # what f may be on each interval: both conditions hold on an interval round F
+    # the values that f may have on each interval: both conditions hold on an interval round F
     ends = np.stack([values - floor, values + floor, values / (1 - TOLERANCE), values / (1 + TOLERANCE)])
     least, most = ends.min(axis=0), ends.max(axis=0)
 

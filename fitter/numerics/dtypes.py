@@ -28,10 +28,15 @@ def stored(activation: Activation, at: Array, dtype: str) -> Array:
 
     PyTorch's own functions are correct to one rounding; a formula is computed in float32, and rounded again.
     """
-    if activation.torch is not None:
-        return rounded(activation.value(at), dtype)
-    value = np.broadcast_to(FLOAT32.evaluate(activation.formula, at.astype(np.float32)), at.shape)
-    return rounded(value.astype(np.float64), dtype)
+    known = activation.torch is not None
+    return rounded(activation.value(at) if known else in_single(activation.formula, at), dtype)
+
+
+def in_single(formula: Expr, at: Array) -> Array:
+    """Return a formula in `atoms.x` as kernels compute it, in float32: float64 numbers, shape of `at`."""
+    with np.errstate(all="ignore"):
+        value = FLOAT32.evaluate(formula, at.astype(np.float32))
+    return np.broadcast_to(value, at.shape).astype(np.float64)
 
 
 def rounded(values: Array, dtype: str) -> Array:
@@ -48,22 +53,21 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def from_output(activation: object, what: str, true: Array, y: Array, formula: Expr, dtype: str) -> float:
-    """Return the largest error of a formula in y, relative to the larger of what is true and 1, to four digits.
+    """Return the largest error of a formula in y, relative to the larger of the true value and 1, to four digits.
 
     Args:
         activation: whose outputs they are, for messages.
         what: what the formula gives, for messages, as `"its derivative"`.
-        true: what is true, float64.
+        true: the true values, float64.
         y: the outputs, rounded to the named dtype, same shape.
         formula: in `atoms.x` for y; it is computed in float32.
         dtype: the name.
 
     Raises:
-        UsageError: it is not finite somewhere, or nothing is.
+        UsageError: the formula is not finite somewhere, or nothing is.
 
     """
-    with np.errstate(all="ignore"):
-        found = np.broadcast_to(FLOAT32.evaluate(formula, y.astype(np.float32)), y.shape).astype(np.float64)
+    found = in_single(formula, y)
     valid = (np.abs(true) < LARGEST) & np.isfinite(y)
     if not valid.any():
         raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")

@@ -18,7 +18,7 @@ MOST_CELLS = 256
 LARGEST = 1e30  # of an edge and of a mass
 LONGEST = 52 * MOST_CELLS  # characters of a text: of its numbers, each has 24 at most
 DIGITS = 7  # of an edge that is written here
-_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _TEXT = re.compile(r"histogram\(([^();]*);([^();]*)\)")
 
 
@@ -90,7 +90,7 @@ def parsed(text: str) -> Histogram:
 def _numbers(text: str) -> tuple[float, ...]:
     parts = [part.strip(" ") for part in text.split(",")]
     for part in parts:
-        if not _NUMBER.fullmatch(part):
+        if not re.fullmatch(NUMBER, part, re.ASCII):
             raise UsageError(f"expected a number, got {quote(part)}")
     return tuple(map(float, parts))
 

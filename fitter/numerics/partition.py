@@ -1,8 +1,8 @@
 """The best borders on a grid: Few-Bit's dynamic programme, for one function or for several with one code.
 
 Novikov et al., *Few-Bit Backward*, arXiv 2202.00441, eq. 7 and 8. The programme is the plain O(n² K) one: faster
-ones need a monotone function, and the derivatives of GELU, SiLU and Mish are not. It looks only at intervals that
-can be part of the optimum: an interval that alone costs more than some choice of borders does in all cannot.
+ones need a monotone function, and the derivatives of GELU, SiLU and Mish are not. It skips intervals that
+cannot be part of the optimum, because each of them alone costs more than some choice of all borders.
 """
 
 from __future__ import annotations

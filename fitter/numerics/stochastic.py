@@ -24,7 +24,7 @@ from scipy.linalg import solveh_banded
 from fitact.errors import UsageError
 from fitact.fitter.expr.evaluate import Array
 
-from .coding import Objective
+from .coding import Objective, normal, vanishing
 from .dtypes import halves
 from .moments import nodes as quadrature_nodes
 from .moments import running
@@ -194,10 +194,10 @@ def derivatives(objective: Objective, nodes: Array, values: Array) -> Array:
 
 
 def shares(x: Array, nodes: Array, values: Array, f: Array) -> tuple[NDArray[np.intp], Array]:
-    """Return the last node up to x but the last of all, and p, 0 to 1; both of the shape of x.
+    """Return the index of the last node up to x, at most the last but one, and p from 0 to 1; both of x's shape.
 
     Args:
-        x: numbers; beyond the nodes the outer ones hold.
+        x: numbers; beyond the nodes the outer nodes hold.
         nodes: increasing.
         values: F.
         f: f(x).
@@ -274,16 +274,12 @@ def errors(
     bias = means - both
     cost = (objective.shares(both) * (variance + bias**2)).sum(axis=0)
     result = {"objective": float((objective.weight(at) * cost * widths).sum())}
-    nearest = min(max(objective.domain[0], 0.0), objective.domain[1])
     for deviation in deviations:
-        density = np.exp((nearest**2 - at**2) / (2 * deviation**2)) * widths
+        density = normal(objective, at, deviation) * widths
         for i, what in enumerate(("value", "derivative")):
             whole = float((density * both[i] ** 2).sum())
             if not whole:
-                raise UsageError(
-                    f"{objective.activation}: its {what} is 0 for x normal with deviation {deviation:g}: no error "
-                    "is relative to that, choose a domain where it is not"
-                )
+                raise vanishing(objective, what, deviation)
             off, spread = float((density * bias[i] ** 2).sum()), float((density * variance[i]).sum())
             result[f"{what}_{deviation:g}"] = np.sqrt((off + spread) / whole)
             result[f"{what}_bias_{deviation:g}"] = np.sqrt(off / whole)

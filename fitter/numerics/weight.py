@@ -16,16 +16,15 @@ from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.expr.parser import MAX_LENGTH, parse
 
 from . import histogram
-from .histogram import Histogram
+from .histogram import NUMBER, Histogram
 from .moments import quadrature
 
 LARGEST = 1e30  # of a weight, and of the ends of a domain
 CELLS = 2000  # least number of cells over which the mass is summed
-_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-_TWO = rf"({_NUMBER}) *, *({_NUMBER})"
+_TWO = rf"({NUMBER}) *, *({NUMBER})"
 _NORMAL = re.compile(rf"normal(?:\( *{_TWO} *\))?", re.ASCII)
-_STUDENT = re.compile(rf"student(?:\( *({_NUMBER}) *(?:, *{_TWO} *)?\))?", re.ASCII)
-_DATA = re.compile(rf"(?:({_NUMBER})\*)?(histogram\([^()]*\))(?: \+ ({_NUMBER})\*(student.*))?", re.ASCII)
+_STUDENT = re.compile(rf"student(?:\( *({NUMBER}) *(?:, *{_TWO} *)?\))?", re.ASCII)
+_DATA = re.compile(rf"(?:({NUMBER})\*)?(histogram\([^()]*\))(?: \+ ({NUMBER})\*(student.*))?", re.ASCII)
 MOST_FREEDOM = 1000.0  # degrees: beyond, Student's density is the normal one to three digits
 
 

@@ -197,7 +197,8 @@ Approximant = Quotient | PublishedApproximant
 def codes(borders: Sequence[float], x: Array) -> Bits:
     """Return how many of the borders are less than x; 0 for NaN."""
     x = np.asarray(x, dtype=np.float64)
-    return np.searchsorted(np.asarray(borders, dtype=np.float64), np.where(np.isnan(x), -np.inf, x))
+    # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
+    return np.asarray(np.searchsorted(np.asarray(borders, dtype=np.float64), np.where(np.isnan(x), -np.inf, x)))
 
 
 def approximant_of(value: object, what: str) -> Approximant:
@@ -225,7 +226,7 @@ def _radicals(values: object, what: str) -> tuple[Radical, ...]:
     return tuple(Radical(**{key: read(value[key], key) for key, read in RADICAL.items()}) for value in found)
 
 
-# How the fields are read that only a kind of approximant has, and those of a radical.
+# How the fields of a radical are read, and those of each kind of approximant alone.
 RADICAL: dict[str, Reader] = {
     "anchor": number,
     "order": partial(integer, allowed=range(1, 65)),

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
-
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.numerics.weight import Weight
 
-from .approximants import Bits, Reader
+from .approximants import Bits, Reader, codes
 from .fit import Fit, check_options
 from .validate import (
     as_it_is,
@@ -29,6 +27,11 @@ from .validate import (
 
 MAX_DOMAIN = 65504.0  # in size, the largest number of float16; beyond, the outer cells hold
 DEVIATIONS = (0.5, 1.0, 2.0, 4.0)  # of the normal densities for which errors are stated
+
+
+def by_deviation(*names: str) -> tuple[str, ...]:
+    """Return the names of errors that are stated for each of DEVIATIONS."""
+    return tuple(f"{name}_{deviation:g}" for name in names for deviation in DEVIATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +59,7 @@ class CodedFit(Fit):
 
     METHODS = ("coded",)
     BITS: ClassVar = range(3, 9)
-    ERRORS = (
-        *(f"derivative_{deviation:g}" for deviation in DEVIATIONS),
-        "objective",
-        *(f"value_{deviation:g}" for deviation in DEVIATIONS),
-    )
+    ERRORS = (*by_deviation("derivative"), "objective", *by_deviation("value"))
     READ: ClassVar[Mapping[str, Reader]] = {
         "bits": as_it_is,
         "domain": numbers,
@@ -98,6 +97,4 @@ class CodedFit(Fit):
 
     def code(self, x: Array) -> Bits:
         """Return the code of x, shape of the argument, int64."""
-        x = np.asarray(x, dtype=np.float64)
-        # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
-        return np.asarray(np.searchsorted(self.borders, np.where(np.isnan(x), -np.inf, x)))
+        return codes(self.borders, x)

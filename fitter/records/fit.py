@@ -78,7 +78,7 @@ def check_name(name: object, what: str = "name") -> str:
     """Return `name` if it can name a module, a function and a file; UsageError otherwise."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(
-            f"{what}: expected a Python identifier in ASCII that starts with a letter and is no keyword (80 "
+            f"{what}: expected a Python identifier in ASCII that starts with a letter and is not a keyword (80 "
             f"characters at most), got {quote(name)}"
         )
     return name
@@ -119,8 +119,8 @@ class Fit:
 
     METHODS: ClassVar[tuple[str, ...]]
     ERRORS: ClassVar[tuple[str, ...]]
-    READ: ClassVar[Mapping[str, Reader]] = {}  # how the fields are read that only this kind has
-    PARTS: ClassVar[tuple[str, ...]] = ()  # and the fields that hold fits
+    READ: ClassVar[Mapping[str, Reader]] = {}  # how the fields of this kind alone are read
+    PARTS: ClassVar[tuple[str, ...]] = ()  # the fields that hold fits
 
     name: str
     method: str
@@ -209,10 +209,7 @@ class StepFit(Fit):
 
     def __call__(self, x: Array) -> Array:
         """Return the step function at x."""
-        x = np.asarray(x, dtype=np.float64)
-        # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
-        at = np.where(np.isnan(x), -np.inf, np.abs(x) if self.even else x)
-        return np.asarray(self.levels)[np.searchsorted(self.borders, at)]
+        return np.asarray(self.levels)[codes(self.borders, np.abs(x) if self.even else x)]
 
 
 @dataclass(frozen=True, kw_only=True)

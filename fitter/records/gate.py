@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis.gate import Gate
 
-from .coded import DEVIATIONS, CodedFit
+from .coded import DEVIATIONS, CodedFit, by_deviation
 from .fit import Fit
 from .stochastic import StochasticFit
 
 BITS_U = (6, 8)  # of a code of u
-KEPT = 16  # in place of these where u is kept as it is
+KEPT = 16  # stands for u kept as it is
 Code = CodedFit | StochasticFit
 
 
@@ -35,12 +35,12 @@ class GateFit(Fit):
 
 @dataclass(frozen=True, kw_only=True)
 class CodedGateFit(Fit):
-    """A gate that keeps a code of g, from which a and a′ are looked up, and u or a code of u.
+    """A gate that keeps a code of g, to look up a and a′ by it, and u or a code of u.
 
     The errors of the tables combine: dg = dh·a′(g)·b(u) takes those of a′ and b, du = dh·a(g)·b′(u) those of a and
     b′, and h those of a and b. `error` has the root of the sum of their squares for g and u independent and normal
     with deviation σ, in the notation of `CodedFit.error`; products of errors are left out. Where u is kept as it
-    is, b and b′ have no error. Codes of both are drawn at random, or of none; they are drawn independently.
+    is, b and b′ have no error. Either both codes are drawn at random, independently, or neither is.
 
     Attributes:
         activation: the gate.
@@ -52,7 +52,7 @@ class CodedGateFit(Fit):
 
     METHODS = ("gate_coded",)
     PARTS = ("code_g", "code_u")
-    ERRORS = tuple(f"{what}_{deviation:g}" for what in ("dg", "du", "h") for deviation in DEVIATIONS)
+    ERRORS = by_deviation("dg", "du", "h")
 
     activation: Gate
     code_g: Code

@@ -11,16 +11,15 @@ import numpy as np
 import sympy
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.analysis.float_check import FLOAT32
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.numerics.dtypes import DTYPES, from_output, halves, rounded
+from fitact.fitter.numerics.dtypes import DTYPES, from_output, halves, in_single, rounded
 
 from .approximants import Reader
-from .coded import DEVIATIONS, CodedFit
+from .coded import DEVIATIONS, CodedFit, by_deviation
 from .fit import Fit
 from .validate import label, mapping, text
 
@@ -35,7 +34,7 @@ REACH, COUNT = 12.0, 200_000  # of the normal density of the stated errors, in d
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedFit(Fit):
-    """A formula that keeps x for backward, from which all is computed again, exactly.
+    """A formula that keeps x for backward, and computes all else from it again, exactly.
 
     Attributes:
         activation: the formula.
@@ -98,7 +97,7 @@ class ExactLearnedFit(Fit):
 
 @dataclass(frozen=True, kw_only=True)
 class CodedLearnedFit(Fit):
-    """A formula that keeps a code of x, from which a point is looked up; all is computed again at the point.
+    """A formula that keeps a code of x; a point is looked up by the code, and all is computed again there.
 
     Attributes:
         activation: the formula.
@@ -111,9 +110,7 @@ class CodedLearnedFit(Fit):
 
     METHODS = ("learned_coded",)
     PARTS = ("code",)
-    ERRORS = tuple(
-        f"{what}_{deviation:g}" for what in ("derivative", "learned", "value") for deviation in DEVIATIONS
-    )
+    ERRORS = by_deviation("derivative", "learned", "value")
 
     activation: Learned
     code: CodedFit
@@ -184,9 +181,7 @@ def errors_from_output(formula: Learned, own: Sequence[Expr], near: Iterable[Set
         value = formula.formula.xreplace(setting)
         for dtype in DTYPES:
             at = SINGLES if dtype == "float32" else halves(dtype)
-            with np.errstate(all="ignore"):
-                y = np.broadcast_to(FLOAT32.evaluate(value, at.astype(np.float32)), at.shape)
-            y = rounded(y.astype(np.float64), dtype)
+            y = rounded(in_single(value, at), dtype)
             for k, (truth, one) in enumerate(zip(truths, own, strict=True)):
                 true = evaluate(truth.xreplace(setting), at)
                 error = from_output(formula, told(formula, k), true, y, one.xreplace(setting), dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -22,7 +21,7 @@ from .gate import CodedGateFit, GateFit
 from .kinds import KINDS, AnyFit
 from .learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from .stochastic import StochasticFit
-from .validate import json_object, label, mapping, number, objects, text
+from .validate import check_keys, label, mapping, number, objects, record_of, text
 
 MAX_BYTES = 1 << 20
 READING = 3 * MILLION  # operations: reading formulas, and integrating a weight
@@ -49,19 +48,13 @@ def from_json(source: str) -> AnyFit:
 
 
 def _from_json(source: str) -> AnyFit:
-    record = json_object(source)
-    schema = record.get("schema")
-    if schema != SCHEMA:
-        newer = isinstance(schema, str) and re.fullmatch(r"fitact\.fit/[1-9]\d{0,5}", schema)
-        advice = "upgrade fitact to read it" if newer else "this is not a fitact fit"
-        raise UsageError(f"schema: expected {SCHEMA}, got {quote(schema)}: {advice}")
+    record = record_of(source, SCHEMA, "a fitact fit")
     method = record.get("method")
     kind = next((kind for kind in KINDS if method in kind.METHODS), None)
     if kind is None:
         methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
         raise UsageError(f"method: expected one of {methods}, got {quote(method)}")
-    schemaless = {key: value for key, value in record.items() if key != "schema"}
-    return _fit(kind, schemaless)
+    return _fit(kind, {key: value for key, value in record.items() if key != "schema"})
 
 
 def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
@@ -82,7 +75,7 @@ def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
 
 
 def _part(value: object, what: str, within: type[AnyFit]) -> AnyFit | None:
-    """Return a coded fit within a fit; null is none, which only the code of u may be."""
+    """Return a coded fit within a fit; only the code of u may be null, for none."""
     optional = what == "code_u"
     if value is None and optional:
         return None
@@ -97,14 +90,13 @@ def _part(value: object, what: str, within: type[AnyFit]) -> AnyFit | None:
 
 def _gate(value: object) -> Gate:
     record = mapping(value, "activation", (str, type(None)))
-    if set(record) != {"name", "expression"}:
-        raise UsageError(f"activation: expected name and expression, got {quote(sorted(record))}")
+    check_keys("activation", record, ("expression", "name"))
     name, expression = record["name"], text(record["expression"], "activation.expression")
     if name is None:
         return Gate(None, expression)
     if name not in GATES:
         raise UsageError(
-            f"activation.name: {quote(name)} is no gate of this catalog; the name of any other product is null"
+            f"activation.name: {quote(name)} is not a gate of this catalog; the name of any other product is null"
         )
     if expression != GATES[name]:
         raise UsageError(
@@ -137,19 +129,17 @@ def _activation(value: object) -> Activation:
 
 def _learned(value: object) -> Learned:
     record = mapping(value, "activation", (str, type(None), list))
-    if set(record) != {"name", "expression", "learned"}:
-        raise UsageError(f"activation: expected name, expression and learned, got {quote(sorted(record))}")
+    check_keys("activation", record, ("expression", "learned", "name"))
     name, expression = record["name"], text(record["expression"], "activation.expression")
     numbers = []
     for i, one in enumerate(objects(record["learned"], "activation.learned", MOST)):
         what = f"activation.learned[{i}]"
-        if set(one) != {"name", "start", "channel"}:
-            raise UsageError(f"{what}: expected name, start and channel, got {quote(sorted(one))}")
+        check_keys(what, one, ("channel", "name", "start"))
         numbers.append(Number(one["name"], number(one["start"], f"{what}.start"), one["channel"]))
     if name is not None and (not isinstance(name, str) or name not in LEARNED):
         raise UsageError(
-            f"activation.name: {quote(name)} is no formula with learned numbers of this catalog; the name of any "
-            "other is null"
+            f"activation.name: {quote(name)} is not a formula with learned numbers of this catalog; the name of "
+            "any other is null"
         )
     formula = Learned(name, expression, tuple(numbers))
     if name is not None and (expression, [*formula.names]) != (LEARNED[name][0], [*LEARNED[name][1]]):

@@ -17,7 +17,7 @@ from fitact.fitter.numerics import stochastic
 from fitact.fitter.numerics.weight import Weight
 
 from .approximants import Reader
-from .coded import DEVIATIONS, MAX_DOMAIN
+from .coded import MAX_DOMAIN, by_deviation
 from .fit import Fit
 from .validate import as_it_is, check_bits, check_domain, check_increasing, check_numbers, numbers, text
 
@@ -45,18 +45,10 @@ class StochasticFit(Fit):
 
     METHODS = ("coded_stochastic",)
     BITS: ClassVar = range(3, 9)
-    ERRORS = tuple(
-        sorted(
-            [
-                "objective",
-                *(
-                    f"{what}{bias}_{deviation:g}"
-                    for what in ("derivative", "value")
-                    for bias in ("", "_bias")
-                    for deviation in DEVIATIONS
-                ),
-            ]
-        )
+    ERRORS = (
+        *by_deviation("derivative", "derivative_bias"),
+        "objective",
+        *by_deviation("value", "value_bias"),
     )
     READ: ClassVar[Mapping[str, Reader]] = {
         "bits": as_it_is,

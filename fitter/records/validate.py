@@ -148,8 +148,18 @@ def label(key: str) -> str:
     return key if NAME.fullmatch(key) else quote(key)
 
 
-def json_object(source: str) -> dict[str, Any]:
-    """Return the JSON object of a text; UsageError if it is none, or has a field twice, or an infinite number."""
+def record_of(source: str, schema: str, what: str) -> dict[str, Any]:
+    """Return the record that a JSON text holds.
+
+    Args:
+        source: the text.
+        schema: what its field `schema` has to be: a name, / and a version.
+        what: what such a file is called in messages.
+
+    Raises:
+        UsageError: it is not a JSON object of this schema, or has a field twice, or an infinite number.
+
+    """
     try:
         record = json.loads(source, parse_constant=_no_constant, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError) as error:
@@ -158,6 +168,11 @@ def json_object(source: str) -> dict[str, Any]:
         raise UsageError(f"not JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(record, dict):
         raise UsageError(f"expected a JSON object, got {quote(record)}")
+    if (found := record.get("schema")) != schema:
+        name = re.escape(schema.rpartition("/")[0])
+        newer = isinstance(found, str) and re.fullmatch(rf"{name}/[1-9]\d{{0,5}}", found)
+        advice = "upgrade fitact to read it" if newer else f"this is not {what}"
+        raise UsageError(f"schema: expected {schema}, got {quote(found)}: {advice}")
     return record
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from fitact.fitter.numerics.weight import Weight
 from fitact.text import columns, few
 
 from .approximants import Reader
-from .validate import check_keys, check_numbers, json_object, numbers, objects, text, whole
+from .validate import check_keys, check_numbers, numbers, objects, record_of, text, whole
 from .validate import number as a_number
 
 SCHEMA = "fitact.weights/1"
@@ -36,9 +35,9 @@ class Site:
     """What goes into one activation of a model.
 
     Attributes:
-        path: of the activation in the model; of a function that a module calls itself, `path:function`; of the
-            factor u of a gate f(g)·u, `path:u` with the path of f.
-        activation: its name in the catalog, or its formula or class; of u, `identity`.
+        path: of the activation in the model; for a function that a module calls itself `path:function`; for the
+            factor u of a gate f(g)·u `path:u` with the path of f.
+        activation: its name in the catalog, or its formula or class; `identity` for u.
         count: how many numbers were seen, at least one.
         left_out: how many were NaN, infinite or huge, and are not counted.
         mean, deviation, least, largest: of the numbers.
@@ -216,12 +215,7 @@ def from_json(source: str) -> Calibration:
         UsageError: the text is not such a record; the message names the field.
 
     """
-    record = json_object(source)
-    schema = record.get("schema")
-    if schema != SCHEMA:
-        newer = isinstance(schema, str) and re.fullmatch(r"fitact\.weights/[1-9]\d{0,5}", schema)
-        advice = "upgrade fitact to read it" if newer else "this is not a file of fitact calibrate"
-        raise UsageError(f"schema: expected {SCHEMA}, got {quote(schema)}: {advice}")
+    record = record_of(source, SCHEMA, "a file of fitact calibrate")
     check_keys("the record", record, ("schema", "sites"))
     sites = objects(record["sites"], "sites", MOST_SITES)
     return Calibration(tuple(_site(i, one) for i, one in enumerate(sites)))
@@ -230,8 +224,7 @@ def from_json(source: str) -> Calibration:
 def _site(i: int, record: Mapping[str, Any]) -> Site:
     what = f"sites[{i}]"
     check_keys(what, record, READ)
-    found = {name: read(record[name], f"{what}.{name}") for name, read in READ.items() if name != "weight"}
     try:
-        return Site(**found, weight=READ["weight"](record["weight"], "weight"))
+        return Site(**{name: read(record[name], name) for name, read in READ.items()})
     except UsageError as error:
         raise UsageError(f"{what}.{error}") from None

@@ -29,8 +29,8 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None,
         method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
             of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; `"exact"`,
             the derivative as a function of the output; `"rebuild"`, which keeps the input alone; or `"coded"`, the
-            derivative by a code of the input, by which a layer that `fitact.convert(model, "coded")` has changed
-            looks up the output too. By default `"fewbit"`; for a gate `"rebuild"`, which is its only method.
+            derivative by a code of the input; a layer that `fitact.convert(model, "coded")` has changed looks up
+            the output by the same code. By default `"fewbit"`; for a gate `"rebuild"`, its only method.
         bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not; 8 for
             `"coded"`. None for `"exact"` and `"rebuild"`, which keep no bits.
         gate: whether to return a module of two tensors g and u of one shape and dtype, which returns f(g)·u and
@@ -43,7 +43,7 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None,
 
     Raises:
         UsageError: no such activation is shipped or can be rebuilt (the message lists those that are), `bits` is
-            not a valid number of bits, or the method has none, or is none for a gate.
+            not a valid number of bits or the method keeps none, or the method is not for gates.
 
     """
     if gate and method not in (None, "rebuild"):

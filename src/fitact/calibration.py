@@ -18,7 +18,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
     """Run a model on batches, and return what goes into each of its activations as a weight for fits.
 
     Activations are modules, functions that modules hold, and calls of PyTorch's functions such as `F.silu` in a
-    `forward`. Of a gate f(g)·u, which a gated MLP or a module of two inputs computes, u is a site too, at the path
+    `forward`. In a gate f(g)·u, which a gated MLP or a module of two inputs computes, u is a site too, at the path
     of f and `:u`. Activations that are called in place (`torch.relu_`), or composed of other operations, are not
     seen.
 
@@ -32,7 +32,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
     Args:
         model: the model, with values. It is run in the mode it is in, without gradients, and is left as it was, as
             are the generators of random numbers.
-        batches: of each, a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
+        batches: each is a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
             that takes the model and runs it.
         group: whether activations whose paths differ only in numbers share one weight.
 

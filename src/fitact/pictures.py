@@ -29,6 +29,17 @@ def check_format(format: str) -> None:
         raise UsageError('pictures need matplotlib, which is not installed: pip install "fitact[plot]"')
 
 
+def blank(format: str, size: tuple[float, float], dpi: int = 150) -> Figure:
+    """Return an empty figure of a size in inches; UsageError unless it can be drawn and saved in this format."""
+    check_format(format)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def format_of(path: Path) -> str:
     """Return the format that the ending of a file's name asks for; UsageError if no picture can be saved so."""
     ending = path.suffix[1:].lower()

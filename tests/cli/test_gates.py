@@ -132,7 +132,7 @@ REFUSED = [
         "--method fewbit takes no gates, got 'swiglu': the methods of gates are rebuild and coded",
     ),
     ("--fn silu --method rebuild", "--method rebuild is for gates such as swiglu or silu(g)*u, got 'silu'"),
-    ("--fn swiglu --fn silu --method coded --bits 8", "expected gates alone or none, got 'swiglu' and 'silu'"),
+    ("--fn swiglu --fn silu --method coded --bits 8", "expected functions of one kind, got 'swiglu' and 'silu'"),
     ("--fn swiglu --method coded", "--bits is required for --method coded: 3 to 8"),
     ("--fn swiglu --method coded --bits 8 --bits-u 7", "--bits-u: expected 6, 8, or 16 to keep u as it is, got 7"),
     ("--fn swiglu --method coded --bits 9", "bits: expected 3, 4, 5, 6, 7 or 8, got 9"),

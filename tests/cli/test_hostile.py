@@ -440,7 +440,7 @@ def test_shape_of_a_formula_that_overflows(text):
     with watched():
         activation.switch_points(-10.0, 10.0)
         activation.breakpoints()
-        activation.has_even_derivative(10.0)
+        activation.derivative_parity(10.0)
         activation.steps(-10.0, 10.0)
         _ = activation.asymptotes
         activation.monotone()

@@ -146,14 +146,13 @@ def test_what_auto_does() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("error", ["rounding", "few-bit"])
-def test_merging_never_takes_the_place_of_codes(error: str, autocast: bool) -> None:
+def test_merging_does_not_take_the_place_of_codes(autocast: bool) -> None:
     """Whoever lets norms be merged, too, gets a model that keeps no more than without."""
     kept = []
     for norms in (False, True):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *made("LayerNorm"), nn.GELU(), nn.Linear(16, 16))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            kept.append(fitact.convert(model, error=error, norms=norms, example_inputs=X).kept_after)
+            kept.append(fitact.convert(model, error="few-bit", norms=norms, example_inputs=X).kept_after)
     assert kept[1] <= kept[0]
 
 

@@ -1529,20 +1529,20 @@ def test_generated_classes_are_no_longer_needed_to_revert() -> None:
 
 
 def test_a_dry_run_with_norms_foretells_what_is_done() -> None:
-    """Where a merged norm no longer keeps an activation's output, Few-Bit is taken, in the dry run too."""
+    """Where a merged norm no longer keeps an activation's output, codes are taken, in the dry run too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.LayerNorm(64), nn.Linear(64, 8))
     x = torch.randn(512, 32)
     before = copy.deepcopy(model.state_dict())
     with torch.autocast("cpu", dtype=HALF):  # else no norm is merged, because its output can be rebuilt
-        plan = auto(model, norms=True, dry_run=True, example_inputs=x)
+        plan = fitact.convert(model, error="rounding", norms=True, dry_run=True, example_inputs=x)
     assert plan.dry_run and type(model[2]) is nn.LayerNorm and type(model[1]) is nn.SiLU
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
     with torch.autocast("cpu", dtype=HALF):
-        done = auto(model, norms=True, example_inputs=x)
+        done = fitact.convert(model, error="rounding", norms=True, example_inputs=x)
     assert plan.sites == done.sites and plan.kept_after == done.kept_after
-    assert done.sites[0].after == "silu_fewbit3"
+    assert done.sites[0].after == "silu_coded8"
 
 
 # --------------------------------------------------------------------------------------- what gradients may suffer

@@ -189,7 +189,7 @@ def test_the_default_domain_and_weight_need_no_name(command: Command) -> None:
         ("silu", "coded          yes: 3 to 8 bits, for the value too"),
         ("identity", "coded          yes: 3 to 8 bits"),
         ("log(x)", "coded          no: activation 'log(x)' is nan at x = -64"),
-        ("sign(x)", "coded          no: activation 'sign(x)': the root mean square of its derivative"),
+        ("sign(x)", "coded          no: the root mean square of its derivative"),
     ],
 )
 def test_show_says_whether_it_can_be_coded(command: Command, thing: str, line: str) -> None:

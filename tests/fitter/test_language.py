@@ -491,7 +491,7 @@ def test_hard_formula(text):
     except UsageError:
         return
     activation.switch_points(-5.0, 5.0)
-    activation.has_even_derivative(5.0)
+    activation.derivative_parity(5.0)
 
 
 # ---------------------------------------------------------------------------------------- nothing is run
@@ -633,7 +633,7 @@ EVEN = (
     ],
 )
 def test_even_derivative(text, even):
-    assert Activation.of(text).has_even_derivative(10.0) is even
+    assert (Activation.of(text).derivative_parity(10.0) == "even") is even
 
 
 # ------------------------------------------------------------------------------------------------ weights

@@ -86,9 +86,9 @@ def test_records_that_are_wrong() -> None:
         ({"learned": [number, number]}, "two learned numbers have one name|unknown name"),
         ({"learned": [number | {"start": "1"}]}, r"activation\.learned\[0\]\.start: expected a number, got '1'"),
         ({"learned": [number | {"channel": 1}]}, "channel: expected true or false, got 1"),
-        ({"learned": [{"name": "alpha"}]}, r"activation\.learned\[0\]: expected name, start and channel"),
+        ({"learned": [{"name": "alpha"}]}, r"activation\.learned\[0\]: expected channel, name, start"),
         ({"name": "prelu"}, "is not that of 'prelu' in this catalog"),
-        ({"name": "gelu"}, "activation.name: 'gelu' is no formula with learned numbers"),
+        ({"name": "gelu"}, "activation.name: 'gelu' is not a formula with learned numbers"),
         ({"expression": "alpha*x"}, "the learned number gamma is used nowhere"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -105,7 +105,7 @@ def check_gate(text: str) -> None:
         check_fit(make_gate("rebuild", gate, "a"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FitWarning)
-            fit = answered(lambda: make_gate("coded", gate, "a", 3))
+            fit = answered(lambda: make_gate("coded", gate, "a", bits=3))
         if fit is not None:
             check_fit(fit)
 

@@ -112,12 +112,12 @@ REFUSED = {
         {"c": 1.0},
     ),
     "c*relu(x)": ("in x would be divided by c, which training may take through 0", {"c": 1.0}),
-    "x*sigmoid(b*x)": ("its derivatives are no functions of the output: x occurs more than once", {"b": 1.0}),
+    "x*sigmoid(b*x)": ("its derivatives are not functions of the output: x occurs more than once", {"b": 1.0}),
     "where(x > 0, x, a*x)": ("which branch of a where was taken cannot be told", {"a": 0.25}),
     "erf(a*x)": (r"erf\(x\) has no inverse in this language; --method rebuild keeps x", {"a": 1.0}),
     "(a*x)**3": (r"it has the power x\*\*3", {"a": 1.0}),
     "tanh(y*x)": ("learned number 'y': the output has that name; choose another one", {"y": 1.0}),
-    "tanh(a*x)": ("its derivative in a is no function of the output alone: at x = .*, a = 0", {"a": 0.0}),
+    "tanh(a*x)": ("its derivative in a is not a function of the output alone: at x = .*, a = 0", {"a": 0.0}),
     "tanh(x*a)": ("computed from the output in bfloat16, would be off by 1 of the larger of itself", {"a": 1e-3}),
 }
 

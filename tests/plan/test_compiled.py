@@ -116,7 +116,9 @@ def test_nothing_is_faster_than_a_plan(error: str) -> None:
     }
     costs = dataclasses.replace(costs, compiled=steps)
     problem = Problem(costs, error)
-    answers = [problem.all(way) for way in (STOCK, FULL, SELECTIVE)] + [problem.every(FULL, n) for n in (2, 3, 4)]
+    answers = [problem.every(way) for way in (STOCK, FULL, SELECTIVE)] + [
+        problem.every(FULL, n) for n in (2, 3, 4)
+    ]
     others = [step(subject, CPU, costs.runs, problem.taken(one)) for one in answers]
     others += problem.compiled.values()
     low = min(one.peak for one in others)

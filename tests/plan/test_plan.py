@@ -242,7 +242,7 @@ def costs() -> Costs:
 @pytest.mark.parametrize("error", ["exact", "rounding", "few-bit"])
 def test_no_baseline_is_faster_at_any_budget(error: str) -> None:
     problem = Problem(costs(), error)
-    baselines = [problem.all(STOCK), problem.all(FULL), problem.all(SELECTIVE)]
+    baselines = [problem.every(STOCK), problem.every(FULL), problem.every(SELECTIVE)]
     baselines += [problem.every(FULL, n) for n in (2, 3, 4)]
     points = [(peak(problem.stages, one), seconds(problem.stages, one)) for one in baselines]
     low, high = least(problem.stages), max(most for most, _ in points)
@@ -267,7 +267,7 @@ def test_costs_of_blocks_add_up_to_the_peak_of_the_model(way: Way) -> None:
     with changed(blocks, [way] * len(blocks)):
         tracked = peak_memory(lambda: step(model, Inputs((x,))), model)
     own = tracked["total"] - tracked["parameters"] - tracked["buffers"]
-    assert peak(problem.stages, problem.all(way)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
+    assert peak(problem.stages, problem.every(way)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
 
 
 # ------------------------------------------------------------------------------------------------- kept as a file

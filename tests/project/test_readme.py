@@ -452,9 +452,9 @@ def test_the_plan() -> None:
     less = [100 - 100 * plan.flops_again / full for plan in plans]
     bytes_of = (
         planner.fixed + planner.costs.stock.peak,
-        24 * GIB - planner.fixed - peak(problem.stages, problem.all(FULL)),
+        24 * GIB - planner.fixed - peak(problem.stages, problem.every(FULL)),
         planner.least("exact"),
-        planner.fixed + peak(problem.stages, problem.all(FULL)),
+        planner.fixed + peak(problem.stages, problem.every(FULL)),
     )
     found = re.search(
         r"needs (\d+) GiB as it is. In 24 GiB, where full checkpointing leaves ([\d.]+) GiB, the plan recomputes "

@@ -37,13 +37,8 @@ def cli() -> None:
     """Make PyTorch activations that keep a few bits per element for backward."""
 
 
-cli.add_command(calibrate.calibrate)
-cli.add_command(codegen.codegen)
-cli.add_command(fit.fit)
-cli.add_command(memory.memory)
-cli.add_command(plan.plan)
-cli.add_command(plot.plot)
-cli.add_command(show.show)
+for _command in (calibrate.calibrate, codegen.codegen, fit.fit, memory.memory, plan.plan, plot.plot, show.show):
+    cli.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

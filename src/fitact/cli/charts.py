@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fitact.pictures import check_format, save
+from fitact.pictures import blank, save
 
 if TYPE_CHECKING:
     from fitact.runtime.compare.records import Report, Row
@@ -51,10 +51,6 @@ def draw(report: Report, format: str = "png") -> bytes:
         UsageError: the format is another one.
 
     """
-    check_format(format)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = list(reversed(report.rows))  # stock on top
     stock = report.rows[0].bytes
     unit, name = (GIB, "GiB") if stock >= 2 * GIB else (MIB, "MiB")
@@ -64,8 +60,7 @@ def draw(report: Report, format: str = "png") -> bytes:
         part["other"] = row.bytes / unit - sum(part.values())
     if "other" not in kinds and any(part["other"] > LEAST * stock / unit for part in parts):
         kinds.append("other")
-    figure = Figure(figsize=(9.5, 2.0 + 0.42 * len(rows)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(format, (9.5, 2.0 + 0.42 * len(rows)))
     axes = figure.add_subplot()
     left = [0.0] * len(rows)
     for kind in kinds:

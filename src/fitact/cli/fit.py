@@ -44,7 +44,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "--bits-u",
     type=int,
     metavar="K",
-    help="Of a gate, with coded: 6 or 8 bits for u, or 16 to keep it as it is.  [default: 16]",
+    help="For a gate, with coded: 6 or 8 bits for u, or 16 to keep it as it is.  [default: 16]",
 )
 @click.option(
     "--method",
@@ -54,7 +54,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
     "derivative as a function of the output alone. coded: a code of x that stands for value and derivative; "
-    "of a gate, a code of g. rebuild: of a gate, exact, keeping g and u alone; of an expression with learned "
+    "for a gate, a code of g. rebuild: exact; for a gate, keeping g and u alone; for an expression with learned "
     "numbers, keeping x alone.",
 )
 @click.option(
@@ -74,14 +74,14 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 @click.option(
     "--weight-u",
     metavar="W",
-    help="Of a gate, with --bits-u: the same of u; --weight is that of g.  [default: with FILE.json#SITE "
+    help="For a gate, with --bits-u: the weight of u; --weight is that of g.  [default: with FILE.json#SITE "
     "that of u there; else student(3)]",
 )
 @click.option(
     "--rounding",
     type=click.Choice(["nearest", "stochastic"]),
-    help="Of coded: which of the codes near x is kept, always the same or one drawn at random, so that the value "
-    "looked up is f(x) in the mean.  [default: nearest]",
+    help="For coded: always keep the same code of x, or draw one of the two codes near x at random, so that the "
+    "value looked up is f(x) in the mean.  [default: nearest]",
 )
 @click.option(
     "--param",
@@ -174,16 +174,7 @@ def fit(
     from fitact.fitter.analysis.activation import Activation
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.analysis.learned import Learned
-    from fitact.fitter.methods.table import (
-        DOMAINS,
-        GATE_OPTIONS,
-        LEARNED_OPTIONS,
-        OPTIONS,
-        WEIGHTS,
-        make,
-        make_gate,
-        make_learned,
-    )
+    from fitact.fitter.methods.table import DOMAINS, METHODS, WEIGHTS, make, make_gate, make_learned
     from fitact.fitter.records.fit import ExactFit, check_name
     from fitact.fitter.records.gate import KEPT
     from fitact.fitter.records.stochastic import StochasticFit
@@ -193,36 +184,23 @@ def fit(
     default = WEIGHTS.get(method, "uniform")
     weight, weight_u = (None if one == default else one for one in (weight, weight_u))
     numbers = named("--learn", map(_learned, learned))
-    formulas = _have_numbers(method, functions, numbers)
-    gates = not formulas and _are_gates(method, functions)
-    _check_options(
-        method,
-        GATE_OPTIONS if gates else LEARNED_OPTIONS if formulas else OPTIONS,
-        {
-            "--bits": bool(bits),
-            "--bits-u": bits_u is not None,
-            "--domain": domain is not None,
-            "--weight": weight is not None,
-            "--weight-u": weight_u is not None,
-            "--rounding": rounding is not None,
-            "--objective": objective is not None,
-            "--tol": tol is not None,
-            "--family": family is not None,
-            "--restarts": restarts is not None,
-            "--seed": seed != 0,
-        },
-    )
+    kind = _kind_of(method, functions, numbers)
+    given: dict[str, Any] = {"bits": bits or None, "bits-u": bits_u, "domain": domain, "weight": weight}
+    given |= {"weight-u": weight_u, "rounding": rounding, "objective": objective, "tol": tol, "family": family}
+    given |= {"restarts": restarts, "seed": seed or None}
+    own = METHODS[kind][method]
+    _check_options(method, own, [option for option, value in given.items() if value is not None])
     values = named("--param", map(_parameter, parameters))
     widths: Sequence[int | None] = once(bits) or [None]
-    if gates and values:
+    if kind == "gates" and values:
         raise UsageError("a gate has no --param: write the numbers into the product")
-    if formulas and values:
+    if kind == "formulas" and values:
         raise UsageError("a formula with learned numbers has no --param: write the numbers into the formula")
 
     def read(function: str) -> Activation | Gate | Learned:
-        if formulas:
+        if kind == "formulas":
             return Learned.of(function, numbers)
-        return Gate.of(function) if gates else Activation.of(function, values)
+        return Gate.of(function) if kind == "gates" else Activation.of(function, values)
 
     jobs = [(read(function), k) for function in once(functions) for k in widths]
     if len(jobs) > 1 and (name or output):
@@ -252,6 +230,7 @@ def fit(
     weighing = None if weight is None else read_weight(weight)
     weighing_u = read_weight(weight_u) if weight_u else read_weight_u(weight) if weight and coded_u else None
 
+    given |= {"weight": weighing, "weight-u": weighing_u, "seed": seed}
     made: list[AnyFit] = []
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
@@ -259,15 +238,11 @@ def fit(
             if density is not None and density.text != given_as:
                 _warn_of_domain(density, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
-            given: dict[str, Any] = {"bits": k, "domain": domain, "seed": seed}
-            given |= {"weight": weighing, "rounding": rounding}
-            given |= {"objective": objective, "restarts": restarts, "tol": tol, "family": family}
-            taken = LEARNED_OPTIONS[method] if isinstance(activation, Learned) else OPTIONS.get(method, ())
-            options = {key: given[key] for key in taken if given[key] is not None}
+            given["bits"] = k
+            options = {key.replace("-", "_"): given[key] for key in own if given[key] is not None}
             if isinstance(activation, Gate):
                 named_so = name or _gate_name(activation, method, k, bits_u, rounding)
-                weights = weighing, weighing_u
-                made.append(make_gate(method, activation, named_so, k, bits_u, weights, rounding))
+                made.append(make_gate(method, activation, named_so, **options))
             elif isinstance(activation, Learned):
                 named_so = name or f"{activation.name}_{method}{k or ''}"
                 made.append(make_learned(method, activation, named_so, **options))
@@ -276,8 +251,8 @@ def fit(
                     options["progress"] = partial(advance, bar, i)
                 fit = make(method, activation, name or f"{activation.name}_{method}", **options)
                 if name is None and not isinstance(fit, ExactFit):
-                    kind = "_stochastic" if isinstance(fit, StochasticFit) else ""
-                    fit = replace(fit, name=f"{fit.name}{fit.bits}{kind}")
+                    drawn = "_stochastic" if isinstance(fit, StochasticFit) else ""
+                    fit = replace(fit, name=f"{fit.name}{fit.bits}{drawn}")
                 made.append(fit)
             advance(bar, i, 1.0)
     paths = [output or FITS / f"{one.name}.json" for one in made]
@@ -292,50 +267,36 @@ def fit(
         click.echo(f"wrote {path}")
 
 
-def _have_numbers(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[float, bool]]) -> bool:
-    """Return whether the functions are formulas with learned numbers, as all are if --learn is given."""
+def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[float, bool]]) -> str:
+    """Return whether the functions are activations, gates or formulas with learned numbers.
+
+    If --learn is given, all are formulas. A mixture is refused, and a kind that the method does not take.
+    """
     from fitact.fitter.analysis.gate import is_gate
     from fitact.fitter.expr.catalog import LEARNED
-    from fitact.fitter.methods.table import LEARNED_OPTIONS
+    from fitact.fitter.methods.table import METHODS
 
-    own = [function for function in functions if numbers or function in LEARNED]
-    if not own:
-        return False
-    if method not in LEARNED_OPTIONS:
+    found: dict[str, str] = {}  # kind → the first function of it
+    for function in functions:
+        if numbers and is_gate(function):
+            raise UsageError(f"--learn: expected an expression in x, got the gate {quote(function)}")
+        learned = numbers or function in LEARNED
+        found.setdefault("formulas" if learned else "gates" if is_gate(function) else "activations", function)
+    if len(found) > 1:
+        raise UsageError(f"--fn: expected functions of one kind, got {' and '.join(map(quote, found.values()))}")
+    ((kind, function),) = found.items()
+    if method not in METHODS[kind]:
+        refusals = {
+            "activations": "is for gates such as swiglu or silu(g)*u",
+            "gates": "takes no gates",
+            "formulas": "takes no learned numbers",
+        }
+        *others, last = METHODS[kind]
         raise UsageError(
-            f"--method {method} takes no learned numbers, got {quote(own[0])}: "
-            f"the methods of formulas with learned numbers are {', '.join(LEARNED_OPTIONS)}"
+            f"--method {method} {refusals[kind]}, got {quote(function)}: the methods of "
+            f"{kind}{' with learned numbers' * (kind == 'formulas')} are {', '.join(others)} and {last}"
         )
-    if len(own) < len(functions):
-        other = next(function for function in functions if function not in own)
-        raise UsageError(
-            f"--fn: expected formulas with learned numbers alone or none, got {quote(own[0])} and {quote(other)}"
-        )
-    if gates := [function for function in functions if is_gate(function)]:
-        raise UsageError(f"--learn: expected an expression in x, got the gate {quote(gates[0])}")
-    return True
-
-
-def _are_gates(method: str, functions: Sequence[str]) -> bool:
-    """Return whether the functions are gates, which they must be all or none, as the method takes them."""
-    from fitact.fitter.analysis.gate import is_gate
-    from fitact.fitter.methods.table import GATE_OPTIONS, OPTIONS
-
-    gates = [function for function in functions if is_gate(function)]
-    others = [function for function in functions if not is_gate(function)]
-    if gates and method not in GATE_OPTIONS:
-        raise UsageError(
-            f"--method {method} takes no gates, got {quote(gates[0])}: "
-            f"the methods of gates are {' and '.join(GATE_OPTIONS)}"
-        )
-    if others and method not in OPTIONS:
-        raise UsageError(
-            f"--method {method} is for gates such as swiglu or silu(g)*u, got {quote(others[0])}: "
-            f"the methods of activations are {', '.join(OPTIONS)}"
-        )
-    if gates and others:
-        raise UsageError(f"--fn: expected gates alone or none, got {quote(gates[0])} and {quote(others[0])}")
-    return bool(gates)
+    return kind
 
 
 def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None, rounding: str | None) -> str:
@@ -384,16 +345,15 @@ def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
         raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
 
 
-def _check_options(method: str, table: Mapping[str, Sequence[str]], given: Mapping[str, bool]) -> None:
-    """Refuse options that a method does not have, by the table of options."""
+def _check_options(method: str, own: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse options that a method does not have, and a method without the bits that it needs."""
     from fitact.fitter.methods.table import BITS_REQUIRED
 
-    own = [f"--{option}" for option in table[method]]
-    foreign = [option for option, present in given.items() if present and option not in own]
+    foreign = [f"--{option}" for option in given if option not in own]
     if foreign:
-        takes = f"it takes {', '.join(own)}" if own else "nothing is fitted"
+        takes = f"it takes {', '.join(f'--{option}' for option in own)}" if own else "nothing is fitted"
         raise UsageError(f"--method {method} has no {' or '.join(foreign)}: {takes}")
-    if method in BITS_REQUIRED and not given["--bits"]:
+    if method in BITS_REQUIRED and "bits" not in given:
         raise UsageError(
             f"--bits is required for --method {method}: {BITS_REQUIRED[method]}, how many to keep per element"
         )

@@ -134,7 +134,7 @@ class Asked:
 
 
 def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a model, and an `Asked` in place of them as its first argument."""
+    """Give a command the options of a model, which it gets as an `Asked`, its first argument."""
 
     @wraps(command)
     def with_options(**options: Any) -> None:

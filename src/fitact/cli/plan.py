@@ -33,7 +33,7 @@ from .options import FILE, advance, progress
     default="a100",
     show_default=True,
     metavar="NAME",
-    help="Device to foretell time for: a100, h100, h200, b200, mi300x, rtx4090, rtx3090, t4.",
+    help="Device to predict time for: a100, h100, h200, b200, mi300x, rtx4090, rtx3090, t4.",
 )
 @click.option("--measure", "measures", is_flag=True, help="Measure this machine's device instead, in ten seconds.")
 @click.option(
@@ -62,7 +62,7 @@ def plan(
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
     Each repeated block may be left as it is, convert its activations, gates and norms, or be checkpointed, fully
-    or selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is foretold
+    or selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is predicted
     by a model of the device. MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may
     take batch and seq. If no plan fits, the command says what a step takes at least, writes no file, and exits
     with status 1.

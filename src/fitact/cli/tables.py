@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import click
 
@@ -19,9 +19,10 @@ from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.parser import text_of
 from fitact.fitter.expr.work import MILLION, WorkError, budget
 from fitact.fitter.methods import coded, exact, fewbit, inverted, relumix
+from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.records.coded import DEVIATIONS, CodedFit
-from fitact.fitter.records.fit import InvertedFit, StepFit
-from fitact.fitter.records.gate import CodedGateFit, GateFit
+from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
+from fitact.fitter.records.gate import GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
@@ -79,7 +80,7 @@ def gate(shown: Gate) -> None:
         click.echo(f"{name}({argument}), with x for {argument}:")
         activation(factor)
         click.echo()
-        coded_as.append(_coded(factor))
+        coded_as.append(_answer(factor, _coded))
     refused = [text for text in coded_as if text.startswith("no")]
     _print(
         [
@@ -93,39 +94,31 @@ def gate(shown: Gate) -> None:
 def activation(f: Activation) -> None:
     """Print the analysis of an activation over the reals, and which methods apply to it."""
     with budget(f, SHOWING):
-        rows, even = _analysed(f)
-    methods: dict[str, Callable[[Activation], str]] = {
-        "fewbit": partial(_fewbit, even=even),
-        "relumix": _relumix,
-        "inverted": _inverted,
-        "exact": _exact,
-        "coded": _coded,
-    }
-    for name, method in methods.items():
+        rows = _analysed(f)
+    for name, method in _METHODS.items():
         try:
             with budget(f, TRYING):
-                rows.append((name, method(f)))
+                rows.append((name, _answer(f, method)))
         except WorkError as error:
             rows.append((name, f"unknown: {str(error).partition(': ')[2]}"))
     _print(rows)
 
 
-def _analysed(f: Activation) -> tuple[list[tuple[str, str]], bool]:
-    """Return what is shown of an activation, and whether its derivative is even."""
-    high = fewbit.DOMAIN[1]
-    even, odd = f.has_even_derivative(high), f.has_odd_derivative(high)
+def _analysed(f: Activation) -> list[tuple[str, str]]:
+    """Return what is shown of an activation's shape."""
+    parity = f.derivative_parity(fewbit.DOMAIN[1])
     monotone = f.monotone()
     breaks = [
         f"{_number(b.at)} ({b.kind} of {'f' if b.kind == 'jump' else 'the derivative'})" for b in f.breakpoints()
     ]
-    rows = [("f(x)", f.expression)]
-    if (text := text_of(f.formula)) != f.expression:
-        rows.append(("computed as", text))
-    rows += [
+    text = text_of(f.formula)
+    return [
+        ("f(x)", f.expression),
+        *([("computed as", text)] if text != f.expression else []),
         ("f'(x)", text_of(f.derivative_formula)),
         ("PyTorch", f.torch or "none: computed by the formula"),
         ("breakpoints", _listed(breaks, "none")),
-        ("derivative is", "even: steps code |x|" if even else "odd" if odd else "neither even nor odd"),
+        ("derivative is", "even: steps code |x|" if parity == "even" else parity or "neither even nor odd"),
         ("toward -inf", _toward(f.asymptotes[0])),
         ("toward +inf", _toward(f.asymptotes[1])),
         ("pieces", _pieces(monotone)),
@@ -133,7 +126,6 @@ def _analysed(f: Activation) -> tuple[list[tuple[str, str]], bool]:
         ("range of f'", _range(f.derivative_range())),
         ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
     ]
-    return rows, even
 
 
 def _number(value: float) -> str:
@@ -193,15 +185,20 @@ def _range(values: Range) -> str:
     return ends if values.complete else f"at least {ends}; beyond what could be seen it may be more"
 
 
-def _fewbit(f: Activation, even: bool) -> str:
-    low, high = fewbit.DOMAIN
+def _answer(f: Activation, method: Callable[[Activation], str]) -> str:
+    """Return what a method says of an activation, or why it does not apply."""
     try:
-        fewbit.check_finite(f, low, high)
+        return method(f)
     except WorkError:
         raise
     except UsageError as error:
-        return f"no: {error}"
-    steps = f.steps(0.0 if even else low, high)
+        return f"no: {str(error).removeprefix(f'{f}: ')}"
+
+
+def _fewbit(f: Activation) -> str:
+    low, high = fewbit.DOMAIN
+    fewbit.check_finite(f, low, high)
+    steps = f.steps(0.0 if f.derivative_parity(high) == "even" else low, high)
     if steps is not None:
         bits = max((steps - 1).bit_length(), 1)
         return f"yes: exact at {bits} bit{'s'[: bits > 1]}, as the derivative is a step function"
@@ -212,52 +209,38 @@ def _fewbit(f: Activation, even: bool) -> str:
 
 
 def _coded(f: Activation) -> str:
-    try:
-        coded.check(f)
-    except WorkError:
-        raise
-    except UsageError as error:
-        return f"no: {error}"
+    coded.check(f)
     return "yes: 3 to 8 bits, for the value too"
 
 
 def _relumix(f: Activation) -> str:
-    try:
-        left, right = relumix.asymptotes(f)
-    except WorkError:
-        raise
-    except UsageError as error:
-        return f"no: {str(error).partition(': ')[2]}"
+    left, right = relumix.asymptotes(f)
     if any(point.kind == "jump" for point in f.breakpoints()):
         return "yes, but at 2 to 4 bits only with --objective derivative, as it jumps"
     return "yes: 2 to 4 bits" if left.slope == right.slope else "yes: 1 to 4 bits"
 
 
 def _inverted(f: Activation) -> str:
-    try:
-        count = len(inverted.cells(f))
-    except WorkError:
-        raise
-    except UsageError as error:
-        return f"no: {str(error).partition(': ')[2]}"
+    count = len(inverted.cells(f))
     bits = (count - 1).bit_length()
     told = f"{bits} bit{'s'[: bits > 1]} or more beside the output" if bits else "the output alone, 0 bits"
-    return (
-        f"yes: {told}, if its {count} smooth pieces can be fitted"
-        if count > 1
-        else f"yes: {told}, if it can be fitted"
-    )
+    what = f"its {count} smooth pieces" if count > 1 else "it"
+    return f"yes: {told}, if {what} can be fitted"
 
 
 def _exact(f: Activation) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            return f"yes: f'(x) = {exact.fit(f, 'shown').derivative}"
-        except WorkError:
-            raise
-        except UsageError as error:
-            return f"no: {str(error).partition(': ')[2]}"
+        return f"yes: f'(x) = {exact.fit(f, 'shown').derivative}"
+
+
+_METHODS: dict[str, Callable[[Activation], str]] = {
+    "fewbit": _fewbit,
+    "relumix": _relumix,
+    "inverted": _inverted,
+    "exact": _exact,
+    "coded": _coded,
+}
 
 
 def _print(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
@@ -267,96 +250,90 @@ def _print(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
 
 def fits(shown: Sequence[AnyFit]) -> None:
     """Print the errors of fits side by side, one table for each kind of fit."""
-    steps: list[tuple[str, ...]] = [
-        ("", "bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|")
-    ]
-    dtypes = ("bfloat16", "float16", "float32")
-    inverse: list[tuple[str, ...]] = [("", "bits", *dtypes, *(f"floor {dtype}" for dtype in dtypes))]
-    closed: list[tuple[str, ...]] = [("", *dtypes, "f'(x) as a function of y")]
-    codes: list[tuple[str, ...]] = [
-        ("", "bits", "objective", *(f"f/f' at {deviation:g}" for deviation in DEVIATIONS), "reach")
-    ]
-    drawn: list[tuple[str, ...]] = [
-        (
-            "",
-            "bits",
-            "objective",
-            *(f"f/f' at {deviation:g}" for deviation in DEVIATIONS),
-            *(f"bias at {deviation:g}" for deviation in DEVIATIONS),
-            "f in the mean from",
-        )
-    ]
-    gates: list[tuple[str, ...]] = [
-        ("", "bits of g", "of u", *(f"dg/du/h at {deviation:g}" for deviation in DEVIATIONS), "h(g, u)")
-    ]
-    formulas: list[tuple[str, ...]] = [
-        ("", "bits", *(f"f/f'/learned at {deviation:g}" for deviation in DEVIATIONS), "learned", "f(x)")
-    ]
-    for fit in shown:
-        e = fit.error
-        if isinstance(fit, GateFit | CodedGateFit):
-            gates.append(_gate_row(fit))
-            continue
-        if isinstance(fit, ExactLearnedFit):
-            both = (f"{e[f'derivative_{dtype}']:.2g}/{e[f'learned_{dtype}']:.2g}" for dtype in dtypes)
-            texts = (f"in {name}: {fit.gradients[name]}" for name in fit.activation.names)
-            closed.append((fit.name, *both, f" {'; '.join([fit.derivative, *texts])}"))
-            continue
-        if isinstance(fit, LearnedFit | CodedLearnedFit):
-            formulas.append(_formula_row(fit))
-            continue
-        if isinstance(fit, StepFit):
-            # the integral of the weight turns a mean into a norm
-            norm = e["rms"] * math.sqrt(fit.mass)
-            errors = (e["objective"], norm, e["max"], e["rms"], e["primitive_norm"], e["primitive_max"])
-            steps.append((fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors)))
-            continue
-        if isinstance(fit, CodedFit):
-            pairs = ((e[f"value_{deviation:g}"], e[f"derivative_{deviation:g}"]) for deviation in DEVIATIONS)
-            both = (f"{value:.3g}/{derivative:.3g}" for value, derivative in pairs)
-            codes.append((fit.name, str(fit.bits), f"{e['objective']:.7g}", *both, f"{fit.reach:.4g}"))
-            continue
-        if isinstance(fit, StochasticFit):
-            both = (
-                f"{e[f'value{bias}_{deviation:g}']:.3g}/{e[f'derivative{bias}_{deviation:g}']:.3g}"
-                for bias in ("", "_bias")
-                for deviation in DEVIATIONS
-            )
-            unbiased = f"{fit.nodes[0]:g} to {fit.nodes[-1]:g}"
-            drawn.append((fit.name, str(fit.bits), f"{e['objective']:.6g}", *both, unbiased))
-            continue
-        stated = [f"{e[dtype]:.4g}" for dtype in dtypes]
-        if isinstance(fit, InvertedFit):
-            inverse.append((fit.name, str(fit.bits), *stated, *(f"{fit.floor[dtype]:.4g}" for dtype in dtypes)))
-        else:
-            closed.append((fit.name, *stated, f" {fit.derivative}"))
-    for table, align in (
-        (steps, "<>>>>>>>"),
-        (inverse, "<>>>>>>>"),
-        (closed, "<>>>"),
-        (codes, "<>>>>>>>"),
-        (drawn, "<>>>>>>>>>>>"),
-        (gates, "<>>>>>><"),
-        (formulas, "<>>>>><<"),
-    ):
-        if len(table) > 1:
-            _print(table, align)
+    for kinds, head, align, row in _TABLES:
+        rows = [row(fit) for fit in shown if isinstance(fit, kinds)]
+        if rows:
+            _print([head, *rows], align)
+
+
+def _at(what: str) -> tuple[str, ...]:
+    """Return the heads of the columns of errors for x normal with each deviation."""
+    return tuple(f"{what} at {deviation:g}" for deviation in DEVIATIONS)
+
+
+def _errors(fit: AnyFit, *whats: str) -> tuple[str, ...]:
+    """Return the errors of these for x normal with each deviation."""
+    return tuple("/".join(f"{fit.error[f'{what}_{at:g}']:.3g}" for what in whats) for at in DEVIATIONS)
+
+
+def _step_row(fit: StepFit) -> tuple[str, ...]:
+    e = fit.error
+    norm = e["rms"] * math.sqrt(fit.mass)  # the integral of the weight turns a mean into a norm
+    errors = (e["objective"], norm, e["max"], e["rms"], e["primitive_norm"], e["primitive_max"])
+    return (fit.name, str(fit.bits), *(f"{error:.7g}" for error in errors))
+
+
+def _inverted_row(fit: InvertedFit) -> tuple[str, ...]:
+    stated = (f"{numbers[dtype]:.4g}" for numbers in (fit.error, fit.floor) for dtype in DTYPES)
+    return (fit.name, str(fit.bits), *stated)
+
+
+def _exact_row(fit: ExactFit | ExactLearnedFit) -> tuple[str, ...]:
+    e = fit.error
+    if isinstance(fit, ExactFit):
+        return (fit.name, *(f"{e[dtype]:.4g}" for dtype in DTYPES), f" {fit.derivative}")
+    both = (f"{e[f'derivative_{dtype}']:.2g}/{e[f'learned_{dtype}']:.2g}" for dtype in DTYPES)
+    texts = (f"in {name}: {fit.gradients[name]}" for name in fit.activation.names)
+    return (fit.name, *both, f" {'; '.join([fit.derivative, *texts])}")
+
+
+def _coded_row(fit: CodedFit) -> tuple[str, ...]:
+    both = _errors(fit, "value", "derivative")
+    return (fit.name, str(fit.bits), f"{fit.error['objective']:.7g}", *both, f"{fit.reach:.4g}")
+
+
+def _stochastic_row(fit: StochasticFit) -> tuple[str, ...]:
+    both, biases = _errors(fit, "value", "derivative"), _errors(fit, "value_bias", "derivative_bias")
+    unbiased = f"{fit.nodes[0]:g} to {fit.nodes[-1]:g}"
+    return (fit.name, str(fit.bits), f"{fit.error['objective']:.6g}", *both, *biases, unbiased)
 
 
 def _gate_row(fit: AnyGateFit) -> tuple[str, ...]:
-    """Return the line of a gate in the table of these."""
     if isinstance(fit, GateFit):
         return (fit.name, "kept", "kept", *("exact" for _ in DEVIATIONS), fit.activation.expression)
-    errors = ("/".join(f"{fit.error[f'{what}_{at:g}']:.3g}" for what in ("dg", "du", "h")) for at in DEVIATIONS)
     of_u = "kept" if fit.code_u is None else str(fit.code_u.bits)
-    return (fit.name, str(fit.bits), of_u, *errors, fit.activation.expression)
+    return (fit.name, str(fit.bits), of_u, *_errors(fit, "dg", "du", "h"), fit.activation.expression)
 
 
 def _formula_row(fit: LearnedFit | CodedLearnedFit) -> tuple[str, ...]:
-    """Return the line of a formula with learned numbers in the table of these."""
     told = starts(fit.activation), fit.activation.expression
     if isinstance(fit, LearnedFit):
         return (fit.name, "kept", *("exact" for _ in DEVIATIONS), *told)
-    whats = ("value", "derivative", "learned")
-    errors = ("/".join(f"{fit.error[f'{what}_{at:g}']:.3g}" for what in whats) for at in DEVIATIONS)
-    return (fit.name, str(fit.bits), *errors, *told)
+    return (fit.name, str(fit.bits), *_errors(fit, "value", "derivative", "learned"), *told)
+
+
+# Kinds of fit, the heads of their table, its alignment, and the row of a fit.
+_TABLES: tuple[tuple[Any, tuple[str, ...], str, Callable[[Any], tuple[str, ...]]], ...] = (
+    (
+        StepFit,
+        ("", "bits", "objective", "||f'-q||", "max|f'-q|", "rms", "||h-h~||", "max|h-h~|"),
+        "<>>>>>>>",
+        _step_row,
+    ),
+    (InvertedFit, ("", "bits", *DTYPES, *(f"floor {dtype}" for dtype in DTYPES)), "<>>>>>>>", _inverted_row),
+    (ExactFit | ExactLearnedFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _exact_row),
+    (CodedFit, ("", "bits", "objective", *_at("f/f'"), "reach"), "<>>>>>>>", _coded_row),
+    (
+        StochasticFit,
+        ("", "bits", "objective", *_at("f/f'"), *_at("bias"), "f in the mean from"),
+        "<>>>>>>>>>>>",
+        _stochastic_row,
+    ),
+    (AnyGateFit, ("", "bits of g", "of u", *_at("dg/du/h"), "h(g, u)"), "<>>>>>><", _gate_row),
+    (
+        LearnedFit | CodedLearnedFit,
+        ("", "bits", *_at("f/f'/learned"), "learned", "f(x)"),
+        "<>>>>><<",
+        _formula_row,
+    ),
+)

@@ -24,8 +24,8 @@ def largest(
 ) -> tuple[int, Plan]:
     """Find the largest size with which a step fits a memory, and plan it.
 
-    The least memory of a few sizes is measured, the size where their polynomial meets the memory is tried, and the
-    polynomial moved to what that takes, until one fits and the next does not.
+    The least memory of a few sizes is measured. The size where their polynomial meets the memory is tried, and the
+    polynomial is moved to what that size takes, until one size fits and the next does not.
 
     Args:
         planner: the planner of a size.

@@ -23,7 +23,7 @@ from .record import GIB, Group, Plan, Point
 if TYPE_CHECKING:
     from torch import nn
 
-MEASURING = 0.3  # of the work if the model is compiled, too
+MEASURING = 0.3  # share of the work if the model is compiled, too
 
 
 def plan(
@@ -54,11 +54,11 @@ def plan(
         example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from the
             output's `loss` if there is one, else from all outputs; of a model of transformers keep the loss alone.
         optimizer: `"adamw"`, `"sgd"` (with momentum) or `"none"`.
-        device: for which time is foretold: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
+        device: for which time is predicted: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
             there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
         compiled: whether the plan may also compile the whole model, at one of a few memory budgets, with codes or
-            without. To trace the model takes longer than all else.
+            without. Tracing the model takes longer than all else.
         norms: whether the plan may also merge norms into the next linear layers, as `fitact.convert(norms=True)`
             does. This changes parameters, and `Plan.apply` then needs inputs.
         front: whether to find the least time for other memories, too.
@@ -128,7 +128,7 @@ def planner(
 
 @dataclass(frozen=True)
 class Words:
-    """What a plan says of its model: what is trained, and the sizes of its inputs."""
+    """What a plan says about its model: what is trained, and the sizes of its inputs."""
 
     training: str = "what needs gradients is trained"
     inputs: str = "inputs as given"
@@ -140,8 +140,8 @@ class Planner:
     Args:
         subject: the model.
         optimizer: as for `plan`.
-        device: for which time is foretold.
-        words: what plans say of the model.
+        device: for which time is predicted.
+        words: what plans say about the model.
         compiled: as for `plan`.
         norms: as for `plan`.
         error: the ways that it allows are measured at once, others when a plan may take them.

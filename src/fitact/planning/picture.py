@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fitact.pictures import check_format, literal, save
+from fitact.pictures import blank, literal, save
 
-if TYPE_CHECKING:
-    from .record import Plan
+from .record import GIB, Plan
 
-GIB = 2**30
 LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "few-bit": "#e09f3e"}
 MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">", "p", "h", "d", "8")
 
@@ -28,12 +26,7 @@ def draw(plan: Plan, format: str = "png") -> bytes:
         UsageError: the format is another one.
 
     """
-    check_format(format)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(format, (11, 5.4))
     axes = figure.add_subplot()
     stock = plan.stock_seconds
     for error, color in LINES.items():

@@ -17,7 +17,7 @@ from .record import Group, Point
 WORTH = 1e-3  # of a step's time: a model that fits as it is, is not changed for less
 TRIES = 6  # of budgets, until what the programme answers also fits as measured
 FRONT = 9  # budgets of each line of the front
-EVERY = {2: "second", 3: "third", 4: "fourth"}  # block is checkpointed
+EVERY = {2: "second", 3: "third", 4: "fourth"}  # of the blocks, which are checkpointed
 
 Answer = list[list[int]]
 
@@ -46,12 +46,8 @@ class Problem:
             for one, ways in zip(costs.segments, self.ways, strict=True)
         ]
 
-    def all(self, way: Way) -> Answer:
-        """Return the answer in which all blocks go one way, or stock's where they cannot."""
-        return self.every(way, 1)
-
-    def every(self, way: Way, n: int) -> Answer:
-        """Return the answer in which every n-th block goes a way."""
+    def every(self, way: Way, n: int = 1) -> Answer:
+        """Return the answer in which every n-th block goes a way, where it can; the others stay as they are."""
         answer: Answer = []
         block = 0
         for segment, ways in zip(self.costs.segments, self.ways, strict=True):
@@ -85,7 +81,7 @@ class Problem:
     def frugal(self) -> Answer:
         """Return an answer with the lowest peak."""
         found = fastest(self.stages, slack(least(self.stages)))
-        return found if found is not None else self.all(FULL)
+        return found if found is not None else self.every(FULL)
 
 
 def slack(room: int) -> int:
@@ -98,7 +94,7 @@ def _option(cost: Cost) -> Option:
 
 
 def chosen(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[list[Group], Step]:
-    """Return the groups of the fastest plan that fits as measured, and its step; or none, and the least."""
+    """Return groups and step of the fastest plan that fits as measured; if none does, the step of least memory."""
     answer, done = _answer(subject, device, problem, room)
     choices = [] if answer is None else [(problem.groups(answer), done)]
     choices += [([Group(way.name, ("",))], one) for way, one in problem.compiled.items() if one.peak <= room]
@@ -112,7 +108,7 @@ def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tu
     stock = problem.costs.stock
     runs = problem.costs.runs
     limit = room
-    best: tuple[Answer, Step] | None = (problem.all(STOCK), stock) if stock.peak <= room else None
+    best: tuple[Answer, Step] | None = (problem.every(STOCK), stock) if stock.peak <= room else None
     for _ in range(TRIES):
         answer = fastest(problem.stages, limit)
         if answer is None:
@@ -140,9 +136,9 @@ def points_of(costs: Costs, fixed: int) -> list[Point]:
         return Point(name, error, fixed + peak(of.stages, answer), seconds(of.stages, answer))
 
     points = [
-        point("stock", problem.all(STOCK)),
-        point(FULL.name, problem.all(FULL)),
-        point(SELECTIVE.name, problem.all(SELECTIVE)),
+        point("stock", problem.every(STOCK)),
+        point(FULL.name, problem.every(FULL)),
+        point(SELECTIVE.name, problem.every(SELECTIVE)),
         *(point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()),
     ]
     points += (

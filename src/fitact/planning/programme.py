@@ -49,7 +49,7 @@ class Stage:
     Attributes:
         count: how many there are.
         grads: bytes of gradients that each leaves.
-        options: what each may become; of those that are equal only the first is taken.
+        options: what each may become; of equal ones only the first is taken.
 
     """
 
@@ -114,7 +114,7 @@ def seconds(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> float:
 
 
 def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
-    """Return the options with which a step takes least and its peak is at most `room` bytes.
+    """Return the options of the fastest step whose peak is at most `room` bytes.
 
     SciPy's `milp` solves the programme by branch and bound. The optimum is exact, but for a few millionths of
     `room`, which is the solver's tolerance.

@@ -63,10 +63,10 @@ class Plan:
         optimizer: whose state must fit.
         gib: the memory, in GiB.
         error: the largest error of gradients that was allowed.
-        device: the device for which time was foretold.
+        device: the device for which time was predicted.
         fixed: bytes of parameters, buffers and the optimizer's state.
         gradients: bytes of the gradients.
-        peak: the most bytes of a step, `fixed` among them; of what needs least if nothing fits.
+        peak: the most bytes of a step, `fixed` among them; if nothing fits, the least that a step needs.
         kept: bytes kept for backward at the end of the forward pass.
         seconds: of a forward and backward pass, by the model of the device.
         flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the stock model.
@@ -254,7 +254,7 @@ def load_plan(path: str | Path) -> Plan:
         The plan, checked.
 
     Raises:
-        UsageError: the file is no plan; the message names what is wrong.
+        UsageError: the file is not a plan; the message names what is wrong.
         JobError: it cannot be read.
 
     """
@@ -263,7 +263,7 @@ def load_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise JobError(f"{path}: {reason(error)}") from error
     except UnicodeDecodeError:
-        raise UsageError(f"{path}: no plan: it is not UTF-8 text") from None
+        raise UsageError(f"{path}: not a plan: it is not UTF-8 text") from None
     try:
         return from_json(text)
     except UsageError as error:
@@ -271,14 +271,14 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def from_json(text: str) -> Plan:
-    """Return the plan of a JSON text; UsageError if it is none, which names what is wrong."""
+    """Return the plan of a JSON text; UsageError if it is not one, naming what is wrong."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
-        raise UsageError("no plan: it is not JSON") from None
+        raise UsageError("not a plan: it is not JSON") from None
     if not isinstance(given, dict) or given.get("schema") != SCHEMA:
         found = given.get("schema") if isinstance(given, dict) else given
-        raise UsageError(f"no plan: expected the schema {quote(SCHEMA)}, got {quote(found)}")
+        raise UsageError(f"not a plan: expected the schema {quote(SCHEMA)}, got {quote(found)}")
     values = _checked(Plan, {key: value for key, value in given.items() if key != "schema"}, "")
     plan = Plan(**values)
     _check_ways(plan)
@@ -289,11 +289,11 @@ def _checked(kind: type[Any], given: Mapping[str, Any], where: str) -> dict[str,
     """Return the values of a record's fields, each checked by the type that the record states."""
     names = [field.name for field in fields(kind)]
     if kind is Plan:
-        given = {"norms": [], **given}  # files of before have none
+        given = {"norms": [], **given}  # older files have none
     for name in (*given, *names):
         if (name in given) != (name in names):
             problem = "is unknown" if name in given else "is missing"
-            raise UsageError(f"no plan: {where}{name} {problem}")
+            raise UsageError(f"not a plan: {where}{name} {problem}")
     return {field.name: _value(str(field.type), given[field.name], where + field.name) for field in fields(kind)}
 
 
@@ -301,11 +301,11 @@ def _value(kind: str, value: Any, where: str) -> Any:
     if kind.startswith("tuple["):
         inner = kind[len("tuple[") : -len(", ...]")]
         if not isinstance(value, list):
-            raise UsageError(f"no plan: {where}: expected a list, got {quote(value)}")
+            raise UsageError(f"not a plan: {where}: expected a list, got {quote(value)}")
         return tuple(_value(inner, one, f"{where}[{i}]") for i, one in enumerate(value))
     if kind in ("Group", "Point"):
         if not isinstance(value, dict):
-            raise UsageError(f"no plan: {where}: expected an object, got {quote(value)}")
+            raise UsageError(f"not a plan: {where}: expected an object, got {quote(value)}")
         record: type[Any] = Group if kind == "Group" else Point
         return record(**_checked(record, value, f"{where}."))
     if kind == "str" and isinstance(value, str) and value.isprintable():
@@ -320,7 +320,7 @@ def _value(kind: str, value: Any, where: str) -> Any:
     ):
         return float(value)
     names = {"str": "a printable text", "int": "an integer", "float": "a finite number"}
-    raise UsageError(f"no plan: {where}: expected {names[kind]}, got {quote(value)}")
+    raise UsageError(f"not a plan: {where}: expected {names[kind]}, got {quote(value)}")
 
 
 def _check_ways(plan: Plan) -> None:
@@ -330,25 +330,25 @@ def _check_ways(plan: Plan) -> None:
     seen: set[str] = set()
     for i, group in enumerate(plan.groups):
         if group.way not in WAYS:
-            raise UsageError(f"no plan: groups[{i}].way: expected {', '.join(WAYS)}, got {quote(group.way)}")
+            raise UsageError(f"not a plan: groups[{i}].way: expected {', '.join(WAYS)}, got {quote(group.way)}")
         for path in group.blocks:
             if path in seen:
-                raise UsageError(f"no plan: groups[{i}].blocks: {quote(path)} is there twice")
+                raise UsageError(f"not a plan: groups[{i}].blocks: {quote(path)} is there twice")
             seen.add(path)
         if not group.blocks:
-            raise UsageError(f"no plan: groups[{i}].blocks: expected some paths, got none")
+            raise UsageError(f"not a plan: groups[{i}].blocks: expected some paths, got none")
     merging = [path for group in plan.groups if WAYS[group.way].norms for path in group.blocks]
     blocks = [f"{path}." if path else "" for path in merging]
     for i, norm in enumerate(plan.norms):
         if not norm.startswith(tuple(blocks)):
             raise UsageError(
-                f"no plan: norms[{i}]: expected a norm in a block that merges norms, got {quote(norm)}"
+                f"not a plan: norms[{i}]: expected a norm in a block that merges norms, got {quote(norm)}"
             )
     for path, block in zip(merging, blocks, strict=True):
         if not any(norm.startswith(block) for norm in plan.norms):
-            raise UsageError(f"no plan: norms: expected some in {quote(path)}, which merges norms, got none")
+            raise UsageError(f"not a plan: norms: expected some in {quote(path)}, which merges norms, got none")
     for where, error in (("error", plan.error), *((f"points[{i}]", p.error) for i, p in enumerate(plan.points))):
         if error not in ERRORS:
-            raise UsageError(f"no plan: {where}: expected {', '.join(ERRORS)}, got {quote(error)}")
+            raise UsageError(f"not a plan: {where}: expected {', '.join(ERRORS)}, got {quote(error)}")
     if plan.fits and not plan.groups:
-        raise UsageError("no plan: groups: expected some, since its peak fits its memory")
+        raise UsageError("not a plan: groups: expected some, since its peak fits its memory")
