@@ -92,18 +92,18 @@ check: $(VENV)/.installed
 ## Times, as ratios of two things measured in one run; instructions of the kernels, and which limit of a GPU binds; whether training suffers.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/commands.py
-	$(BIN)/python benchmarks/instructions.py
-	$(BIN)/python -m benchmarks.roofline
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/activations.py
-	FITACT_CPU=inductor $(BIN)/python benchmarks/activations.py
+	$(BIN)/python -m benchmarks.kernels.instructions
+	$(BIN)/python -m benchmarks.kernels.roofline
+	$(BIN)/python -m benchmarks.kernels.overhead
+	$(BIN)/python -m benchmarks.kernels.activations
+	FITACT_CPU=inductor $(BIN)/python -m benchmarks.kernels.activations
 	$(BIN)/python -m benchmarks.kept
 	$(BIN)/python -m benchmarks.rebuilding
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.compiled
 	$(BIN)/python -m benchmarks.compiled --graphs
 	$(BIN)/python benchmarks/conversion.py
-	$(BIN)/python -m benchmarks.coded_gradients
+	$(BIN)/python -m benchmarks.evidence.coded_gradients
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence --codes
 	$(BIN)/python -m benchmarks.convergence --compiled

@@ -40,7 +40,7 @@ from torch._inductor import compile_fx, metrics
 from torch._inductor.decomposition import select_decomp_table
 
 import fitact
-from benchmarks.activations import keep_freed_memory
+from benchmarks.kernels.activations import keep_freed_memory
 from benchmarks.rebuilding import measured
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models.prepare import imported

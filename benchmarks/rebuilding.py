@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from benchmarks.activations import keep_freed_memory
+from benchmarks.kernels.activations import keep_freed_memory
 from fitact.runtime.compare.baselines import checkpointed
 from fitact.runtime.memory.saved import Saved, count_saved
 from fitact.runtime.models.prepare import imported

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
 
-from ..keeping import DRAWN as DRAWN_KEEPERS
-from ..keeping import EXACT as WHOLE
-from ..keeping import KEEPERS
+from .keeping import DRAWN as DRAWN_KEEPERS
+from .keeping import EXACT as WHOLE
+from .keeping import KEEPERS
 from .models import Block, Transformer
 from .quantised import QuantisedGelu
 

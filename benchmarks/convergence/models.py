@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..keeping import Keeper, product
+from .keeping import Keeper, product
 
 
 class Swish(nn.Module):

@@ -15,11 +15,12 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from benchmarks import antibodies, evidence, evidence_gradients
-from benchmarks.antibodies import IGNORED, INDEX, VOCABULARY, Genes
 from benchmarks.convergence import run
 from benchmarks.convergence.training import Run
-from benchmarks.evidence import METHODS, REGIMES, Setting
+from benchmarks.evidence import antibodies, gradients
+from benchmarks.evidence import run as evidence
+from benchmarks.evidence.antibodies import IGNORED, INDEX, VOCABULARY, Genes
+from benchmarks.evidence.run import METHODS, REGIMES, Setting
 from fitact.errors import JobError, UsageError
 from tests.conftest import ROOT
 
@@ -103,7 +104,7 @@ def test_weights_are_read(model: nn.Module, tmp_path: Path) -> None:
     read = antibodies.pretrained(_wheel(tmp_path / "whole", {**weights, **heads}))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in read.state_dict().items())
     batch = antibodies.masked(GENES.training, 0.5, torch.Generator().manual_seed(0))
-    logits = [evidence_gradients.logits_of(each, batch) for each in (read.train(), model)]
+    logits = [gradients.logits_of(each, batch) for each in (read.train(), model)]
     assert torch.equal(*logits)  # dropout is off
     with pytest.raises(UsageError, match="missing or too many: other"):
         antibodies.pretrained(_wheel(tmp_path / "more", {**weights, "other": torch.ones(1)}))
@@ -135,12 +136,12 @@ def test_gradients_are_those_of_finite_differences(model: nn.Module) -> None:
     """Along a random direction, of each part of each layer."""
     double = antibodies.with_weights(antibodies.bert(TINY), model.state_dict()).double()
     batch = antibodies.masked(GENES.training[:2], 0.5, torch.Generator().manual_seed(0))
-    found = evidence_gradients.gradients(double, batch)
-    assert {part for _, part in found} == set(evidence_gradients.PARTS) and len(found) == 8
+    found = gradients.gradients(double, batch)
+    assert {part for _, part in found} == set(gradients.PARTS) and len(found) == 8
     step = 1e-6
     for (i, part), gradient in found.items():
         way = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        layer = evidence_gradients.layers_of(double)[i]
+        layer = gradients.layers_of(double)[i]
         slope = sum(sign * _moved(double, layer, part, sign * step * way, batch) for sign in (1, -1)) / (2 * step)
         assert float(gradient @ way) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
@@ -152,14 +153,14 @@ def _moved(model: nn.Module, layer: nn.Module, part: str, way: Tensor, batch: an
         hook = layer.register_forward_pre_hook(
             lambda _layer, given: (given[0] + way.view_as(given[0]), *given[1:])
         )
-        loss = evidence_gradients.loss_of(model, batch).item()
+        loss = gradients.loss_of(model, batch).item()
         hook.remove()
         return loss
     weights = [each.weight for each in layer.get_submodule(part).modules() if isinstance(each, nn.Linear)]
     pieces = way.split([weight.numel() for weight in weights])
     for weight, piece in zip(weights, pieces, strict=True):
         weight += piece.view_as(weight)
-    loss = evidence_gradients.loss_of(model, batch).item()
+    loss = gradients.loss_of(model, batch).item()
     for weight, piece in zip(weights, pieces, strict=True):
         weight -= piece.view_as(weight)
     return loss
@@ -274,12 +275,12 @@ def test_what_the_page_tells(record: dict[str, Any]) -> None:
     """The ranges of its last list."""
     errors: dict[str, list[float]] = {}
     for row in record["gradients"]:
-        errors.setdefault(row["method"], []).extend(row[part] for part in evidence_gradients.PARTS)
+        errors.setdefault(row["method"], []).extend(row[part] for part in gradients.PARTS)
     layers = {(row["method"], row["layer"]): row for row in record["gradients"] if row["method"] != "stock"}
     growth = [
         row[part] / layers[method, 8][part]
         for (method, layer), row in layers.items()
-        for part in evidence_gradients.PARTS
+        for part in gradients.PARTS
         if layer == 1 and method != "rebuilt"
     ]
     assert round(max(growth), 1) == 1.6

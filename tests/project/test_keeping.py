@@ -1,4 +1,4 @@
-"""benchmarks/keeping, benchmarks/coded_gradients: what is kept, what stands for f and f′, errors of gradients."""
+"""What codes of an MLP keep (`keeping`), what stands for f and f′, and errors of gradients (`coded_gradients`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from scipy import stats
 from torch import nn
 
 import fitact
-from benchmarks import coded_gradients
-from benchmarks.coded_gradients import Site
+from benchmarks.convergence.keeping import (
+    BLOCK,
+    DERIVATIVES,
+    EXACT,
+    FUNCTIONS,
+    KEEPERS,
+    backward,
+    fit,
+    pack,
+    product,
+    unpack,
+)
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.tasks import LEARNED_PARTS, SMALL
-from benchmarks.keeping import BLOCK, DERIVATIVES, EXACT, FUNCTIONS, KEEPERS, backward, fit, pack, product, unpack
+from benchmarks.evidence import coded_gradients
+from benchmarks.evidence.coded_gradients import Site
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.rebuild.modules import swap
 from tests.conftest import ROOT

@@ -66,7 +66,7 @@ def test_no_kernel_costs_more(names: Sequence[str], target: str) -> None:
         )
         if sign * now[what] > sign * (was := TABLE["kernels"][name][what])
     ]
-    assert not worse, f"{'; '.join(worse)}; if that is intended, run `python benchmarks/instructions.py`"
+    assert not worse, f"{'; '.join(worse)}; if that is intended, run `python -m benchmarks.kernels.instructions`"
 
 
 def test_a_quotient_takes_fewer_instructions_than_powers_and_exponentials() -> None:

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from benchmarks import roofline  # noqa: E402
+from benchmarks.kernels import roofline  # noqa: E402
 from tests.support.instructions import DTYPES, amd, nvidia  # noqa: E402
 from tests.support.pipes import masked, pipe, pipes, whole  # noqa: E402
 
@@ -28,7 +28,7 @@ def test_table_is_complete_and_says_what_it_is() -> None:
     assert RECORD["left_out"] == list(roofline.LEFT_OUT)
     for name, chip in roofline.CHIPS.items():
         stated = {key: RECORD["devices"][name][key] for key in asdict(chip)}
-        assert stated == asdict(chip), f"{name}: run `python -m benchmarks.roofline` again"
+        assert stated == asdict(chip), f"{name}: run `python -m benchmarks.kernels.roofline` again"
 
 
 def test_arithmetic() -> None:

@@ -1,4 +1,4 @@
-"""For benchmarks/evidence: how far the gradients of each layer are off, from what the layers really compute."""
+"""How far the gradients of each layer are off, from what the layers really compute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How far gradients are off when an MLP keeps codes of its activation's input, beside float8 and int8.
 
-    python -m benchmarks.coded_gradients [--steps N] [-o RESULTS.json]
+    python -m benchmarks.evidence.coded_gradients [--steps N] [-o RESULTS.json]
 
 from the root of the repository; a minute. The small transformers of benchmarks/convergence are trained on
 characters, one with GELU, one with SwiGLU. Of a batch that they have not seen, each MLP's pre-activations,
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.convergence.models import Block
-from benchmarks.convergence.tasks import SMALL, TASKS, Recipe
-from benchmarks.convergence.training import loss_of
-from benchmarks.keeping import EXACT, KEEPERS, Keeper, backward
+from ..convergence.keeping import EXACT, KEEPERS, Keeper, backward
+from ..convergence.models import Block
+from ..convergence.tasks import SMALL, TASKS, Recipe
+from ..convergence.training import loss_of
 
 STEPS = 300
 RATE = 4e-3
@@ -203,7 +203,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
-    default = Path(__file__).parent / "results" / "coded_gradients.json"
+    default = Path(__file__).parents[1] / "results" / "coded_gradients.json"
     parser.add_argument("-o", "--output", type=Path, default=default)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

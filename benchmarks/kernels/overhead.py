@@ -1,6 +1,6 @@
 """What a call costs on a tiny tensor, where all is overhead, beside the same call of ops that do nothing.
 
-    python benchmarks/overhead.py [-o RESULTS.json]
+    python -m benchmarks.kernels.overhead [-o RESULTS.json]
 
 Forward and backward of 16 elements: of shipped activations, of one that is registered as they are but computes
 nothing, and of PyTorch's own. Medians in microseconds of one run, and the ratio to the one that computes nothing.
@@ -92,7 +92,7 @@ def main() -> None:
     }
     for name, value in medians.items():
         print(f"{name:16} {value:8.1f} us {value / medians['nothing']:6.2f} times")
-    path = arguments.output or Path(__file__).parent / "results" / f"overhead_{device}.json"
+    path = arguments.output or Path(__file__).parents[1] / "results" / f"overhead_{device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"wrote {path}")

@@ -6,7 +6,7 @@ code in a full tile (tests/support/instructions.py), by the part that they occup
 bandwidth is that of runtime/plan/devices.py, and the clock the one that gives the float32 FLOPs there. Beside the
 kernels stand plain ones: a copy, and the exact GELU and SiLU, whose backward keeps the input.
 
-    python -m benchmarks.roofline
+    python -m benchmarks.kernels.roofline
 
 Run by `make bench`; writes results/roofline.json.
 """
@@ -40,7 +40,7 @@ from tests.support.instructions import (
 from tests.support.more_kernels import PLAIN, LearnedKernel, NormKernel, PlainKernel
 from tests.support.pipes import masked, pipes, whole
 
-RESULTS = Path(__file__).parent / "results" / "roofline.json"
+RESULTS = Path(__file__).parents[1] / "results" / "roofline.json"
 NOTE = "A model from data sheets and machine code. No GPU has run it, and no time here is measured."
 LEFT_OUT = (
     "latency, and whether enough threads are there to hide it (occupancy)",

