@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..ops.autograd import inverse, may_need_gradient, memory_order, with_signature
-from ..ops.library import DTYPES, KERNEL_DEVICES, ops
+from ..ops.autograd import inverse, may_need_gradient, memory_order
+from ..ops.library import KERNEL_DEVICES, Gradients, check_dtype, ops, with_signature
+from ..ops.reference import arithmetic_dtype
 from ..recipes import note
-from .ops import Learned, find, prepare, refuse_second_derivative
+from .ops import Learned, find, prepare
 
 
 def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
@@ -43,7 +44,7 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     _check(formula, x, numbers, dim, wide)
     if _mesh(x) is not None:
         return _distributed(x, numbers, dim % x.dim() if wide else -1, key)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = arithmetic_dtype(x)
     dim = dim % x.dim() if wide else 0
     channels = x.shape[dim] if wide else 1
     if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
@@ -148,9 +149,7 @@ class Again:
 
 def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
     """Raise unless x is a tensor that the formula takes, and each number has one element or one a channel."""
-    if getattr(x, "dtype", None) not in DTYPES:
-        found = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{formula.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}")
+    check_dtype(formula.name, x)
     meshes = [_mesh(one) for one in (x, *numbers)]
     if any(mesh != meshes[0] for mesh in meshes):
         found = ", ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
@@ -192,39 +191,9 @@ class _Formula(torch.autograd.Function):
             return None, None, None, None
         kept, numbers, autograd_anchor = ctx.saved_tensors
         wants_x, wants_numbers = ctx.needs_input_grad[:2]
-        dx, found = _Gradients.apply(
-            dy.contiguous(), autograd_anchor, kept, numbers, ctx.inner, wants_x, wants_numbers, ctx.key
-        )
+        arguments = dy.contiguous(), kept, numbers, ctx.inner, wants_x, wants_numbers, ctx.key
+        dx, found = Gradients.apply(find(ctx.key).name, autograd_anchor, "learned_backward", *arguments)
         return dx if wants_x else None, found if wants_numbers else None, None, None
-
-
-class _Gradients(torch.autograd.Function):
-    """The gradients, which cannot be differentiated again: without this, second derivatives would be wrong."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @with_signature
-    def forward(
-        dy: Tensor,
-        autograd_anchor: Tensor,
-        kept: Tensor,
-        numbers: Tensor,
-        inner: int,
-        wants_x: bool,
-        wants_numbers: bool,
-        key: str,
-    ) -> tuple[Tensor, Tensor]:
-        dx, found = ops.learned_backward(dy, kept, numbers, inner, wants_x, wants_numbers, key)
-        return dx, found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.key = inputs[7]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)
 
 
 class LearnedModule(nn.Module):

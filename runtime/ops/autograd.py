@@ -23,11 +23,10 @@ without gradients: a checkpoint that runs forward twice, first without them, mus
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +36,22 @@ from ..recipes import note
 from ..torch_internals import in_functorch_transform
 from . import decode, reference
 from .launch import Launch
-from .library import DTYPES, KERNEL_DEVICES, KERNEL_DTYPES, Op, batched, define, ops, save_key
+from .library import (
+    KERNEL_DEVICES,
+    KERNEL_DTYPES,
+    Gradients,
+    Op,
+    batched,
+    check_dtype,
+    define,
+    ops,
+    save_key,
+    with_signature,
+)
 from .registry import LookedUp, Pointwise, Stochastic, find, refuse_second_derivative
 
 SEEDS = (1 << 63) - 1  # how many there are
 Dims = Sequence[int] | None
-Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def apply(x: Tensor, key: str) -> Tensor:
@@ -65,11 +74,7 @@ def apply(x: Tensor, key: str) -> Tensor:
     activation = find(key)
     if type(x).__name__ == "DTensor":
         return _distributed(x, key)
-    if getattr(x, "dtype", None) not in DTYPES:
-        found = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(
-            f"{activation.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
-        )
+    check_dtype(activation.name, x)
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
     seed = torch.randint(SEEDS, (1,), device=x.device) if isinstance(activation, Stochastic) else None
     if not may_need_gradient(x):
@@ -179,12 +184,6 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=list(order).__getitem__)
 
 
-def with_signature(forward: Forward) -> Forward:
-    """Cache the signature of a Function's forward, which PyTorch would otherwise compute at every call."""
-    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    return forward
-
-
 class _Pointwise(torch.autograd.Function):
     """Saves the codes, y where it is needed, and an empty tensor that ties the gradient to x without keeping x."""
 
@@ -205,30 +204,9 @@ class _Pointwise(torch.autograd.Function):
         if dy is None:
             return (None,) * 5
         y, codes, autograd_anchor = ctx.saved_tensors
-        dx = _Gradient.apply(dy.contiguous(), autograd_anchor, y, codes, ctx.dtype, ctx.key)
+        name, op = find(ctx.key).name, "backward"
+        dx = Gradients.apply(name, autograd_anchor, op, dy.contiguous(), y, codes, ctx.dtype, ctx.key)
         return dx, None, None, None, None
-
-
-class _Gradient(torch.autograd.Function):
-    """dy · f′, which cannot be differentiated again: without it, second derivatives would be silently 0."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @with_signature
-    def forward(
-        dy: Tensor, autograd_anchor: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str
-    ) -> Tensor:
-        dx: Tensor = ops.backward(dy, y, codes, dtype, key)
-        return dx
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.key = inputs[5]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)
 
 
 def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:

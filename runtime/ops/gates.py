@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..recipes import note, plain
 from ..torch_internals import in_functorch_transform
-from .autograd import SEEDS, may_need_gradient, with_signature
-from .gate_ops import Gate, find, kept, like, prepare, refuse_second_derivative
-from .library import DTYPES, KERNEL_DEVICES, ops
+from .autograd import SEEDS, may_need_gradient
+from .gate_ops import Gate, find, kept, like, prepare
+from .library import KERNEL_DEVICES, Gradients, check_dtype, ops, with_signature
 
 
 def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
@@ -107,12 +107,7 @@ class Again:
 def _check(gate: Gate, g: Tensor, u: Tensor) -> None:
     """Raise unless g and u are tensors of one shape, dtype and device."""
     for name, tensor in (("g", g), ("u", u)):
-        if getattr(tensor, "dtype", None) not in DTYPES:
-            found = getattr(tensor, "dtype", type(tensor).__name__)
-            raise TypeError(
-                f"{gate.name}: expected {name} to be a tensor of float16, bfloat16, float32 or float64, "
-                f"got {found}"
-            )
+        check_dtype(gate.name, tensor, f"{name} to be a tensor")
     meshes = [getattr(one, "device_mesh", None) for one in (g, u)]
     if meshes[0] != meshes[1]:
         found = " and ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
@@ -152,27 +147,6 @@ class _Gate(torch.autograd.Function):
             return None, None, None, None
         kept_g, kept_u, autograd_anchor = ctx.saved_tensors
         wants_g, wants_u = ctx.needs_input_grad[:2]
-        dg, du = _Gradients.apply(dh, autograd_anchor, kept_g, kept_u, wants_g, wants_u, ctx.key)
+        name, op = find(ctx.key).name, "gate_backward"
+        dg, du = Gradients.apply(name, autograd_anchor, op, dh, kept_g, kept_u, wants_g, wants_u, ctx.key)
         return dg if wants_g else None, du if wants_u else None, None, None
-
-
-class _Gradients(torch.autograd.Function):
-    """The gradients, which cannot be differentiated again: without this, second derivatives would be wrong."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @with_signature
-    def forward(
-        dh: Tensor, autograd_anchor: Tensor, g: Tensor, u: Tensor, wants_g: bool, wants_u: bool, key: str
-    ) -> tuple[Tensor, Tensor]:
-        dg, du = ops.gate_backward(dh, g, u, wants_g, wants_u, key)
-        return dg, du
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.key = inputs[6]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)
