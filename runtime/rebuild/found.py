@@ -1,6 +1,6 @@
-"""Which modules keep less: activations and norms, found by trying a few numbers, and what modules call themselves.
+"""Finding which modules keep less: activations and norms by trying a few numbers, own calls by running the model.
 
-The latter is found by running the model, and checked by running it.
+Calls are also checked by running it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def kind_of(activation: nn.Module, values: Tensor | None = None) -> str | None:
 
 
 class _Finder:
-    """Notes in which modules calls keep less, or are rebuilt from."""
+    """Notes the modules in which a call keeps less, or returns what others rebuild."""
 
     def __init__(self) -> None:
         self.begin()

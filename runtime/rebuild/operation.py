@@ -1,6 +1,6 @@
-"""An operation of PyTorch that keeps, in place of what it would keep, what that is rebuilt from.
+"""Operations of PyTorch that keep what their tensors are rebuilt from, in place of these tensors.
 
-PyTorch's own operation runs inside another node, which keeps for it what it asks to keep. So the backward pass is
+PyTorch's own operation runs inside another node, which keeps things on its behalf. So the backward pass is
 PyTorch's own too, whatever kernel it chose.
 """
 
@@ -40,7 +40,7 @@ class _Slot(NamedTuple):
     """One tensor that the operation keeps.
 
     Attributes:
-        function: what it is rebuilt by, from the tensors `start` to `stop`; None if it is the one at `start`.
+        function: rebuilds it from the tensors `start` to `stop`; None if it is the one at `start`.
 
     """
 
@@ -248,7 +248,7 @@ class _Narrow(Plain):
 
 
 def is_narrow(found: Source) -> bool:
-    """Whether a tensor is kept as something narrower; a sum with it is not, or each would be rebuilt from all."""
+    """Whether a tensor is kept as something narrower; sums with it are not: each would be rebuilt from all."""
     return isinstance(found.function, Read) and isinstance(found.function.recipe.function, _Narrow)
 
 
@@ -257,7 +257,7 @@ def note_if_narrow(
 ) -> Note | None:
     """Note on an output if it takes no more bytes to keep what it is a function of, and return the note.
 
-    That may be so of casts, of sums with what a norm or a parameter is, and of repetitions.
+    This can be so for casts, repetitions, and sums with a parameter or with what a norm keeps.
 
     Args:
         output: of an operation.
@@ -305,7 +305,7 @@ class Rule(NamedTuple):
     Attributes:
         keeps: of the tensors among its arguments, whether it keeps each.
         keeps_output: whether it keeps what it returns; it has one tensor then.
-        noted: whether it is noted what the output is rebuilt from: not of products, which are not computed again.
+        noted: whether the output gets a note of what it is rebuilt from; products, not computed again, get none.
         replaced: whether it may keep something else, as `operation` does it.
         cast: whether autocast casts its arguments.
 

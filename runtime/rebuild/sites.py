@@ -25,8 +25,8 @@ from .convolution import CONVOLUTIONS
 from .found import check_calls, find_calls, has_no_values, is_composed, kind_of, learned_kind
 from .modules import KINDS, REBUILT, Rebuilding, put_back, swap
 
-# these keep less only if a layer does
 CODING = ("Learned", "ComposedLearned", "Norm", "ComposedNorm")  # these may keep codes, as gates do
+# these keep less only if a layer does
 NOTED = ("Activation", "Chained", "Learned", "Norm", "BatchNorm", "BatchNormAct")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
@@ -165,7 +165,7 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
 
 
 def likes(found: Sequence[Swap], without: Container[nn.Module] = ()) -> list[tuple[str, str]]:
-    """Return what those that may code have in common with others in other layers, if none is to be left out."""
+    """Return what modules that may code have in common with others like them, if none of these is left out."""
     left = {_like(one) for one in found if one.may_code and one.activation in without}
     return [*dict.fromkeys(like for one in found if one.may_code and (like := _like(one)) not in left)]
 
@@ -236,7 +236,7 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
         # of other classes, to read a weight may change it: spectral norm iterates
         if not (kind and _free(module) and isinstance(weight := getattr(module, "weight", None), Tensor)):
             continue
-        # a frozen linear layer keeps no input, but without this, what autocast makes of its weight
+        # a frozen linear layer keeps no input, but without this it keeps autocast's cast of its weight
         if weight.requires_grad or (kind != "Convolution" and weight.dtype == torch.float32):
             yield Swap(path, module, kind)
 
