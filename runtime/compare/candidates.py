@@ -12,10 +12,10 @@ from torch import nn
 
 from fitact.runtime.convert.choices import Policy, codings
 from fitact.runtime.convert.detect import REFUSED, ActivationSite, activation_sites
-from fitact.runtime.convert.measure import Run
 from fitact.runtime.convert.replacement import putting
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.rebuild.sites import coded, swapped, swaps
+from fitact.runtime.restore import Run
 
 from .baselines import checkpointed
 

@@ -29,12 +29,21 @@ import torch
 from torch import Tensor, nn
 
 from fitact.arguments import flags, integer, positive, real, several
-from fitact.errors import FitactError, UsageError, quote
+from fitact.errors import UsageError, quote
 from fitact.runtime.compile.compile import BUDGET
 from fitact.runtime.convert.choices import check_bits
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, failed, prepare
+from fitact.runtime.models.prepare import (
+    Inputs,
+    Prepared,
+    Source,
+    Training,
+    blocks_of,
+    differentiate,
+    explained,
+    prepare,
+)
 from fitact.runtime.models.sources import from_callable
 from fitact.text import one_line
 
@@ -177,12 +186,8 @@ class _Measurement:
         return saved, forward, backward
 
     def run(self, inputs: Inputs) -> list[Tensor]:
-        try:
+        with explained(self.prepared.name, "forward"):
             return self.prepared.run(inputs)
-        except FitactError:
-            raise
-        except Exception as error:
-            raise failed(self.prepared.name, "forward", error) from error
 
     def rebuilt(self) -> list[Candidate]:
         """Return the ways that rebuild outputs."""
@@ -279,9 +284,7 @@ class _Measurement:
 
     def differentiate(self, outputs: Sequence[Tensor]) -> None:
         try:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        except Exception as error:
-            raise failed(self.prepared.name, "backward", error) from error
+            differentiate(self.prepared.name, outputs)
         finally:
             self.model.zero_grad(set_to_none=True)
 

@@ -9,8 +9,6 @@ import torch
 
 from fitact.text import columns
 
-MIB = 2**20
-
 
 @dataclass(frozen=True)
 class KeptRecord:

@@ -19,11 +19,12 @@ from fitact.runtime.rebuild.codes import OwnCodes
 from fitact.runtime.rebuild.modules import Rebuilding, original_class
 from fitact.runtime.rebuild.sites import Swap
 from fitact.runtime.records import SiteRecord
+from fitact.runtime.restore import Run
 from fitact.text import few
 
 from .choices import ERRORS, METHODS, Substitutes, check_bits
 from .detect import ActivationSite, recognise
-from .measure import Run, Usage, stock, traces
+from .measure import Usage, stock, traces
 from .probe import agree
 from .replacement import Replacement
 

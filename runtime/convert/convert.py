@@ -18,6 +18,7 @@ from fitact.runtime.norms.fold import merge_norms
 from fitact.runtime.rebuild import sites as rebuilding
 from fitact.runtime.rebuild.modules import put_back, reading, standing
 from fitact.runtime.records import Conversion, Gradient, SiteRecord, Unseen
+from fitact.runtime.restore import runner
 from fitact.runtime.torch_internals import is_compiled
 
 from .arguments import (
@@ -45,7 +46,7 @@ from .choices import (
 )
 from .detect import ActivationSite, activation_sites
 from .gradients import gradient_error, too_far
-from .measure import Plan, Trace, Usage, runner, stock, traces
+from .measure import Plan, Trace, Usage, stock, traces
 from .replacement import Replacement, as_likes, attempt, groups_of, inner, plan, put, putting
 
 

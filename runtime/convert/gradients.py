@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from fitact.runtime.rebuild.codes import Table
 from fitact.runtime.records import Gradient
-from fitact.runtime.restore import generators, loss_of, unchanged
-from fitact.runtime.torch_internals import FakeTensor, tree_leaves
+from fitact.runtime.restore import Run, generators, has_no_values, loss_of, real, unchanged
+from fitact.runtime.torch_internals import tree_leaves
 from fitact.text import one_line
 
 from .detect import activation_sites
-from .measure import Plan, Run, real, stock, tensors_of
+from .measure import Plan, stock, tensors_of
 
 Gradients = Sequence[Tensor | None]
 
@@ -39,7 +39,7 @@ def gradient_error(model: nn.Module, run: Run, own: frozenset[type], plan: Plan,
         The error, or why it could not be measured.
 
     """
-    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in model.parameters()):
+    if has_no_values(model):
         return Gradient(note="the model's tensors have no values")
     gradients = partial(_gradients, model, run, own, attempt)
     try:
@@ -107,7 +107,7 @@ def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, att
         The modules; none if the model's tensors have no values.
 
     """
-    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in model.parameters()):
+    if has_no_values(model):
         return set()
     errors: dict[nn.Module, float] = {}
 

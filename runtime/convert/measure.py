@@ -7,7 +7,7 @@ or fake tensors that fail, because the model looks at values) the model itself i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,20 +18,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from fitact.errors import FitactError, UsageError, quote
+from fitact.errors import FitactError, UsageError
 from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
 from fitact.runtime.models.prepare import Statistics, without_packing
 from fitact.runtime.models.twins import Twins, fake
 from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.records import Unseen
-from fitact.runtime.restore import generators, unchanged
+from fitact.runtime.restore import Call, Run, generators, real, unchanged
 from fitact.runtime.torch_internals import (
     FakeTensorMode,
     is_compiled,
     quiet_fake_tensors,
     storage_id,
     tree_leaves,
-    tree_map_only,
     version_of,
     without_torch_function,
 )
@@ -39,7 +38,6 @@ from fitact.text import one_line, starred
 
 from .detect import ActivationSite, activation_sites
 
-Run = Callable[[nn.Module], object]
 # Replaces activations of the model, given where they are, until the context ends.
 Plan = Callable[[Sequence[ActivationSite]], AbstractContextManager[Any]]
 stock: Plan = nullcontext
@@ -81,46 +79,6 @@ class Trace:
     usages: tuple[Usage, ...]
     random: bool = False
     unseen: tuple[Unseen, ...] = ()
-
-
-def runner(example_inputs: Any) -> Run:
-    """Return what runs a model with example inputs.
-
-    Args:
-        example_inputs: a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
-            that takes the model and runs it.
-
-    Raises:
-        UsageError: it is none of these.
-
-    """
-    match example_inputs:
-        case Tensor():
-            return _Call((example_inputs,), {})
-        case tuple() | list():
-            return _Call(tuple(example_inputs), {})
-        case Mapping():
-            return _Call((), dict(example_inputs))
-    if callable(example_inputs) and not isinstance(example_inputs, nn.Module):
-        run: Run = example_inputs
-        return run
-    raise UsageError(
-        f"example_inputs {quote(example_inputs)}: expected a tensor, a tuple or a mapping of arguments, or a "
-        "function that takes the model and runs it"
-    )
-
-
-@dataclass(frozen=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, model: nn.Module) -> object:
-        return model(*self.args, **self.kwargs)
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> _Call:
-        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
-        return _Call(args, kwargs)
 
 
 def traces(
@@ -178,16 +136,11 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 def faked_run(run: Run, mode: FakeTensorMode) -> Run:
     """Return what runs a model with fake inputs; a function of the user's makes its own."""
-    return run.mapped(partial(fake, mode)) if isinstance(run, _Call) else run
+    return run.mapped(partial(fake, mode)) if isinstance(run, Call) else run
 
 
 class _UntrainedError(UsageError):
     """Nothing that is trained has a part in the output."""
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """Return a tensor of its own, which the model may overwrite."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _fake_traces(
@@ -215,11 +168,6 @@ def _real_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], at
         with unchanged(model):
             trace = _planned_trace(model, real(run), plan, own, detail)
         return replace(trace, random=draws())
-
-
-def real(run: Run) -> Run:
-    """Return what runs a model with copies of example inputs, which it may overwrite."""
-    return run.mapped(_copied) if isinstance(run, _Call) else run
 
 
 def _planned_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], detail: bool) -> Trace:

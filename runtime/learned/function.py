@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -120,31 +120,8 @@ def _differentiable(x: Tensor, numbers: Tensor, dim: int, key: str) -> Tensor:
     formula = find(key)
     if formula.keeps_output:
         return y
-    again = Again(key, inner, y.shape, y.dtype)
+    again = partial(ops.learned_value, inner=inner, size=y.shape, dtype=y.dtype, key=key)
     return note(y, again, formula.kept(x, y, codes), numbers, exact=not formula.bits)
-
-
-@dataclass(frozen=True)
-class Again:
-    """An output computed again from x, or what stands in place of it, from the point of x's code.
-
-    Attributes:
-        key: of the formula.
-        inner: elements of a channel beside each other.
-        size: of the output.
-        dtype: of the output.
-
-    """
-
-    key: str
-    inner: int
-    size: torch.Size
-    dtype: torch.dtype
-
-    def __call__(self, kept: Tensor, numbers: Tensor) -> Tensor:
-        """Return the output."""
-        y: Tensor = ops.learned_value(kept, numbers, self.inner, self.size, self.dtype, self.key)
-        return y
 
 
 def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:

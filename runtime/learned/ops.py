@@ -29,7 +29,7 @@ from torch import Tensor
 from ..kernels.learned import BLOCK, HEIGHT, TRIPS, WIDTH
 from ..ops import reference
 from ..ops.factors import CodedFactor, Factor
-from ..ops.launch import Launch, options
+from ..ops.launch import Launch, options, threads_of
 from ..ops.library import KERNEL_DTYPES, Op, Registry, alone, define, ops, save_key
 from ..torch_internals import constant_in_graphs
 
@@ -191,7 +191,7 @@ def _launch(over: Tensor, numbers: Tensor, inner: int, bits: int) -> Launch:
         launch = Launch(over, THREADS)
         launch.grid = (_heights(over.numel() // channels) * _widths(channels),)
         return launch
-    return Launch(over, THREADS if over.dtype == torch.float32 else THREADS // 2)
+    return Launch(over, threads_of(over.dtype))
 
 
 def _heights(rows: int) -> int:

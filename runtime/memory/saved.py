@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.modes import OperationMode
 from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.restore import following
 from fitact.runtime.torch_internals import (
     COPY_TO,
     is_operator,
@@ -167,10 +167,7 @@ def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
                     saved.kept[storage_id(storage)] = record
             return tensor
 
-        def unpack(tensor: Tensor) -> Tensor:
-            return tensor
-
-        stack.enter_context(saved_tensors_hooks(pack, unpack))
+        stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         yield saved
 
 
@@ -203,14 +200,8 @@ class Place:
 def place_in(modules: tuple[nn.Module, ...], owned: set[int]) -> Iterator[Place]:
     """Follow the forward pass through modules; `owned` has the identities of the storages that they own."""
     place = Place({id(module): name for root in modules for name, module in root.named_modules()})
-    entered = hooks.register_module_forward_pre_hook(place.enter)
-    left = hooks.register_module_forward_hook(place.leave, always_call=True)
-    try:
-        with _Operations(place), _Copies(place, owned):
-            yield place
-    finally:
-        entered.remove()
-        left.remove()
+    with following(place.enter, place.leave), _Operations(place), _Copies(place, owned):
+        yield place
 
 
 class _Operations(TorchFunctionMode):
@@ -262,10 +253,7 @@ def _kind(modules: list[nn.Module], operation: str) -> str:
         ("norm", ("Norm", "norm")),
         ("dropout", ("Dropout", "dropout", "DropPath", "StochasticDepth")),
         ("convolution", ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "conv1d", "conv2d", "conv3d")),
-        (
-            "linear",
-            ("Linear", "Conv1D", "linear", "addmm"),
-        ),  # Conv1D is GPT-2's linear layer in transformers
+        ("linear", ("Linear", "Conv1D", "linear", "addmm")),  # Conv1D is GPT-2's linear layer in transformers
     ):
         if any(word in inner or word == operation or (kind == "norm" and word in operation) for word in words):
             return kind

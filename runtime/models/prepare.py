@@ -153,12 +153,30 @@ class Prepared:
         return starts(output, self.name)
 
 
-def failed(name: str, which: str, error: Exception) -> UsageError:
-    """Return what to raise where a model's forward or backward pass fails without memory."""
-    why = one_line(error)
-    if isinstance(error, DataDependentOutputException):
-        why += "; it reads a tensor's value, and has none here: give it as an argument"
-    return UsageError(f"{name}: its {which} pass failed: {why}")
+@contextmanager
+def explained(name: str, which: str) -> Iterator[None]:
+    """Turn an error of a model's forward or backward pass into a UsageError that begins with the model's name."""
+    try:
+        yield
+    except FitactError:
+        raise
+    except Exception as error:
+        why = one_line(error)
+        if isinstance(error, DataDependentOutputException):
+            why += "; it reads a tensor's value, and has none here: give it as an argument"
+        raise UsageError(f"{name}: its {which} pass failed: {why}") from error
+
+
+def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
+    """Run the backward pass of a model, and leave the gradients at the parameters.
+
+    Args:
+        name: the model's, for the UsageError if it fails.
+        outputs: what backward starts from.
+
+    """
+    with explained(name, "backward"):
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 def starts(output: Any, name: str) -> list[Tensor]:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as hooks
 
 from fitact.runtime.autocast import active_autocast, without_autocast
 from fitact.runtime.modes import OperationMode
 from fitact.runtime.ops.autograd import autocast_dtype
 from fitact.runtime.ops.library import KERNEL_DTYPES
+from fitact.runtime.restore import following
 from fitact.runtime.torch_internals import (
     changes_arguments,
     schema_name,
@@ -98,14 +98,8 @@ def observe(graph: Graph, layers: set[nn.Module], model: nn.Module, run: Callabl
     Under autocast a norm's output is returned in the autocast dtype, as a memory-sharing norm would return it.
     """
     mode = _Observer(graph, layers, model)
-    entered = hooks.register_module_forward_pre_hook(mode.enter)
-    left = hooks.register_module_forward_hook(mode.leave, always_call=True)
-    try:
-        with saved_tensors_hooks(mode.pack, lambda tensor: tensor), mode:
-            result = run()
-    finally:
-        entered.remove()
-        left.remove()
+    with following(mode.enter, mode.leave), saved_tensors_hooks(mode.pack, lambda tensor: tensor), mode:
+        result = run()
     mode.finish(result)
     return result
 

@@ -24,7 +24,6 @@ without gradients: a checkpoint that runs forward twice, first without them, mus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -132,29 +131,8 @@ def _differentiable(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: T
     else:
         y, codes, _ = _Pointwise.apply(x, dims, dtype, key, seed)
         if isinstance(find(key), LookedUp):
-            note(y, Decoded(key, y.shape, y.dtype), codes, exact=False)
+            note(y, partial(ops.decode, size=y.shape, dtype=y.dtype, key=key), codes, exact=False)
     return y
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What stands in place of an output, looked up by the codes.
-
-    Attributes:
-        key: of the activation.
-        size: of the output.
-        dtype: of the output.
-
-    """
-
-    key: str
-    size: torch.Size
-    dtype: torch.dtype
-
-    def __call__(self, codes: Tensor) -> Tensor:
-        """Return the values of codes."""
-        y: Tensor = ops.decode(codes, self.size, self.dtype, self.key)
-        return y
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], y: Tensor, *others: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
         compiled: Tensor = ops.gate_forward(g, u, key, seed)[0]
         return compiled
     h, of_g, of_u, _ = _Gate.apply(g, u, key, seed)
-    return note(h, Again(key, h.shape, h.dtype), *kept(gate, g, u, of_g, of_u), exact=gate.exact)
+    again = partial(ops.gate_value, size=h.shape, dtype=h.dtype, key=key)
+    return note(h, again, *kept(gate, g, u, of_g, of_u), exact=gate.exact)
 
 
 def _distributed(g: Any, u: Any, key: str) -> Tensor:
@@ -81,27 +82,6 @@ def _by_itself(u: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or in_functorch_transform() or not plain(u):
         return u
     return u if u.nbytes == u.untyped_storage().nbytes() else u.clone(memory_format=torch.contiguous_format)
-
-
-@dataclass(frozen=True)
-class Again:
-    """An output computed again from what its gate keeps, or what stands in place of it, looked up by codes.
-
-    Attributes:
-        key: of the gate.
-        size: of the output.
-        dtype: of the output.
-
-    """
-
-    key: str
-    size: torch.Size
-    dtype: torch.dtype
-
-    def __call__(self, g: Tensor, u: Tensor) -> Tensor:
-        """Return the output."""
-        h: Tensor = ops.gate_value(g, u, self.size, self.dtype, self.key)
-        return h
 
 
 def _check(gate: Gate, g: Tensor, u: Tensor) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fitact.errors import FitactError, UsageError
+from fitact.runtime.models.prepare import differentiate
 from fitact.runtime.restore import generators
 from fitact.text import one_line
 
@@ -304,7 +305,7 @@ def _marks(
             timeline.mark("start")
             outputs = subject.run()
             timeline.mark("loss")
-            subject.differentiate(outputs)
+            differentiate(subject.name, outputs)
             timeline.mark("end")
         model.zero_grad(set_to_none=True)
     return filled(timeline.marks, standing)

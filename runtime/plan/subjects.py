@@ -13,14 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fitact.errors import FitactError, UsageError
-from fitact.runtime.convert.measure import faked_run, runner
+from fitact.errors import UsageError
+from fitact.runtime.convert.measure import faked_run
 from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, failed, starts, without_packing
+from fitact.runtime.models.prepare import (
+    Inputs,
+    Prepared,
+    Statistics,
+    blocks_of,
+    explained,
+    starts,
+    without_packing,
+)
 from fitact.runtime.models.twins import Twins
 from fitact.runtime.norms.dataflow import NormUsage
 from fitact.runtime.norms.structure import look
-from fitact.runtime.restore import check_model
+from fitact.runtime.restore import check_model, runner
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
 
@@ -67,20 +75,8 @@ class Subject:
 
     def run(self) -> list[Tensor]:
         """Run forward, and return what backward starts from."""
-        try:
-            with self.casting():
-                return self.forward()
-        except FitactError:
-            raise
-        except Exception as error:
-            raise failed(self.name, "forward", error) from error
-
-    def differentiate(self, outputs: Sequence[Tensor]) -> None:
-        """Run backward, and leave the gradients at the parameters."""
-        try:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        except Exception as error:
-            raise failed(self.name, "backward", error) from error
+        with explained(self.name, "forward"), self.casting():
+            return self.forward()
 
 
 def of_prepared(

@@ -193,7 +193,18 @@ class NormCodes(NamedTuple):
             decode.prepare(self.key, str(x.device))
         y, codes, _ = applied(_CodedNorm, x, *own, partial(module.fitact_stock.forward, module), self)
         held = [one for one in own if one is not None]
-        return note(y, _NormAgain(self, y.shape, y.dtype), codes, *held, exact=False)
+        return note(y, partial(self.looked_up, y.shape, y.dtype), codes, *held, exact=False)
+
+    def looked_up(self, size: torch.Size, dtype: torch.dtype, codes: Tensor, *own: Tensor) -> Tensor:
+        """Return what stands in place of the norm's output, from codes and the norm's parameters."""
+        given, wide = iter(own), torch.float64 if dtype == torch.float64 else torch.float32
+        with torch.no_grad(), without_autocast(codes.device.type):
+            y: Tensor = ops.decode(codes, size, wide, self.key)
+            if self.weight is not None:
+                y = y * (next(given).to(wide) + self.offset)
+            if self.bias is not None:
+                y = y + next(given).to(wide)
+            return y.to(dtype)
 
     def normalised(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return z, contiguous and of the dtype of x, and 1/σ of each row."""
@@ -243,25 +254,6 @@ class _CodedNorm(torch.autograd.Function):
             dz = dy if weight is None else dy * (weight.to(dy.dtype) + of.offset)
             dx = ops.norm_backward(dz, z, scale, 1, of.centred, ctx.dtype)
         return dx, dw, db, None, None
-
-
-class _NormAgain:
-    """What stands in place of a norm's output, looked up by codes."""
-
-    def __init__(self, of: NormCodes, size: torch.Size, dtype: torch.dtype) -> None:
-        self.of, self.size, self.dtype = of, size, dtype
-
-    def __call__(self, codes: Tensor, *own: Tensor) -> Tensor:
-        """Return it, from codes and the norm's parameters."""
-        of, given = self.of, iter(own)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        with torch.no_grad(), without_autocast(codes.device.type):
-            y: Tensor = ops.decode(codes, self.size, wide, of.key)
-            if of.weight is not None:
-                y = y * (next(given).to(wide) + of.offset)
-            if of.bias is not None:
-                y = y + next(given).to(wide)
-            return y.to(self.dtype)
 
 
 AnyCodes = Codes | OwnCodes | LearnedCodes | NormCodes

@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from fitact.runtime.convert.detect import MODULES
-from fitact.runtime.convert.measure import Run, real, tensors_of, traces
+from fitact.runtime.convert.measure import tensors_of, traces
 from fitact.runtime.learned.uses import Use
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.recipes import Recipe
-from fitact.runtime.restore import untouched
+from fitact.runtime.restore import Run, following, has_no_values, real, untouched
 from fitact.runtime.torch_internals import (
-    FakeTensor,
     buffers_in,
     parameters_in,
     storage_id,
@@ -138,17 +136,14 @@ class _Finder:
     def looking(self, _: Any) -> Iterator[None]:
         """Look at every call of a model: a plan of `traces`."""
         self.begin()
-        entered = hooks.register_module_forward_pre_hook(self.enter)
-        left = hooks.register_module_forward_hook(self.leave, always_call=True)
-        try:
-            here.watch = self.watch
-            yield
-        finally:
-            while self.running:  # of what has failed
-                self.leave()
-            here.watch = None
-            entered.remove()
-            left.remove()
+        with following(self.enter, self.leave):
+            try:
+                here.watch = self.watch
+                yield
+            finally:
+                while self.running:  # of what has failed
+                    self.leave()
+                here.watch = None
 
     def found(self) -> set[str]:
         """Return the paths of the modules in which a call keeps less, or makes another keep less."""
@@ -185,11 +180,6 @@ def _tagged(model: nn.Module) -> Iterator[None]:
         for module in modules.values():
             if not isinstance(module, Rebuilding):  # which knows it anyway
                 vars(module).pop(PATH, None)
-
-
-def has_no_values(model: nn.Module) -> bool:
-    """Whether a model has tensors without memory."""
-    return any(isinstance(one, FakeTensor) or one.is_meta for one in (*model.parameters(), *model.buffers()))
 
 
 class Checked(NamedTuple):

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from fitact.runtime.convert.detect import ActivationSite, activation_sites, own_errors, stated_errors
-from fitact.runtime.convert.measure import Run, check_initialised
+from fitact.runtime.convert.measure import check_initialised
 from fitact.runtime.learned.function import LearnedModule
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
+from fitact.runtime.restore import Run, has_no_values
 from fitact.runtime.torch_internals import has_hooks
 from fitact.runtime.wrappers import is_exact_gate
 from fitact.text import starred
 
 from .codes import AnyCodes, Gate, OwnCodes
 from .convolution import CONVOLUTIONS
-from .found import check_calls, find_calls, has_no_values, is_composed, kind_of, learned_kind
+from .found import check_calls, find_calls, is_composed, kind_of, learned_kind
 from .modules import KINDS, REBUILT, Rebuilding, put_back, swap
 
 CODING = ("Learned", "ComposedLearned", "Norm", "ComposedNorm")  # these may keep codes, as gates do
