@@ -1,6 +1,6 @@
-"""What goes into a model's activations: modules, functions that modules hold, and functions that they call.
+"""The inputs of a model's activations: modules, functions that modules hold, and functions that they call.
 
-Of a gate f(g)·u, which a gated MLP or a module of its own computes, what goes into f is g; u is gathered too.
+For a gate f(g)·u, in a gated MLP or a module of its own, the input of f is g; u is gathered too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
 
     Args:
         model: the model, with values.
-        batches: of each, a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
+        batches: each is a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
             that takes the model and runs it.
 
     Returns:
@@ -112,7 +112,7 @@ class _Watch:
     Attributes:
         names: the paths of the modules, by identity.
         running: the paths of the modules that run now, the innermost last.
-        inside: how many activations run now: functions that these call are a part of them.
+        inside: how many activations run now; functions that they call are part of them.
         activations: by path, what was seen at it.
         sketches: by path, the distribution of the inputs.
         skipped: notes on activations that cannot be fitted.

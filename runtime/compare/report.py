@@ -119,18 +119,8 @@ def measure(
     if not isinstance(source, Source):
         source = from_callable(source)
     prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], fake=fake)
-    measurement = _Measurement(
-        prepared,
-        DTYPES[autocast] if autocast else None,
-        batch,
-        seq,
-        inputs,
-        budgets,
-        gib,
-        optimizer,
-        peak,
-        progress,
-    )
+    casting = DTYPES[autocast] if autocast else None
+    measurement = _Measurement(prepared, casting, batch, seq, inputs, budgets, gib, optimizer, peak, progress)
     with gpu_kernels():
         return measurement.report(str(training or Training()), bits)
 
@@ -203,12 +193,7 @@ class _Measurement:
         if len(blocks) == 1:
             self.notes.append("no block repeats, so checkpointing treats the whole model as one block")
         modules = [block for _, block in blocks]
-        candidates = [
-            STOCK,
-            *methods(self.model, bits, self.notes),
-            *self.rebuilt(),
-            *checkpoints(modules),
-        ]
+        candidates = [STOCK, *methods(self.model, bits, self.notes), *self.rebuilt(), *checkpoints(modules)]
         results = len(self.budgets) + 2 * self.budgets.count(BUDGET)
         compiling = (8.0, *[4.0] * results) if self.budgets else ()  # tracing, and each result
         self.work_in_all = 10 + len(candidates) * (1 + 6 * (self.gib is not None) + 8 * self.peak) + sum(compiling)

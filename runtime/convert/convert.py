@@ -1,4 +1,4 @@
-"""Converting a model in place: its activations are replaced by ones that keep less, and put back."""
+"""Converting a model in place: its activations are replaced by others that keep less, and put back."""
 
 from __future__ import annotations
 
@@ -177,17 +177,17 @@ class _Job:
         model: the model.
         method, bits, replace, error: what was asked for, as in `convert`; `replace` without gates.
         gates: the gates of `replace`.
-        own: classes of activations that one replaces oneself.
+        own: classes of activations that the user replaces.
         run: runs the model; None without example inputs, and then nothing is measured.
         rebuilds: whether outputs may be rebuilt.
         chosen: what patterns leave of the model.
         sites, replacements: activations, and what each gets.
         rebuilt, codings: the outputs that are rebuilt; the codes that may be kept.
-        attempt, twins: of the random numbers of a run; makes the copies of the model that are run.
+        attempt, twins: chooses the random numbers of a run; makes the copies of the model that are run.
         before: what the model keeps before activations are replaced, but with merged norms and rebuilt outputs.
         stock_kept: the bytes that the model kept at first.
         was: what each activation kept, by path, before outputs were rebuilt.
-        unseen: what no activation accounts for.
+        unseen: activations that modules compute themselves.
         after: what the converted model keeps.
 
     """
@@ -227,7 +227,7 @@ class _Job:
         check_shipped(self.sites, self.replacements)
 
     def _choose_at(self, sites: Sequence[ActivationSite]) -> None:
-        """Choose what replaces the activations at these places if it is not to be found by what is kept."""
+        """Choose what replaces the activations at these sites, where this is not decided by what is kept."""
         self.sites = self.chosen.sites(sites, self.rebuilds, () if self.before is None else self.before.usages)
         methods = () if self.method in ("auto", "rebuild") else (self.method,)
         self.replacements = Policy(methods, self.bits, self.replace).replacements(self.sites)
@@ -261,7 +261,7 @@ class _Job:
         return refused
 
     def merge_norms(self, include: Patterns, exclude: Patterns) -> list[SiteRecord]:
-        """Merge norms but those whose outputs are rebuilt; return their records."""
+        """Merge norms except those whose outputs are rebuilt; return their records."""
         device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
         spared = [] if active_autocast(device) else self._rebuilt_norms()
         left = [*patterns(exclude), *spared]
@@ -310,7 +310,7 @@ class _Job:
             )
 
     def find_codes(self) -> None:
-        """Find which gates keep codes; and which activations, if that is to be found by what is kept."""
+        """Find which gates keep codes, and which activations, where this is decided by what is kept."""
         if self.before is None:
             for coding in self.codings:
                 self.rebuilt = rebuilding.coded(self.rebuilt, coding.codes)
@@ -333,7 +333,7 @@ class _Job:
         self.replacements, self.rebuilt = [*as_likes(self.sites, replacements, self.before)], [*rebuilt]
 
     def _too_far(self) -> Collection[nn.Module]:
-        """Return the activations and norms that `auto` leaves without codes, which do not suit their inputs."""
+        """Return the activations and norms whose inputs do not suit codes, so that `auto` gives them none."""
         if self.method != "auto" or not self.codings:
             return ()
         assert self.run is not None
@@ -365,7 +365,7 @@ class _Job:
 
 
 def _code_gates(coding: Coding, like: tuple[str, str], state: State) -> State:
-    """Let the gates that are like one another keep codes."""
+    """Let gates that are alike keep codes."""
     replacements, rebuilt = state
     return replacements, tuple(rebuilding.coded(rebuilt, coding.codes, like))
 

@@ -44,7 +44,7 @@ def gradient_error(model: nn.Module, run: Run, own: frozenset[type], plan: Plan,
     gradients = partial(_gradients, model, run, own, attempt)
     try:
         return compared(gradients(stock), gradients(plan))
-    except Exception as error:  # the conversion is as good without this measurement
+    except Exception as error:  # the conversion is valid without this measurement
         return Gradient(note=one_line(error))
 
 
@@ -87,15 +87,15 @@ def compared(expected: Gradients, found: Gradients) -> Gradient:
 
 # ------------------------------------------------------------------------------------------- inputs of activations
 
-FAR = 3.0  # times as far off as for normal inputs: codes are not used then
-NUMBERS = 1 << 16  # of an input that are looked at
+FAR = 3.0  # codes are not used where the error is this many times that for normal inputs
+NUMBERS = 1 << 16  # elements of an input that are looked at
 
 
 def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, attempt: int = 0) -> set[nn.Module]:
-    """Return the activations whose codes do not suit what a run gives them.
+    """Return the activations whose codes do not suit their inputs in a run.
 
-    Codes are made for deviations of 0.5 to 4. Values of inputs that are much smaller, or have elements beyond the
-    reach of the codes, are further off: more than three times as far as for normal inputs of deviation 1.
+    Codes are made for deviations of 0.5 to 4. For inputs that are much smaller, or have elements beyond the reach
+    of the codes, values are off by more: here more than three times as much as for normal inputs of deviation 1.
 
     Args:
         model: the model, which is unchanged in the end.

@@ -1,4 +1,4 @@
-"""What autograd keeps on account of each activation of a model, measured by running it.
+"""What autograd keeps for each activation of a model, measured by running the model.
 
 The model is copied as fake tensors, which have no memory, and the copy is run. Where that is not possible (a copy
 or fake tensors that fail, because the model looks at values) the model itself is run, and put back as it was.
@@ -102,11 +102,11 @@ def traces(
         own: classes that are activations too.
         plans: replace activations of it.
         attempt: with which random numbers: 0 for those that come next, others are seeds.
-        detail: whether it is told which activations are at no site; not of models with compiled modules.
-        twins: makes the fake copies of the model; it is faster if those of one model are all made by the same.
+        detail: whether to report activations that are at no site; not for models with compiled modules.
+        twins: makes the fake copies of the model; it is faster if one object makes all copies of a model.
 
     Raises:
-        UsageError: the model cannot be run so, is sharded, or nothing in it is trained.
+        UsageError: the model cannot be run, is sharded, or nothing in it is trained.
 
     """
     if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
@@ -286,19 +286,19 @@ class _Watch:
         return next((dtype for dtype in dtypes if dtype not in DTYPES), None)
 
 
-# Functions of one element; those that tell an activation, and those that may be a part of one.
+# Elementwise functions: those that show that there is an activation, and those that may be part of one.
 CURVED = (ACTIVATIONS - {"fitact.forward"}) | {"erf", "exp", "expm1", "log1p"}
 POINTWISE = CURVED | {"abs", "add", "clamp", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul", "neg"}
 POINTWISE |= {"pow", "reciprocal", "rsqrt", "sqrt", "square", "sub", "where"}
 OTHER_KINDS = frozenset(("norm", "loss", "weights", "dropout", "embedding"))
-SMALL = 100  # of what the model keeps, less than its hundredth is not told
+SMALL = 100  # less than a hundredth of what the model keeps is not reported
 
 
 def _unseen(storages: Sequence[Sequence[Kept]], total: int) -> Iterator[Unseen]:
     """Yield which modules compute activations themselves.
 
     Args:
-        storages: for each storage that no site keeps, who keeps it.
+        storages: for each storage that no site keeps, what keeps it.
         total: bytes that the model keeps.
 
     """
@@ -312,6 +312,6 @@ def _unseen(storages: Sequence[Sequence[Kept]], total: int) -> Iterator[Unseen]:
             paths.setdefault(name, set()).add(first.module)
     for name, sizes in sorted(found.items(), key=lambda item: -item[1].total()):
         if sizes.keys() & CURVED and sizes.total() * SMALL >= total:
-            like, *others = paths[name]  # the only one is told as it is
+            like, *others = paths[name]  # a single path is reported without stars
             named = name if others else like
             yield Unseen(named or "the model", sizes.total(), tuple(name for name, _ in sizes.most_common()))

@@ -24,14 +24,14 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
             keeps its own shard; a partial DTensor is summed over the processes first.
         numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel,
-            of any shape; DTensors of the mesh of x if x is one. All is computed in float32, beside a float64 x in
-            float64.
+            of any shape; DTensors of the mesh of x if x is one. The arithmetic is in float32, or in float64 if x
+            is.
         dim: the dimension of x that the channels lie along; unused where every number has one element.
         key: the key of a registered formula.
 
     Returns:
-        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). Unless it is itself what
-        is kept, it carries a note of how to compute it again, which layers that `fitact.rebuild` has changed find.
+        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). Unless the output is
+        what is kept, it carries a note of how to compute it again, for layers that `fitact.rebuild` has changed.
 
     Raises:
         TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others

@@ -1,4 +1,4 @@
-"""Recognising modules with learned numbers: which formula a module computes, of which of its parameters.
+"""Recognising modules with learned numbers: which formula a module computes, and from which parameters.
 
 PyTorch's and transformers' are known by their classes; others, such as the DyT layers of many models, by their
 parameters and by running a copy: value and gradients must be those of a formula.
@@ -158,7 +158,7 @@ def _channels(sizes: Sizes) -> int | None:
 
 
 def _matched(formula: _Formula, names: Sequence[str]) -> Iterator[tuple[str | float, ...]]:
-    """Yield the orders in which a module's parameters may be the numbers of a formula; none if they cannot be."""
+    """Yield the orders in which a module's parameters may be the numbers of a formula."""
     for places in permutations(range(len(formula.default)), len(names)):
         named = dict(zip(places, names, strict=True))
         filled = [named.get(i, one) for i, one in enumerate(formula.default)]
@@ -191,7 +191,7 @@ def _recognised(kind: type[nn.Module], _: Any, held: Held, sizes: Sizes) -> Use 
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Enter a context in which a copy of a module can be tried with real tensors and nobody notices."""
+    """Enter a context in which a copy of a module can be tried with real tensors, unseen by modes around it."""
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
         stack.enter_context(without_torch_function())

@@ -55,7 +55,7 @@ PLAIN = {
 }
 
 
-# Kinds of what keeps: `product` is that of a gate, `weights` a copy of parameters in another dtype.
+# Kinds of what keeps storages: `product` is a gate's, `weights` a copy of parameters in another dtype.
 KINDS = (
     *("activation", "product", "norm", "linear", "convolution", "attention", "dropout"),
     *("embedding", "loss", "weights", "other"),
@@ -66,7 +66,7 @@ KINDS = (
 class Kept:
     """One storage that autograd keeps, and the operation that kept it first.
 
-    If an activation and another operation both keep it, it counts for the other, which would keep it anyway.
+    If an activation and another operation both keep it, it counts for the other one, which would keep it anyway.
 
     Attributes:
         bytes: its size.

@@ -247,9 +247,9 @@ def _meta(mode: FakeTensorMode | None) -> Any:
 
 
 class Statistics(OperationMode):
-    """Gives fake norms the statistics of real norms, which are float32 if any parameter is.
+    """Gives fake norms the statistics of real norms, which are in float32 if any parameter is.
 
-    PyTorch's fake kernels for the CPU give them the input's dtype, which under autocast is half as wide.
+    PyTorch's fake kernels for the CPU give them the input's dtype, which has half as many bits under autocast.
     """
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

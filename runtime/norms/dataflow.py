@@ -1,8 +1,8 @@
 """Finding which linear layers read which norm, by running the model and following storages.
 
-A dispatch mode below autograd sees every operation of PyTorch and the tensors that it reads. It follows the
-storage of a norm's output through views. Only linear layers may read it, and their inputs must be rows of it. (It
-does not see a kernel that Python launches without an operator; the model's outputs are compared afterwards.)
+A dispatch mode below autograd sees every operation of PyTorch and the tensors that it reads, and follows the
+storage of a norm's output through views. Only linear layers may read it, and their inputs must be rows of it. (The
+mode does not see kernels that Python launches without an operator; the model's outputs are compared afterwards.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NormUsage:
         unit: the machine epsilon of its output.
         largest: the largest number that its output could hold.
         layers: the layers that read the output, each once, in the order of their first call.
-        keepers: those of them that keep it for backward.
+        keepers: those layers that keep it for backward.
         blocker: why it cannot be merged; `""` if nothing speaks against it.
 
     """

@@ -191,7 +191,7 @@ def _distributed(x: Any, dims: int, eps: float | None, centred: bool) -> Tensor:
 
 
 class _MemorySharing(torch.autograd.Function):
-    """Saves z, which ties the gradient to x, and scale."""
+    """Saves z, which ties the gradient to x, and the scale."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""What speaks against merging each norm of a model: by its structure, as seen when it runs, and by its values."""
+"""Why each norm of a model cannot be merged: by the model's structure, seen when it runs, and by its values."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _unknown(
     idle: Mapping[nn.Module, int | None],
     around: Mapping[nn.Module, nn.Module],
 ) -> str:
-    """Return a module that the example does not run but that may read the norm or feed its layers; `""` if none.
+    """Return why a module that the example does not run may read the norm or feed its layers; `""` if none may.
 
     Only the innermost module that holds the norm and all of its layers is searched.
     """

@@ -4,8 +4,8 @@
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
     fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
-In a standalone folder, which has a copy of this file, they have a namespace of the folder's own. `dtype` is that
-of y in forward and that of the input's gradient in backward.
+In a standalone folder, which has a copy of this file, they have the folder's own namespace. `dtype` is that of y
+in forward, and of the input's gradient in backward.
 
 To PyTorch all are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
 hash of the fit and of the generated text, finds the activation; so a compiled graph holds no Python object,
@@ -17,8 +17,8 @@ undoes the permutation, so codes and gradient are always in the same order. `dim
 for none, as AOTInductor takes no empty list): PyTorch's own activations round differently in different layouts,
 and the PyTorch path evaluates them in the caller's layout.
 
-`seed`, int64 (1,), is there where codes are drawn at random. Each call draws one from PyTorch's generator, also
-without gradients: a checkpoint that runs forward twice, first without them, must leave the generator alike.
+`seed`, int64 (1,), is given where codes are drawn at random. Each call draws one from PyTorch's generator, also
+without gradients: a checkpoint runs forward twice, first without them, and must draw the same both times.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 
 class _Pointwise(torch.autograd.Function):
-    """Saves the codes, y where it is needed, and an empty tensor that ties the gradient to x without keeping x."""
+    """Saves the codes, y if it is needed, and an empty tensor that ties the gradient to x without keeping x."""
 
     generate_vmap_rule = True
 

@@ -38,8 +38,8 @@ def coded(key: str) -> LookedUp:
 def prepare(key: str, device: str) -> None:
     """Put the tables of a coded activation on a device, while the compiler traces at the latest.
 
-    Made by the first launch they would be in memory that a CUDA graph of the compiler uses again. Tensors without
-    numbers need none.
+    If the first launch made them, they would be in memory that a CUDA graph of the compiler uses again. Tensors
+    without numbers need none.
     """
     activation = find(key)
     if isinstance(activation, LookedUp) and type(torch.empty(0)) is Tensor:

@@ -5,11 +5,11 @@
     fitact::gate_backward(Tensor dh, Tensor g, Tensor u, bool, bool, str key) -> (Tensor dg, Tensor du)
     fitact::gate_value(Tensor g, Tensor u, SymInt[] size, ScalarType dtype, str key) -> Tensor h
 
-They stand beside the ops of `autograd`, opaque to PyTorch like these. In backward and value, g and u are what is
-kept of them: they themselves, or their codes; the two bools say which gradients are wanted. `seed`, int64 (1,), is
-there where codes are drawn at random: those of g by one stream of random numbers, those of u by another. Codes are
-in the order of the elements, whatever the layout of g and u, which may differ: halves of one tensor are kept as
-the views that they are. The result h is laid out like g, and gradients like dh.
+Like the ops of `autograd`, they are opaque to PyTorch. In backward and value, g and u are what is kept of them:
+the tensors themselves, or their codes; the two bools say which gradients are wanted. `seed`, int64 (1,), is given
+where codes are drawn at random: those of g by one stream of random numbers, those of u by another. Codes are in
+the order of the elements, whatever the layouts of g and u, which may differ: halves of one tensor are kept as
+views. The result h is laid out like g, and gradients like dh.
 
 Values are those of PyTorch's composition: a(g) rounded to the dtype, and then multiplied. So are the gradients
 where g and u are kept: dh·b(u) goes through PyTorch's own backward of a, and dh·a(g) through that of b.
@@ -190,7 +190,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int | None, int | None]:
     if width >= reference.COLUMNS and x.stride(-1) == 1:
         try:
             return x, width, x.view(-1, width).stride(0)
-        except RuntimeError:  # the rows do not lie in one distance
+        except RuntimeError:  # the rows are not equally far apart
             pass
     return x.contiguous(), None, None
 

@@ -19,20 +19,19 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     """Return the gate of g and u, keeping for backward what its kind keeps of them.
 
     Args:
-        g: float16, bfloat16, float32 or float64, of any shape, strides and device. Of a DTensor, each process
-            codes its own shard; a partial one is summed over the processes first.
-        u: of the shape, dtype and device of g; its strides may be others. A DTensor if g is one, of its mesh; it
-            is brought to the placements of g.
+        g: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            codes its own shard; a partial DTensor is summed over the processes first.
+        u: of the shape, dtype and device of g; its strides may differ. A DTensor of the same mesh if g is one; it
+            gets the placements of g.
         key: the key of a registered gate.
 
-    Where codes are drawn at random, each call draws a seed from PyTorch's generator of the device.
-
-    Where codes of g are kept and u as it is, a u that is a part of a larger tensor is copied, so that the rest of
-    that is not kept.
+    If codes are drawn at random, each call draws a seed from PyTorch's generator of the device. If g is kept as
+    codes and u as it is, a u that is part of a larger tensor is copied, so that the rest of that tensor is not
+    kept.
 
     Returns:
         A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
-        note of how to compute it again from what is kept, which layers that `fitact.rebuild` has changed find.
+        note of how to compute it again from what is kept, for layers that `fitact.rebuild` has changed.
 
     Raises:
         TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them
@@ -78,7 +77,7 @@ def _distributed(g: Any, u: Any, key: str) -> Tensor:
 
 
 def _by_itself(u: Tensor) -> Tensor:
-    """Return u, or a copy of it if it is a part of a tensor: kept as a view it would hold the rest, such as g."""
+    """Return u, or a copy if it is part of a tensor: kept as a view, it would hold the rest, such as g."""
     if torch.compiler.is_compiling() or in_functorch_transform() or not plain(u):
         return u
     return u if u.nbytes == u.untyped_storage().nbytes() else u.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""What all ops share: a namespace, registries of what their keys name, and how PyTorch is told of them."""
+"""What all ops share: a namespace, registries of what keys name, gradients, and how PyTorch is told of ops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sources: list[Callable[[str], None]] = []  # called with an unknown key, to regi
 
 
 class Registered(Protocol):
-    """What is registered under a key; messages call it by its name."""
+    """What is registered under a key; messages use its name."""
 
     @property
     def key(self) -> str:

@@ -1,8 +1,8 @@
 """What each way to train each block costs: bytes kept, bytes at its peak, time; measured by running the model.
 
-A pass runs the whole model once, forward and backward, with several ways at once: like blocks follow one another,
-and each way gets two of them. The second is measured, so that its neighbour is changed as it is. Of a row of
-blocks that go the same way four run, and the third stands for those that follow it.
+A pass runs the whole model once, forward and backward, with several ways at once: blocks that are alike follow one
+another, and each way gets two of them. The second is measured, because its neighbour is changed like it. Where
+more than four blocks in a row go the same way, four run, and the third stands for those that are skipped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .ways import LOSS, STOCK, Way, changed
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way costs, of one block.
+    """What a way costs for one block.
 
     Attributes:
         keep: bytes that stay alive from its forward pass to its backward pass.
-        high: the most bytes alive in its own forward and backward pass, above what was there before it ran.
+        high: the most bytes alive in its own forward and backward pass, beyond those before it ran.
         work: of both passes.
 
     """
@@ -46,7 +46,7 @@ class Segment:
     Attributes:
         paths: of the blocks; empty for what lies between, which is there once.
         grads: bytes of the gradients that the backward pass of one block leaves.
-        costs: by way; of what lies between, stock's alone, and after the last run also with the loss by rows.
+        costs: by way; for what lies between only stock's, and after the last run also that with the loss by rows.
 
     """
 
@@ -96,7 +96,7 @@ class Step:
     work: Work
 
     def like(self, other: Step) -> bool:
-        """Return whether another step is the same to a ten-thousandth: what a first run caches is much less."""
+        """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
         numbers = [
             (one.kept, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)
         ]
@@ -180,9 +180,9 @@ def _with_loss(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
 
 
 def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
-    """Return the runs, steady only where a step cut short tells what a longer one does; and stock marks.
+    """Return the runs, steady only if a step cut short foretells a longer one; and the stock marks.
 
-    What the rest of a model does may depend on the number of its blocks, such as a loss that reads them all.
+    The rest of a model may depend on the number of blocks, such as a loss that reads them all.
     """
     stock = _stock(runs)
     if cut(runs, stock):

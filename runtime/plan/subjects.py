@@ -1,4 +1,4 @@
-"""A model that is going to be planned: without memory, with what runs it, and its blocks as they run."""
+"""A model to plan for: without memory, with what runs it, and its blocks in the order in which they run."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def runs_of(subject: Subject, device: Device) -> list[Run]:
 def with_norms(subject: Subject, runs: Sequence[Run]) -> tuple[list[Run], str]:
     """Return runs with their norms that can be merged, and if there are none, why.
 
-    Of the blocks of a run like norms are merged. Whether the values of a norm allow it is not known.
+    All blocks of a run merge the same norms. Whether a norm's values allow that is not known.
 
     Raises:
         UsageError: the model cannot be run in evaluation mode.
