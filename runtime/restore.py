@@ -85,7 +85,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _contents(held: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what is held, and of lists and dictionaries what they hold."""
+    """Return what is held, with the contents of lists and dictionaries."""
     return {key: (value, copy.copy(value) if type(value) in (dict, list) else None) for key, value in held.items()}
 
 

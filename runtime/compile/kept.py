@@ -44,7 +44,7 @@ def value_of(node: Any) -> Tensor | None:
 
 
 def elements(value: Tensor) -> int:
-    """Return the number of elements, of a dynamic shape as it was when the graph was traced."""
+    """Return the number of elements; for a dynamic shape as it was when the graph was traced."""
     return size_hint(value.numel())
 
 

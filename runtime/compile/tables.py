@@ -21,7 +21,7 @@ from .codes import Graph
 from .kept import CAST, is_pointwise, is_view
 
 aten = torch.ops.aten
-CANDIDATES = 256  # points of a cell, of which one stands for all
+CANDIDATES = 256  # points of a cell; one of them stands for all
 SAMPLES = 20001  # at which codes are compared
 Function = Callable[[Tensor], Tensor]
 

@@ -335,7 +335,7 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
 
 
 def stated_errors(name: str, what: str = "value") -> str:
-    """Return the errors that a shipped coded fit states for normal inputs; `""` for fits of one's own."""
+    """Return the errors that a shipped coded fit states for normal inputs; `""` for the user's own fits."""
     error = _errors(files("fitact.generated").joinpath("fits", f"{name}.json"))
     if not error:
         return ""

@@ -177,8 +177,8 @@ class LearnedModule(nn.Module):
     """The module of a formula; its learned numbers are parameters.
 
     Args:
-        channels: how many channels x has, for the numbers of which there is one a channel; their parameters are
-            (channels,), those of the others (1,). None for a formula without such numbers.
+        channels: how many channels x has. Numbers with a value for each channel have parameters (channels,), the
+            others (1,). None for a formula without such numbers.
         dim: the dimension of x that the channels lie along: the last, or 1 for images.
         device: of the parameters.
         dtype: of the parameters, by default PyTorch's.

@@ -83,7 +83,7 @@ class Learned:
         return self.argument.bits
 
     def kept(self, x: Tensor, y: Tensor, codes: Tensor) -> Tensor:
-        """Return what backward needs, beside the numbers."""
+        """Return what backward needs besides the numbers."""
         return codes if self.bits else y if self.keeps_output else x
 
     @cached_property

@@ -341,7 +341,7 @@ def imported(name: str) -> ModuleType:
 
 
 def _mend_torchvision() -> None:
-    """Let torchvision be imported where its operators cannot load: a CUDA build beside a CPU build of PyTorch.
+    """Let torchvision be imported where its operators cannot load: a CUDA build next to a CPU build of PyTorch.
 
     transformers and timm import it for image transforms. It registers fake kernels of two operators, so these must
     be declared.

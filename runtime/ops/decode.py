@@ -70,7 +70,7 @@ def fake(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Te
 def batching(
     info: Any, in_dims: Any, codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str
 ) -> tuple[Tensor, int]:
-    """Decode a batch, each of whose elements has tiles of its own."""
+    """Decode a batch; each element has its own tiles."""
     count, rows = torch.Size(size).numel(), codes.movedim(in_dims[0], 0)
     padded = count + (-count % reference.TILE if reference.in_words(coded(key).bits) else 0)
     y = ops.decode(rows.reshape(-1), (info.batch_size, padded), dtype, key)

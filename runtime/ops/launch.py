@@ -27,7 +27,7 @@ class Launch:
 
 
 def threads_of(dtype: torch.dtype) -> int:
-    """Return the threads of a program, such that each has 16 bytes of a row."""
+    """Return the threads of a program; each has 16 bytes of a row."""
     return 256 if dtype == torch.float32 else 128
 
 

@@ -1,4 +1,4 @@
-"""What all ops share: a namespace, registries of what keys name, gradients, and how PyTorch is told of ops."""
+"""What all ops share: a namespace, registries by key, gradients, and the definition of ops for PyTorch."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def batched(x: Tensor, dim: int | None, size: int, *, in_words: bool) -> Tensor:
 
 
 class Op(NamedTuple):
-    """An op, as PyTorch is told of it.
+    """An op, as it is defined for PyTorch.
 
     Attributes:
         schema: its arguments and results.

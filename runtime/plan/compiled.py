@@ -28,8 +28,8 @@ from .subjects import Subject
 from .timeline import Work, rest_of, work_of
 from .ways import Way
 
-PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # read only what they return
-# Operations that Inductor fuses with those around them, beside pointwise ones.
+PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # these read only what they return
+# Operations that Inductor fuses with those around them, besides pointwise ones.
 FUSED = frozenset(
     [
         *("sum", "mean", "var", "var_mean", "amax", "amin", "prod", "any", "all", "argmax", "argmin", "max"),

@@ -44,7 +44,7 @@ class Segment:
     """A run of blocks that are alike, or what lies between two of them.
 
     Attributes:
-        paths: of the blocks; empty for what lies between, which is there once.
+        paths: of the blocks; empty for what lies between, which occurs once.
         grads: bytes of the gradients that the backward pass of one block leaves.
         costs: by way; for what lies between only stock's, and after the last run also that with the loss by rows.
 

@@ -1,4 +1,4 @@
-"""Calls of PyTorch's functions in a module's own `forward`: what they keep, and what is noted on their outputs.
+"""Calls of PyTorch's functions in a module's own `forward`: what they keep, and the notes on their outputs.
 
 A mode of `torch.overrides` sees each call. A call that would keep something that can be rebuilt goes through
 `operation`. An output that can be rebuilt from what its call keeps gets a note of this. All other calls pass. The
@@ -146,7 +146,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
 
 
 def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) -> Any:
-    """Note what PyTorch's operation keeps itself, or what it would take fewer bytes to keep."""
+    """Note that PyTorch's operation keeps its output, or what could be kept in fewer bytes."""
     if rule.keeps_output:
         note_kept(output)
     elif rule.noted and rule.replaced and isinstance(output, Tensor):

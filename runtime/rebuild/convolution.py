@@ -88,7 +88,7 @@ def _prepared(padding: _Padding, dtype: torch.dtype, alone: bool, x: Tensor) -> 
 
 
 def convolution(module: Convolution, x: Tensor, exact: bool = True) -> Tensor | None:
-    """Return what a convolution makes of x, or None if it keeps no less than PyTorch's.
+    """Return a convolution's output, or None if it would keep no less than PyTorch's.
 
     If autocast casts the weight, the parameter is kept, and cast again.
 

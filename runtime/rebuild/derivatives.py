@@ -221,7 +221,7 @@ class _Chained(torch.autograd.Function):
 
 
 class Of:
-    """A function of what is rebuilt; in the state its other arguments, of which there are `count`, come first."""
+    """A function of what is rebuilt; the state begins with its `count` other arguments."""
 
     def __init__(self, function: Function, found: Source, count: int = 0) -> None:
         self.function, self.rebuild, self.count = function, found.function, count

@@ -32,8 +32,8 @@ from .derivatives import READS, count_reads
 from .modules import PATH, Rebuilding
 from .recipes import recipe_of
 
-PROBE = 64  # elements of what an activation is tried with
-ROWS = 3  # of what a norm is tried with
+PROBE = 64  # elements that an activation is tried with
+ROWS = 3  # that a norm is tried with
 UNLIKE = "its outputs would not be stock's bit for bit"
 RANDOM = "the model's outputs differ from one run to the next"
 
@@ -42,7 +42,7 @@ RANDOM = "the model's outputs differ from one run to the next"
 
 
 def is_composed(norm: layers.Norm) -> bool:
-    """Return whether a norm is several operations, which keep more bytes of a few rows than these have."""
+    """Return whether a norm is several operations, which keep more bytes for a few rows than these have."""
     with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for dtype in (torch.float32, torch.bfloat16):
             x, trial = torch.ones(ROWS, norm.columns, dtype=dtype), layers.trial_copy(norm.module, dtype)
@@ -56,7 +56,7 @@ def is_composed(norm: layers.Norm) -> bool:
 
 
 def learned_kind(module: nn.Module, use: Use) -> str | None:
-    """Return the kind of an activation with learned numbers, by what a copy of it keeps of a few numbers."""
+    """Return the kind of an activation with learned numbers, by what a copy of it keeps for a few numbers."""
     with unset_fake_temporarily():
         trial = module.__new__(type(module))
         parameters, buffers = _ones(parameters_in(module)), _ones(buffers_in(module))
@@ -74,7 +74,7 @@ def _ones(held: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def kind_of(activation: nn.Module, values: Tensor | None = None) -> str | None:
-    """Return the kind of an activation by what it keeps of a few numbers; None if that is its output alone.
+    """Return the kind of an activation by what it keeps for a few numbers; None if that is its output alone.
 
     Args:
         activation: the module.
@@ -117,7 +117,7 @@ class _Finder:
         self.recipes: dict[Recipe, str] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        path = vars(module).get(PATH, self.running[-1][0] if self.running else None)  # made by who runs it
+        path = vars(module).get(PATH, self.running[-1][0] if self.running else None)  # or made while it runs
         self.running.append((path, Looking(module=module)))
         self.running[-1][1].__enter__()
 
@@ -183,7 +183,7 @@ def _tagged(model: nn.Module) -> Iterator[None]:
 
 
 class Checked(NamedTuple):
-    """What came of running a model.
+    """The result of running a model.
 
     Attributes:
         sound: the paths of modules whose calls may be replaced.

@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = False, exact: bool = True
 ) -> Tensor | None:
-    """Return the layer's output, or None if it keeps no less than PyTorch's.
+    """Return the layer's output, or None if it would keep no less than PyTorch's.
 
     If autocast casts the weight, the parameter is kept, and cast again.
 

@@ -33,7 +33,7 @@ from .recipes import (
 Function = Callable[..., Tensor]
 SHARED = "_fitact_shared"  # the attribute of storages from which scores are rebuilt, perhaps of several layers
 SHALLOW = 1  # functions of what is kept, in a sum that is rebuilt: what is rebuilt of one is kept in another
-DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
+DEEPEST = 64  # functions of functions; each takes five frames of Python's stack in backward
 
 
 class _Slot(NamedTuple):
@@ -136,7 +136,7 @@ class Operation(torch.autograd.Function):
 
 
 def operation(function: Function, tensors: list[Tensor], rebuilt: Source | None = None) -> Tensor:
-    """Return a function of tensors that keeps what they are rebuilt from, where it would keep one of them.
+    """Return a function of tensors; where it would keep one of them, it keeps what that is rebuilt from.
 
     Args:
         function: one operation of PyTorch, which reads each tensor once and returns a tensor of its own.
@@ -193,7 +193,7 @@ def _filled(one: Any, given: Sequence[Tensor]) -> Any:
 
 
 class Expression:
-    """A function of tensors, some of which are rebuilt first."""
+    """A function of tensors that rebuilds some of them first."""
 
     def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
         self.function = function
@@ -255,7 +255,7 @@ def is_narrow(found: Source) -> bool:
 def note_if_narrow(
     output: Tensor, call: Function, tensors: Sequence[Tensor], keeps: Sequence[bool]
 ) -> Note | None:
-    """Note on an output if it takes no more bytes to keep what it is a function of, and return the note.
+    """Note on an output what it is a function of, if keeping that takes no more bytes, and return the note.
 
     This can be so for casts, repetitions, and sums with a parameter or with what a norm keeps.
 
@@ -360,6 +360,6 @@ def keep_indexed(tensors: Sequence[Tensor]) -> Sequence[bool]:
 
 
 def keep_normed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep what is normed, and parameters, which are there anyway."""
+    """Keep the input of a norm, and parameters, which exist anyway."""
     x, *parameters = tensors
     return [x.requires_grad, *(isinstance(one, nn.Parameter) for one in parameters)]

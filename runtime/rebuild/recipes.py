@@ -102,7 +102,7 @@ def note_kept(output: Tensor, function: Function | None = None) -> Tensor:
 
 
 def kept_source(input: Tensor) -> Source | None:
-    """Return a tensor itself as what it is rebuilt from, if its operation keeps it; else None."""
+    """Return a tensor as its own source if its operation keeps it; else None."""
     if in_functorch_transform() or input.is_inference() or not plain(input):
         return None
     version, itself = getattr(input.untyped_storage(), KEPT, (None, None))

@@ -132,7 +132,7 @@ def _calls(
     model: nn.Module, run: Run, others: Sequence[Swap], wanted: Callable[[Swap], bool], checked: bool
 ) -> tuple[list[Swap], list[SiteRecord]]:
     """Return the modules whose own calls keep less, and records of those where that cannot be done."""
-    with swapped(others):  # calls that hooks make beside a forward that is another already are left alone
+    with swapped(others):  # modules whose forward is replaced already are left alone, with what their hooks call
         paths = [path for path in find_calls(model, run) if not isinstance(model.get_submodule(path), Rebuilding)]
     found = [one for one in (Swap(path, model.get_submodule(path), "Calls") for path in paths) if wanted(one)]
     reasons = {one.path: "its forward is not that of its class" for one in found if not _free(one.module)}
@@ -222,7 +222,7 @@ def swapped(found: Sequence[Swap]) -> Iterator[None]:
 
 
 def _free(module: nn.Module) -> bool:
-    """Whether nothing but a module's class says what it computes."""
+    """Whether a module's class alone determines what it computes."""
     return "forward" not in vars(module) and not isinstance(module, Rebuilding)
 
 
