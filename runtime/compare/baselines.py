@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -98,17 +99,10 @@ def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool =
 
         return run
 
-    before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        vars(block)["forward"] = wrap(block.forward)
-    try:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(mock.patch.object(block, "forward", wrap(block.forward)))
         yield
-    finally:
-        for block, old in zip(blocks, before, strict=True):
-            if old is None:
-                del vars(block)["forward"]
-            else:
-                vars(block)["forward"] = old
 
 
 def selectively() -> tuple[Any, Any]:

@@ -81,12 +81,12 @@ def convert(
             only rebuilds outputs; `"coded"`, which rebuilds those of activations and gates from codes instead: an
             activation keeps a code of its input, by which its derivative is looked up, and the next trained
             layer looks up its own input by the same code, in place of keeping it. A gate f(g)·u keeps a code of g,
-            and u. Everything else is rebuilt exactly. A layer that `rebuild` has changed must be reverted before.
-            Or `"auto"`, which rebuilds what pays, and then chooses for each activation
-            what keeps least, among leaving it alone and the methods that `error` allows. `"auto"` runs the model
-            in the caller's autocast, so it needs `example_inputs`; freeze what is not trained before. In a model
-            that is compiled, as a whole or in parts, it rebuilds nothing: that is the compiler's choice. The
-            default is `"auto"` if `error` is given, else `"fewbit"`.
+            and u. Everything else is rebuilt exactly. Revert layers that `rebuild` has changed first.
+            Or `"auto"`, which rebuilds what pays, and then chooses what keeps least for each activation, among
+            leaving it alone and the methods that `error` allows. `"auto"` runs the model in the caller's autocast,
+            so it needs `example_inputs`; freeze what is not trained first. In a model that is compiled, as a whole
+            or in parts, it rebuilds nothing: that is the compiler's choice. The default is `"auto"` if `error` is
+            given, else `"fewbit"`.
         bits: the most bits kept per element; by default 3 for Few-Bit, 8 for codes, with `error="few-bit"` 6 too,
             and the fewest possible for the others.
         bits_u: bits of a code of the factor u of gates, 3 to 8; by default u is kept as it is, but coded in 8 bits

@@ -18,7 +18,7 @@ from fitact.text import one_line
 
 from .devices import Device
 from .short import ROW, cut, filled, skipped
-from .subjects import Hooks, Run, Subject, runs_of, with_norms
+from .subjects import Run, Subject, hooked, runs_of, with_norms
 from .timeline import Mark, Timeline, Work
 from .ways import LOSS, STOCK, Way, changed
 
@@ -301,7 +301,7 @@ def _marks(
         skipped([every[i] for i in without]),
     ):
         timeline = Timeline(device, [*model.parameters(), *model.buffers()])
-        with timeline, Hooks(running, timeline.mark):
+        with timeline, hooked(running, timeline.mark):
             timeline.mark("start")
             outputs = subject.run()
             timeline.mark("loss")

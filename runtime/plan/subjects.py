@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fitact.errors import UsageError
 from fitact.runtime.convert.measure import faked_run
@@ -260,8 +259,9 @@ def _signature(block: nn.Module) -> Any:
     return type(block), modules, parameters
 
 
-class Hooks:
-    """Calls a function when a block's forward and backward pass begin and end.
+@contextmanager
+def hooked(blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) -> Iterator[None]:
+    """Call a function when blocks' forward and backward passes begin and end, until the context ends.
 
     Args:
         blocks: the blocks, by their places.
@@ -270,29 +270,21 @@ class Hooks:
 
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) -> None:
-        self.mark = mark
-        self.handles: list[RemovableHandle] = []
-        for i, block in blocks.items():
-            self.handles.append(block.register_forward_pre_hook(partial(self._enter, i), with_kwargs=True))
-            self.handles.append(block.register_forward_hook(partial(self._leave, i)))
-
-    def __enter__(self) -> Hooks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, i: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.mark("in", i)
-        self._watch("grad in", i, (args, kwargs))
-
-    def _leave(self, i: int, _: nn.Module, args: Any, output: Any) -> None:
-        self.mark("out", i)
-        self._watch("grad out", i, output)
-
-    def _watch(self, what: str, i: int, tree: Any) -> None:
+    def watch(what: str, i: int, tree: Any) -> None:
         for leaf in tree_iter(tree):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
-                leaf.register_hook(lambda _: self.mark(what, i))
+                leaf.register_hook(lambda _: mark(what, i))
+
+    def enter(i: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        mark("in", i)
+        watch("grad in", i, (args, kwargs))
+
+    def leave(i: int, _: nn.Module, args: Any, output: Any) -> None:
+        mark("out", i)
+        watch("grad out", i, output)
+
+    with ExitStack() as stack:
+        for i, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(partial(enter, i), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(partial(leave, i)).remove)
+        yield
