@@ -56,7 +56,7 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
         with replaced(model, method, k) as count:
             pass
         if count:
-            yield Candidate(name, lambda saved, method=method, k=k: replaced(model, method, k), count)
+            yield Candidate(name, partial(replaced, model, method, k), count)
         else:
             useless.append(name)
     if useless:
@@ -105,7 +105,7 @@ def sites_of(model: nn.Module) -> list[ActivationSite]:
 
 
 @contextmanager
-def replaced(model: nn.Module, method: str, bits: int | None) -> Iterator[int]:
+def replaced(model: nn.Module, method: str, bits: int | None, _: Saved | None = None) -> Iterator[int]:
     """Replace a model's activations by fitact's inside the context.
 
     Args:

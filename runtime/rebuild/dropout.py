@@ -78,10 +78,8 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
         return None
     found = source(x, exact=False) or kept_source(x)
     y, bits = applied(_Dropout, x, p)
-    if found is None:
-        return y
     again = partial(_dropped, layout=(y.shape, y.stride()), p=p)
-    return note(y, Of(again, found, 1), bits, *found.state, exact=found.exact)
+    return y if found is None else note(y, Of(again, found, 1), bits, *found.state, exact=found.exact)
 
 
 # ---------------------------------------------------------------------------------------------------------- masks
