@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from fitact.errors import UsageError, quote
+from fitact.errors import FitactError, UsageError, quote
+from fitact.text import one_line
 
-from .torch_internals import FakeTensor, tree_map_only
+from .torch_internals import DataDependentOutputException, FakeTensor, tree_map_only
 
 Run = Callable[[nn.Module], object]
 
@@ -148,6 +149,32 @@ def following(enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[
     finally:
         entered.remove()
         left.remove()
+
+
+@contextmanager
+def explained(name: str, which: str) -> Iterator[None]:
+    """Turn an error of a model's forward or backward pass into a UsageError that begins with the model's name."""
+    try:
+        yield
+    except FitactError:
+        raise
+    except Exception as error:
+        why = one_line(error)
+        if isinstance(error, DataDependentOutputException):
+            why += "; it reads a tensor's value, and has none here: give it as an argument"
+        raise UsageError(f"{name}: its {which} pass failed: {why}") from error
+
+
+def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
+    """Run the backward pass of a model, and leave the gradients at the parameters.
+
+    Args:
+        name: the model's, for the UsageError if it fails.
+        outputs: what backward starts from.
+
+    """
+    with explained(name, "backward"):
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 # -------------------------------------------------------------------------------------------------- example inputs

@@ -34,17 +34,9 @@ from fitact.runtime.compile.compile import BUDGET
 from fitact.runtime.convert.choices import check_bits
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import (
-    Inputs,
-    Prepared,
-    Source,
-    Training,
-    blocks_of,
-    differentiate,
-    explained,
-    prepare,
-)
+from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, prepare
 from fitact.runtime.models.sources import from_callable
+from fitact.runtime.restore import differentiate, explained
 from fitact.text import one_line
 
 from .baselines import Work, compiled, work_of

@@ -33,17 +33,7 @@ from .arguments import (
     patterns,
     with_own_gates,
 )
-from .choices import (
-    ERRORS,
-    Coding,
-    Policy,
-    Substitutes,
-    best,
-    check_coded,
-    codings,
-    least,
-    paying,
-)
+from .choices import ERRORS, Coding, Policy, Substitutes, best, check_coded, codings, least, paying
 from .detect import ActivationSite, activation_sites
 from .gradients import gradient_error, too_far
 from .measure import Plan, Trace, Usage, stock, traces

@@ -28,7 +28,6 @@ from fitact.runtime.modes import OperationMode
 from fitact.runtime.restore import loss_of
 from fitact.runtime.torch_internals import (
     BATCH_NORM,
-    DataDependentOutputException,
     FakeTensorMode,
     buffers_in,
     parameters_in,
@@ -151,32 +150,6 @@ class Prepared:
         with self.mode or nullcontext(), statistics, without_packing(), quiet_fake_tensors():
             output = self.model(*inputs.args, **inputs.kwargs)
         return starts(output, self.name)
-
-
-@contextmanager
-def explained(name: str, which: str) -> Iterator[None]:
-    """Turn an error of a model's forward or backward pass into a UsageError that begins with the model's name."""
-    try:
-        yield
-    except FitactError:
-        raise
-    except Exception as error:
-        why = one_line(error)
-        if isinstance(error, DataDependentOutputException):
-            why += "; it reads a tensor's value, and has none here: give it as an argument"
-        raise UsageError(f"{name}: its {which} pass failed: {why}") from error
-
-
-def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
-    """Run the backward pass of a model, and leave the gradients at the parameters.
-
-    Args:
-        name: the model's, for the UsageError if it fails.
-        outputs: what backward starts from.
-
-    """
-    with explained(name, "backward"):
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 def starts(output: Any, name: str) -> list[Tensor]:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fitact.errors import FitactError, UsageError
-from fitact.runtime.models.prepare import differentiate
-from fitact.runtime.restore import generators
+from fitact.runtime.restore import differentiate, generators
 from fitact.text import one_line
 
 from .devices import Device

@@ -15,19 +15,11 @@ from torch import Tensor, nn
 from fitact.errors import UsageError
 from fitact.runtime.convert.measure import faked_run
 from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.models.prepare import (
-    Inputs,
-    Prepared,
-    Statistics,
-    blocks_of,
-    explained,
-    starts,
-    without_packing,
-)
+from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
 from fitact.runtime.models.twins import Twins
 from fitact.runtime.norms.dataflow import NormUsage
 from fitact.runtime.norms.structure import look
-from fitact.runtime.restore import check_model, runner
+from fitact.runtime.restore import check_model, explained, runner
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
 

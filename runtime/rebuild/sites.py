@@ -27,8 +27,7 @@ from .found import check_calls, find_calls, is_composed, kind_of, learned_kind
 from .modules import KINDS, REBUILT, Rebuilding, put_back, swap
 
 CODING = ("Learned", "ComposedLearned", "Norm", "ComposedNorm")  # these may keep codes, as gates do
-# these keep less only if a layer does
-NOTED = ("Activation", "Chained", "Learned", "Norm", "BatchNorm", "BatchNormAct")
+NOTED = ("Activation", "Chained", "Learned", "Norm", "BatchNorm", "BatchNormAct")  # gain only with a layer
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
 
