@@ -23,5 +23,5 @@ def active_autocast(device: str) -> torch.dtype | None:
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Return a context without autocast; to enter one takes longer than to ask."""
+    """Return a context without autocast; entering one takes longer than asking whether it is on."""
     return nullcontext() if active_autocast(device) is None else torch.autocast(device, enabled=False)

@@ -18,8 +18,8 @@ DEVICE = torch.ops.prim.device.default
 class OperationMode(TorchDispatchMode):
     """Hands every operation to `_run`, which subclasses define.
 
-    PyTorch asks several times an operation on which device a fake tensor is, and asks the mode first. That is
-    answered here, as the fake tensor would: it is no operation, and to pass it on takes time.
+    In each operation PyTorch asks several times for the device of a fake tensor, and asks the mode first. That is
+    answered here as the fake tensor would: it is no operation, and passing it on takes time.
     """
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ def words(seed: Tensor, counter: Tensor, stream: int = 0) -> list[Tensor]:
     """Return four random numbers of 32 bits for each counter.
 
     Args:
-        seed: int64, (1,), the key: its lower half is the first word.
-        counter: int64, not negative, of any shape: the lower half of Philox's counter.
-        stream: the upper half of that; others give other numbers.
+        seed: int64, (1,), Philox's key; its lower half is the first word.
+        counter: int64, not negative, of any shape, the lower half of Philox's counter.
+        stream: the upper half of the counter; each gives other numbers.
 
     Returns:
         Four tensors of the counter's shape, int64, from 0 to 2³² − 1.

@@ -1,12 +1,12 @@
-"""What an output is computed again from, noted where whoever needs it in backward finds it.
+"""How an output is computed again, noted where whatever needs it in backward finds it.
 
-An operation notes on its output how to compute it again, from tensors that it keeps for its own backward anyway. A
+An operation notes on its output how to compute it again from tensors that it keeps for its own backward anyway. A
 layer that would keep the output keeps these tensors instead (`rebuild`). The note is on the output's storage, so
-that views of it find it too. Nothing is noted while the compiler traces: what it keeps and computes again is its
-own choice.
+that views find it too. Nothing is noted while the compiler traces, which itself chooses what to keep and what to
+compute again.
 
-A note counts only as long as the output is what was noted: a change in place changes its version, and then the
-output is kept as ever. Changes of the tensors that it is rebuilt from are found by autograd, which keeps them.
+A note is valid only while the output stays as it was: a change in place changes its version, and then the output
+is kept as usual. Changes of the tensors that it is rebuilt from are found by autograd, which keeps them.
 
 Standalone folders have copies of this file, and their outputs are found by the attribute too. So a change of what
 is noted must change the attribute's name.
@@ -33,14 +33,14 @@ class Recipe:
 
     Attributes:
         function: of what it is computed from, without autograd.
-        exact: whether it gives the output bit for bit, and not only about.
+        exact: whether it gives the output bit for bit.
         version: the output's, when it was noted.
         dtype: the output's.
         shape: the output's.
         stride: the output's.
         readers: how many layers rebuild it.
-        served: to how many of these the current backward pass has given it.
-        value: the rebuilt output, while a backward pass still has to give it to others.
+        served: how many of these have it already in the current backward pass.
+        value: the rebuilt output, while some of them do not have it yet.
 
     """
 
@@ -55,7 +55,7 @@ class Recipe:
     value: Tensor | None = field(default=None, repr=False)
 
     def output(self, state: tuple[Tensor, ...]) -> Tensor:
-        """Return the output from the state as a reader kept it, computed once a backward for all readers."""
+        """Return the output from the state that a reader kept; each backward pass computes it once for all."""
         value = self.value
         if value is None:
             value = self.function(*state)
@@ -71,7 +71,7 @@ class Recipe:
 
 
 class Note:
-    """What is noted on a storage: a recipe and the state, which nothing else holds for it."""
+    """What is noted on a storage: a recipe, and the state, which the note alone holds."""
 
     def __init__(self, recipe: Recipe, state: tuple[Tensor, ...]) -> None:
         self.recipe, self.state = recipe, state
@@ -92,7 +92,7 @@ class Note:
 
 
 class _Clear:
-    """Takes the state from a note when the operation's backward has been run, or its node is gone."""
+    """Takes the state from a note when the operation's backward has run, or its node is gone."""
 
     def __init__(self, note: Note) -> None:
         self.note = weakref.ref(note)
@@ -124,9 +124,9 @@ def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor, exact:
 def made(
     output: Tensor, function: Callable[..., Tensor], state: Sequence[Tensor], exact: bool = True
 ) -> Note | None:
-    """Return what may be noted on an output, with the arguments of `note`; None if nothing may be.
+    """Return what may be noted on an output, by the arguments of `note`; None if nothing may be.
 
-    Whole numbers have no graph, with which the state would be let go.
+    Integers have no graph, so nothing clears their note.
     """
     whole_numbers = not (output.is_floating_point() or output.is_complex())
     if (output.grad_fn is None and not whole_numbers) or in_functorch_transform() or not _whole(output):
@@ -140,7 +140,7 @@ def made(
 
 
 def plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage of its own to note something on, as no DTensor or sparse one has."""
+    """Return whether a tensor has a storage of its own to note something on, unlike a DTensor or a sparse one."""
     dense = tensor.layout is torch.strided
     return dense and (type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter"))
 

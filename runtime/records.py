@@ -1,4 +1,4 @@
-"""Records of what a conversion does to a model, site by site, and the table that they print as."""
+"""Records of what a conversion does to a model, site by site, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["activation", "gate", "norm", "calls"]
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What was done at one site of a model: a place that holds an activation, a gate or a norm, or calls some.
+    """What was done at one site of a model, which holds an activation, a gate or a norm, or calls functions.
 
     Attributes:
         name: path of the module in the model, e.g. `"encoder.layer.0.intermediate.intermediate_act_fn"`.
@@ -22,7 +22,7 @@ class SiteRecord:
         before: name of its class or function, e.g. `"GELUActivation"`.
         after: what stands there now, e.g. `"gelu_fewbit3"` or `"rebuilt"`; None if it is left alone.
         reason: why it is left alone, or another note; `""` for neither.
-        kept_before, kept_after: bytes that autograd keeps because of it, before and after; None if not measured.
+        kept_before, kept_after: bytes that autograd keeps for it, before and after; None if not measured.
         shared: whether a later operation keeps the same storage as its output; None if not measured.
 
     """

@@ -1,4 +1,4 @@
-"""Running a model, the loss in its output, and leaving it and the generators of random numbers as they were."""
+"""Running a model, with what inputs, and leaving it and the generators of random numbers as they were."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
-from fitact.errors import UsageError
+from fitact.errors import FitactError, UsageError, quote
+from fitact.text import one_line
+
+from .torch_internals import DataDependentOutputException, FakeTensor, tree_map_only
+
+Run = Callable[[nn.Module], object]
 
 
 @contextmanager
@@ -79,7 +86,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _contents(held: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what is held, and of lists and dictionaries what they hold."""
+    """Return what is held, with the contents of lists and dictionaries."""
     return {key: (value, copy.copy(value) if type(value) in (dict, list) else None) for key, value in held.items()}
 
 
@@ -109,6 +116,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+def has_no_values(model: nn.Module) -> bool:
+    """Whether a model has tensors without values, fake or meta ones."""
+    return any(isinstance(one, FakeTensor) or one.is_meta for one in (*model.parameters(), *model.buffers()))
+
+
 def check_model(model: object) -> None:
     """Raise a UsageError unless it is an nn.Module."""
     if not isinstance(model, nn.Module):
@@ -119,3 +131,104 @@ def loss_of(output: Any) -> Tensor | None:
     """Return the loss in a model's output, which is a mapping or has attributes; None if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
+
+
+@contextmanager
+def following(enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
+    """Call functions when any module begins and ends to run, even by an error, until the context ends.
+
+    Args:
+        enter: a forward pre-hook.
+        leave: a forward hook.
+
+    """
+    entered = hooks.register_module_forward_pre_hook(enter)
+    left = hooks.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        entered.remove()
+        left.remove()
+
+
+@contextmanager
+def explained(name: str, which: str) -> Iterator[None]:
+    """Turn an error of a model's forward or backward pass into a UsageError that begins with the model's name."""
+    try:
+        yield
+    except FitactError:
+        raise
+    except Exception as error:
+        why = one_line(error)
+        if isinstance(error, DataDependentOutputException):
+            why += "; it reads a tensor's value, and has none here: give it as an argument"
+        raise UsageError(f"{name}: its {which} pass failed: {why}") from error
+
+
+def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
+    """Run the backward pass of a model, and leave the gradients at the parameters.
+
+    Args:
+        name: the model's, for the UsageError if it fails.
+        outputs: what backward starts from.
+
+    """
+    with explained(name, "backward"):
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+# -------------------------------------------------------------------------------------------------- example inputs
+
+
+def runner(example_inputs: Any) -> Run:
+    """Return what runs a model with example inputs.
+
+    Args:
+        example_inputs: a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
+            that takes the model and runs it.
+
+    Raises:
+        UsageError: it is none of these.
+
+    """
+    match example_inputs:
+        case Tensor():
+            return Call((example_inputs,), {})
+        case tuple() | list():
+            return Call(tuple(example_inputs), {})
+        case Mapping():
+            return Call((), dict(example_inputs))
+    if callable(example_inputs) and not isinstance(example_inputs, nn.Module):
+        run: Run = example_inputs
+        return run
+    raise UsageError(
+        f"example_inputs {quote(example_inputs)}: expected a tensor, a tuple or a mapping of arguments, or a "
+        "function that takes the model and runs it"
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """Runs a model with arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, model: nn.Module) -> object:
+        """Return what the model returns."""
+        return model(*self.args, **self.kwargs)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Call:
+        """Return the same with a function of each tensor."""
+        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a tensor of its own, which the model may overwrite."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def real(run: Run) -> Run:
+    """Return what runs a model with copies of example inputs, which it may overwrite."""
+    return run.mapped(_copied) if isinstance(run, Call) else run

@@ -1,4 +1,4 @@
-"""Modules around activations: in place of a function, over an input, and rebuilt in backward."""
+"""Modules around activations: one for a function, one that overwrites its input, and two that are rebuilt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fitact.runtime.rebuild import functions
 
 
 class Held(nn.Module):
-    """Is called like the original: with only an input it runs the activation, with more arguments the original.
+    """Called like the original: with only an input it runs the activation, with more arguments the original.
 
     Args:
         activation: computes what the original does with only an input, and keeps less.

@@ -1,6 +1,6 @@
-"""What goes into a model's activations: modules, functions that modules hold, and functions that they call.
+"""The inputs of a model's activations: modules, functions that modules hold, and functions that they call.
 
-Of a gate f(g)·u, which a gated MLP or a module of its own computes, what goes into f is g; u is gathered too.
+For a gate f(g)·u, in a gated MLP or a module of its own, the input of f is g; u is gathered too.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.convert.detect import FUNCTIONS, ActivationSite, Found, activation_sites, parametrised
 from fitact.runtime.convert.functional import ARGUMENTS
-from fitact.runtime.convert.measure import real, runner
 from fitact.runtime.ops.gate_ops import generated_gate
 from fitact.runtime.rebuild.sites import Swap, gated
-from fitact.runtime.restore import check_model, untouched
-from fitact.runtime.torch_internals import FakeTensor, is_compiled, without_torch_function
+from fitact.runtime.restore import check_model, following, has_no_values, real, runner, untouched
+from fitact.runtime.torch_internals import is_compiled, without_torch_function
 from fitact.runtime.wrappers import RebuiltGate
 from fitact.text import OF_U, one_line
 
@@ -57,7 +55,7 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
 
     Args:
         model: the model, with values.
-        batches: of each, a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
+        batches: each is a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
             that takes the model and runs it.
 
     Returns:
@@ -99,10 +97,9 @@ def _check(model: nn.Module, batches: object) -> None:
     check_model(model)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise UsageError(f"batches: expected several batches, as a list, got {quote(batches)}")
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(is_lazy(tensor) for tensor in tensors):
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise UsageError("the model has parameters that are not initialised yet: run it once, then calibrate it")
-    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+    if has_no_values(model):
         raise UsageError("the model's tensors have no values, as they are meta or fake: load its weights first")
     if any(map(is_compiled, model.modules())):
         raise UsageError("the model is compiled: expected it as it was before torch.compile")
@@ -115,7 +112,7 @@ class _Watch:
     Attributes:
         names: the paths of the modules, by identity.
         running: the paths of the modules that run now, the innermost last.
-        inside: how many activations run now: functions that these call are a part of them.
+        inside: how many activations run now; functions that they call are part of them.
         activations: by path, what was seen at it.
         sketches: by path, the distribution of the inputs.
         skipped: notes on activations that cannot be fitted.
@@ -132,10 +129,7 @@ class _Watch:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
-            entered = hooks.register_module_forward_pre_hook(self._enter)
-            stack.callback(entered.remove)
-            left = hooks.register_module_forward_hook(self._leave, always_call=True)
-            stack.callback(left.remove)
+            stack.enter_context(following(self._enter, self._leave))
             keys, gates = set(), [*gated(model)]  # before the activations get hooks
             for site in activation_sites(model):
                 if site.key not in keys:  # one module may be at several places

@@ -1,4 +1,4 @@
-"""The distribution of numbers that stream past: counts in fine fixed cells, none of the numbers kept."""
+"""The distribution of a stream of numbers: counts in fine fixed cells; no number is kept."""
 
 from __future__ import annotations
 

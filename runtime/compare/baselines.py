@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -98,17 +99,10 @@ def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool =
 
         return run
 
-    before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        vars(block)["forward"] = wrap(block.forward)
-    try:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(mock.patch.object(block, "forward", wrap(block.forward)))
         yield
-    finally:
-        for block, old in zip(blocks, before, strict=True):
-            if old is None:
-                del vars(block)["forward"]
-            else:
-                vars(block)["forward"] = old
 
 
 def selectively() -> tuple[Any, Any]:
@@ -168,8 +162,8 @@ class Compiled:
         budget: the value of `torch._functorch.config.activation_memory_budget`.
         saved: the storages that the forward graph passes to the backward graph, without parameters and buffers.
         flops: FLOPs of both graphs.
-        kept: what is kept in fewer bits: `"codes"` of 8 bits as `fitact.compile` chooses them, `"float8"` by
-            PyTorch's own pass; `""` if nothing is.
+        kept: how it is kept in fewer bits: `"codes"` of 8 bits as `fitact.compile` chooses them, or `"float8"` by
+            PyTorch's own pass; `""` if it is not.
 
     """
 
@@ -258,7 +252,7 @@ def compiled(
         budgets: memory budgets between 0 and 1.
         advance: called after the model has been traced, and after each result.
         around: a context for the forward pass, such as autocast.
-        coded: those of the budgets for which what is kept is also counted in codes, and in PyTorch's float8.
+        coded: the budgets for which the bytes are also counted with codes, and with PyTorch's float8.
 
     Returns:
         The result for each budget, and after it those in fewer bits. The graphs go through Inductor's own passes

@@ -12,10 +12,10 @@ from torch import nn
 
 from fitact.runtime.convert.choices import Policy, codings
 from fitact.runtime.convert.detect import REFUSED, ActivationSite, activation_sites
-from fitact.runtime.convert.measure import Run
 from fitact.runtime.convert.replacement import putting
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.rebuild.sites import coded, swapped, swaps
+from fitact.runtime.restore import Run
 
 from .baselines import checkpointed
 
@@ -56,7 +56,7 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
         with replaced(model, method, k) as count:
             pass
         if count:
-            yield Candidate(name, partial(_replacing, model, method, k), count)
+            yield Candidate(name, partial(replaced, model, method, k), count)
         else:
             useless.append(name)
     if useless:
@@ -65,10 +65,10 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
 
 
 def rebuilding(model: nn.Module, run: Run) -> Iterator[Candidate]:
-    """Yield the rebuilding of outputs, if a model has any to rebuild, and with codes, if it has fits for these.
+    """Yield the rebuilding of outputs if a model has any, and that with codes if there are fits for these.
 
-    What modules compute in their own `forward` is rebuilt too. Of fake tensors, whether that gives the same bits
-    cannot be checked.
+    What modules compute in their own `forward` is rebuilt too. With fake tensors it cannot be checked whether that
+    gives the same bits.
 
     Args:
         model: the model.
@@ -105,7 +105,7 @@ def sites_of(model: nn.Module) -> list[ActivationSite]:
 
 
 @contextmanager
-def replaced(model: nn.Module, method: str, bits: int | None) -> Iterator[int]:
+def replaced(model: nn.Module, method: str, bits: int | None, _: Saved | None = None) -> Iterator[int]:
     """Replace a model's activations by fitact's inside the context.
 
     Args:
@@ -121,9 +121,3 @@ def replaced(model: nn.Module, method: str, bits: int | None) -> Iterator[int]:
     replacements = Policy((method,), bits).replacements(sites)
     with putting(replacements, sites):
         yield sum(replacement.kind is not None for replacement in replacements)
-
-
-@contextmanager
-def _replacing(model: nn.Module, method: str, bits: int | None, saved: Saved) -> Iterator[None]:
-    with replaced(model, method, bits):
-        yield

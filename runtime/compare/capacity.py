@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
-TRIES = 6  # of the polynomial's sizes, until the middle of what is left is tried
-REACH = 8  # how far beyond what was measured the polynomial is believed
+TRIES = 6  # sizes from the polynomial, before the middle of what is left is tried
+REACH = 8  # how many times the largest size measured the polynomial is trusted
 
 
 @dataclass
@@ -60,11 +60,12 @@ class Curve:
         return low
 
     def largest(self, room: int) -> int:
-        """Return the largest size that fits; 0 if none. It was measured, and so was the next one, which does not.
+        """Return the largest size that fits; 0 if none. It and the next size, which does not fit, are measured.
 
-        Codes are padded to whole tiles, and a step may need most where the optimizer works, whatever the size. So
-        the bytes are not exactly a polynomial, but they never fall. The polynomial, moved to what was measured
-        last, tells what to measure next, and then the middle. A size far beyond its nodes becomes one of them.
+        Codes are padded to whole tiles, and the peak of a step may be the optimizer's, whatever the size. So the
+        bytes are not exactly a polynomial, but they never fall. The polynomial, shifted to the last measurement,
+        gives the next size to measure; after TRIES sizes it is the middle. A size far beyond the nodes becomes one
+        of them.
         """
         low, high = 0, None if self.limit is None else self.limit + 1  # what fits, and what does not
         off, tries = 0.0, 0

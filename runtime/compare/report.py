@@ -29,13 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from fitact.arguments import flags, integer, positive, real, several
-from fitact.errors import FitactError, UsageError, quote
+from fitact.errors import UsageError, quote
 from fitact.runtime.compile.compile import BUDGET
 from fitact.runtime.convert.choices import check_bits
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, failed, prepare
+from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, prepare
 from fitact.runtime.models.sources import from_callable
+from fitact.runtime.restore import differentiate, explained
 from fitact.text import one_line
 
 from .baselines import Work, compiled, work_of
@@ -110,18 +111,8 @@ def measure(
     if not isinstance(source, Source):
         source = from_callable(source)
     prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], fake=fake)
-    measurement = _Measurement(
-        prepared,
-        DTYPES[autocast] if autocast else None,
-        batch,
-        seq,
-        inputs,
-        budgets,
-        gib,
-        optimizer,
-        peak,
-        progress,
-    )
+    casting = DTYPES[autocast] if autocast else None
+    measurement = _Measurement(prepared, casting, batch, seq, inputs, budgets, gib, optimizer, peak, progress)
     with gpu_kernels():
         return measurement.report(str(training or Training()), bits)
 
@@ -177,12 +168,8 @@ class _Measurement:
         return saved, forward, backward
 
     def run(self, inputs: Inputs) -> list[Tensor]:
-        try:
+        with explained(self.prepared.name, "forward"):
             return self.prepared.run(inputs)
-        except FitactError:
-            raise
-        except Exception as error:
-            raise failed(self.prepared.name, "forward", error) from error
 
     def rebuilt(self) -> list[Candidate]:
         """Return the ways that rebuild outputs."""
@@ -198,12 +185,7 @@ class _Measurement:
         if len(blocks) == 1:
             self.notes.append("no block repeats, so checkpointing treats the whole model as one block")
         modules = [block for _, block in blocks]
-        candidates = [
-            STOCK,
-            *methods(self.model, bits, self.notes),
-            *self.rebuilt(),
-            *checkpoints(modules),
-        ]
+        candidates = [STOCK, *methods(self.model, bits, self.notes), *self.rebuilt(), *checkpoints(modules)]
         results = len(self.budgets) + 2 * self.budgets.count(BUDGET)
         compiling = (8.0, *[4.0] * results) if self.budgets else ()  # tracing, and each result
         self.work_in_all = 10 + len(candidates) * (1 + 6 * (self.gib is not None) + 8 * self.peak) + sum(compiling)
@@ -279,9 +261,7 @@ class _Measurement:
 
     def differentiate(self, outputs: Sequence[Tensor]) -> None:
         try:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        except Exception as error:
-            raise failed(self.prepared.name, "backward", error) from error
+            differentiate(self.prepared.name, outputs)
         finally:
             self.model.zero_grad(set_to_none=True)
 

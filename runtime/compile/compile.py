@@ -52,9 +52,9 @@ def compile_options(
 ) -> CompileOptions:
     """Return options with which `torch.compile` keeps codes for backward.
 
-    The compiler first chooses what to keep, as ever, and computes the rest again. Of what it keeps, masks become
-    bits and other tensors codes of the identity, whose rows are scaled by powers of two. Encoding and decoding are
-    operators that the compiler sees and fuses.
+    As usual, the compiler first chooses what to keep, and computes the rest again. Then masks that it keeps become
+    bits, and other tensors become codes of the identity, with rows scaled by powers of two. Encoding and decoding
+    are operators that the compiler sees and fuses.
 
     Args:
         error: `"exact"` codes only masks, so that no value changes; `"rounding"` uses codes of 8 bits, whose error
@@ -67,10 +67,11 @@ def compile_options(
             batched products.
         inputs: whether inputs that are no parameters become codes. This saves memory where nothing else keeps
             them, as between regions that are compiled one by one.
-        loss: whether what leads to a loss becomes codes; its errors enter every gradient.
-        tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits. Where
-            the code of one serves better what backward computes of a tensor alone, such as an activation's value
-            and derivative, it is used, without a scale. A CPU searches its table in an operator of its own.
+        loss: whether tensors that lead to a loss become codes; their errors enter every gradient.
+        tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits. The code
+            of one is used, without a scale, where it gives smaller errors in what backward computes from a tensor
+            alone, such as an activation's value and derivative. A CPU searches its table in an operator of its
+            own.
 
     Returns:
         A dictionary for the argument `options` of `torch.compile`, with the `report`.

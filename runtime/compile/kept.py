@@ -1,4 +1,4 @@
-"""What a compiled forward graph hands to its backward graph, and what of it may become a code."""
+"""The tensors that a compiled forward graph hands to its backward graph, and which may become codes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def value_of(node: Any) -> Tensor | None:
 
 
 def elements(value: Tensor) -> int:
-    """Return the number of elements, of a dynamic shape as it was when the graph was traced."""
+    """Return the number of elements; for a dynamic shape as it was when the graph was traced."""
     return size_hint(value.numel())
 
 
@@ -64,7 +64,7 @@ CAST = torch.ops.prims.convert_element_type.default
 
 
 def condition_of(node: fx.Node) -> fx.Node | None:
-    """Return what says which of two numbers a node's elements are; None if they are more than two."""
+    """Return the condition that chooses between two numbers for a node's elements; None if there are more."""
     if node.target is not aten.where.self:
         return None
     condition, *others = node.args
@@ -101,7 +101,7 @@ def kept(
 
 
 class _Graph:
-    """A forward graph, and which of its nodes are kept for whom."""
+    """A forward graph, and the roles of its nodes."""
 
     def __init__(self, forward: fx.GraphModule, outputs: int, owned: Collection[int]) -> None:
         inputs = list(forward.graph.find_nodes(op="placeholder"))

@@ -1,4 +1,4 @@
-"""The change to the graphs: what the forward graph hands on becomes codes, looked up in the backward graph."""
+"""Changing graphs: tensors that the forward graph hands on become codes, which the backward graph looks up."""
 
 from __future__ import annotations
 

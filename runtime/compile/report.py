@@ -1,4 +1,4 @@
-"""Records of what became codes in compiled graphs, and the table that they print as."""
+"""Records of what became codes in compiled graphs, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from fitact.text import columns
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class KeptRecord:
         dtype: its dtype.
         before, after: bytes kept, without the code and with it; of sizes that vary, as when the graph was traced.
         code: name of the fit, or `"bits"` for a mask; None if it is left as it is.
-        error: relative root mean square error of what backward computes of it alone; 0 for a mask.
+        error: relative root mean square error of what backward computes from it alone; 0 for a mask.
         reason: why it is left as it is, or why the error is that of the numbers themselves.
 
     """

@@ -1,4 +1,4 @@
-"""The codes that a compiled graph may use, and which of them serves best what backward computes of a tensor."""
+"""The codes that a compiled graph may use, and which of them is best for what backward computes from a tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .codes import Graph
 from .kept import CAST, is_pointwise, is_view
 
 aten = torch.ops.aten
-CANDIDATES = 256  # points of a cell, of which one stands for all
+CANDIDATES = 256  # points of a cell; one of them stands for all
 SAMPLES = 20001  # at which codes are compared
 Function = Callable[[Tensor], Tensor]
 
@@ -212,9 +212,9 @@ def _unit(values: Tensor, weight: Tensor, all_values: Tensor | None = None) -> T
 
 
 def best(places: Sequence[fx.Node], codes: Sequence[Code]) -> tuple[Code, float, str]:
-    """Return the code under which what backward computes of a tensor alone is nearest, the error, and a note.
+    """Return the code that gives the smallest error in what backward computes from a tensor alone; error and note.
 
-    Where that cannot be told, this is the first, with its error for the numbers themselves, and the note says why.
+    If that cannot be told, it is the first code, with its error for the numbers themselves, and the note says why.
 
     Args:
         places: the placeholders that receive the tensor, or views of it.
@@ -230,9 +230,9 @@ def best(places: Sequence[fx.Node], codes: Sequence[Code]) -> tuple[Code, float,
 
 
 def _functions(place: fx.Node) -> Iterator[Function]:
-    """Yield what is computed of a tensor alone, element by element, and then read together with other tensors.
+    """Yield what is computed from a tensor alone, element by element, and then read together with other tensors.
 
-    What another tensor is multiplied by, one after the other, counts as one product.
+    Factors that multiply another tensor one after the other count as one product.
     """
     alone: dict[fx.Node, None] = {place: None}
     for node in place.graph.nodes:
@@ -263,7 +263,7 @@ def _product(nodes: Sequence[fx.Node], place: fx.Node, x: Tensor) -> Tensor:
 
 
 def _last_product(node: fx.Node, alone: Collection[fx.Node]) -> fx.Node:
-    """Return the last of the products that follow each other, each with what is computed of the tensor alone."""
+    """Return the last of the products that follow each other, each with a factor from the tensor alone."""
     mul = torch.ops.aten.mul.Tensor
     while node.target is mul and len(node.users) == 1:
         (user,) = node.users
@@ -286,7 +286,7 @@ def _evaluate(node: fx.Node, place: fx.Node, x: Tensor) -> Tensor:
                 args, kwargs = fx.map_arg((one.args, one.kwargs), value)
                 try:
                     known[one] = target(*args, **kwargs)
-                except (RuntimeError, TypeError) as error:  # it wants more than numbers of one shape
+                except (RuntimeError, TypeError) as error:  # it takes more than numbers of one shape
                     raise _OperatorError(schema_name(target).partition("::")[2]) from error
         return known[one]
 

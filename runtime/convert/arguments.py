@@ -1,4 +1,4 @@
-"""The arguments of `convert`: what is wrong with them, and what their patterns leave."""
+"""The arguments of `convert`: checking them, and what their patterns leave."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fitact.runtime.rebuild.codes import OwnCodes
 from fitact.runtime.rebuild.modules import Rebuilding, original_class
 from fitact.runtime.rebuild.sites import Swap
 from fitact.runtime.records import SiteRecord
+from fitact.runtime.restore import Run
 from fitact.text import few
 
 from .choices import ERRORS, METHODS, Substitutes, check_bits
 from .detect import ActivationSite, recognise
-from .measure import Run, Usage, stock, traces
+from .measure import Usage, stock, traces
 from .probe import agree
 from .replacement import Replacement
 
@@ -84,7 +85,7 @@ def own_classes(substitutes: Mapping[Any, Any]) -> tuple[Substitutes, Substitute
 
 
 def with_own_gates(found: Sequence[Swap], gates: Substitutes, method: str, error: str) -> list[Swap]:
-    """Let gates f(g)·u keep what the user's own generated gates keep, which are chosen by the class of f.
+    """Let gates f(g)·u keep what the user's own generated gates keep, chosen by the class of f.
 
     Raises:
         UsageError: the method keeps no codes; or there is no gate of such a class, or it computes something else.

@@ -207,7 +207,7 @@ def best(
 
 
 def _policies(width: int, error: str, substitutes: Substitutes) -> tuple[list[Policy], list[Policy]]:
-    """Return the policies to choose among at each site, and further ones to compare the mixture with."""
+    """Return the policies to choose from at each site, and further ones to compare the mixture with."""
     policy = partial(Policy, substitutes=substitutes, measured=True)
     alone = policy((), width)
     if error == "exact":
@@ -269,11 +269,11 @@ class Coding:
 def codings(
     method: str, error: str, bits: int | None, bits_u: int | None = None, bits_norms: int | None = None
 ) -> list[Coding]:
-    """Return the codes that a conversion may keep, each to be compared with what the ones before it keep.
+    """Return the codes that a conversion may keep, each to be compared with what the earlier ones keep.
 
-    Codes of 8 bits err by less than 1 %, where bfloat16's rounding errs by up to 0.4 %: `"rounding"` has these
-    alone, and u of gates and the inputs of norms as they are. `"few-bit"` also has fewer bits, 6 by default, and
-    these two in 8 bits.
+    Codes of 8 bits are off by less than 1 %, bfloat16's rounding by up to 0.4 %. `"rounding"` has only these, and
+    keeps u of gates and the inputs of norms as they are. `"few-bit"` also has codes of fewer bits, 6 by default,
+    and codes u and norms in 8 bits.
     """
     if method == "coded":
         return [Coding(bits or CODES, 1, bits_u, bits_norms)]
@@ -288,12 +288,12 @@ def codings(
 def least(
     start: State, stock: Trace, steps: Sequence[Callable[[State], State]], measure: Callable[[State], Trace]
 ) -> tuple[State, Trace]:
-    """Return the state that keeps least, and what it keeps: each step is taken if less is kept then.
+    """Return the state that keeps least, and what it keeps: a step is taken if less is kept after it.
 
     Args:
         start: where to start.
         stock: what it keeps.
-        steps: of a state, each gives another.
+        steps: each gives another state from a state.
         measure: runs the model in a state.
 
     """
@@ -354,7 +354,7 @@ def paying(
     while True:
         (after,) = measure([plan(replacements)])
         kept = left(lasting(replacements, after), after, lambda was: was.kept)
-        if kept == replacements and after.kept > before.kept:  # activations beside these keep what they share
+        if kept == replacements and after.kept > before.kept:  # others keep what they shared with these
             kept = left(kept, after, lambda was: was.alone)
         if kept == replacements:
             return kept, after

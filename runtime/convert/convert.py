@@ -1,4 +1,4 @@
-"""Converting a model in place: its activations are replaced by ones that keep less, and put back."""
+"""Converting a model in place: its activations are replaced by others that keep less, and put back."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fitact.runtime.norms.fold import merge_norms
 from fitact.runtime.rebuild import sites as rebuilding
 from fitact.runtime.rebuild.modules import put_back, reading, standing
 from fitact.runtime.records import Conversion, Gradient, SiteRecord, Unseen
+from fitact.runtime.restore import runner
 from fitact.runtime.torch_internals import is_compiled
 
 from .arguments import (
@@ -32,20 +33,10 @@ from .arguments import (
     patterns,
     with_own_gates,
 )
-from .choices import (
-    ERRORS,
-    Coding,
-    Policy,
-    Substitutes,
-    best,
-    check_coded,
-    codings,
-    least,
-    paying,
-)
+from .choices import ERRORS, Coding, Policy, Substitutes, best, check_coded, codings, least, paying
 from .detect import ActivationSite, activation_sites
 from .gradients import gradient_error, too_far
-from .measure import Plan, Trace, Usage, runner, stock, traces
+from .measure import Plan, Trace, Usage, stock, traces
 from .replacement import Replacement, as_likes, attempt, groups_of, inner, plan, put, putting
 
 
@@ -80,12 +71,12 @@ def convert(
             only rebuilds outputs; `"coded"`, which rebuilds those of activations and gates from codes instead: an
             activation keeps a code of its input, by which its derivative is looked up, and the next trained
             layer looks up its own input by the same code, in place of keeping it. A gate f(g)·u keeps a code of g,
-            and u. Everything else is rebuilt exactly. A layer that `rebuild` has changed must be reverted before.
-            Or `"auto"`, which rebuilds what pays, and then chooses for each activation
-            what keeps least, among leaving it alone and the methods that `error` allows. `"auto"` runs the model
-            in the caller's autocast, so it needs `example_inputs`; freeze what is not trained before. In a model
-            that is compiled, as a whole or in parts, it rebuilds nothing: that is the compiler's choice. The
-            default is `"auto"` if `error` is given, else `"fewbit"`.
+            and u. Everything else is rebuilt exactly. Revert layers that `rebuild` has changed first.
+            Or `"auto"`, which rebuilds what pays, and then chooses what keeps least for each activation, among
+            leaving it alone and the methods that `error` allows. `"auto"` runs the model in the caller's autocast,
+            so it needs `example_inputs`; freeze what is not trained first. In a model that is compiled, as a whole
+            or in parts, it rebuilds nothing: that is the compiler's choice. The default is `"auto"` if `error` is
+            given, else `"fewbit"`.
         bits: the most bits kept per element; by default 3 for Few-Bit, 8 for codes, with `error="few-bit"` 6 too,
             and the fewest possible for the others.
         bits_u: bits of a code of the factor u of gates, 3 to 8; by default u is kept as it is, but coded in 8 bits
@@ -176,17 +167,17 @@ class _Job:
         model: the model.
         method, bits, replace, error: what was asked for, as in `convert`; `replace` without gates.
         gates: the gates of `replace`.
-        own: classes of activations that one replaces oneself.
+        own: classes of activations that the user replaces.
         run: runs the model; None without example inputs, and then nothing is measured.
         rebuilds: whether outputs may be rebuilt.
         chosen: what patterns leave of the model.
         sites, replacements: activations, and what each gets.
         rebuilt, codings: the outputs that are rebuilt; the codes that may be kept.
-        attempt, twins: of the random numbers of a run; makes the copies of the model that are run.
+        attempt, twins: chooses the random numbers of a run; makes the copies of the model that are run.
         before: what the model keeps before activations are replaced, but with merged norms and rebuilt outputs.
         stock_kept: the bytes that the model kept at first.
         was: what each activation kept, by path, before outputs were rebuilt.
-        unseen: what no activation accounts for.
+        unseen: activations that modules compute themselves.
         after: what the converted model keeps.
 
     """
@@ -226,7 +217,7 @@ class _Job:
         check_shipped(self.sites, self.replacements)
 
     def _choose_at(self, sites: Sequence[ActivationSite]) -> None:
-        """Choose what replaces the activations at these places if it is not to be found by what is kept."""
+        """Choose what replaces the activations at these sites, where this is not decided by what is kept."""
         self.sites = self.chosen.sites(sites, self.rebuilds, () if self.before is None else self.before.usages)
         methods = () if self.method in ("auto", "rebuild") else (self.method,)
         self.replacements = Policy(methods, self.bits, self.replace).replacements(self.sites)
@@ -260,7 +251,7 @@ class _Job:
         return refused
 
     def merge_norms(self, include: Patterns, exclude: Patterns) -> list[SiteRecord]:
-        """Merge norms but those whose outputs are rebuilt; return their records."""
+        """Merge norms except those whose outputs are rebuilt; return their records."""
         device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
         coded = any(coding.bits_norms is not None for coding in self.codings)
         spared = self._rebuilt_norms() if coded or not active_autocast(device) else []
@@ -309,7 +300,7 @@ class _Job:
             )
 
     def find_codes(self) -> None:
-        """Find which gates keep codes; and which activations, if that is to be found by what is kept."""
+        """Find which gates keep codes, and which activations, where this is decided by what is kept."""
         if self.before is None:
             for coding in self.codings:
                 self.rebuilt = rebuilding.coded(self.rebuilt, coding.codes)
@@ -332,7 +323,7 @@ class _Job:
         self.replacements, self.rebuilt = [*as_likes(self.sites, replacements, self.before)], [*rebuilt]
 
     def _too_far(self) -> Collection[nn.Module]:
-        """Return the activations and norms that `auto` leaves without codes, which do not suit their inputs."""
+        """Return the activations and norms whose inputs do not suit codes, so that `auto` gives them none."""
         if self.method != "auto" or not self.codings:
             return ()
         assert self.run is not None
@@ -364,7 +355,7 @@ class _Job:
 
 
 def _code_gates(coding: Coding, like: tuple[str, str], state: State) -> State:
-    """Let the gates that are like one another keep codes."""
+    """Let gates that are alike keep codes."""
     replacements, rebuilt = state
     return replacements, tuple(rebuilding.coded(rebuilt, coding.codes, like))
 

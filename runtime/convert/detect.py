@@ -271,7 +271,7 @@ def _module(module: nn.Module, own: frozenset[type]) -> Found | None:
 
 
 def parametrised(before: str, activation: str, given: dict[str, Any]) -> Found:
-    """Return a module or function of PyTorch with given parameters; those that PyTorch refuses are refused."""
+    """Return a module or function of PyTorch with given parameters, refused if PyTorch refuses them."""
     in_place = bool(given.pop("inplace", False))
     approximate = given.pop("approximate", "none")
     if approximate == "tanh":
@@ -335,7 +335,7 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
 
 
 def stated_errors(name: str, what: str = "value") -> str:
-    """Return the errors that a shipped coded fit states for normal inputs; `""` for fits of one's own."""
+    """Return the errors that a shipped coded fit states for normal inputs; `""` for the user's own fits."""
     error = _errors(files("fitact.generated").joinpath("fits", f"{name}.json"))
     if not error:
         return ""
@@ -344,7 +344,7 @@ def stated_errors(name: str, what: str = "value") -> str:
 
 
 def own_errors(gate: Gate) -> str:
-    """Return the errors that a generated gate's fit states for normal inputs; `""` if it lies not beside it."""
+    """Return the errors that a generated gate's fit states for normal inputs; `""` without the fit beside it."""
     home = Path(gate.a.value.__code__.co_filename).parent
     error = _errors(home / "fits" / f"{gate.name}.json")
     return ", ".join(f"{what} off by {100 * error[f'{what}_1']:.2g} %" for what in ("h", "dg", "du") if error)

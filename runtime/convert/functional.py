@@ -19,11 +19,8 @@ from .choices import METHODS, check_bits
 from .detect import FUNCTIONS, SHIPPED, parametrised, shipped_class
 
 IN_PLACE = frozenset(
-    [
-        *("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6", "selu"),
-        *("silu", "threshold"),
-    ]
-)
+    ("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6", "selu", "silu")
+) | {"threshold"}
 KEYWORDS = frozenset(["approximate"])  # arguments that cannot be positional
 
 

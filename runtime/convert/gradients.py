@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from fitact.runtime.rebuild.codes import Table
 from fitact.runtime.records import Gradient
-from fitact.runtime.restore import generators, loss_of, unchanged
-from fitact.runtime.torch_internals import FakeTensor, tree_leaves
+from fitact.runtime.restore import Run, generators, has_no_values, loss_of, real, unchanged
+from fitact.runtime.torch_internals import tree_leaves
 from fitact.text import one_line
 
 from .detect import activation_sites
-from .measure import Plan, Run, real, stock, tensors_of
+from .measure import Plan, stock, tensors_of
 
 Gradients = Sequence[Tensor | None]
 
@@ -39,12 +39,12 @@ def gradient_error(model: nn.Module, run: Run, own: frozenset[type], plan: Plan,
         The error, or why it could not be measured.
 
     """
-    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in model.parameters()):
+    if has_no_values(model):
         return Gradient(note="the model's tensors have no values")
     gradients = partial(_gradients, model, run, own, attempt)
     try:
         return compared(gradients(stock), gradients(plan))
-    except Exception as error:  # the conversion is as good without this measurement
+    except Exception as error:  # the conversion is valid without this measurement
         return Gradient(note=one_line(error))
 
 
@@ -87,15 +87,15 @@ def compared(expected: Gradients, found: Gradients) -> Gradient:
 
 # ------------------------------------------------------------------------------------------- inputs of activations
 
-FAR = 3.0  # times as far off as for normal inputs: codes are not used then
-NUMBERS = 1 << 16  # of an input that are looked at
+FAR = 3.0  # codes are not used where the error is this many times that for normal inputs
+NUMBERS = 1 << 16  # elements of an input that are looked at
 
 
 def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, attempt: int = 0) -> set[nn.Module]:
-    """Return the activations whose codes do not suit what a run gives them.
+    """Return the activations whose codes do not suit their inputs in a run.
 
-    Codes are made for deviations of 0.5 to 4. Values of inputs that are much smaller, or have elements beyond the
-    reach of the codes, are further off: more than three times as far as for normal inputs of deviation 1.
+    Codes are made for deviations of 0.5 to 4. For inputs that are much smaller, or have elements beyond the reach
+    of the codes, values are off by more: here more than three times as much as for normal inputs of deviation 1.
 
     Args:
         model: the model, which is unchanged in the end.
@@ -107,7 +107,7 @@ def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, att
         The modules; none if the model's tensors have no values.
 
     """
-    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in model.parameters()):
+    if has_no_values(model):
         return set()
     errors: dict[nn.Module, float] = {}
 

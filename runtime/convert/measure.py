@@ -1,4 +1,4 @@
-"""What autograd keeps on account of each activation of a model, measured by running it.
+"""What autograd keeps for each activation of a model, measured by running the model.
 
 The model is copied as fake tensors, which have no memory, and the copy is run. Where that is not possible (a copy
 or fake tensors that fail, because the model looks at values) the model itself is run, and put back as it was.
@@ -7,7 +7,7 @@ or fake tensors that fail, because the model looks at values) the model itself i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,28 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fitact.errors import FitactError, UsageError, quote
+from fitact.errors import FitactError, UsageError
 from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
 from fitact.runtime.models.prepare import Statistics, without_packing
 from fitact.runtime.models.twins import Twins, fake
 from fitact.runtime.modes import watching_saved
 from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.records import Unseen
-from fitact.runtime.restore import generators, unchanged
+from fitact.runtime.restore import Call, Run, generators, real, unchanged
 from fitact.runtime.torch_internals import (
     FakeTensorMode,
     is_compiled,
     quiet_fake_tensors,
     storage_id,
     tree_leaves,
-    tree_map_only,
     version_of,
 )
 from fitact.text import one_line, starred
 
 from .detect import ActivationSite, activation_sites
 
-Run = Callable[[nn.Module], object]
 # Replaces activations of the model, given where they are, until the context ends.
 Plan = Callable[[Sequence[ActivationSite]], AbstractContextManager[Any]]
 stock: Plan = nullcontext
@@ -87,46 +85,6 @@ class Trace:
     unseen: tuple[Unseen, ...] = ()
 
 
-def runner(example_inputs: Any) -> Run:
-    """Return what runs a model with example inputs.
-
-    Args:
-        example_inputs: a tensor, a tuple or list of positional arguments, a mapping of named ones, or a function
-            that takes the model and runs it.
-
-    Raises:
-        UsageError: it is none of these.
-
-    """
-    match example_inputs:
-        case Tensor():
-            return _Call((example_inputs,), {})
-        case tuple() | list():
-            return _Call(tuple(example_inputs), {})
-        case Mapping():
-            return _Call((), dict(example_inputs))
-    if callable(example_inputs) and not isinstance(example_inputs, nn.Module):
-        run: Run = example_inputs
-        return run
-    raise UsageError(
-        f"example_inputs {quote(example_inputs)}: expected a tensor, a tuple or a mapping of arguments, or a "
-        "function that takes the model and runs it"
-    )
-
-
-@dataclass(frozen=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, model: nn.Module) -> object:
-        return model(*self.args, **self.kwargs)
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> _Call:
-        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
-        return _Call(args, kwargs)
-
-
 def traces(
     model: nn.Module,
     run: Run,
@@ -148,11 +106,11 @@ def traces(
         own: classes that are activations too.
         plans: replace activations of it.
         attempt: with which random numbers: 0 for those that come next, others are seeds.
-        detail: whether it is told which activations are at no site; not of models with compiled modules.
-        twins: makes the fake copies of the model; it is faster if those of one model are all made by the same.
+        detail: whether to report activations that are at no site; not for models with compiled modules.
+        twins: makes the fake copies of the model; it is faster if one object makes all copies of a model.
 
     Raises:
-        UsageError: the model cannot be run so, is sharded, or nothing in it is trained.
+        UsageError: the model cannot be run, is sharded, or nothing in it is trained.
 
     """
     if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
@@ -182,16 +140,11 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 def faked_run(run: Run, mode: FakeTensorMode) -> Run:
     """Return what runs a model with fake inputs; a function of the user's makes its own."""
-    return run.mapped(partial(fake, mode)) if isinstance(run, _Call) else run
+    return run.mapped(partial(fake, mode)) if isinstance(run, Call) else run
 
 
 class _UntrainedError(UsageError):
     """Nothing that is trained has a part in the output."""
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """Return a tensor of its own, which the model may overwrite."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _fake_traces(
@@ -219,11 +172,6 @@ def _real_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], at
         with unchanged(model):
             trace = _planned_trace(model, real(run), plan, own, detail)
         return replace(trace, random=draws())
-
-
-def real(run: Run) -> Run:
-    """Return what runs a model with copies of example inputs, which it may overwrite."""
-    return run.mapped(_copied) if isinstance(run, _Call) else run
 
 
 def _planned_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], detail: bool) -> Trace:
@@ -339,19 +287,19 @@ class _Watch:
         return tuple({tensor.dtype: None for tensor, _ in self.outputs.get(key, ())})
 
 
-# Functions of one element; those that tell an activation, and those that may be a part of one.
+# Elementwise functions: those that show that there is an activation, and those that may be part of one.
 CURVED = (ACTIVATIONS - {"fitact.forward"}) | {"erf", "exp", "expm1", "log1p"}
 POINTWISE = CURVED | {"abs", "add", "clamp", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul", "neg"}
 POINTWISE |= {"pow", "reciprocal", "rsqrt", "sqrt", "square", "sub", "where"}
 OTHER_KINDS = frozenset(("norm", "loss", "weights", "dropout", "embedding"))
-SMALL = 100  # of what the model keeps, less than its hundredth is not told
+SMALL = 100  # less than a hundredth of what the model keeps is not reported
 
 
 def _unseen(storages: Sequence[Sequence[Kept]], total: int) -> Iterator[Unseen]:
     """Yield which modules compute activations themselves.
 
     Args:
-        storages: for each storage that no site keeps, who keeps it.
+        storages: for each storage that no site keeps, what keeps it.
         total: bytes that the model keeps.
 
     """
@@ -365,6 +313,6 @@ def _unseen(storages: Sequence[Sequence[Kept]], total: int) -> Iterator[Unseen]:
             paths.setdefault(name, set()).add(first.module)
     for name, sizes in sorted(found.items(), key=lambda item: -item[1].total()):
         if sizes.keys() & CURVED and sizes.total() * SMALL >= total:
-            like, *others = paths[name]  # the only one is told as it is
+            like, *others = paths[name]  # a single path is reported without stars
             named = name if others else like
             yield Unseen(named or "the model", sizes.total(), tuple(name for name, _ in sizes.most_common()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,25 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fitact.runtime.learned.uses import EMPTY, PLAIN, Held, by_itself, twin_of
 from fitact.runtime.rebuild.modules import original_class
 from fitact.runtime.torch_internals import unset_fake_temporarily, without_torch_function
 
 # By their names in the catalog, with the parameters that are shipped.
 NAMES = (
     *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid"),
-    *(
-        "mish",
-        "relu",
-        "relu6",
-        "selu",
-        "sigmoid",
-        "silu",
-        "softplus",
-        "softshrink",
-        "softsign",
-        "tanh",
-        "tanhshrink",
-    ),
+    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign", "tanh"),
+    "tanhshrink",
 )
 
 
@@ -53,8 +42,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Tolerances of several float32 roundings: relative to a value, and to the terms of a difference.
 RELATIVE, ABSOLUTE = 1e-5, 2e-6
-PLAIN = frozenset((bool, int, float, str, type(None)))
-EMPTY = frozenset(vars(nn.Module()))
 
 
 def computes(module: nn.Module) -> str | None:
@@ -100,18 +87,10 @@ def argument_of(forward: Callable[..., Any]) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _computed(kind: type[nn.Module], _: Any, held: tuple[tuple[str, type, Any], ...]) -> str | None:
+def _computed(kind: type[nn.Module], _: Any, held: Held) -> str | None:
     """Return what modules of a class with given attributes compute."""
-    with ExitStack() as stack:
-        stack.enter_context(unset_fake_temporarily())
-        stack.enter_context(without_torch_function())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        twin = kind.__new__(kind)
-        nn.Module.__init__(twin)
-        vars(twin).update({name: value for name, _, value in held})
+    with by_itself():
+        twin = twin_of(kind, held)
         try:
             return next((name for name, function in FUNCTIONS.items() if _is(twin, function)), None)
         except Exception:  # an activation would run

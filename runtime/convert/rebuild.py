@@ -24,17 +24,17 @@ def rebuild(
     and peft's adapters, compute them in backward. Masks of dropout are kept as bits. No matrix product and no
     convolution is computed again; the statistics of a batch are.
 
-    With `example_inputs` the model is also run to find the modules that call PyTorch's functions in their own
-    `forward`, and keep less if what these return is rebuilt: activations, products, experts that hold their
-    weights in one tensor, rotary embeddings, casts, and attention. The model is then run with and without these
-    changes, with real tensors. Unless its outputs are the same bit for bit, these modules are left alone.
+    With `example_inputs` the model is also run to find modules that call PyTorch's functions in their own
+    `forward` and keep less if the results are rebuilt: activations, products, experts that hold their weights in
+    one tensor, rotary embeddings, casts, and attention. The model is then run with and without these changes, with
+    real tensors. Unless its outputs are the same bit for bit, these modules are left alone.
 
     If anything else keeps an output, such as a product with another tensor, it is kept as before. An activation or
     a norm that is composed of several operations is computed again in backward, and gives one gradient for each
     time that it reads its input, so that sums round as stock's do. Attention that is not fused keeps one tensor of
     scores, from which softmax, dropout and casts are computed again. Linear layers and convolutions keep no copies
     of weights that autocast casts: these are cast again, so they must not change between forward and backward; if
-    they do, backward raises. The compiler traces the stock model and chooses itself what it keeps. A second
+    they do, backward raises. The compiler traces the stock model and itself chooses what to keep. A second
     derivative raises. Freeze layers and add adapters first. `fitact.revert` puts everything back.
 
     Args:

@@ -1,4 +1,4 @@
-"""What replaces an activation, also where no example reaches; putting it in, and the original back."""
+"""What replaces an activation, also one that no example reaches; putting it in, and putting the original back."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def inner(model: nn.Module) -> nn.Module:
 
 # ----------------------------------------------------------------------------------- sites that no example reaches
 
-ATTEMPTS = 8  # a layer that is left out every other time is run in one of them, except for 1 in 256
+ATTEMPTS = 8  # a layer that is left out half the time is run in one of them, except in 1 case of 256
 
 
 def attempt(sites: Sequence[ActivationSite], measure: Callable[[int], Trace]) -> tuple[int, Trace]:

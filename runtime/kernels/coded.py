@@ -6,12 +6,12 @@ of 8 bits are a byte an element, in memory order.
 
 The tables are in memory, because 255 borders are too many for a tree of selects. A float32 finds its code from its
 upper 16 bits: a table has the code of the least number with these bits, and a few comparisons with the borders
-above add the rest. A number of half precision has no more than 16 bits, so the table has its very code.
+above add the rest. A number of half precision has only 16 bits, so the table has its code itself.
 """
 
 from __future__ import annotations
 
-from .tiles import COLUMNS, ROWS
+from .tiles import COLUMNS, ROWS, existing, load_row, store_row
 from .triton_compat import constexpr, jit, tl
 
 HALF = constexpr(4)  # rows whose codes fit an int32
@@ -21,8 +21,8 @@ HALF = constexpr(4)  # rows whose codes fit an int32
 def code_of(x, table, borders, steps: tl.constexpr):
     """Return the code of x, int32: how many borders lie strictly below, 0 for NaN.
 
-    x: as it is stored. table: 65536 codes, uint8, by the bits of x, or by the upper bits of a float32: then those
-    of the least such number. borders: all of them, float32, then 2^steps or more infinities. steps: of the search
+    x: as it is stored. table: 65536 codes, uint8, by the bits of x; for a float32 by its upper bits, the codes of
+    the least such numbers. borders: all of them, float32, then 2^steps or more infinities. steps: of the search
     among the borders that have the same upper bits.
     """
     if x.dtype == tl.float32:
@@ -51,7 +51,7 @@ def store_words(planes, low, high, bits: tl.constexpr):
 
 @jit
 def load_words(planes, bits: tl.constexpr):
-    """Return what `store_words` has written; bits above the last code are any."""
+    """Return what `store_words` has written; the bits above the last code are arbitrary."""
     column = tl.arange(0, COLUMNS)
     low, high = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
     for plane in tl.static_range(bits):
@@ -70,52 +70,18 @@ def _forward_row(
     x_row, y_row, left, table, borders, value: tl.constexpr, steps: tl.constexpr, whole: tl.constexpr
 ):
     """Write y = value(x) of a row and return the codes, 0 where the tensor has ended."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        x = tl.load(x_row + column)
-        tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty))
-        return code_of(x, table, borders, steps)
-    else:
-        inside = column < left
-        x = tl.load(x_row + column, mask=inside, other=0.0)
-        tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty), mask=inside)
-        return tl.where(inside, code_of(x, table, borders, steps), 0)
-
-
-@jit
-def _load_bytes(row, left, whole: tl.constexpr):
-    """Return the codes of a row, int32, 0 where the tensor has ended."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        return tl.load(row + column).to(tl.int32)
-    else:
-        return tl.load(row + column, mask=column < left, other=0).to(tl.int32)
-
-
-@jit
-def _store_bytes(row, code, left, whole: tl.constexpr):
-    """Write the codes of a row."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        tl.store(row + column, code.to(tl.uint8))
-    else:
-        tl.store(row + column, code.to(tl.uint8), mask=column < left)
+    x = load_row(x_row, left, whole)
+    store_row(y_row, value(x.to(tl.float32)), left, whole)
+    return existing(code_of(x, table, borders, steps), left, whole)
 
 
 @jit
 def _looked_up_row(dy_row, out_row, code, table, left, whole: tl.constexpr):
     """Write dy · table[code] of a row, or table[code] without dy."""
     number = tl.load(table + code)
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        if dy_row is not None:
-            number = tl.load(dy_row + column).to(tl.float32) * number
-        tl.store(out_row + column, number.to(out_row.dtype.element_ty))
-    else:
-        inside = column < left
-        if dy_row is not None:
-            number = tl.load(dy_row + column, mask=inside, other=0.0).to(tl.float32) * number
-        tl.store(out_row + column, number.to(out_row.dtype.element_ty), mask=inside)
+    if dy_row is not None:
+        number = load_row(dy_row, left, whole).to(tl.float32) * number
+    store_row(out_row, number, left, whole)
 
 
 @jit
@@ -132,12 +98,12 @@ def _forward_rows(
     steps: tl.constexpr,
     whole: tl.constexpr,
 ):
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     if bits == 8:
         for row in range(ROWS):
             at, rest = first + row * COLUMNS, left - row * COLUMNS
             code = _forward_row(x + at, y + at, rest, table, borders, value, steps, whole)
-            _store_bytes(codes + at, code, rest, whole)
+            store_row(codes + at, code, rest, whole)
     else:
         low, high = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
         for row in range(HALF):
@@ -150,12 +116,13 @@ def _forward_rows(
 
 @jit
 def _looked_up_rows(dy, codes, table, out, first, left, bits: tl.constexpr, whole: tl.constexpr):
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     if bits == 8:
         for row in range(ROWS):
             at, rest = first + row * COLUMNS, left - row * COLUMNS
             dy_at = None if dy is None else dy + at
-            _looked_up_row(dy_at, out + at, _load_bytes(codes + at, rest, whole), table, rest, whole)
+            code = load_row(codes + at, rest, whole).to(tl.int32)
+            _looked_up_row(dy_at, out + at, code, table, rest, whole)
     else:
         mask: tl.constexpr = (1 << bits) - 1
         low, high = load_words(codes + first // 8 * bits, bits)

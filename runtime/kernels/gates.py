@@ -1,8 +1,8 @@
 """The Triton tile loops of gates h = a(g)·b(u).
 
-The layouts of codes and the tables are those of `coded`. A factor without codes gets its argument itself, and is
-computed again. The arguments may be views: rows of `width` elements, at least COLUMNS, that begin `stride`
-elements apart; `width` is None where they are contiguous. All else is contiguous.
+The layouts of codes and the tables are those of `coded`. A factor without codes is computed again from its
+argument. The arguments may be views: rows of `width` elements, at least COLUMNS, that begin `stride` elements
+apart; `width` is None where they are contiguous. All other tensors are contiguous.
 
 Values are rounded as PyTorch rounds them in two steps: each factor to the dtype, and then the product.
 """
@@ -10,15 +10,15 @@ Values are rounded as PyTorch rounds them in two steps: each factor to the dtype
 from __future__ import annotations
 
 from .coded import HALF, code_of, load_words, store_words
-from .tiles import COLUMNS, ROWS
+from .tiles import COLUMNS, ROWS, existing, load_row, store_row
 from .triton_compat import jit, tl
 
 
 @jit
 def _start(x, first, width, stride):
-    """Return from where a tile is read that begins at an element, and how far behind that it begins.
+    """Return the address from which the tile at `first` is read, and how many elements after it the tile begins.
 
-    With a width that is the row of `first`: to divide numbers of 64 bits takes long, and is done once a tile.
+    With a width, that is the start of a row. Dividing 64-bit numbers is slow, so it is done once a tile.
     """
     if width is None:
         return x + first, 0
@@ -48,30 +48,15 @@ def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
 
 
 @jit
-def _store(row, left, values, whole: tl.constexpr):
-    """Write a row of elements."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        tl.store(row + column, values.to(row.dtype.element_ty))
-    else:
-        tl.store(row + column, values.to(row.dtype.element_ty), mask=column < left)
-
-
-@jit
 def _coded(x, codes, left, first, borders, bits: tl.constexpr, steps: tl.constexpr, whole: tl.constexpr):
-    """Return the codes of a row for a word, 0 where the tensor has ended; those of 8 bits are written, too."""
-    column = tl.arange(0, COLUMNS)
+    """Return the codes of a row for a word, 0 where the tensor has ended; write them if they have 8 bits."""
     if bits == 0:
         return tl.zeros((COLUMNS,), tl.int32)
     else:
         code = code_of(x, first, borders, steps)
         if bits == 8:
-            _store(codes, left, code, whole)
-            return code
-        elif whole:
-            return code
-        else:
-            return tl.where(column < left, code, 0)
+            store_row(codes, code, left, whole)
+        return existing(code, left, whole)
 
 
 @jit
@@ -85,7 +70,7 @@ def _forward_row(
     y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
     dtype: tl.constexpr = h.dtype.element_ty
     product = a(x.to(tl.float32)).to(dtype).to(tl.float32) * b(y.to(tl.float32)).to(dtype).to(tl.float32)
-    _store(h + offset, left, product, whole)
+    store_row(h + offset, product, left, whole)
     row_g = codes_g + offset if bits_g == 8 else codes_g
     row_u = codes_u + offset if bits_u == 8 else codes_u
     code_g = _coded(x, row_g, left, first_g, borders_g, bits_g, steps_g, whole)
@@ -95,7 +80,7 @@ def _forward_row(
 
 @jit
 def _of_tile(codes, first, bits: tl.constexpr):
-    """Return where the codes of a tile begin; without bits there are none."""
+    """Return the address where the codes of a tile begin; without bits there are none."""
     if bits == 0:
         return codes
     else:
@@ -108,7 +93,7 @@ def _forward_rows(
     first, left, a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, steps_g: tl.constexpr,
     bits_u: tl.constexpr, steps_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
     h += first
@@ -138,45 +123,25 @@ def _forward_rows(
 
 @jit
 def gate_forward_tile(
-    g,
-    u,
-    h,
-    codes_g,
-    first_g,
-    borders_g,
-    codes_u,
-    first_u,
-    borders_u,
-    width_g,
-    stride_g,
-    width_u,
-    stride_u,
-    n,
-    a: tl.constexpr,
-    b: tl.constexpr,
-    bits_g: tl.constexpr,
-    steps_g: tl.constexpr,
-    bits_u: tl.constexpr,
+    g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u, stride_u, n,
+    a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, steps_g: tl.constexpr, bits_u: tl.constexpr,
     steps_u: tl.constexpr,
-):
+):  # fmt: skip
     """Forward on the tile of this program: g and u (n,) → h (n,) and codes.
 
-    a, b: device functions, float32 → float32. bits: of codes; 0 without,
-    then what belongs to these is None.
-    first, borders, steps: as `code_of` takes them.
+    a, b: device functions, float32 → float32. bits: of codes; 0 means none, and what belongs to them
+    is None. first, borders, steps: as `code_of` takes them.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
         _forward_rows(
             g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u,
-            stride_u,
-            first, 0, a, b, bits_g, steps_g, bits_u, steps_u, True,
+            stride_u, first, 0, a, b, bits_g, steps_g, bits_u, steps_u, True,
         )  # fmt: skip
     else:
         _forward_rows(
             g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u,
-            stride_u,
-            first, (n - first).to(tl.int32), a, b, bits_g, steps_g, bits_u, steps_u, False,
+            stride_u, first, (n - first).to(tl.int32), a, b, bits_g, steps_g, bits_u, steps_u, False,
         )  # fmt: skip
 
 
@@ -197,12 +162,12 @@ def _kept(kept, behind, offset, left, word, width, stride, bits: tl.constexpr, w
     elif bits < 8:
         return word & ((1 << bits) - 1)
     else:
-        return _load(kept, behind, offset, left, None, None, whole).to(tl.int32)
+        return load_row(kept + offset, left, whole).to(tl.int32)
 
 
 @jit
 def _number(kept, table, function: tl.constexpr, bits: tl.constexpr):
-    """Return a function of what is kept of a row: of elements, or looked up by codes; without a table it is 1."""
+    """Return a function of a row's elements, or its values for codes by a table; without a table they are 1."""
     if bits == 0:
         return function(kept)
     elif table is None:
@@ -217,19 +182,19 @@ def _backward_row(
     width_u, stride_u, offset, left, word_g, word_u, a: tl.constexpr, da: tl.constexpr, b: tl.constexpr,
     db: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Write dg and du of a row, for which all is read before anything is written: each is read once then."""
+    """Write dg and du of a row; everything is read before anything is written, so each tensor is read once."""
     dtype: tl.constexpr = dh.dtype.element_ty
-    grad = _load(dh, 0, offset, left, None, None, whole).to(tl.float32)
+    grad = load_row(dh + offset, left, whole).to(tl.float32)
     x = _kept(g, behind_g, offset, left, word_g, width_g, stride_g, bits_g, whole)
     y = _kept(u, behind_u, offset, left, word_u, width_u, stride_u, bits_u, whole)
     if dg is not None:
         value = _number(y, values_u, b, bits_u).to(dtype).to(tl.float32)
         passed = (grad * value).to(dtype).to(tl.float32)
-        _store(dg + offset, left, passed * _number(x, derivatives_g, da, bits_g), whole)
+        store_row(dg + offset, passed * _number(x, derivatives_g, da, bits_g), left, whole)
     if du is not None:
         value = _number(x, values_g, a, bits_g).to(dtype).to(tl.float32)
         passed = (grad * value).to(dtype).to(tl.float32)
-        _store(du + offset, left, passed * _number(y, derivatives_u, db, bits_u), whole)
+        store_row(du + offset, passed * _number(y, derivatives_u, db, bits_u), left, whole)
 
 
 @jit
@@ -238,7 +203,7 @@ def _backward_rows(
     first, left, a: tl.constexpr, da: tl.constexpr, b: tl.constexpr, db: tl.constexpr,
     bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     dh += first
     if dg is not None:
         dg += first
@@ -265,7 +230,7 @@ def _backward_rows(
 
 @jit
 def _start_kept(kept, first, width, stride, bits: tl.constexpr):
-    """Return from where what is kept of a tile is read, as `_start` does; codes have no rows."""
+    """Return what `_start` returns, for what is kept of an argument; codes have no rows."""
     if bits == 0:
         return _start(kept, first, width, stride)
     else:
@@ -280,22 +245,19 @@ def gate_backward_tile(
 ):  # fmt: skip
     """Backward on the tile of this program: dh (n,) and what is kept → dg and du (n,), each None if not wanted.
 
-    g, u: the arguments, or their codes if `bits` is not 0. values, derivatives: the tables of these, else None;
-    derivatives that are all 1 have none. da, db: device functions like a and b, their derivatives; None where
-    codes are kept.
+    g, u: the arguments, or their codes if `bits` is not 0. values, derivatives: the tables for codes, else None;
+    derivatives that are all 1 have no table. da, db: device functions, the derivatives of a and b; None for codes.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:
         _backward_rows(
             dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g, width_u,
-            stride_u,
-            first, 0, a, da, b, db, bits_g, bits_u, True,
+            stride_u, first, 0, a, da, b, db, bits_g, bits_u, True,
         )  # fmt: skip
     else:
         _backward_rows(
             dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g, width_u,
-            stride_u,
-            first, (n - first).to(tl.int32), a, da, b, db, bits_g, bits_u, False,
+            stride_u, first, (n - first).to(tl.int32), a, da, b, db, bits_g, bits_u, False,
         )  # fmt: skip
 
 
@@ -310,7 +272,7 @@ def _value_row(
     y = _kept(u, behind_u, offset, left, word_u, width_u, stride_u, bits_u, whole)
     value_g = _number(x, values_g, a, bits_g).to(dtype).to(tl.float32)
     value_u = _number(y, values_u, b, bits_u).to(dtype).to(tl.float32)
-    _store(h + offset, left, value_g * value_u, whole)
+    store_row(h + offset, value_g * value_u, left, whole)
 
 
 @jit
@@ -318,7 +280,7 @@ def _value_rows(
     g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr,
     b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     h += first
     g, behind_g = _start_kept(g, first, width_g, stride_g, bits_g)
     u, behind_u = _start_kept(u, first, width_u, stride_u, bits_u)
@@ -350,7 +312,6 @@ def gate_value_tile(
         )  # fmt: skip
     else:
         _value_rows(
-            g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a,
-            b,
-            bits_g, bits_u, False,
+            g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32),
+            a, b, bits_g, bits_u, False,
         )  # fmt: skip

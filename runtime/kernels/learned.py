@@ -1,12 +1,12 @@
 """The Triton kernels of formulas with learned numbers.
 
-The numbers are a matrix, float32: a row for each, with a column for each channel, or with one column. Device
-functions take x and the numbers, which a program loads once for all elements that share them. So what depends on
-numbers alone is computed once, and what two functions have in common is computed once for an element.
+The numbers are a float32 matrix: a row for each, with a column for each channel or one column. Device functions
+take x and the numbers, which a program loads once for all elements that share them. So what depends on the numbers
+alone is computed once, and what two functions have in common is computed once for an element.
 
-Backward goes by blocks of (rows, channels, inner), so that a block's elements that share a channel are summed in
-the program: the sums of all blocks are written, and added up afterwards, always in the same order. The layouts of
-codes and tables are those of `coded`.
+Backward goes by blocks of (rows, channels, inner). A program sums a block's elements that share a channel and
+writes the sums; these are added up afterwards, always in the same order. The layouts of codes and tables are those
+of `coded`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .coded import HALF, code_of, store_words
 from .tiles import COLUMNS, ROWS
 from .triton_compat import constexpr, jit, tl
 
-TRIPS = constexpr(8)  # of a program in backward, each over as many elements as
-BLOCK = constexpr(2048)
-HEIGHT, WIDTH = constexpr(16), constexpr(128)  # or rows and channels, where the channels lie beside each other
+TRIPS = constexpr(8)  # of a program in backward
+BLOCK = constexpr(2048)  # elements of a trip
+HEIGHT, WIDTH = constexpr(16), constexpr(128)  # rows and channels of a trip where channels lie beside each other
 
 
 @jit
@@ -31,7 +31,7 @@ def _loaded(place, stride, count: tl.constexpr):
 
 @jit
 def _of_row(numbers, start, channels, inner, count: tl.constexpr):
-    """Return the numbers of a row of elements; where there are no channels, they are loaded already."""
+    """Return the numbers of a row of elements; without channels, `numbers` are loaded already."""
     if channels is None:
         return numbers
     elif inner is None:
@@ -181,9 +181,7 @@ def learned_value_tile(
     """Write y of the tile of this program from what is kept: x, or codes if `bits` is not 0."""
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if bits == 0:
-        learned_forward_tile(
-            kept, y, None, None, None, numbers, channels, inner, n, value, count, bits, 0
-        )  # fmt: skip
+        learned_forward_tile(kept, y, None, None, None, numbers, channels, inner, n, value, count, bits, 0)
     else:
         given = _loaded(numbers, 1, count) if channels is None else numbers
         for row in range(ROWS):
@@ -287,7 +285,7 @@ def learned_backward_block(
     """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
 
     The tensors are (rows, channels, inner) in memory. A program makes TRIPS trips, each over BLOCK elements of one
-    channel, or, if `inner` is None, as in place of 1, over HEIGHT rows of WIDTH channels.
+    channel, or over HEIGHT rows of WIDTH channels if `inner` is None, which stands for 1.
 
     dx, sums: None if not wanted; sums: (blocks of a channel, count, channels), float32. channels: None for one.
     derivative, gradient: device functions of x and of the numbers; gradient takes the number of the row, too.

@@ -10,7 +10,7 @@ from .triton_compat import jit, tl
 
 @jit
 def _fraction(u, n):
-    """exp(u − n·log 2), with log 2 in two parts, of which n times the first is exact."""
+    """exp(u − n·log 2), with log 2 in two parts; n times the first part is exact."""
     return tl.exp2(1.4426950408889634 * ((u - n * 0.693359375) + n * 0.00021219444005469058))
 
 
@@ -86,7 +86,7 @@ def _log1p_unit(t):
 @jit
 def softplus(u):
     """log(1 + exp(u)), without overflow."""
-    return tl.maximum(u, 0.0) + _log1p_unit(exponential(-tl.abs(u)))  # which is NaN for NaN
+    return tl.maximum(u, 0.0) + _log1p_unit(exponential(-tl.abs(u)))  # the second term is NaN for NaN
 
 
 @jit
@@ -104,7 +104,7 @@ def _signed(size, u):
 
 @jit
 def _decay(u):
-    """T = exp(−2|u|), and r and e with (1 + e) r = 1/(1 + t); a division would take more instructions."""
+    """Return t = exp(−2|u|), and r and e with (1 + e) r = 1/(1 + t); a division would take more instructions."""
     t = exponential(-2.0 * tl.abs(u))
     root = tl.rsqrt(1.0 + t)
     r = root * root
@@ -133,7 +133,7 @@ def sech2(u):
 
 @jit
 def _decay_half(u):
-    """Q = 2t/(1 + t) and r = 2/(1 + t) with t = exp(−2|u|), to 1e−6 (1 + |u|): 1 − q is |tanh u|, q·r is sech²."""
+    """Return q = 2t/(1 + t), r = 2/(1 + t); t = exp(−2|u|), to 1e−6 (1 + |u|): 1 − q is |tanh u|, q·r sech²."""
     t = tl.exp2(-2.8853900817779268 * tl.abs(u))
     root = tl.rsqrt(0.5 * t + 0.5)
     r = root * root

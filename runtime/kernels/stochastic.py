@@ -2,19 +2,19 @@
 
 A *position* is a whole number of 1/65536 that rises by 1 from node to node; adding a random number of 16 bits and
 rounding down draws the code. A table has the positions of all numbers of bfloat16. A float32 lies between two of
-them, which the upper 16 bits find; the position is interpolated between theirs. All this is whole numbers, so that
+them, which the upper 16 bits find; its position is interpolated between theirs. All of these are integers, so
 `ops.reference` draws the same codes.
 
 The 128 bits that Philox makes of one counter serve the eight elements of a column of a tile: row r takes the lower
-half of word r, and row r + 4 the upper half of it. The counter is 1024 · tile + column, and above it, where a gate
-draws codes of both arguments, 1 for those of u.
+half of word r, and row r + 4 its upper half. The lower half of the counter is 1024 · tile + column. Its upper half
+is 0, or 1 for codes of a gate's argument u.
 """
 
 from __future__ import annotations
 
-from .coded import HALF, _store_bytes, store_words
-from .gates import _load, _of_tile, _start, _store
-from .tiles import COLUMNS, ROWS
+from .coded import HALF, store_words
+from .gates import _load, _of_tile, _start
+from .tiles import COLUMNS, ROWS, existing, load_row, store_row
 from .triton_compat import constexpr, jit, tl
 
 NAN = constexpr(0x7FFF)  # bits of one in bfloat16
@@ -37,22 +37,16 @@ def position_of(x, table):
 @jit
 def _drawn_row(x_row, y_row, left, random, table, value: tl.constexpr, whole: tl.constexpr):
     """Write y = value(x) of a row and return the codes, 0 where the tensor has ended; random: 16 bits."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        x = tl.load(x_row + column)
-        tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty))
-        return (position_of(x, table) + random) >> 16
-    inside = column < left
-    x = tl.load(x_row + column, mask=inside, other=0.0)
-    tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty), mask=inside)
-    return tl.where(inside, (position_of(x, table) + random) >> 16, 0)
+    x = load_row(x_row, left, whole)
+    store_row(y_row, value(x.to(tl.float32)), left, whole)
+    return existing((position_of(x, table) + random) >> 16, left, whole)
 
 
 @jit
 def _random_words(first, table, seed, stream: tl.constexpr):
     """Return four random words for each column of the tile that begins at `first`."""
-    # a load, of the position of NaN, which is 0: so the numbers are made by the threads that need them. Otherwise
-    # Triton spreads them over the threads in another way, and moves them through shared memory
+    # The position of NaN is 0. Because it is loaded, the threads that need the numbers make them; otherwise Triton
+    # spreads them over the threads in another way, and moves them through shared memory
     zero = tl.load(table + (tl.zeros((COLUMNS,), tl.int32) + NAN))
     counter = first // ROWS + tl.arange(0, COLUMNS) + zero
     lower, upper = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
@@ -63,7 +57,7 @@ def _random_words(first, table, seed, stream: tl.constexpr):
 def _drawn_rows(
     x, y, codes, first, left, table, seed, value: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr
 ):
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     word, second, third, fourth = _random_words(first, table, seed, 0)
     low, high = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
     for row in range(HALF):
@@ -71,14 +65,14 @@ def _drawn_rows(
         random = (word & 0xFFFF).to(tl.int32)
         code = _drawn_row(x + at, y + at, rest, random, table, value, whole)
         if bits == 8:
-            _store_bytes(codes + at, code, rest, whole)
+            store_row(codes + at, code, rest, whole)
         else:
             low |= code << (bits * row)
         at, rest = at + HALF * COLUMNS, rest - HALF * COLUMNS
         random = (word >> 16).to(tl.int32)
         code = _drawn_row(x + at, y + at, rest, random, table, value, whole)
         if bits == 8:
-            _store_bytes(codes + at, code, rest, whole)
+            store_row(codes + at, code, rest, whole)
         else:
             high |= code << (bits * row)
         word, second, third, fourth = second, third, fourth, word
@@ -111,19 +105,14 @@ def _words_if(first, table, seed, stream: tl.constexpr, bits: tl.constexpr):
 
 @jit
 def _drawn(x, codes, left, random, table, bits: tl.constexpr, whole: tl.constexpr):
-    """Return the codes of a row for a word, 0 where the tensor has ended; those of 8 bits are written, too."""
-    column = tl.arange(0, COLUMNS)
+    """Return the codes of a row for a word, 0 where the tensor has ended; write them if they have 8 bits."""
     if bits == 0:
         return tl.zeros((COLUMNS,), tl.int32)
     else:
         code = (position_of(x, table) + random.to(tl.int32)) >> 16
         if bits == 8:
-            _store(codes, left, code, whole)
-            return code
-        elif whole:
-            return code
-        else:
-            return tl.where(column < left, code, 0)
+            store_row(codes, code, left, whole)
+        return existing(code, left, whole)
 
 
 @jit
@@ -137,7 +126,7 @@ def _drawn_gate_row(
     y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
     dtype: tl.constexpr = h.dtype.element_ty
     product = a(x.to(tl.float32)).to(dtype).to(tl.float32) * b(y.to(tl.float32)).to(dtype).to(tl.float32)
-    _store(h + offset, left, product, whole)
+    store_row(h + offset, product, left, whole)
     row_g = codes_g + offset if bits_g == 8 else codes_g
     row_u = codes_u + offset if bits_u == 8 else codes_u
     code_g = _drawn(x, row_g, left, random_g, table_g, bits_g, whole)
@@ -150,7 +139,7 @@ def _drawn_gate_rows(
     g, u, h, codes_g, table_g, codes_u, table_u, seed, width_g, stride_g, width_u, stride_u, first, left,
     a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    """Do the tile that begins at `first`, of which `left` elements are there if it is not whole."""
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
     h += first
@@ -184,28 +173,13 @@ def _drawn_gate_rows(
 
 @jit
 def drawn_gate_forward_tile(
-    g,
-    u,
-    h,
-    codes_g,
-    table_g,
-    codes_u,
-    table_u,
-    seed,
-    width_g,
-    stride_g,
-    width_u,
-    stride_u,
-    n,
-    a: tl.constexpr,
-    b: tl.constexpr,
-    bits_g: tl.constexpr,
-    bits_u: tl.constexpr,
-):
+    g, u, h, codes_g, table_g, codes_u, table_u, seed, width_g, stride_g, width_u, stride_u, n,
+    a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, bits_u: tl.constexpr,
+):  # fmt: skip
     """Forward on the tile of this program: g and u (n,) → h (n,) and codes that are drawn at random.
 
-    a, b: device functions, float32 → float32. bits: of codes; 0 without, then what belongs to these is None.
-    table: as `position_of` takes it. seed: int64, (1,). width, stride: as in `gates`.
+    a, b: device functions, float32 → float32. bits: of codes; 0 means none, and what belongs to them
+    is None. table: as `position_of` takes it. seed: int64, (1,). width, stride: as in `gates`.
     """
     first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     if first + ROWS * COLUMNS <= n:

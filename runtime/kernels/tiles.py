@@ -68,7 +68,7 @@ def _horner(
 ):
     """Return a polynomial: rows of `width` coefficients, the highest power first, in column first + stride·code.
 
-    Leading powers that neither of two codes has are left out, but for t itself, which hands on NaN.
+    Leading powers that neither of two codes has are left out, except t itself, which passes NaN on.
     """
     if size == 2 and degree > 1 and table[first] == 0.0 and table[first + stride] == 0.0:
         return _horner(t, code, table, degree - 1, size, width, first + width, stride)
@@ -83,7 +83,7 @@ def _horner(
 def _polynomial(t, code, ends: tl.constexpr, table: tl.constexpr, degree: tl.constexpr, size: tl.constexpr):
     """Return a polynomial at t clamped, each element by the numbers of its code, as `quotient` takes them.
 
-    Of four codes the two in the middle and the two outside have very different degrees, and are done by pairs.
+    With four codes, the middle two and the outer two have very different degrees: each pair is done by itself.
     """
     if size == 4:
         half = code >> 1
@@ -105,7 +105,7 @@ def quotient(
     q: tl.constexpr,
     size: tl.constexpr,
 ):
-    """Return P(t)/Q(t) with t clamped, each element by the numbers of its code, of which there are `size`.
+    """Return P(t)/Q(t) with t clamped, each element by the numbers of its code; there are `size` codes.
 
     ends: the lower and then the upper ends of the interval to clamp to, by code. numerator, denominator: the
     coefficients of P and Q by code, a row for each power, the highest first. p, q: the degrees of P and Q.
@@ -118,52 +118,50 @@ def quotient(
 
 
 @jit
-def _value_row(x_row, y_row, left, value: tl.constexpr, whole: tl.constexpr):
-    """Write y = value(x) of a row and return x, 0 where the tensor has ended."""
+def load_row(row, left, whole: tl.constexpr):
+    """Return a row as it is stored, 0 where the tensor has ended; `whole`: all of its elements exist."""
     column = tl.arange(0, COLUMNS)
     if whole:
-        x = tl.load(x_row + column).to(tl.float32)
-        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty))
-        return x
+        return tl.load(row + column)
     else:
-        inside = column < left
-        x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty), mask=inside)
-        return x
+        return tl.load(row + column, mask=column < left, other=0)
+
+
+@jit
+def store_row(row, values, left, whole: tl.constexpr):
+    """Write the elements of a row that exist, in their own dtype."""
+    column = tl.arange(0, COLUMNS)
+    if whole:
+        tl.store(row + column, values.to(row.dtype.element_ty))
+    else:
+        tl.store(row + column, values.to(row.dtype.element_ty), mask=column < left)
+
+
+@jit
+def existing(code, left, whole: tl.constexpr):
+    """Return the codes of a row, 0 where the tensor has ended."""
+    if whole:
+        return code
+    else:
+        return tl.where(tl.arange(0, COLUMNS) < left, code, 0)
 
 
 @jit
 def _forward_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
     """Write y = value(x) of a row and return code(x), 0 where the tensor has ended or without codes."""
-    x = _value_row(x_row, y_row, left, value, whole)
+    x = load_row(x_row, left, whole).to(tl.float32)
+    store_row(y_row, value(x), left, whole)
     if code is None:
         return tl.zeros((COLUMNS,), tl.int32)
-    elif whole:
-        return code(x)
     else:
-        return tl.where(tl.arange(0, COLUMNS) < left, code(x), 0)
-
-
-@jit
-def _load_row(row, left, whole: tl.constexpr):
-    """Return a row in float32, 0 where the tensor has ended."""
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        return tl.load(row + column).to(tl.float32)
-    else:
-        return tl.load(row + column, mask=column < left, other=0.0).to(tl.float32)
+        return existing(code(x), left, whole)
 
 
 @jit
 def _backward_row(dy_row, y_row, dx_row, code, left, derivative: tl.constexpr, whole: tl.constexpr):
     """Write dx = dy · derivative(y, code) of a row."""
-    factor = derivative(None if y_row is None else _load_row(y_row, left, whole), code)
-    dx = (_load_row(dy_row, left, whole) * factor).to(dx_row.dtype.element_ty)
-    column = tl.arange(0, COLUMNS)
-    if whole:
-        tl.store(dx_row + column, dx)
-    else:
-        tl.store(dx_row + column, dx, mask=column < left)
+    factor = derivative(None if y_row is None else load_row(y_row, left, whole).to(tl.float32), code)
+    store_row(dx_row, load_row(dy_row, left, whole).to(tl.float32) * factor, left, whole)
 
 
 @jit

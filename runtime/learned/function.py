@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.autograd import inverse, may_need_gradient, memory_order, with_signature
-from ..ops.library import DTYPES, KERNEL_DEVICES, ops
+from ..ops.autograd import inverse, may_need_gradient, memory_order
+from ..ops.library import KERNEL_DEVICES, Gradients, check_dtype, ops, with_signature
+from ..ops.reference import arithmetic_dtype
 from ..recipes import note
-from .ops import Learned, find, prepare, refuse_second_derivative
+from .ops import Learned, find, prepare
 
 
 def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
@@ -23,14 +24,14 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
             keeps its own shard; a partial DTensor is summed over the processes first.
         numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel,
-            of any shape; DTensors of the mesh of x if x is one. All is computed in float32, beside a float64 x in
-            float64.
+            of any shape; DTensors of the mesh of x if x is one. The arithmetic is in float32, or in float64 if x
+            is.
         dim: the dimension of x that the channels lie along; unused where every number has one element.
         key: the key of a registered formula.
 
     Returns:
-        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). Unless it is itself what
-        is kept, it carries a note of how to compute it again, which layers that `fitact.rebuild` has changed find.
+        A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). Unless the output is
+        what is kept, it carries a note of how to compute it again, for layers that `fitact.rebuild` has changed.
 
     Raises:
         TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others
@@ -43,7 +44,7 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     _check(formula, x, numbers, dim, wide)
     if _mesh(x) is not None:
         return _distributed(x, numbers, dim % x.dim() if wide else -1, key)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = arithmetic_dtype(x)
     dim = dim % x.dim() if wide else 0
     channels = x.shape[dim] if wide else 1
     if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
@@ -119,38 +120,13 @@ def _differentiable(x: Tensor, numbers: Tensor, dim: int, key: str) -> Tensor:
     formula = find(key)
     if formula.keeps_output:
         return y
-    again = Again(key, inner, y.shape, y.dtype)
+    again = partial(ops.learned_value, inner=inner, size=y.shape, dtype=y.dtype, key=key)
     return note(y, again, formula.kept(x, y, codes), numbers, exact=not formula.bits)
-
-
-@dataclass(frozen=True)
-class Again:
-    """An output computed again from x, or what stands in place of it, from the point of x's code.
-
-    Attributes:
-        key: of the formula.
-        inner: elements of a channel beside each other.
-        size: of the output.
-        dtype: of the output.
-
-    """
-
-    key: str
-    inner: int
-    size: torch.Size
-    dtype: torch.dtype
-
-    def __call__(self, kept: Tensor, numbers: Tensor) -> Tensor:
-        """Return the output."""
-        y: Tensor = ops.learned_value(kept, numbers, self.inner, self.size, self.dtype, self.key)
-        return y
 
 
 def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
     """Raise unless x is a tensor that the formula takes, and each number has one element or one a channel."""
-    if getattr(x, "dtype", None) not in DTYPES:
-        found = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{formula.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}")
+    check_dtype(formula.name, x)
     meshes = [_mesh(one) for one in (x, *numbers)]
     if any(mesh != meshes[0] for mesh in meshes):
         found = ", ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
@@ -192,47 +168,17 @@ class _Formula(torch.autograd.Function):
             return None, None, None, None
         kept, numbers, autograd_anchor = ctx.saved_tensors
         wants_x, wants_numbers = ctx.needs_input_grad[:2]
-        dx, found = _Gradients.apply(
-            dy.contiguous(), autograd_anchor, kept, numbers, ctx.inner, wants_x, wants_numbers, ctx.key
-        )
+        arguments = dy.contiguous(), kept, numbers, ctx.inner, wants_x, wants_numbers, ctx.key
+        dx, found = Gradients.apply(find(ctx.key).name, autograd_anchor, "learned_backward", *arguments)
         return dx if wants_x else None, found if wants_numbers else None, None, None
-
-
-class _Gradients(torch.autograd.Function):
-    """The gradients, which cannot be differentiated again: without this, second derivatives would be wrong."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @with_signature
-    def forward(
-        dy: Tensor,
-        autograd_anchor: Tensor,
-        kept: Tensor,
-        numbers: Tensor,
-        inner: int,
-        wants_x: bool,
-        wants_numbers: bool,
-        key: str,
-    ) -> tuple[Tensor, Tensor]:
-        dx, found = ops.learned_backward(dy, kept, numbers, inner, wants_x, wants_numbers, key)
-        return dx, found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.key = inputs[7]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)
 
 
 class LearnedModule(nn.Module):
     """The module of a formula; its learned numbers are parameters.
 
     Args:
-        channels: how many channels x has, for the numbers of which there is one a channel; their parameters are
-            (channels,), those of the others (1,). None for a formula without such numbers.
+        channels: how many channels x has. Numbers with a value for each channel have parameters (channels,), the
+            others (1,). None for a formula without such numbers.
         dim: the dimension of x that the channels lie along: the last, or 1 for images.
         device: of the parameters.
         dtype: of the parameters, by default PyTorch's.

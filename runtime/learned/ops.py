@@ -9,11 +9,11 @@
     ) -> Tensor y
 
 They are opaque to PyTorch like those of `ops.autograd`, and see contiguous tensors. `kept` is x, its codes, or y;
-the two bools say which gradients are wanted. `numbers` is a row for each number with a column for each channel, or
-one column: float64 beside float64, else float32. Element i has channel (i // inner) mod channels.
+the two bools say which gradients are wanted. `numbers` has a row for each number, and a column for each channel or
+one column; it is float64 if x is, else float32. Element i has channel (i // inner) mod channels.
 
-The gradients of numbers are sums over elements. They are added up in the dtype of `numbers`: the parts of the
-tensor first, and then these, always in the same order and without atomics.
+The gradients of numbers are sums over elements, in the dtype of `numbers`: first over parts of the tensor, then
+over these, always in the same order and without atomics.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from ..kernels.learned import BLOCK, HEIGHT, TRIPS, WIDTH
 from ..ops import reference
 from ..ops.factors import CodedFactor, Factor
-from ..ops.launch import Launch, options
+from ..ops.launch import Launch, options, threads_of
 from ..ops.library import KERNEL_DTYPES, Op, Registry, alone, define, ops, save_key
 from ..torch_internals import constant_in_graphs
 
@@ -57,7 +57,7 @@ class Learned:
         derivative: likewise in x, of what is kept and the numbers.
         gradients: likewise in each number.
         forward, backward, again: Triton kernels; their arguments are those that the functions below launch them
-            with. None computes the output again where it is what is kept.
+            with. `again` is None where the output is what is kept.
         keeps_output: whether y is kept in place of x; then there are no codes.
         borders: of the codes of x, 2^bits − 1 numbers, increasing; none if x is kept as it is.
         points: by code, what stands in place of x.
@@ -83,7 +83,7 @@ class Learned:
         return self.argument.bits
 
     def kept(self, x: Tensor, y: Tensor, codes: Tensor) -> Tensor:
-        """Return what backward needs, beside the numbers."""
+        """Return what backward needs besides the numbers."""
         return codes if self.bits else y if self.keeps_output else x
 
     @cached_property
@@ -191,7 +191,7 @@ def _launch(over: Tensor, numbers: Tensor, inner: int, bits: int) -> Launch:
         launch = Launch(over, THREADS)
         launch.grid = (_heights(over.numel() // channels) * _widths(channels),)
         return launch
-    return Launch(over, THREADS if over.dtype == torch.float32 else THREADS // 2)
+    return Launch(over, threads_of(over.dtype))
 
 
 def _heights(rows: int) -> int:

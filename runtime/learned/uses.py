@@ -1,4 +1,4 @@
-"""Recognising modules with learned numbers: which formula a module computes, of which of its parameters.
+"""Recognising modules with learned numbers: which formula a module computes, and from which parameters.
 
 PyTorch's and transformers' are known by their classes; others, such as the DyT layers of many models, by their
 parameters and by running a copy: value and gradients must be those of a formula.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -158,7 +158,7 @@ def _channels(sizes: Sizes) -> int | None:
 
 
 def _matched(formula: _Formula, names: Sequence[str]) -> Iterator[tuple[str | float, ...]]:
-    """Yield the orders in which a module's parameters may be the numbers of a formula; none if they cannot be."""
+    """Yield the orders in which a module's parameters may be the numbers of a formula."""
     for places in permutations(range(len(formula.default)), len(names)):
         named = dict(zip(places, names, strict=True))
         filled = [named.get(i, one) for i, one in enumerate(formula.default)]
@@ -174,20 +174,13 @@ def _recognised(kind: type[nn.Module], _: Any, held: Held, sizes: Sizes) -> Use 
     layouts: dict[int, tuple[int, ...]] = {-1: (PROBE,)}
     if channels > 1:
         layouts = {-1: (3, 7, channels), -2: (2, channels, 5), -3: (2, channels, 3, 4)}
-    with ExitStack() as stack:
-        stack.enter_context(unset_fake_temporarily())
-        stack.enter_context(without_torch_function())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(Tensor.detach, Tensor.detach))  # nobody counts what trials keep
-        stack.enter_context(torch.autocast("cpu", enabled=False))
+    with by_itself():
         random = torch.Generator().manual_seed(0)
         size = {name: torch.rand(shape, generator=random) + 0.3 for name, shape in sizes}
         trials = [({name: sign * one for name, one in size.items()}, mode) for sign in (1, -1) for mode in (1, 0)]
         for dim, shape in layouts.items():
             x = 3 * torch.randn(shape, generator=random)
-            found = [_run(_twin(kind, held, values).train(bool(mode)), x) for values, mode in trials]
+            found = [_run(twin_of(kind, held, values).train(bool(mode)), x) for values, mode in trials]
             for name, formula in FORMULAS.items():
                 for numbers in _matched(formula, names):
                     expected = (_expected(formula, numbers, values, dim, x) for values, _ in trials)
@@ -196,12 +189,26 @@ def _recognised(kind: type[nn.Module], _: Any, held: Held, sizes: Sizes) -> Use 
     return None
 
 
-def _twin(kind: type[nn.Module], held: Held, values: Mapping[str, Tensor]) -> nn.Module:
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Enter a context in which a copy of a module can be tried with real tensors, unseen by modes around it."""
+    with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(without_torch_function())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, Tensor.detach))  # nobody counts what trials keep
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield
+
+
+def twin_of(kind: type[nn.Module], held: Held, values: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a module of a class with given attributes and values of its parameters."""
     twin = kind.__new__(kind)
     nn.Module.__init__(twin)
     vars(twin).update({name: value for name, _, value in held})
-    for name, value in values.items():
+    for name, value in (values or {}).items():
         twin.register_parameter(name, nn.Parameter(value))
     return twin
 

@@ -20,11 +20,11 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.modes import OperationMode, watching_saved
 from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.restore import following
 from fitact.runtime.torch_internals import (
     COPY_TO,
     is_operator,
@@ -53,7 +53,7 @@ PLAIN = {
 }
 
 
-# Kinds of what keeps: `product` is that of a gate, `weights` a copy of parameters in another dtype.
+# Kinds of what keeps storages: `product` is a gate's, `weights` a copy of parameters in another dtype.
 KINDS = (
     *("activation", "product", "norm", "linear", "convolution", "attention", "dropout"),
     *("embedding", "loss", "weights", "other"),
@@ -64,7 +64,7 @@ KINDS = (
 class Kept:
     """One storage that autograd keeps, and the operation that kept it first.
 
-    If an activation and another operation both keep it, it counts for the other, which would keep it anyway.
+    If an activation and another operation both keep it, it counts for the other one, which would keep it anyway.
 
     Attributes:
         bytes: its size.
@@ -196,14 +196,8 @@ class Place:
 def place_in(modules: tuple[nn.Module, ...], owned: set[int]) -> Iterator[Place]:
     """Follow the forward pass through modules; `owned` has the identities of the storages that they own."""
     place = Place({id(module): name for root in modules for name, module in root.named_modules()})
-    entered = hooks.register_module_forward_pre_hook(place.enter)
-    left = hooks.register_module_forward_hook(place.leave, always_call=True)
-    try:
-        with _Operations(place), _Copies(place, owned):
-            yield place
-    finally:
-        entered.remove()
-        left.remove()
+    with following(place.enter, place.leave), _Operations(place), _Copies(place, owned):
+        yield place
 
 
 class _Operations(TorchFunctionMode):
@@ -255,10 +249,7 @@ def _kind(modules: list[nn.Module], operation: str) -> str:
         ("norm", ("Norm", "norm")),
         ("dropout", ("Dropout", "dropout", "DropPath", "StochasticDepth")),
         ("convolution", ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "conv1d", "conv2d", "conv3d")),
-        (
-            "linear",
-            ("Linear", "Conv1D", "linear", "addmm"),
-        ),  # Conv1D is GPT-2's linear layer in transformers
+        ("linear", ("Linear", "Conv1D", "linear", "addmm")),  # Conv1D is GPT-2's linear layer in transformers
     ):
         if any(word in inner or word == operation or (kind == "norm" and word in operation) for word in words):
             return kind

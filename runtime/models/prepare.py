@@ -28,7 +28,6 @@ from fitact.runtime.modes import OperationMode
 from fitact.runtime.restore import loss_of
 from fitact.runtime.torch_internals import (
     BATCH_NORM,
-    DataDependentOutputException,
     FakeTensorMode,
     buffers_in,
     parameters_in,
@@ -153,14 +152,6 @@ class Prepared:
         return starts(output, self.name)
 
 
-def failed(name: str, which: str, error: Exception) -> UsageError:
-    """Return what to raise where a model's forward or backward pass fails without memory."""
-    why = one_line(error)
-    if isinstance(error, DataDependentOutputException):
-        why += "; it reads a tensor's value, and has none here: give it as an argument"
-    return UsageError(f"{name}: its {which} pass failed: {why}")
-
-
 def starts(output: Any, name: str) -> list[Tensor]:
     """Return what backward starts from: the loss of a model's output if there is one, or all its tensors.
 
@@ -229,9 +220,9 @@ def _meta(mode: FakeTensorMode | None) -> Any:
 
 
 class Statistics(OperationMode):
-    """Gives fake norms the statistics of real norms, which are float32 if any parameter is.
+    """Gives fake norms the statistics of real norms, which are in float32 if any parameter is.
 
-    PyTorch's fake kernels for the CPU give them the input's dtype, which under autocast is half as wide.
+    PyTorch's fake kernels for the CPU give them the input's dtype, which has half as many bits under autocast.
     """
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -323,7 +314,7 @@ def imported(name: str) -> ModuleType:
 
 
 def _mend_torchvision() -> None:
-    """Let torchvision be imported where its operators cannot load: a CUDA build beside a CPU build of PyTorch.
+    """Let torchvision be imported where its operators cannot load: a CUDA build next to a CPU build of PyTorch.
 
     transformers and timm import it for image transforms. It registers fake kernels of two operators, so these must
     be declared.

@@ -15,7 +15,7 @@ from fitact.runtime.torch_internals import FakeTensor, FakeTensorMode
 
 @dataclass
 class Twins:
-    """Copies of a model whose tensors are fake; they share the tensors, each of which is made fake once.
+    """Copies of a model with fake tensors; the copies share them, as each tensor is made fake once.
 
     Attributes:
         mode: of the fake tensors; None until there is a copy.

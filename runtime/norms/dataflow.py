@@ -1,8 +1,8 @@
 """Finding which linear layers read which norm, by running the model and following storages.
 
-A dispatch mode below autograd sees every operation of PyTorch and the tensors that it reads. It follows the
-storage of a norm's output through views. Only linear layers may read it, and their inputs must be rows of it. (It
-does not see a kernel that Python launches without an operator; the model's outputs are compared afterwards.)
+A dispatch mode below autograd sees every operation of PyTorch and the tensors that it reads, and follows the
+storage of a norm's output through views. Only linear layers may read it, and their inputs must be rows of it. (The
+mode does not see kernels that Python launches without an operator; the model's outputs are compared afterwards.)
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as hooks
 
 from fitact.runtime.autocast import active_autocast, without_autocast
 from fitact.runtime.modes import OperationMode, watching_saved
 from fitact.runtime.ops.autograd import autocast_dtype
 from fitact.runtime.ops.library import KERNEL_DTYPES
+from fitact.runtime.restore import following
 from fitact.runtime.torch_internals import (
     changes_arguments,
     schema_name,
@@ -48,7 +48,7 @@ class NormUsage:
         unit: the machine epsilon of its output.
         largest: the largest number that its output could hold.
         layers: the layers that read the output, each once, in the order of their first call.
-        keepers: those of them that keep it for backward.
+        keepers: those layers that keep it for backward.
         blocker: why it cannot be merged; `""` if nothing speaks against it.
 
     """
@@ -97,14 +97,8 @@ def observe(graph: Graph, layers: set[nn.Module], model: nn.Module, run: Callabl
     Under autocast a norm's output is returned in the autocast dtype, as a memory-sharing norm would return it.
     """
     mode = _Observer(graph, layers, model)
-    entered = hooks.register_module_forward_pre_hook(mode.enter)
-    left = hooks.register_module_forward_hook(mode.leave, always_call=True)
-    try:
-        with watching_saved(mode.keep), mode:
-            result = run()
-    finally:
-        entered.remove()
-        left.remove()
+    with following(mode.enter, mode.leave), watching_saved(mode.keep), mode:
+        result = run()
     mode.finish(result)
     return result
 

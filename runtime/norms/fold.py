@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from fitact.errors import UsageError
 from fitact.runtime.records import SiteRecord
+from fitact.runtime.restore import runner
 from fitact.runtime.torch_internals import FakeTensor
 
 from .dataflow import outside_autocast
@@ -96,10 +98,7 @@ def merge_norms(
 
     """
     _check(model)
-
-    def run() -> Any:
-        return _run(model, example_inputs)
-
+    run = partial(runner(example_inputs), model)
     # tensors made in inference mode could not be trained
     with torch.inference_mode(False):
         seen = look(model, run)
@@ -132,10 +131,7 @@ def merge_exactly(model: nn.Module, example_inputs: Inputs, paths: Sequence[str]
 
     """
     _check(model)
-
-    def run() -> Any:
-        return _run(model, example_inputs)
-
+    run = partial(runner(example_inputs), model)
     with torch.inference_mode(False):
         seen = look(model, run)
         norms = {seen.names[module]: module for module in seen.found}
@@ -190,20 +186,6 @@ def _check(model: nn.Module) -> None:
             raise UsageError(
                 f"expected parameters with values, got {name} without: load the weights before merging"
             )
-
-
-def _run(model: nn.Module, inputs: Inputs) -> Any:
-    if isinstance(inputs, Tensor):
-        return model(inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    if callable(inputs):
-        return inputs(model)
-    raise UsageError(
-        f"example_inputs: expected a tensor, tuple, dictionary or function, got {type(inputs).__name__}"
-    )
 
 
 def _left_out(name: str, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> str:

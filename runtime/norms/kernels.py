@@ -2,7 +2,7 @@
 
 A row that fits a block is read once and stays in registers; several short rows make a block. A longer row is read
 block by block, once for each of its statistics and once to be written; after the first time, mostly from a cache.
-The variance is the mean of the squared distances from the mean, which does not cancel as E[x²] − E[x]² does.
+The variance is the mean of the squared distances from the mean: unlike E[x²] − E[x]², it does not cancel.
 
 Statistics and arithmetic are in float32 for every storage dtype.
 """

@@ -19,7 +19,7 @@ from fitact.runtime.torch_internals import FakeTensor, has_forward_pre_hooks, pa
 from .modules import MSLayerNorm, MSRMSNorm
 
 BIASES = frozenset(("bias", "beta", "b"))
-PROBE = 1e-5  # relative to the largest value: several roundings of float32, in which such norms compute
+PROBE = 1e-5  # relative to the largest value: several roundings of float32, the precision of such norms
 
 
 @dataclass
@@ -85,7 +85,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def recognise(module: nn.Module) -> Norm | str | None:
-    """Return a module as a norm, the reason why it is not a usable one, or None if nothing suggests a norm.
+    """Return a module as a norm, the reason why it is not usable as one, or None if it does not look like a norm.
 
     PyTorch's own classes are known. Another module is tried if it has no submodules and buffers, one or two
     one-dimensional parameters, and an epsilon. A copy with random parameters must agree with the formula up to
@@ -322,7 +322,7 @@ def shift(module: Any, beta: Tensor) -> Tensor:
 
 
 def ambiguous(module: Any, beta: Tensor) -> bool:
-    """Return whether β would give each of several adapters its own bias, so that they could not be exchanged."""
+    """Return whether β would give each of several adapters its own bias, so that these could not be exchanged."""
     if not is_adapted(module) or len(module.lora_A) < 2:
         return False
     parts = (shift(module.lora_B[name], shift(part, beta)) for name, part in module.lora_A.items())

@@ -24,12 +24,23 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.ops.autograd import autocast_dtype, with_signature
+from fitact.runtime.ops.autograd import autocast_dtype
 from fitact.runtime.ops.launch import options
-from fitact.runtime.ops.library import DTYPES, KERNEL_DTYPES, Op, define, ops, refuse_second_derivative
+from fitact.runtime.ops.library import (
+    KERNEL_DTYPES,
+    Gradients,
+    Op,
+    check_dtype,
+    define,
+    ops,
+    refuse_second_derivative,
+    with_signature,
+)
 from fitact.runtime.ops.reference import TILE, arithmetic_dtype, chunk
 
 from . import kernels
+
+NAME = "memory-sharing norm"  # in errors
 
 
 def ms_layer_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-5) -> Tensor:
@@ -142,9 +153,7 @@ def _norm(
     name: str, x: Tensor, normalized_shape: int | Sequence[int], eps: float | None, *, centred: bool
 ) -> Tensor:
     shape = _shape(normalized_shape)
-    if getattr(x, "dtype", None) not in DTYPES:
-        found = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}")
+    check_dtype(name, x)
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{name}: expected a tensor whose shape ends in {shape}, got {tuple(x.shape)}")
     if type(x).__name__ == "DTensor":
@@ -182,7 +191,7 @@ def _distributed(x: Any, dims: int, eps: float | None, centred: bool) -> Tensor:
 
 
 class _MemorySharing(torch.autograd.Function):
-    """Saves z, which ties the gradient to x, and scale."""
+    """Saves z, which ties the gradient to x, and the scale."""
 
     generate_vmap_rule = True
 
@@ -202,27 +211,8 @@ class _MemorySharing(torch.autograd.Function):
         if dz is None:
             return None, None, None, None, None
         z, scale = ctx.saved_tensors
-        return _Gradient.apply(dz.contiguous(), z, scale, *ctx.settings), None, None, None, None
-
-
-class _Gradient(torch.autograd.Function):
-    """dx, which cannot be differentiated again: without it, second derivatives would be silently 0."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @with_signature
-    def forward(dz: Tensor, z: Tensor, scale: Tensor, dims: int, centred: bool, dtype: torch.dtype) -> Tensor:
-        dx: Tensor = ops.norm_backward(dz, z, scale, dims, centred, dtype)
-        return dx
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        _refuse_second_derivative(ctx)
+        dx = Gradients.apply(NAME, z, "norm_backward", dz.contiguous(), z, scale, *ctx.settings)
+        return dx, None, None, None, None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -233,7 +223,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    refuse_second_derivative("memory-sharing norm")
+    refuse_second_derivative(NAME)
 
 
 def _differentiate(ctx: Any, dz: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:

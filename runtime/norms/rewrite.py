@@ -1,4 +1,4 @@
-"""Merging norms, undone at once if the model then computes something else; and unmerging them later."""
+"""Merging norms, which is undone if the model then computes something else; and unmerging them later."""
 
 from __future__ import annotations
 
@@ -138,12 +138,12 @@ def _stock_outputs(
 ) -> tuple[Callable[[], Any], tuple[list[Tensor], Units]]:
     """Return a function that runs the model for comparison, its outputs, and the precision of its norms there."""
 
-    def evaluate_multiprecision() -> Any:
+    def precisely() -> Any:
         with outside_autocast(model):
             return run()
 
     try:
-        return evaluate_multiprecision, _measured(model, evaluate_multiprecision, chosen)
+        return precisely, _measured(model, precisely, chosen)
     except Exception:  # it ran in the caller's autocast: its weights and inputs need that
         return run, _measured(model, run, chosen)
 

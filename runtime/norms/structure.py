@@ -1,4 +1,4 @@
-"""What speaks against merging each norm of a model: by its structure, as seen when it runs, and by its values."""
+"""Why each norm of a model cannot be merged: by the model's structure, seen when it runs, and by its values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from fitact.errors import UsageError
 from fitact.runtime.restore import untouched
 from fitact.runtime.torch_internals import has_hooks
+from fitact.text import one_line
 
 from .dataflow import Graph, NormUsage, observe, outside_autocast, storage
 from .linear import Norm, ambiguous, blocker, is_layer, is_plain, range_trouble, recognise, width, wrappers
@@ -101,8 +102,7 @@ def _explained(mode: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UsageError(f"the model does not run on the example inputs in {mode}: {line}") from error
+        raise UsageError(f"the model does not run on the example inputs in {mode}: {one_line(error)}") from error
 
 
 def _reason(graph: Graph, usage: NormUsage, names: Mapping[nn.Module, str], owners: Owners, values: bool) -> str:
@@ -147,7 +147,7 @@ def _unknown(
     idle: Mapping[nn.Module, int | None],
     around: Mapping[nn.Module, nn.Module],
 ) -> str:
-    """Return a module that the example does not run but that may read the norm or feed its layers; `""` if none.
+    """Return why a module that the example does not run may read the norm or feed its layers; `""` if none may.
 
     Only the innermost module that holds the norm and all of its layers is searched.
     """

@@ -4,8 +4,8 @@
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
     fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
-In a standalone folder, which has a copy of this file, they have a namespace of the folder's own. `dtype` is that
-of y in forward and that of the input's gradient in backward.
+In a standalone folder, which has a copy of this file, they have the folder's own namespace. `dtype` is that of y
+in forward, and of the input's gradient in backward.
 
 To PyTorch all are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a
 hash of the fit and of the generated text, finds the activation; so a compiled graph holds no Python object,
@@ -17,17 +17,15 @@ undoes the permutation, so codes and gradient are always in the same order. `dim
 for none, as AOTInductor takes no empty list): PyTorch's own activations round differently in different layouts,
 and the PyTorch path evaluates them in the caller's layout.
 
-`seed`, int64 (1,), is there where codes are drawn at random. Each call draws one from PyTorch's generator, also
-without gradients: a checkpoint that runs forward twice, first without them, must leave the generator alike.
+`seed`, int64 (1,), is given where codes are drawn at random. Each call draws one from PyTorch's generator, also
+without gradients: a checkpoint runs forward twice, first without them, and must draw the same both times.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +35,22 @@ from ..recipes import note
 from ..torch_internals import in_functorch_transform
 from . import decode, reference
 from .launch import Launch
-from .library import DTYPES, KERNEL_DEVICES, KERNEL_DTYPES, Op, batched, define, ops, save_key
+from .library import (
+    KERNEL_DEVICES,
+    KERNEL_DTYPES,
+    Gradients,
+    Op,
+    batched,
+    check_dtype,
+    define,
+    ops,
+    save_key,
+    with_signature,
+)
 from .registry import LookedUp, Pointwise, Stochastic, find, refuse_second_derivative
 
 SEEDS = (1 << 63) - 1  # how many there are
 Dims = Sequence[int] | None
-Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def apply(x: Tensor, key: str) -> Tensor:
@@ -65,11 +73,7 @@ def apply(x: Tensor, key: str) -> Tensor:
     activation = find(key)
     if type(x).__name__ == "DTensor":
         return _distributed(x, key)
-    if getattr(x, "dtype", None) not in DTYPES:
-        found = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(
-            f"{activation.name}: expected a tensor of float16, bfloat16, float32 or float64, got {found}"
-        )
+    check_dtype(activation.name, x)
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
     seed = torch.randint(SEEDS, (1,), device=x.device) if isinstance(activation, Stochastic) else None
     if not may_need_gradient(x):
@@ -127,29 +131,8 @@ def _differentiable(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: T
     else:
         y, codes, _ = _Pointwise.apply(x, dims, dtype, key, seed)
         if isinstance(find(key), LookedUp):
-            note(y, Decoded(key, y.shape, y.dtype), codes, exact=False)
+            note(y, partial(ops.decode, size=y.shape, dtype=y.dtype, key=key), codes, exact=False)
     return y
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What stands in place of an output, looked up by the codes.
-
-    Attributes:
-        key: of the activation.
-        size: of the output.
-        dtype: of the output.
-
-    """
-
-    key: str
-    size: torch.Size
-    dtype: torch.dtype
-
-    def __call__(self, codes: Tensor) -> Tensor:
-        """Return the values of codes."""
-        y: Tensor = ops.decode(codes, self.size, self.dtype, self.key)
-        return y
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], y: Tensor, *others: Tensor) -> None:
@@ -179,14 +162,8 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=list(order).__getitem__)
 
 
-def with_signature(forward: Forward) -> Forward:
-    """Cache the signature of a Function's forward, which PyTorch would otherwise compute at every call."""
-    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    return forward
-
-
 class _Pointwise(torch.autograd.Function):
-    """Saves the codes, y where it is needed, and an empty tensor that ties the gradient to x without keeping x."""
+    """Saves the codes, y if it is needed, and an empty tensor that ties the gradient to x without keeping x."""
 
     generate_vmap_rule = True
 
@@ -205,30 +182,9 @@ class _Pointwise(torch.autograd.Function):
         if dy is None:
             return (None,) * 5
         y, codes, autograd_anchor = ctx.saved_tensors
-        dx = _Gradient.apply(dy.contiguous(), autograd_anchor, y, codes, ctx.dtype, ctx.key)
+        name, op = find(ctx.key).name, "backward"
+        dx = Gradients.apply(name, autograd_anchor, op, dy.contiguous(), y, codes, ctx.dtype, ctx.key)
         return dx, None, None, None, None
-
-
-class _Gradient(torch.autograd.Function):
-    """dy · f′, which cannot be differentiated again: without it, second derivatives would be silently 0."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @with_signature
-    def forward(
-        dy: Tensor, autograd_anchor: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype, key: str
-    ) -> Tensor:
-        dx: Tensor = ops.backward(dy, y, codes, dtype, key)
-        return dx
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.key = inputs[5]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)
 
 
 def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,8 +38,8 @@ def coded(key: str) -> LookedUp:
 def prepare(key: str, device: str) -> None:
     """Put the tables of a coded activation on a device, while the compiler traces at the latest.
 
-    Made by the first launch they would be in memory that a CUDA graph of the compiler uses again. Tensors without
-    numbers need none.
+    If the first launch made them, they would be in memory that a CUDA graph of the compiler uses again. Tensors
+    without numbers need none.
     """
     activation = find(key)
     if isinstance(activation, LookedUp) and type(torch.empty(0)) is Tensor:
@@ -70,7 +70,7 @@ def fake(codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str) -> Te
 def batching(
     info: Any, in_dims: Any, codes: Tensor, size: Sequence[int], dtype: torch.dtype, key: str
 ) -> tuple[Tensor, int]:
-    """Decode a batch, each of whose elements has tiles of its own."""
+    """Decode a batch; each element has its own tiles."""
     count, rows = torch.Size(size).numel(), codes.movedim(in_dims[0], 0)
     padded = count + (-count % reference.TILE if reference.in_words(coded(key).bits) else 0)
     y = ops.decode(rows.reshape(-1), (info.batch_size, padded), dtype, key)

@@ -1,4 +1,4 @@
-"""The factors of gates h = a(g)·b(u): what is kept of their arguments, and what backward makes of that."""
+"""The factors of gates h = a(g)·b(u): what they keep of their arguments, and how backward uses that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .library import KERNEL_DTYPES
 
 
 class Tables(NamedTuple):
-    """What the kernels of codes in cells read.
+    """What kernels read for codes that say in which cell x lies.
 
     Attributes:
         codes: by dtype, as `reference.first_codes` returns them.
@@ -48,7 +48,7 @@ class Tables(NamedTuple):
 
 
 class DrawnTables(NamedTuple):
-    """What codes that are drawn at random read.
+    """What kernels read for codes that are drawn at random.
 
     Attributes:
         positions: int32, as `reference.positions` returns them.
@@ -73,7 +73,7 @@ class DrawnTables(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A factor whose argument x is kept as it is, from which all is computed again.
+    """A factor that keeps its argument x as it is, and computes everything again from it.
 
     Attributes:
         value: of x, in PyTorch's operators, dtype kept.
@@ -119,7 +119,7 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUpFactor(Factor):
-    """A factor of whose argument a code is kept, from which value and derivative are looked up.
+    """A factor that keeps a code of its argument, by which value and derivative are looked up.
 
     Attributes:
         table: for each code the value and the derivative.

@@ -5,11 +5,11 @@
     fitact::gate_backward(Tensor dh, Tensor g, Tensor u, bool, bool, str key) -> (Tensor dg, Tensor du)
     fitact::gate_value(Tensor g, Tensor u, SymInt[] size, ScalarType dtype, str key) -> Tensor h
 
-They stand beside the ops of `autograd`, opaque to PyTorch like these. In backward and value, g and u are what is
-kept of them: they themselves, or their codes; the two bools say which gradients are wanted. `seed`, int64 (1,), is
-there where codes are drawn at random: those of g by one stream of random numbers, those of u by another. Codes are
-in the order of the elements, whatever the layout of g and u, which may differ: halves of one tensor are kept as
-the views that they are. The result h is laid out like g, and gradients like dh.
+Like the ops of `autograd`, they are opaque to PyTorch. In backward and value, g and u are what is kept of them:
+the tensors themselves, or their codes; the two bools say which gradients are wanted. `seed`, int64 (1,), is given
+where codes are drawn at random: those of g by one stream of random numbers, those of u by another. Codes are in
+the order of the elements, whatever the layouts of g and u, which may differ: halves of one tensor are kept as
+views. The result h is laid out like g, and gradients like dh.
 
 Values are those of PyTorch's composition: a(g) rounded to the dtype, and then multiplied. So are the gradients
 where g and u are kept: dh·b(u) goes through PyTorch's own backward of a, and dh·a(g) through that of b.
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..torch_internals import constant_in_graphs
 from . import reference
 from .factors import DrawnFactor, Factor
-from .launch import Launch
+from .launch import Launch, threads_of
 from .library import KERNEL_DTYPES, Op, Registry, alone, batched, define, ops, save_key
 from .registry import DRAWING, home_of
 
@@ -149,7 +149,7 @@ def _forward_triton(g: Tensor, u: Tensor, key: str, seed: Tensor | None = None) 
         (*of_g, _), (*of_u, _) = tables
         Launch(h, DRAWING)(gate.forward, g, u, h, *of_g, *of_u, reference.seeded(seed), *rows_g, *rows_u)
     else:
-        _launch(h)(gate.forward, g, u, h, *tables[0], *tables[1], *rows_g, *rows_u)
+        Launch(h, threads_of(h.dtype))(gate.forward, g, u, h, *tables[0], *tables[1], *rows_g, *rows_u)
     return h if h is laid_out else laid_out.copy_(h), codes_g, codes_u
 
 
@@ -163,7 +163,7 @@ def _backward_triton(
     dg, du = (torch.empty_like(flat) if wanted else None for wanted in (wants_g, wants_u))
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
     tables = (*gate.a.tables(dh.device), *gate.b.tables(dh.device))
-    _launch(flat)(gate.backward, flat, g, u, dg, du, *tables, *rows_g, *rows_u)
+    Launch(flat, threads_of(flat.dtype))(gate.backward, flat, g, u, dg, du, *tables, *rows_g, *rows_u)
     found = [dh.new_empty(0) if one is None else like(one, dh) for one in (dg, du)]
     return found[0], found[1]
 
@@ -175,18 +175,8 @@ def _value_triton(g: Tensor, u: Tensor, size: Sequence[int], dtype: torch.dtype,
     h, laid_out = g.new_empty(size, dtype=dtype), g
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
     values = gate.a.tables(h.device)[0], gate.b.tables(h.device)[0]
-    _launch(h)(gate.again, g, u, h, *values, *rows_g, *rows_u)
+    Launch(h, threads_of(h.dtype))(gate.again, g, u, h, *values, *rows_g, *rows_u)
     return h if gate.a.bits else like(h, laid_out)
-
-
-def _launch(over: Tensor) -> Launch:
-    """Return what launches kernels over the tiles of a tensor."""
-    return Launch(over, threads(over.dtype))
-
-
-def threads(dtype: torch.dtype) -> int:
-    """Return the threads of a program, such that each has 16 bytes of a row."""
-    return 256 if dtype == torch.float32 else 128
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int | None, int | None]:
@@ -200,7 +190,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int | None, int | None]:
     if width >= reference.COLUMNS and x.stride(-1) == 1:
         try:
             return x, width, x.view(-1, width).stride(0)
-        except RuntimeError:  # the rows do not lie in one distance
+        except RuntimeError:  # the rows are not equally far apart
             pass
     return x.contiguous(), None, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,29 +10,28 @@ from torch import Tensor
 
 from ..recipes import note, plain
 from ..torch_internals import in_functorch_transform
-from .autograd import SEEDS, may_need_gradient, with_signature
-from .gate_ops import Gate, find, kept, like, prepare, refuse_second_derivative
-from .library import DTYPES, KERNEL_DEVICES, ops
+from .autograd import SEEDS, may_need_gradient
+from .gate_ops import Gate, find, kept, like, prepare
+from .library import KERNEL_DEVICES, Gradients, check_dtype, ops, with_signature
 
 
 def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     """Return the gate of g and u, keeping for backward what its kind keeps of them.
 
     Args:
-        g: float16, bfloat16, float32 or float64, of any shape, strides and device. Of a DTensor, each process
-            codes its own shard; a partial one is summed over the processes first.
-        u: of the shape, dtype and device of g; its strides may be others. A DTensor if g is one, of its mesh; it
-            is brought to the placements of g.
+        g: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            codes its own shard; a partial DTensor is summed over the processes first.
+        u: of the shape, dtype and device of g; its strides may differ. A DTensor of the same mesh if g is one; it
+            gets the placements of g.
         key: the key of a registered gate.
 
-    Where codes are drawn at random, each call draws a seed from PyTorch's generator of the device.
-
-    Where codes of g are kept and u as it is, a u that is a part of a larger tensor is copied, so that the rest of
-    that is not kept.
+    If codes are drawn at random, each call draws a seed from PyTorch's generator of the device. If g is kept as
+    codes and u as it is, a u that is part of a larger tensor is copied, so that the rest of that tensor is not
+    kept.
 
     Returns:
         A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
-        note of how to compute it again from what is kept, which layers that `fitact.rebuild` has changed find.
+        note of how to compute it again from what is kept, for layers that `fitact.rebuild` has changed.
 
     Raises:
         TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them
@@ -55,7 +54,8 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
         compiled: Tensor = ops.gate_forward(g, u, key, seed)[0]
         return compiled
     h, of_g, of_u, _ = _Gate.apply(g, u, key, seed)
-    return note(h, Again(key, h.shape, h.dtype), *kept(gate, g, u, of_g, of_u), exact=gate.exact)
+    again = partial(ops.gate_value, size=h.shape, dtype=h.dtype, key=key)
+    return note(h, again, *kept(gate, g, u, of_g, of_u), exact=gate.exact)
 
 
 def _distributed(g: Any, u: Any, key: str) -> Tensor:
@@ -77,42 +77,16 @@ def _distributed(g: Any, u: Any, key: str) -> Tensor:
 
 
 def _by_itself(u: Tensor) -> Tensor:
-    """Return u, or a copy of it if it is a part of a tensor: kept as a view it would hold the rest, such as g."""
+    """Return u, or a copy if it is part of a tensor: kept as a view, it would hold the rest, such as g."""
     if torch.compiler.is_compiling() or in_functorch_transform() or not plain(u):
         return u
     return u if u.nbytes == u.untyped_storage().nbytes() else u.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True)
-class Again:
-    """An output computed again from what its gate keeps, or what stands in place of it, looked up by codes.
-
-    Attributes:
-        key: of the gate.
-        size: of the output.
-        dtype: of the output.
-
-    """
-
-    key: str
-    size: torch.Size
-    dtype: torch.dtype
-
-    def __call__(self, g: Tensor, u: Tensor) -> Tensor:
-        """Return the output."""
-        h: Tensor = ops.gate_value(g, u, self.size, self.dtype, self.key)
-        return h
-
-
 def _check(gate: Gate, g: Tensor, u: Tensor) -> None:
     """Raise unless g and u are tensors of one shape, dtype and device."""
     for name, tensor in (("g", g), ("u", u)):
-        if getattr(tensor, "dtype", None) not in DTYPES:
-            found = getattr(tensor, "dtype", type(tensor).__name__)
-            raise TypeError(
-                f"{gate.name}: expected {name} to be a tensor of float16, bfloat16, float32 or float64, "
-                f"got {found}"
-            )
+        check_dtype(gate.name, tensor, f"{name} to be a tensor")
     meshes = [getattr(one, "device_mesh", None) for one in (g, u)]
     if meshes[0] != meshes[1]:
         found = " and ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
@@ -152,27 +126,6 @@ class _Gate(torch.autograd.Function):
             return None, None, None, None
         kept_g, kept_u, autograd_anchor = ctx.saved_tensors
         wants_g, wants_u = ctx.needs_input_grad[:2]
-        dg, du = _Gradients.apply(dh, autograd_anchor, kept_g, kept_u, wants_g, wants_u, ctx.key)
+        name, op = find(ctx.key).name, "gate_backward"
+        dg, du = Gradients.apply(name, autograd_anchor, op, dh, kept_g, kept_u, wants_g, wants_u, ctx.key)
         return dg if wants_g else None, du if wants_u else None, None, None
-
-
-class _Gradients(torch.autograd.Function):
-    """The gradients, which cannot be differentiated again: without this, second derivatives would be wrong."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @with_signature
-    def forward(
-        dh: Tensor, autograd_anchor: Tensor, g: Tensor, u: Tensor, wants_g: bool, wants_u: bool, key: str
-    ) -> tuple[Tensor, Tensor]:
-        dg, du = ops.gate_backward(dh, g, u, wants_g, wants_u, key)
-        return dg, du
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.key = inputs[6]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)

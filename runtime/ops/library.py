@@ -1,7 +1,8 @@
-"""What all ops share: a namespace, registries of what their keys name, and how PyTorch is told of them."""
+"""What all ops share: a namespace, registries by key, gradients, and the definition of ops for PyTorch."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,11 +29,12 @@ def _namespace() -> str:
 
 NAMESPACE = _namespace()
 ops: Any = getattr(torch.ops, NAMESPACE)
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 sources: list[Callable[[str], None]] = []  # called with an unknown key, to register what it names
 
 
 class Registered(Protocol):
-    """What is registered under a key; messages call it by its name."""
+    """What is registered under a key; messages use its name."""
 
     @property
     def key(self) -> str:
@@ -93,6 +95,50 @@ def refuse_second_derivative(name: str) -> NoReturn:
     )
 
 
+def check_dtype(name: str, x: Any, what: str = "a tensor") -> None:
+    """Raise a TypeError that begins with a name unless x is a tensor of DTYPES."""
+    dtype = getattr(x, "dtype", None)
+    if dtype not in DTYPES:
+        found = dtype or type(x).__name__
+        raise TypeError(f"{name}: expected {what} of float16, bfloat16, float32 or float64, got {found}")
+
+
+def with_signature(forward: Forward) -> Forward:
+    """Cache the signature of a Function's forward, which PyTorch would otherwise compute at every call."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
+
+
+class Gradients(torch.autograd.Function):
+    """Gradients by an op, which cannot be differentiated again: otherwise second derivatives would be wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(name: str, autograd_anchor: Tensor, op: str, *arguments: Any) -> Any:
+        """Return what an op returns.
+
+        Args:
+            name: for the error that a second derivative raises.
+            autograd_anchor: ties the gradients to the input.
+            op: its name.
+            arguments: of the op.
+
+        """
+        return getattr(ops, op)(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the name."""
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        """Raise a RuntimeError."""
+        refuse_second_derivative(ctx.name)
+
+
 def save_key(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Keep the key, the last argument of an op."""
     ctx.key = inputs[-1]
@@ -121,7 +167,7 @@ def batched(x: Tensor, dim: int | None, size: int, *, in_words: bool) -> Tensor:
 
 
 class Op(NamedTuple):
-    """An op, as PyTorch is told of it.
+    """An op, as it is defined for PyTorch.
 
     Attributes:
         schema: its arguments and results.

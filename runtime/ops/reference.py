@@ -1,8 +1,8 @@
 """The layout of `kernels.tiles` in PyTorch's operators, for CPU, float64 and devices without Triton.
 
-Codes are the same bit for bit, and gradients are the same (up to the contraction of products and sums). A CPU
-works chunk by chunk, so that intermediates stay small and in the caches. There, a comparison that writes numbers
-of its own dtype takes a third of the time of one that writes booleans.
+Codes are the same bit for bit, and so are gradients, up to the contraction of products and sums. A CPU works chunk
+by chunk, so that intermediates stay small and in the caches. There, a comparison that writes numbers of its own
+dtype takes a third of the time of one that writes booleans.
 """
 
 from __future__ import annotations
@@ -174,12 +174,12 @@ def _counts(borders: tuple[float, ...], even: bool, dtype: torch.dtype) -> Tenso
 def first_codes(borders: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a table of codes, uint8 (PATTERNS,), by the bits of a number in half precision.
 
-    For float32 it is indexed by the upper bits, and has the code of the least number that has these.
+    For float32 the index is the upper bits, and the code is that of the least number with these bits.
     """
     if dtype.itemsize == 2:
         return _counts(borders, False, dtype).to(device, torch.uint8)
     upper = torch.arange(PATTERNS, dtype=torch.int32) << 16
-    least = torch.where(upper < 0, upper | (PATTERNS - 1), upper)  # of the negative ones, the largest in size
+    least = torch.where(upper < 0, upper | (PATTERNS - 1), upper)  # for negative numbers, the largest in size
     return _count(least.view(torch.float32), borders, False).to(device, torch.uint8)
 
 
@@ -200,7 +200,7 @@ def positions(nodes: tuple[float, ...], values: tuple[float, ...], value: Callab
 
 
 def seeded(seed: Tensor | None, name: str = "") -> Tensor:
-    """Return a seed, int64 (1,); without one raise a RuntimeError, which names what draws if that is given."""
+    """Return a seed, int64 (1,); raise a RuntimeError if there is none, which begins with a name if given."""
     if seed is None:
         of = f"{name}: " if name else ""
         raise RuntimeError(f"{of}expected a seed, int64 (1,), as codes are drawn at random, got none")
@@ -215,7 +215,7 @@ def draw(x: Tensor, table: Tensor, bits: int, seed: Tensor, stream: int = 0) -> 
         table: from `positions`, on the device of x.
         bits: bits of a code.
         seed: int64, (1,), on the device of x.
-        stream: of random numbers, which others do not share.
+        stream: the number of a stream of random numbers.
 
     """
     flat, tiles = x.view(-1), tiles_of(x)

@@ -54,7 +54,7 @@ class Pointwise(ABC):
     def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
         """Return the codes of a contiguous tensor, uint8 (tiles · bits · COLUMNS,), by PyTorch's operators.
 
-        `dtype` is that of y. `seed`, int64 (1,), is there if codes are drawn at random.
+        `dtype` is that of y. `seed`, int64 (1,), is given if codes are drawn at random.
         """
 
     @abstractmethod
@@ -275,10 +275,10 @@ def registered(kind: type[nn.Module]) -> Pointwise:
 
 
 def _registration(kind: type) -> Pointwise | None:
-    """Return what a class has registered, None if its module is not one of `fitact codegen` and its class.
+    """Return what a class has registered, None unless the class and its module come from `fitact codegen`.
 
-    Such a module registers its key in its runtime, which is a copy of its own if it was made with --standalone;
-    and it has the function and the class of what it registers.
+    Such a module registers its key in its runtime, which is its own copy if it was made with --standalone; and it
+    holds the function and the class of what it registers.
     """
     home = home_of(kind)
     key, ops = home.get("_KEY"), getattr(home.get("_rt"), "ops", None)

@@ -1,8 +1,8 @@
 """What the compiler makes of a whole model: the bytes that its graphs keep, those at the peak, and their time.
 
-Graphs are traced and partitioned as `torch.compile` does it; no code is generated. Time is foretold as if what is
-between two products and connected became one kernel, which reads once what comes from outside, and writes once
-what is read outside.
+Graphs are traced and partitioned as `torch.compile` does it; no code is generated. Time is estimated as if
+connected operations between two products became one kernel, which reads each tensor from outside once, and writes
+once each tensor that is read outside.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .subjects import Subject
 from .timeline import Work, rest_of, work_of
 from .ways import Way
 
-PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # read only what they return
-# Operations that Inductor fuses with those around them, beside pointwise ones.
+PICKED = frozenset(["embedding", "gather", "index", "index_select"])  # these read only what they return
+# Operations that Inductor fuses with those around them, besides pointwise ones.
 FUSED = frozenset(
     [
         *("sum", "mean", "var", "var_mean", "amax", "amin", "prod", "any", "all", "argmax", "argmin", "max"),
@@ -139,7 +139,7 @@ def _name(node: fx.Node) -> str:
 
 
 class _Kernels:
-    """A graph's kernels: products and the like, each alone, and what lies between them, as far as it is connected.
+    """A graph's kernels: products and the like, each alone, and the connected parts between them.
 
     Attributes:
         work: of all kernels.
@@ -240,7 +240,7 @@ class _Kernels:
 
         Args:
             given: identities and bytes of storages that are alive at first, until they have been read.
-            held: of those that are alive all the time.
+            held: the same of storages that are always alive.
 
         """
         last: dict[fx.Node, int] = {}

@@ -1,8 +1,8 @@
 """What each way to train each block costs: bytes kept, bytes at its peak, time; measured by running the model.
 
-A pass runs the whole model once, forward and backward, with several ways at once: like blocks follow one another,
-and each way gets two of them. The second is measured, so that its neighbour is changed as it is. Of a row of
-blocks that go the same way four run, and the third stands for those that follow it.
+A pass runs the whole model once, forward and backward, with several ways at once: blocks that are alike follow one
+another, and each way gets two of them. The second is measured, because its neighbour is changed like it. Where
+more than four blocks in a row go the same way, four run, and the third stands for those that are skipped.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fitact.errors import FitactError, UsageError
-from fitact.runtime.restore import generators
+from fitact.runtime.restore import differentiate, generators
 from fitact.text import one_line
 
 from .devices import Device
 from .short import ROW, cut, filled, skipped
-from .subjects import Hooks, Run, Subject, runs_of, with_norms
+from .subjects import Run, Subject, hooked, runs_of, with_norms
 from .timeline import Mark, Timeline, Work
 from .ways import LOSS, STOCK, Way, changed
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way costs, of one block.
+    """What a way costs for one block.
 
     Attributes:
         keep: bytes that stay alive from its forward pass to its backward pass.
-        high: the most bytes alive in its own forward and backward pass, above what was there before it ran.
+        high: the most bytes alive in its own forward and backward pass, beyond those before it ran.
         work: of both passes.
 
     """
@@ -43,9 +43,9 @@ class Segment:
     """A run of blocks that are alike, or what lies between two of them.
 
     Attributes:
-        paths: of the blocks; empty for what lies between, which is there once.
+        paths: of the blocks; empty for what lies between, which occurs once.
         grads: bytes of the gradients that the backward pass of one block leaves.
-        costs: by way; of what lies between, stock's alone, and after the last run also with the loss by rows.
+        costs: by way; for what lies between only stock's, and after the last run also that with the loss by rows.
 
     """
 
@@ -95,7 +95,7 @@ class Step:
     work: Work
 
     def like(self, other: Step) -> bool:
-        """Return whether another step is the same to a ten-thousandth: what a first run caches is much less."""
+        """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
         numbers = [
             (one.kept, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)
         ]
@@ -179,9 +179,9 @@ def _with_loss(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
 
 
 def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
-    """Return the runs, steady only where a step cut short tells what a longer one does; and stock marks.
+    """Return the runs, steady only if a step cut short foretells a longer one; and the stock marks.
 
-    What the rest of a model does may depend on the number of its blocks, such as a loss that reads them all.
+    The rest of a model may depend on the number of blocks, such as a loss that reads them all.
     """
     stock = _stock(runs)
     if cut(runs, stock):
@@ -300,11 +300,11 @@ def _marks(
         skipped([every[i] for i in without]),
     ):
         timeline = Timeline(device, [*model.parameters(), *model.buffers()])
-        with timeline, Hooks(running, timeline.mark):
+        with timeline, hooked(running, timeline.mark):
             timeline.mark("start")
             outputs = subject.run()
             timeline.mark("loss")
-            subject.differentiate(outputs)
+            differentiate(subject.name, outputs)
             timeline.mark("end")
         model.zero_grad(set_to_none=True)
     return filled(timeline.marks, standing)

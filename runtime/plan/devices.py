@@ -19,8 +19,8 @@ NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions"
 class Device:
     """How fast a device is.
 
-    An operation takes as long as the slowest of what it does: moving its bytes, and computing. These are peaks of
-    data sheets; real kernels reach a part of them.
+    An operation takes as long as the slower of moving its bytes and computing. These are peaks of data sheets,
+    which real kernels reach in part.
 
     Attributes:
         name: of the device.

@@ -14,11 +14,11 @@ from .subjects import Run, first_tensor
 from .timeline import Mark
 from .ways import Way
 
-ROW = 4  # blocks that run of a row: the first and the second, one whose neighbours are like itself, and the last
+ROW = 4  # blocks of a row that run: the first two, one whose neighbours are like itself, and the last
 
 
 def cut(runs: Sequence[Run], ways: Sequence[Way], row: int = ROW) -> dict[int, int]:
-    """Return the blocks that stand for those after them, by their places, and for how many each.
+    """Return how many of the blocks after it a block stands for, by its place.
 
     Args:
         runs: the runs of blocks.
@@ -48,7 +48,7 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
-    """Return the marks of a step in which the blocks that were skipped did what stands for them did.
+    """Return the marks of a step as if skipped blocks had done what the block that stands for them did.
 
     Args:
         marks: of the step, without marks of the skipped blocks.

@@ -1,4 +1,4 @@
-"""A model that is going to be planned: without memory, with what runs it, and its blocks as they run."""
+"""A model to plan for: without memory, with what runs it, and its blocks in the order in which they run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from fitact.errors import FitactError, UsageError
-from fitact.runtime.convert.measure import faked_run, runner
+from fitact.errors import UsageError
+from fitact.runtime.convert.measure import faked_run
 from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, failed, starts, without_packing
+from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
 from fitact.runtime.models.twins import Twins
 from fitact.runtime.norms.dataflow import NormUsage
 from fitact.runtime.norms.structure import look
-from fitact.runtime.restore import check_model
+from fitact.runtime.restore import check_model, explained, runner
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
 
@@ -67,20 +66,8 @@ class Subject:
 
     def run(self) -> list[Tensor]:
         """Run forward, and return what backward starts from."""
-        try:
-            with self.casting():
-                return self.forward()
-        except FitactError:
-            raise
-        except Exception as error:
-            raise failed(self.name, "forward", error) from error
-
-    def differentiate(self, outputs: Sequence[Tensor]) -> None:
-        """Run backward, and leave the gradients at the parameters."""
-        try:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        except Exception as error:
-            raise failed(self.name, "backward", error) from error
+        with explained(self.name, "forward"), self.casting():
+            return self.forward()
 
 
 def of_prepared(
@@ -174,7 +161,7 @@ def runs_of(subject: Subject, device: Device) -> list[Run]:
 def with_norms(subject: Subject, runs: Sequence[Run]) -> tuple[list[Run], str]:
     """Return runs with their norms that can be merged, and if there are none, why.
 
-    Of the blocks of a run like norms are merged. Whether the values of a norm allow it is not known.
+    All blocks of a run merge the same norms. Whether a norm's values allow that is not known.
 
     Raises:
         UsageError: the model cannot be run in evaluation mode.
@@ -264,8 +251,9 @@ def _signature(block: nn.Module) -> Any:
     return type(block), modules, parameters
 
 
-class Hooks:
-    """Calls a function when a block's forward and backward pass begin and end.
+@contextmanager
+def hooked(blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) -> Iterator[None]:
+    """Call a function when blocks' forward and backward passes begin and end, until the context ends.
 
     Args:
         blocks: the blocks, by their places.
@@ -274,29 +262,21 @@ class Hooks:
 
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) -> None:
-        self.mark = mark
-        self.handles: list[RemovableHandle] = []
-        for i, block in blocks.items():
-            self.handles.append(block.register_forward_pre_hook(partial(self._enter, i), with_kwargs=True))
-            self.handles.append(block.register_forward_hook(partial(self._leave, i)))
-
-    def __enter__(self) -> Hooks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, i: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.mark("in", i)
-        self._watch("grad in", i, (args, kwargs))
-
-    def _leave(self, i: int, _: nn.Module, args: Any, output: Any) -> None:
-        self.mark("out", i)
-        self._watch("grad out", i, output)
-
-    def _watch(self, what: str, i: int, tree: Any) -> None:
+    def watch(what: str, i: int, tree: Any) -> None:
         for leaf in tree_iter(tree):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
-                leaf.register_hook(lambda _: self.mark(what, i))
+                leaf.register_hook(lambda _: mark(what, i))
+
+    def enter(i: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        mark("in", i)
+        watch("grad in", i, (args, kwargs))
+
+    def leave(i: int, _: nn.Module, args: Any, output: Any) -> None:
+        mark("out", i)
+        watch("grad out", i, output)
+
+    with ExitStack() as stack:
+        for i, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(partial(enter, i), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(partial(leave, i)).remove)
+        yield

@@ -82,7 +82,7 @@ class Timeline(OperationMode):
 
     Args:
         device: how long operations take.
-        there: tensors that are there before and are not counted.
+        there: tensors that exist before and are not counted.
 
     """
 

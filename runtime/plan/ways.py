@@ -96,7 +96,7 @@ def _compiled() -> Iterator[Way]:
         yield Way(f"compiler, {budget:g} and codes", "rounding", budget=budget, words=words)
 
 
-# What merged norms may be combined with: with the other ways no model was seen to keep less or to be faster.
+# The ways that merged norms are combined with: with others no model was seen to keep less or to be faster.
 BESIDE_NORMS = (
     *("stock", "checkpointed", "rebuilt", "inverted", "exact", "codes of 8 bits", "codes of 8 bits, checkpointed"),
     *("codes of 4 and 8 bits", "steps of 3 bits"),
@@ -232,7 +232,7 @@ def apply(
 
     Args:
         model: the model.
-        groups: names of ways, and the paths of the blocks that go them.
+        groups: names of ways, each with the paths of the blocks that take it.
         norms: the paths of the norms that these ways merge.
         example_inputs: inputs to run the model with, where norms are merged.
 

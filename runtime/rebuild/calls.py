@@ -1,8 +1,8 @@
-"""Calls of PyTorch's functions in a module's own `forward`: what they keep, and what is noted on their outputs.
+"""Calls of PyTorch's functions in a module's own `forward`: what they keep, and the notes on their outputs.
 
-A mode of `torch.overrides` sees each call. A call that would keep something that can be rebuilt is made through
-`operation`; on what can be rebuilt from what a call keeps, this is noted. All other calls pass. The mode is on in
-the `forward` of modules that are given to it, outside of modules that rebuild themselves.
+A mode of `torch.overrides` sees each call. A call that would keep something that can be rebuilt goes through
+`operation`. An output that can be rebuilt from what its call keeps gets a note of this. All other calls pass. The
+mode is on in the `forward` of modules that are given to it, outside of modules that rebuild themselves.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
     ):
         return function(*args, **kwargs)
     found = [source(one) if rule.replaced else None for one in tensors]
-    dtype = _product_dtype(rule, tensors)
+    dtype = active_autocast(tensors[0].device.type) if rule.cast else None
     if dtype is not None:
         if any(shares_cast(one, dtype) and not owned(one) for one in tensors):
-            return function(*args, **kwargs)  # PyTorch has to cast it, for all that read its cast
+            return function(*args, **kwargs)  # PyTorch has to cast it: all readers share the cast
         tensors = [_cast(*both, dtype) for both in zip(tensors, found, strict=True)]
         found = [source(one) for one in tensors]
     elif rule is CARRIED and len(tensors) > 1:
@@ -135,7 +135,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
         output: Any = operation(call, tensors, rebuild if rule.keeps_output else None)
     else:
         output = function(*args, **kwargs)
-    if not isinstance(output, Tensor):  # a name
+    if not isinstance(output, Tensor):  # `Tensor.type()` returns a name
         return output
     if rebuild is not None and storage_id(output) in map(storage_id, tensors):
         return output  # a view, or the tensor itself
@@ -146,7 +146,7 @@ def _ruled(rule: Rule, function: Function, args: Sequence[Any], kwargs: Mapping[
 
 
 def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) -> Any:
-    """Note what PyTorch's operation keeps itself, or what it would take fewer bytes to keep."""
+    """Note that PyTorch's operation keeps its output, or what could be kept in fewer bytes."""
     if rule.keeps_output:
         note_kept(output)
     elif rule.noted and rule.replaced and isinstance(output, Tensor):
@@ -155,16 +155,11 @@ def _passed(rule: Rule, output: Any, call: Function, tensors: Sequence[Tensor]) 
 
 
 def _fewer(x: Tensor, index: Tensor) -> Source | None:
-    """Return what takes fewer bytes than an index of x; one number makes a view, and a buffer is there anyway."""
+    """Return what takes fewer bytes than an index of x; not for one number (a view), nor for a buffer."""
     module = here.module
     if not index.dim() or module is None or any(storage_id(one) == storage_id(index) for one in module.buffers()):
         return None
     return numbers.fewer(index, max(x.shape, default=0))
-
-
-def _product_dtype(rule: Rule, tensors: Sequence[Tensor]) -> torch.dtype | None:
-    """Return the dtype to which autocast casts the arguments of a function, None if it does not."""
-    return active_autocast(tensors[0].device.type) if rule.cast else None
 
 
 def _cast(tensor: Tensor, found: Source | None, dtype: torch.dtype) -> Tensor:
@@ -205,7 +200,7 @@ def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _own(handler: Function, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a handler returns that looks at the arguments itself, and tell of what is noted on it."""
+    """Call a handler that looks at the arguments itself, and tell what is noted on its outputs."""
     output = handler(function, args, kwargs)
     for one in output if isinstance(output, tuple) else (args[0] if output is None else output,):
         if isinstance(one, Tensor) and plain(one):
@@ -265,7 +260,7 @@ _OWN: dict[Function, Sequence[Function]] = {
 
 
 def _handlers() -> dict[Any, Function]:
-    # as they are, also where something has been put in their place: calls end there
+    # the functions themselves, even where they are wrapped: calls end there
     dropout = inspect.unwrap(F.dropout)
     found: dict[Any, Function] = {F.linear: _linear, dropout: _dropout}
     for handler, those in _OWN.items():
@@ -298,8 +293,8 @@ class _Here(threading.local):
         pushed: whether the mode sees them.
         hooks: of saved tensors, as they were when the innermost module was entered. In a checkpoint inside of a
             module nothing is looked at: it would be run again in backward, outside of the module.
-        watch: is told of outputs, and whether their operation keeps something else than PyTorch's.
-        narrow: notes of the innermost module, which hold what none may keep.
+        watch: is told each output, and whether its operation keeps something other than PyTorch's.
+        narrow: the innermost module's notes of tensors that perhaps nothing will keep.
         module: the innermost module.
         only: the functions that are looked at; None for all.
 
@@ -320,7 +315,7 @@ class _Here(threading.local):
             self.watch(output, less)
 
     def hold(self, noted: Note | None, output: Tensor) -> None:
-        """Let a note be cleared when the innermost module has run, if none uses it."""
+        """Let a note be cleared when the innermost module has run, if nothing uses it."""
         if noted is not None:
             self.narrow.append(weakref.ref(noted))
             self.tell(output, False)

@@ -1,7 +1,7 @@
 """What keeps codes in place of tensors: gates f(g)·u, activations with learned numbers, and norms.
 
-A gate keeps codes of g, those of f's coded fit, and u itself or codes of the identity's. Those that ship and those
-that one has generated have kernels of their own. All others are composed of the activations' ops.
+A gate keeps codes of g by f's coded fit, and u itself or codes of it by the identity's fit. Gates that ship, or
+that the user has generated, have their own kernels. All others are composed of the activations' ops.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 
     Attributes:
         g: the key of f's coded fit.
-        u: the key of the identity's; None to keep u as it is.
+        u: the key of the identity's coded fit; None to keep u as it is.
 
     """
 
@@ -69,7 +69,7 @@ class OwnCodes(NamedTuple):
     """The codes of a generated gate that the user gives.
 
     Attributes:
-        key: of the gate.
+        key: the gate's.
 
     """
 
@@ -93,7 +93,7 @@ class Table(NamedTuple):
         borders: increasing; a code counts those strictly below x.
         values: by code, what stands in place of f(x).
         value: f.
-        coded: x, of what the module is called with.
+        coded: gives x from what the module is called with.
 
     """
 
@@ -133,12 +133,12 @@ class LearnedCodes(NamedTuple):
         return apply_learned(x, numbers, self.use.dim, self.key)
 
     def _numbers(self, module: nn.Module, device: torch.device) -> list[Tensor]:
-        """Return the numbers; of those that the module has not, the constant."""
+        """Return the numbers; a constant for each that the module does not have."""
         own = [getattr(module, one) if isinstance(one, str) else one for one in self.use.numbers]
         return [one if isinstance(one, Tensor) else torch.full((), one, device=device) for one in own]
 
     def table(self, module: nn.Module) -> Table:
-        """Return the codes of x, and the formula at their points, numbers of channels at their starts."""
+        """Return the codes of x, and the formula at their points; numbers of channels are at their starts."""
         formula = learned.find(self.key)
         numbers = [
             torch.full((), kind.start) if one.numel() > 1 else one.detach().cpu().float().reshape(())
@@ -193,7 +193,18 @@ class NormCodes(NamedTuple):
             decode.prepare(self.key, str(x.device))
         y, codes, _ = applied(_CodedNorm, x, *own, partial(module.fitact_stock.forward, module), self)
         held = [one for one in own if one is not None]
-        return note(y, _NormAgain(self, y.shape, y.dtype), codes, *held, exact=False)
+        return note(y, partial(self.looked_up, y.shape, y.dtype), codes, *held, exact=False)
+
+    def looked_up(self, size: torch.Size, dtype: torch.dtype, codes: Tensor, *own: Tensor) -> Tensor:
+        """Return what stands in place of the norm's output, from codes and the norm's parameters."""
+        given, wide = iter(own), torch.float64 if dtype == torch.float64 else torch.float32
+        with torch.no_grad(), without_autocast(codes.device.type):
+            y: Tensor = ops.decode(codes, size, wide, self.key)
+            if self.weight is not None:
+                y = y * (next(given).to(wide) + self.offset)
+            if self.bias is not None:
+                y = y + next(given).to(wide)
+            return y.to(dtype)
 
     def normalised(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return z, contiguous and of the dtype of x, and 1/σ of each row."""
@@ -243,25 +254,6 @@ class _CodedNorm(torch.autograd.Function):
             dz = dy if weight is None else dy * (weight.to(dy.dtype) + of.offset)
             dx = ops.norm_backward(dz, z, scale, 1, of.centred, ctx.dtype)
         return dx, dw, db, None, None
-
-
-class _NormAgain:
-    """What stands in place of a norm's output, looked up by codes."""
-
-    def __init__(self, of: NormCodes, size: torch.Size, dtype: torch.dtype) -> None:
-        self.of, self.size, self.dtype = of, size, dtype
-
-    def __call__(self, codes: Tensor, *own: Tensor) -> Tensor:
-        """Return it, from codes and the norm's parameters."""
-        of, given = self.of, iter(own)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        with torch.no_grad(), without_autocast(codes.device.type):
-            y: Tensor = ops.decode(codes, self.size, wide, of.key)
-            if of.weight is not None:
-                y = y * (next(given).to(wide) + of.offset)
-            if of.bias is not None:
-                y = y + next(given).to(wide)
-            return y.to(self.dtype)
 
 
 AnyCodes = Codes | OwnCodes | LearnedCodes | NormCodes
@@ -336,20 +328,19 @@ def gate_of(codes: Codes) -> gate_ops.Gate:
 
 
 def gate(codes: Codes | OwnCodes, function: Callable[..., Tensor], g: Tensor, u: Tensor) -> Tensor:
-    """Return f(g)·u, which keeps codes of g, and u or its codes; layers that follow find what stands for it.
+    """Return f(g)·u, which keeps codes of g, and u or its codes; the next layers find what stands for it.
 
     Args:
         codes: which codes.
-        function: f, of one element, as the model computes it; used where nothing is coded.
+        function: f, elementwise, as the model computes it; used where nothing is coded.
         g: its argument, any shape.
         u: of the shape and dtype of g.
 
     """
-    if not (functions.recorded(g, u) and plain(g) and plain(u) and g.dtype in DTYPES):
-        return functions.gate(function, g, u)
-    if g.shape != u.shape or g.dtype != u.dtype:
-        return functions.gate(function, g, u)
-    return apply_gate(g, u, codes.gate.key)
+    alike = g.shape == u.shape and g.dtype == u.dtype
+    if alike and functions.recorded(g, u) and plain(g) and plain(u) and g.dtype in DTYPES:
+        return apply_gate(g, u, codes.gate.key)
+    return functions.gate(function, g, u)
 
 
 class Gate(NamedTuple):
@@ -358,10 +349,10 @@ class Gate(NamedTuple):
     Attributes:
         activation: f.
         gate: the layer whose output is g.
-        up: that whose output is u; None if `gate` returns both side by side.
+        up: the layer whose output is u; None if `gate` returns both side by side.
         down: the layer that follows.
-        dropout: what is between, None if nothing is.
-        turned: whether u comes first, of the halves or in the order of calls.
+        dropout: the dropout in between, None if there is none.
+        turned: whether u comes first, among the halves or in the order of calls.
 
     """
 
@@ -373,7 +364,7 @@ class Gate(NamedTuple):
     turned: bool
 
     def compute(self, module: Any, x: Tensor, codes: Codes | OwnCodes | None = None) -> Tensor:
-        """Return down(dropout(f(g) · u)), keeping codes if there are some."""
+        """Return down(dropout(f(g) · u)), which keeps codes if they are given."""
         if self.up is None:
             parts = getattr(module, self.gate)(x).chunk(2, -1)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from fitact.runtime.autocast import without_autocast
 
-from .derivatives import once
-from .recipes import Function, applied, cast, product_dtype, recast, source, use
+from .derivatives import Of, once
+from .recipes import Function, applied, cast, product_dtype, recast, source
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -53,7 +54,7 @@ class _Padding(NamedTuple):
     Attributes:
         around: what is padded before the convolution, as for `F.pad`; empty for nothing.
         mode: with what.
-        inside: the zeros that the convolution takes for granted on both sides of each dimension.
+        inside: the zeros that the convolution itself adds on both sides of each dimension.
 
     """
 
@@ -78,33 +79,18 @@ def _padding(module: Convolution) -> _Padding:
     return _Padding(around if any(around) else (), "constant", tuple(left for left, _ in sides))
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-class _Prepared:
-    """What is rebuilt, as the convolution gets it: padded, in its dtype, and as a batch."""
-
-    def __init__(self, rebuild: Function, padding: _Padding, dtype: torch.dtype, alone: bool) -> None:
-        self.rebuild, self.padding, self.dtype, self.alone = rebuild, padding, dtype, alone
-
-    def use(self) -> None:
-        use(self.rebuild)
-
-    def __call__(self, *state: Tensor) -> Tensor:
-        return self.prepare(self.rebuild(*state))
-
-    def prepare(self, x: Tensor) -> Tensor:
-        if self.padding.around:
-            x = F.pad(x, self.padding.around, self.padding.mode)
-        x = x.to(self.dtype)
-        return x.unsqueeze(0) if self.alone else x
+def _prepared(padding: _Padding, dtype: torch.dtype, alone: bool, x: Tensor) -> Tensor:
+    """Return x as the convolution gets it: padded, in its dtype, and as a batch."""
+    if padding.around:
+        x = F.pad(x, padding.around, padding.mode)
+    x = x.to(dtype)
+    return x.unsqueeze(0) if alone else x
 
 
 def convolution(module: Convolution, x: Tensor, exact: bool = True) -> Tensor | None:
-    """Return what a convolution makes of x, or None if it keeps no less than PyTorch's.
+    """Return a convolution's output, or None if it would keep no less than PyTorch's.
 
-    Of a weight that autocast casts, the parameter is kept, and cast again.
+    If autocast casts the weight, the parameter is kept, and cast again.
 
     Args:
         module: the convolution.
@@ -121,12 +107,14 @@ def convolution(module: Convolution, x: Tensor, exact: bool = True) -> Tensor | 
         return None
     padding = _padding(module)
     alone = x.ndim == spatial + 1
-    prepared = _Prepared(_itself if found is None else found.function, padding, dtype, alone)
-    use(prepared)
+    prepare = partial(_prepared, padding, dtype, alone)
+    rebuild = None if found is None else Of(prepare, found)
+    if rebuild is not None:
+        rebuild.use()
     options = module.stride, padding.inside, module.dilation, False, (0,) * spatial, module.groups
     parameter, weight = weight, cast(weight, dtype)
     bias = None if bias is None else cast(bias, dtype)
-    x = prepared.prepare(x)
+    x = prepare(x)
     with without_autocast(x.device.type):
         y: Tensor = applied(
             _Convolution,
@@ -134,7 +122,7 @@ def convolution(module: Convolution, x: Tensor, exact: bool = True) -> Tensor | 
             weight,
             bias,
             parameter.detach() if again else None,
-            None if found is None else prepared,
+            rebuild,
             options,
             *((x.detach(),) if found is None else found.state),
         )

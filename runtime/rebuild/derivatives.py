@@ -1,4 +1,4 @@
-"""A function that is computed again for its derivative, and the gradients; activations of what is rebuilt."""
+"""Functions that are computed again for their gradients, and activations of rebuilt inputs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def started(x: Tensor) -> Tensor:
 
 
 class _Power(torch.autograd.Function):
-    """A power, whose derivative takes one tensor where PyTorch's takes three, of the same numbers."""
+    """A power; its derivative has PyTorch's numbers, but takes one tensor instead of three."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exponent: float) -> Tensor:
@@ -67,7 +67,7 @@ class _Power(torch.autograd.Function):
 
 
 class _Powers(TorchFunctionMode):
-    """A context in which powers are differentiated like this; autocast, which casts them, does that itself."""
+    """A context in which powers are differentiated so, except under autocast, which casts them."""
 
     NAMES = (torch.pow, Tensor.pow, Tensor.__pow__)
 
@@ -114,7 +114,7 @@ class Reads:
         the function.
 
         Args:
-            grads: that of the output.
+            grads: the output's.
 
         """
         if self.inputs:
@@ -139,7 +139,7 @@ def _take(
 
 
 def readers(end: Any, inputs: Sequence[Tensor]) -> Iterator[tuple[Any, dict[int, int]]]:
-    """Yield the nodes of a graph that read inputs, and for each edge to one its identity.
+    """Yield the nodes of a graph that read inputs, with the identity of the input behind each such edge.
 
     Args:
         end: the node from which the graph is walked.
@@ -189,7 +189,7 @@ class Plain:
 
 
 class _Chained(torch.autograd.Function):
-    """f(x), perhaps in place of x, which is rebuilt for the derivative; after it come f's parameters."""
+    """f(x), perhaps written over x; x is rebuilt for the derivative. `rest`: f's parameters, then the state."""
 
     @staticmethod
     def forward(
@@ -221,9 +221,9 @@ class _Chained(torch.autograd.Function):
 
 
 class Of:
-    """A function of what is rebuilt; its parameters come first."""
+    """A function of what is rebuilt; the state begins with its `count` other arguments."""
 
-    def __init__(self, function: Function, found: Source, count: int) -> None:
+    def __init__(self, function: Function, found: Source, count: int = 0) -> None:
         self.function, self.rebuild, self.count = function, found.function, count
 
     def use(self) -> None:
@@ -231,14 +231,14 @@ class Of:
         use(self.rebuild)
 
     def __call__(self, *state: Tensor) -> Tensor:
-        """Return the function of what is rebuilt and of its parameters."""
+        """Return the function of what is rebuilt and of its other arguments."""
         return self.function(self.rebuild(*state[self.count :]), *state[: self.count])
 
 
 def chained(
     run: Function, function: Function, x: Tensor, exact: bool = True, parameters: Sequence[Tensor] = ()
 ) -> Tensor | None:
-    """Return f(x), which keeps what x is rebuilt from and is rebuilt from it too; None if x cannot be.
+    """Return f(x), which keeps what x is rebuilt from, and is itself rebuilt from that; None if x cannot be.
 
     Args:
         run: f, which may overwrite its argument and return that.

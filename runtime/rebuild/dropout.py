@@ -7,6 +7,7 @@ multiple of a tile.
 from __future__ import annotations
 
 from ctypes import c_float
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 from fitact.runtime.ops.reference import COLUMNS, ROWS, TILE
 from fitact.runtime.recipes import note, plain
 
-from .derivatives import once
+from .derivatives import Of, once
 from .functions import recorded
-from .recipes import Source, applied, kept_source, source, use
+from .recipes import applied, kept_source, source
 
 
 class _Dropout(torch.autograd.Function):
-    """PyTorch's dropout, of which a mask of one bit an element is kept, in the output's order of memory."""
+    """PyTorch's dropout, which keeps a mask of one bit an element, in the output's order of memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -77,20 +78,8 @@ def dropout(x: Tensor, p: float) -> Tensor | None:
         return None
     found = source(x, exact=False) or kept_source(x)
     y, bits = applied(_Dropout, x, p)
-    return y if found is None else note(y, _Dropped(found, p, y), bits, *found.state, exact=found.exact)
-
-
-class _Dropped:
-    """What dropout makes of what is rebuilt."""
-
-    def __init__(self, found: Source, p: float, y: Tensor) -> None:
-        self.rebuild, self.p, self.layout = found.function, p, (y.shape, y.stride())
-
-    def use(self) -> None:
-        use(self.rebuild)
-
-    def __call__(self, bits: Tensor, *state: Tensor) -> Tensor:
-        return _dropped(self.rebuild(*state), bits, self.layout, self.p)
+    again = partial(_dropped, layout=(y.shape, y.stride()), p=p)
+    return y if found is None else note(y, Of(again, found, 1), bits, *found.state, exact=found.exact)
 
 
 # ---------------------------------------------------------------------------------------------------------- masks
@@ -100,7 +89,7 @@ def pack(mask: Tensor) -> Tensor:
     """Return the bits of a mask, uint8, one-dimensional.
 
     Args:
-        mask: bool, of any shape, dense: its elements fill their memory in some order, in which the bits are.
+        mask: bool, of any shape, dense: its elements fill their memory in some order, which the bits have too.
 
     """
     flat = mask.as_strided((mask.numel(),), (1,)).view(torch.uint8)
@@ -115,7 +104,7 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def _words(flat: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the words of whole tiles, (tiles, 1, COLUMNS): bit r is of row r."""
+    """Return the words of whole tiles, (tiles, 1, COLUMNS): bit r belongs to row r."""
     rows = flat.view(-1, ROWS, COLUMNS)
     fours = torch.add(rows[:, :4], rows[:, 4:], alpha=16)
     twos = torch.add(fours[:, :2], fours[:, 2:], alpha=4)

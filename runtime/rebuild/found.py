@@ -1,6 +1,6 @@
-"""Which modules keep less: activations and norms, found by trying a few numbers, and what modules call themselves.
+"""Finding which modules keep less: activations and norms by trying a few numbers, own calls by running the model.
 
-The latter is found by running the model, and checked by running it.
+Calls are also checked by running it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from fitact.runtime.convert.detect import MODULES
-from fitact.runtime.convert.measure import Run, real, tensors_of, traces
+from fitact.runtime.convert.measure import tensors_of, traces
 from fitact.runtime.learned.uses import Use
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.recipes import Recipe
-from fitact.runtime.restore import untouched
+from fitact.runtime.restore import Run, following, has_no_values, real, untouched
 from fitact.runtime.torch_internals import (
-    FakeTensor,
     buffers_in,
     parameters_in,
     storage_id,
@@ -34,8 +32,8 @@ from .derivatives import READS, count_reads
 from .modules import PATH, Rebuilding
 from .recipes import recipe_of
 
-PROBE = 64  # elements of what an activation is tried with
-ROWS = 3  # of what a norm is tried with
+PROBE = 64  # elements that an activation is tried with
+ROWS = 3  # that a norm is tried with
 UNLIKE = "its outputs would not be stock's bit for bit"
 RANDOM = "the model's outputs differ from one run to the next"
 
@@ -44,7 +42,7 @@ RANDOM = "the model's outputs differ from one run to the next"
 
 
 def is_composed(norm: layers.Norm) -> bool:
-    """Return whether a norm is several operations, which keep more bytes of a few rows than these have."""
+    """Return whether a norm is several operations, which keep more bytes for a few rows than these have."""
     with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for dtype in (torch.float32, torch.bfloat16):
             x, trial = torch.ones(ROWS, norm.columns, dtype=dtype), layers.trial_copy(norm.module, dtype)
@@ -58,7 +56,7 @@ def is_composed(norm: layers.Norm) -> bool:
 
 
 def learned_kind(module: nn.Module, use: Use) -> str | None:
-    """Return the kind of an activation with learned numbers, by what a copy of it keeps of a few numbers."""
+    """Return the kind of an activation with learned numbers, by what a copy of it keeps for a few numbers."""
     with unset_fake_temporarily():
         trial = module.__new__(type(module))
         parameters, buffers = _ones(parameters_in(module)), _ones(buffers_in(module))
@@ -76,7 +74,7 @@ def _ones(held: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def kind_of(activation: nn.Module, values: Tensor | None = None) -> str | None:
-    """Return the kind of an activation by what it keeps of a few numbers; None if that is its output alone.
+    """Return the kind of an activation by what it keeps for a few numbers; None if that is its output alone.
 
     Args:
         activation: the module.
@@ -108,7 +106,7 @@ def kind_of(activation: nn.Module, values: Tensor | None = None) -> str | None:
 
 
 class _Finder:
-    """Notes in which modules calls keep less, or are rebuilt from."""
+    """Notes the modules in which a call keeps less, or returns what others rebuild."""
 
     def __init__(self) -> None:
         self.begin()
@@ -119,7 +117,7 @@ class _Finder:
         self.recipes: dict[Recipe, str] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        path = vars(module).get(PATH, self.running[-1][0] if self.running else None)  # made by who runs it
+        path = vars(module).get(PATH, self.running[-1][0] if self.running else None)  # or made while it runs
         self.running.append((path, Looking(module=module)))
         self.running[-1][1].__enter__()
 
@@ -138,17 +136,14 @@ class _Finder:
     def looking(self, _: Any) -> Iterator[None]:
         """Look at every call of a model: a plan of `traces`."""
         self.begin()
-        entered = hooks.register_module_forward_pre_hook(self.enter)
-        left = hooks.register_module_forward_hook(self.leave, always_call=True)
-        try:
-            here.watch = self.watch
-            yield
-        finally:
-            while self.running:  # of what has failed
-                self.leave()
-            here.watch = None
-            entered.remove()
-            left.remove()
+        with following(self.enter, self.leave):
+            try:
+                here.watch = self.watch
+                yield
+            finally:
+                while self.running:  # of what has failed
+                    self.leave()
+                here.watch = None
 
     def found(self) -> set[str]:
         """Return the paths of the modules in which a call keeps less, or makes another keep less."""
@@ -187,13 +182,8 @@ def _tagged(model: nn.Module) -> Iterator[None]:
                 vars(module).pop(PATH, None)
 
 
-def has_no_values(model: nn.Module) -> bool:
-    """Whether a model has tensors without memory."""
-    return any(isinstance(one, FakeTensor) or one.is_meta for one in (*model.parameters(), *model.buffers()))
-
-
 class Checked(NamedTuple):
-    """What came of running a model.
+    """The result of running a model.
 
     Attributes:
         sound: the paths of modules whose calls may be replaced.

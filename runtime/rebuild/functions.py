@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,9 +85,9 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool = False, exact: bool = True
 ) -> Tensor | None:
-    """Return the layer's output, or None if it keeps no less than PyTorch's.
+    """Return the layer's output, or None if it would keep no less than PyTorch's.
 
-    Of a weight that autocast casts, the parameter is kept, and cast again.
+    If autocast casts the weight, the parameter is kept, and cast again.
 
     Args:
         x: (..., inputs).
@@ -98,9 +99,9 @@ def linear(
     """
     if not torch.is_grad_enabled() or (transposed and bias is None):
         return None
-    in_rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 < x.shape[1])  # as the first tokens of texts
+    in_rows = x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 < x.shape[1])  # such as first tokens
     if not (in_rows and weight.is_contiguous()):
-        return None  # PyTorch's own products are others then
+        return None  # PyTorch computes other products then
     dtype = product_dtype(x, weight)
     again = x.requires_grad and recast(x, weight, dtype)
     found = source(x, exact) if weight.requires_grad else None
@@ -108,11 +109,12 @@ def linear(
         return None  # the first tokens of texts alone may be far smaller than what codes are made for
     if dtype is None or (found is None and not again):
         return None
-    rebuild = None if found is None else found.function if x.dtype == dtype else _Cast(found.function, dtype)
+    rebuild: Function | None = None
+    if found is not None:
+        rebuild = found.function if x.dtype == dtype else Of(partial(Tensor.to, dtype=dtype), found)
+        use(rebuild)
     x, parameter, weight = x.to(dtype), weight, cast(weight, dtype)
     bias = None if bias is None else cast(bias, dtype)
-    if rebuild is not None:
-        use(rebuild)
     state = found.state if found is not None else (x.detach(),) if weight.requires_grad else ()
     # PyTorch's own output is a view of rows too, unless these are all, or there is no bias
     whole = not transposed and (x.dim() == 2 or (x.dim() > 2 and bias is None))
@@ -124,32 +126,19 @@ def linear(
     return y if whole else y.view(*x.shape[:-1], y.shape[-1])
 
 
-class _Cast:
-    """What is rebuilt, in another dtype."""
-
-    def __init__(self, rebuild: Function, dtype: torch.dtype) -> None:
-        self.rebuild, self.dtype = rebuild, dtype
-
-    def use(self) -> None:
-        use(self.rebuild)
-
-    def __call__(self, *state: Tensor) -> Tensor:
-        return self.rebuild(*state).to(self.dtype)
-
-
 # ------------------------------------------------------------------------------------------------------- producers
 
 
 def noted(output: Tensor, function: Function, *state: Tensor) -> Tensor:
-    """Return an output that is to be rebuilt as a function of what its operation keeps."""
+    """Note on an output that it is a function of what its operation keeps, and return it."""
     return note(output, Plain(function, output.device.type), *state)
 
 
 def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
-    """Return f(g)·u, which keeps g and u, its output to be rebuilt from them.
+    """Return f(g)·u, which keeps g and u alone and can be rebuilt from them.
 
     Args:
-        function: f, of one element.
+        function: f, an elementwise function.
         g: its argument, any shape.
         u: of the shape and dtype of g.
 
@@ -160,7 +149,7 @@ def gate(function: Function, g: Tensor, u: Tensor) -> Tensor:
 
 
 class _Again(torch.autograd.Function):
-    """A function whose backward computes it again, from the inputs that it keeps, each given as often as READS.
+    """A function whose backward computes it again from the inputs that it keeps; each input is given READS times.
 
     If the first input is rebuilt, the others come first in what is kept.
     """
@@ -189,13 +178,13 @@ class _Again(torch.autograd.Function):
 
 
 def again(function: Function, x: Tensor, *others: Tensor, found: Source | None = None) -> Tensor:
-    """Return a function of tensors that keeps these alone, its output to be rebuilt from them.
+    """Return a function of tensors, which keeps these alone and can be rebuilt from them.
 
     Args:
         function: of all tensors.
         x: the first.
-        others: that follow.
-        found: what x is rebuilt from, to be kept in its place; None to keep x.
+        others: the others.
+        found: what x is rebuilt from, which is kept in its place; None to keep x.
 
     """
     if not recorded(x, *others):
@@ -213,12 +202,12 @@ def again(function: Function, x: Tensor, *others: Tensor, found: Source | None =
 
 # ---------------------------------------------------------------------------------------------------------- losses
 
-PIECES, PIECE = (16, 64), 2**22  # at least and at most how many pieces of logits; between these, of about so many
+PIECES, PIECE = (16, 64), 2**22  # the least and the most pieces of logits; elements of one in between
 ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """PyTorch's cross entropy of some rows at a time, of which the logits are kept, as narrow as they were."""
+    """PyTorch's cross entropy, a few rows at a time; it keeps the logits in the dtype that they had."""
 
     @staticmethod
     def forward(
@@ -272,7 +261,7 @@ def _pieces(x: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def cross_entropy(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return a loss, which keeps logits in half precision where it would keep what it makes of them in float32."""
+    """Return a loss that keeps logits in half precision, where PyTorch's keeps float32 made of them."""
     given: dict[str, Any] = {**_ARGUMENTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     x, target, reduction, ignored = (given.pop(name) for name in ("input", "target", "reduction", "ignore_index"))
     found = None

@@ -7,7 +7,7 @@ So its parameters, hooks, attributes and the keys of the state stay, and `isinst
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from typing import Any
@@ -29,7 +29,7 @@ from .recipes import narrower, note_kept, note_normed
 
 KEEP_INPUT = nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6  # in place and elsewhere
 PATH = "fitact_path"  # the attribute by which a module knows its path, and so do its copies
-ONLY = "fitact_only"  # the functions that calls are looked at for; all if a module has none
+ONLY = "fitact_only"  # the attribute with the only functions whose calls are looked at; without it all are
 
 _read: ContextVar[set[str] | None] = ContextVar("_read", default=None)
 
@@ -75,13 +75,12 @@ class Rebuilding:
     fitact_exact = True
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what the module does."""
-        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            if not here.on:
-                return self._fitact_forward(*args)
-            with Looking(False):
-                return self._fitact_forward(*args)
-        return self.fitact_stock.forward(self, *args, **kwargs)
+        """Do what the module does: by `_fitact_forward`, or by the module's own class where that returns None."""
+        if len(args) != 1 or kwargs or torch.compiler.is_compiling():
+            return self.fitact_stock.forward(self, *args, **kwargs)
+        with Looking(False) if here.on else nullcontext():
+            output = self._fitact_forward(*args)
+            return self.fitact_stock.forward(self, *args) if output is None else output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make the module again: its class is nowhere to be imported from."""
@@ -148,7 +147,7 @@ def _from_input(module: Any, x: Tensor) -> Tensor:
 
 
 class Norm(Rebuilding):
-    """A norm: its input is kept, what takes fewer bytes, or codes, and its parameters are kept anyway."""
+    """A norm. It keeps its input, what takes fewer bytes, or codes; its parameters are kept anyway."""
 
     fitact_composed = False
     fitact_codes: NormCodes | None = None
@@ -197,11 +196,10 @@ class ComposedLearned(Learned):
 
 
 class BatchNorm(Rebuilding):
-    """A norm over a batch; its statistics are computed again, those that run along are left alone."""
+    """A norm over a batch; its statistics are computed again, and its running ones are left alone."""
 
-    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
-        output: Tensor = self.fitact_normed(self.fitact_stock.forward(self, input), input)
-        return output
+    def _fitact_forward(self: Any, input: Tensor) -> Any:
+        return self.fitact_normed(self.fitact_stock.forward(self, input), input)
 
     def fitact_normed(self: Any, output: Tensor, input: Tensor) -> Tensor:
         """Return the output, to be rebuilt from the input."""
@@ -222,57 +220,49 @@ class BatchNorm(Rebuilding):
 
 
 class BatchNormAct(BatchNorm):
-    """timm's, with an activation, and with what it drops in between."""
+    """timm's, followed by its dropout and its activation."""
 
-    def _fitact_forward(self: Any, x: Tensor) -> Tensor:
-        output = self.fitact_normed(nn.BatchNorm2d.forward(self, x), x)
-        result: Tensor = self.act(self.drop(output))
-        return result
+    def _fitact_forward(self: Any, x: Tensor) -> Any:
+        return self.act(self.drop(self.fitact_normed(nn.BatchNorm2d.forward(self, x), x)))
 
 
 class Convolution(Rebuilding):
     """A convolution that keeps what its input is rebuilt from."""
 
-    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
-        output = convolution(self, input, self.fitact_exact)
-        return self.fitact_stock.forward(self, input) if output is None else output
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor | None:
+        return convolution(self, input, self.fitact_exact)
 
 
 class Linear(Rebuilding):
     """A linear layer that keeps what its input is rebuilt from."""
 
-    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
-        output = functions.linear(input, self.weight, self.bias, exact=self.fitact_exact)
-        return self.fitact_stock.forward(self, input) if output is None else output
+    fitact_transposed = False
+
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor | None:
+        return functions.linear(input, self.weight, self.bias, self.fitact_transposed, self.fitact_exact)
 
 
-class Conv1D(Rebuilding):
+class Conv1D(Linear):
     """The linear layer of transformers' GPT-2, with a weight of (inputs, outputs)."""
 
-    def _fitact_forward(self: Any, x: Tensor) -> Tensor:
-        output = functions.linear(x, self.weight, self.bias, transposed=True, exact=self.fitact_exact)
-        return self.fitact_stock.forward(self, x) if output is None else output
+    fitact_transposed = True
 
 
 class Dropout(Rebuilding):
     """Dropout that keeps a mask and hands on what its input is rebuilt from."""
 
-    def _fitact_forward(self: Any, input: Tensor) -> Tensor:
-        output = dropout(input, self.p) if self.training and not self.inplace else None
-        return self.fitact_stock.forward(self, input) if output is None else output
+    def _fitact_forward(self: Any, input: Tensor) -> Tensor | None:
+        return dropout(input, self.p) if self.training and not self.inplace else None
 
 
 class GatedMLP(Rebuilding):
-    """down(f(g) · u), of which g and u are kept, or codes; f itself is not called where its hooks would notice."""
+    """down(f(g) · u), which keeps g and u, or codes. As f itself may not be called, it must have no hooks."""
 
     fitact_codes: Codes | OwnCodes | None = None
 
-    def _fitact_forward(self: Any, x: Tensor) -> Tensor:
+    def _fitact_forward(self: Any, x: Tensor) -> Tensor | None:
         gate: Gate = self.fitact_gate
-        if has_hooks(getattr(self, gate.activation)):
-            output: Tensor = self.fitact_stock.forward(self, x)
-            return output
-        return gate.compute(self, x, self.fitact_codes)
+        return None if has_hooks(getattr(self, gate.activation)) else gate.compute(self, x, self.fitact_codes)
 
 
 class OwnGate(Rebuilding):
@@ -280,7 +270,7 @@ class OwnGate(Rebuilding):
 
 
 class Calls(Rebuilding):
-    """A module that calls PyTorch's functions itself, of which less is kept."""
+    """A module that calls PyTorch's functions itself, which keep less."""
 
     def __init_subclass__(cls) -> None:
         stock = cls.fitact_stock.forward
@@ -384,7 +374,7 @@ def label(module: object) -> str:
 
 
 def standing(module: nn.Module) -> tuple[str | None, str]:
-    """Return what a report says of a module that an earlier conversion made rebuild its output, and the note."""
+    """Return what a report says about a module that an earlier conversion made rebuild its output, and a note."""
     told = label(module)
     return (told, "") if told == REBUILT else (None, f"already {told}")
 

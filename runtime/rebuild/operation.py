@@ -1,6 +1,6 @@
-"""An operation of PyTorch that keeps, in place of what it would keep, what that is rebuilt from.
+"""Operations of PyTorch that keep what their tensors are rebuilt from, in place of these tensors.
 
-PyTorch's own operation runs inside another node, which keeps for it what it asks to keep. So the backward pass is
+PyTorch's own operation runs inside another node, which keeps things on its behalf. So the backward pass is
 PyTorch's own too, whatever kernel it chose.
 """
 
@@ -33,14 +33,14 @@ from .recipes import (
 Function = Callable[..., Tensor]
 SHARED = "_fitact_shared"  # the attribute of storages from which scores are rebuilt, perhaps of several layers
 SHALLOW = 1  # functions of what is kept, in a sum that is rebuilt: what is rebuilt of one is kept in another
-DEEPEST = 64  # functions of functions, each of which takes five frames of Python's stack in backward
+DEEPEST = 64  # functions of functions; each takes five frames of Python's stack in backward
 
 
 class _Slot(NamedTuple):
     """One tensor that the operation keeps.
 
     Attributes:
-        function: what it is rebuilt by, from the tensors `start` to `stop`; None if it is the one at `start`.
+        function: rebuilds it from the tensors `start` to `stop`; None if it is the one at `start`.
 
     """
 
@@ -136,7 +136,7 @@ class Operation(torch.autograd.Function):
 
 
 def operation(function: Function, tensors: list[Tensor], rebuilt: Source | None = None) -> Tensor:
-    """Return a function of tensors that keeps what they are rebuilt from, where it would keep one of them.
+    """Return a function of tensors; where it would keep one of them, it keeps what that is rebuilt from.
 
     Args:
         function: one operation of PyTorch, which reads each tensor once and returns a tensor of its own.
@@ -193,7 +193,7 @@ def _filled(one: Any, given: Sequence[Tensor]) -> Any:
 
 
 class Expression:
-    """A function of tensors, some of which are rebuilt first."""
+    """A function of tensors that rebuilds some of them first."""
 
     def __init__(self, function: Function, tensors: Sequence[Tensor], found: Sequence[Source | None]) -> None:
         self.function = function
@@ -248,16 +248,16 @@ class _Narrow(Plain):
 
 
 def is_narrow(found: Source) -> bool:
-    """Whether a tensor is kept as something narrower; a sum with it is not, or each would be rebuilt from all."""
+    """Whether a tensor is kept as something narrower; sums with it are not: each would be rebuilt from all."""
     return isinstance(found.function, Read) and isinstance(found.function.recipe.function, _Narrow)
 
 
 def note_if_narrow(
     output: Tensor, call: Function, tensors: Sequence[Tensor], keeps: Sequence[bool]
 ) -> Note | None:
-    """Note on an output if it takes no more bytes to keep what it is a function of, and return the note.
+    """Note on an output what it is a function of, if keeping that takes no more bytes, and return the note.
 
-    That may be so of casts, of sums with what a norm or a parameter is, and of repetitions.
+    This can be so for casts, repetitions, and sums with a parameter or with what a norm keeps.
 
     Args:
         output: of an operation.
@@ -305,7 +305,7 @@ class Rule(NamedTuple):
     Attributes:
         keeps: of the tensors among its arguments, whether it keeps each.
         keeps_output: whether it keeps what it returns; it has one tensor then.
-        noted: whether it is noted what the output is rebuilt from: not of products, which are not computed again.
+        noted: whether the output gets a note of what it is rebuilt from; products, not computed again, get none.
         replaced: whether it may keep something else, as `operation` does it.
         cast: whether autocast casts its arguments.
 
@@ -360,6 +360,6 @@ def keep_indexed(tensors: Sequence[Tensor]) -> Sequence[bool]:
 
 
 def keep_normed(tensors: Sequence[Tensor]) -> Sequence[bool]:
-    """Keep what is normed, and parameters, which are there anyway."""
+    """Keep the input of a norm, and parameters, which exist anyway."""
     x, *parameters = tensors
     return [x.requires_grad, *(isinstance(one, nn.Parameter) for one in parameters)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def applied(function: Any, *args: Any) -> Any:
 
 
 def recipe_of(output: Tensor) -> Recipe | None:
-    """Return the recipe that is noted on an output, perhaps for whoever keeps it; None if there is none."""
+    """Return the recipe noted on an output, or else the note of what takes fewer bytes; None if there is none."""
     storage = output.untyped_storage()
     noted: Note | None = getattr(storage, ATTRIBUTE, None) or getattr(storage, NARROW, (None, 0))[0]
     return None if noted is None else noted.recipe
@@ -74,7 +75,7 @@ def _read(input: Tensor, noted: Note | None, exact: bool = True) -> Source | Non
 
 
 class _Itself:
-    """What is kept anyway; `function` may want to know that it is used."""
+    """A tensor that is kept anyway; `function`, if there is one, is told that it is used."""
 
     def __init__(self, function: Function | None) -> None:
         self.function = function
@@ -92,7 +93,7 @@ def note_kept(output: Tensor, function: Function | None = None) -> Tensor:
 
     Args:
         output: of an operation.
-        function: what is told if that is done.
+        function: is told if that is done.
 
     """
     if output.grad_fn is not None and not in_functorch_transform() and plain(output):
@@ -101,7 +102,7 @@ def note_kept(output: Tensor, function: Function | None = None) -> Tensor:
 
 
 def kept_source(input: Tensor) -> Source | None:
-    """Return a tensor itself as what it is rebuilt from, if its operation keeps it; else None."""
+    """Return a tensor as its own source if its operation keeps it; else None."""
     if in_functorch_transform() or input.is_inference() or not plain(input):
         return None
     version, itself = getattr(input.untyped_storage(), KEPT, (None, None))
@@ -109,13 +110,13 @@ def kept_source(input: Tensor) -> Source | None:
 
 
 def note_narrow(output: Tensor, function: Function, state: Sequence[Tensor], extra: dict[int, int]) -> Note | None:
-    """Note on an output what takes fewer bytes to keep, and return the note, which holds that until it is cleared.
+    """Note on an output what takes fewer bytes to keep, and return the note, which holds it until it is cleared.
 
     Args:
         output: of an operation.
         function: of the state, gives the output.
         state: tensors.
-        extra: bytes by storage, of those that nothing keeps yet.
+        extra: the bytes of storages that nothing keeps yet, by storage.
 
     """
     noted = made(output, function, state)
@@ -134,7 +135,7 @@ def narrow(input: Tensor) -> tuple[Source | None, dict[int, int]]:
 def narrower(input: Tensor) -> Source | None:
     """Return what takes fewer bytes to keep than a tensor, None if nothing does.
 
-    To be kept by who asks: all others that would keep the tensor find it as its source from now on.
+    The caller must keep it: from now on all others that would keep the tensor find it as its source.
     """
     found, extra = narrow(input)
     storage = input.untyped_storage()
@@ -157,7 +158,7 @@ def normed(input: Tensor) -> bool:
 
 
 def small(index: Tensor, size: int) -> Source | None:
-    """Return what takes fewer bytes than whole numbers of int64 from -size to size - 1, None if nothing does."""
+    """Return int64 numbers from -size to size - 1 in a dtype of fewer bytes, None if there is none."""
     if index.dtype != torch.int64 or not plain(index) or in_functorch_transform():
         return None
     storage = index.untyped_storage()
@@ -172,19 +173,19 @@ def small(index: Tensor, size: int) -> Source | None:
 
 
 def small_source(index: Tensor) -> Source | None:
-    """Return what `small` has last returned of a tensor."""
+    """Return what `small` returned last for a tensor."""
     noted: dict[Any, Source] = getattr(index.untyped_storage(), SMALL, {})
     return noted.get(layout(index)) if noted else None
 
 
 def layout(x: Tensor) -> tuple[Any, ...]:
-    """Return which numbers of a storage a tensor is, and when."""
+    """Return which elements of its storage a tensor has, and its version."""
     return version_of(x), x.shape, x.stride(), x.storage_offset()
 
 
 @dataclass(frozen=True)
 class Read:
-    """The rebuilt output, as a view of it."""
+    """A view of a rebuilt output."""
 
     recipe: Recipe
     shape: torch.Size
@@ -198,7 +199,7 @@ class Read:
         self.recipe.readers += 1
 
     def __call__(self, *state: Tensor) -> Tensor:
-        """Return what is read of the rebuilt output."""
+        """Return the view."""
         output = self.recipe.output(state)
         if (output.shape, tuple(output.stride()), 0) == (self.shape, self.stride, self.offset):
             return output
@@ -215,7 +216,7 @@ def use(function: Callable[..., Tensor]) -> None:
 
 
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the dtype in which a layer multiplies; None if PyTorch has to do it, or to say what is wrong."""
+    """Return the dtype in which a layer multiplies; None if PyTorch has to multiply, or to raise its error."""
     low = active_autocast(x.device.type)
     if low is None:
         return x.dtype if x.dtype == weight.dtype else None
@@ -225,7 +226,7 @@ def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter in the dtype of a product; inside one autocast all layers share what is returned.
 
-    It is noted on a trained one's cast that it can be cast again.
+    The cast of a trained parameter gets a note that it can be cast again.
     """
     if parameter.dtype == dtype:
         return parameter
@@ -233,7 +234,7 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
         return parameter.to(dtype)
     made = autocast_of(parameter)
     if owned(parameter) and source(made) is None:
-        note(made, _To(dtype), parameter)
+        note(made, partial(Tensor.to, dtype=dtype), parameter)
     return made
 
 
@@ -242,18 +243,8 @@ def owned(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
 
 
-@dataclass(frozen=True)
-class _To:
-    """A parameter in another dtype."""
-
-    dtype: torch.dtype
-
-    def __call__(self, parameter: Tensor) -> Tensor:
-        return parameter.to(self.dtype)
-
-
 def shares_cast(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether autocast keeps what it makes of a tensor for all that read it, as of a leaf that is trained."""
+    """Whether autocast caches its cast of a tensor for all readers, as it does for a trained leaf."""
     return x.is_leaf and x.requires_grad and x.dtype != dtype
 
 

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from fitact.runtime.convert.detect import ActivationSite, activation_sites, own_errors, stated_errors
-from fitact.runtime.convert.measure import Run, check_initialised
+from fitact.runtime.convert.measure import check_initialised
 from fitact.runtime.learned.function import LearnedModule
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
+from fitact.runtime.restore import Run, has_no_values
 from fitact.runtime.torch_internals import has_hooks
 from fitact.runtime.wrappers import is_exact_gate
 from fitact.text import starred
 
 from .codes import AnyCodes, Gate, OwnCodes
 from .convolution import CONVOLUTIONS
-from .found import check_calls, find_calls, has_no_values, is_composed, kind_of, learned_kind
+from .found import check_calls, find_calls, is_composed, kind_of, learned_kind
 from .modules import KINDS, REBUILT, Rebuilding, put_back, swap
 
-# these keep less only if a layer does
 CODING = ("Learned", "ComposedLearned", "Norm", "ComposedNorm")  # these may keep codes, as gates do
-NOTED = ("Activation", "Chained", "Learned", "Norm", "BatchNorm", "BatchNormAct")
+NOTED = ("Activation", "Chained", "Learned", "Norm", "BatchNorm", "BatchNormAct")  # gain only with a layer
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONSUMERS_OF = {nn.Linear: "Linear"} | dict.fromkeys(CONVOLUTIONS, "Convolution")
 
@@ -131,7 +131,7 @@ def _calls(
     model: nn.Module, run: Run, others: Sequence[Swap], wanted: Callable[[Swap], bool], checked: bool
 ) -> tuple[list[Swap], list[SiteRecord]]:
     """Return the modules whose own calls keep less, and records of those where that cannot be done."""
-    with swapped(others):  # calls that hooks make beside a forward that is another already are left alone
+    with swapped(others):  # modules whose forward is replaced already are left alone, with what their hooks call
         paths = [path for path in find_calls(model, run) if not isinstance(model.get_submodule(path), Rebuilding)]
     found = [one for one in (Swap(path, model.get_submodule(path), "Calls") for path in paths) if wanted(one)]
     reasons = {one.path: "its forward is not that of its class" for one in found if not _free(one.module)}
@@ -165,7 +165,7 @@ def paying(found: Sequence[Swap], read: Collection[str]) -> list[Swap]:
 
 
 def likes(found: Sequence[Swap], without: Container[nn.Module] = ()) -> list[tuple[str, str]]:
-    """Return what those that may code have in common with others in other layers, if none is to be left out."""
+    """Return what modules that may code have in common with others like them, if none of these is left out."""
     left = {_like(one) for one in found if one.may_code and one.activation in without}
     return [*dict.fromkeys(like for one in found if one.may_code and (like := _like(one)) not in left)]
 
@@ -221,7 +221,7 @@ def swapped(found: Sequence[Swap]) -> Iterator[None]:
 
 
 def _free(module: nn.Module) -> bool:
-    """Whether nothing but a module's class says what it computes."""
+    """Whether a module's class alone determines what it computes."""
     return "forward" not in vars(module) and not isinstance(module, Rebuilding)
 
 
@@ -236,7 +236,7 @@ def _consumers(model: nn.Module) -> Iterator[Swap]:
         # of other classes, to read a weight may change it: spectral norm iterates
         if not (kind and _free(module) and isinstance(weight := getattr(module, "weight", None), Tensor)):
             continue
-        # a frozen linear layer keeps no input, but without this, what autocast makes of its weight
+        # a frozen linear layer keeps no input, but without this it keeps autocast's cast of its weight
         if weight.requires_grad or (kind != "Convolution" and weight.dtype == torch.float32):
             yield Swap(path, module, kind)
 

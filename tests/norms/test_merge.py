@@ -753,7 +753,7 @@ def test_kinds_of_inputs(inputs: Any) -> None:
 def test_wrong_use() -> None:
     with pytest.raises(UsageError, match=r"does not run on the example inputs in training: RuntimeError: "):
         merge_norms(Block(), torch.ones(3))
-    with pytest.raises(UsageError, match=r"expected a tensor, tuple, dictionary or function, got int"):
+    with pytest.raises(UsageError, match=r"example_inputs 3: expected a tensor, a tuple or a mapping"):
         merge_norms(Block(), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not compiled"):
         merge_norms(torch.compile(Block()), X)  # type: ignore[arg-type]

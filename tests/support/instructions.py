@@ -32,6 +32,7 @@ from fitact.codegen.generate import search_steps
 from fitact.runtime.ops import gate_ops, registry
 from fitact.runtime.ops.factors import CodedFactor, LookedUpFactor
 from fitact.runtime.ops.gate_ops import Gate
+from fitact.runtime.ops.launch import threads_of
 from fitact.runtime.ops.reference import TILE
 from fitact.runtime.ops.registry import LookedUp, Pointwise, Stochastic
 
@@ -408,7 +409,7 @@ class GateKernel:
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
         drawing = self.gate.drawn and self.pass_ == "forward"
-        return registry.DRAWING if drawing else gate_ops.threads(FLOATS[dtype])
+        return registry.DRAWING if drawing else threads_of(FLOATS[dtype])
 
     def work(self, dtype: str) -> Work:
         """Return what a thread has to do in a full tile."""

@@ -1,4 +1,4 @@
-"""PyTorch's attention where it is not fused, as a CPU's is not if its mask is trained, or with dropout.
+"""PyTorch's attention where it is not fused, as on a CPU with dropout or with a trained mask.
 
 The operations are those of `_scaled_dot_product_attention_math` in PyTorch's
 aten/src/ATen/native/transformers/attention.cpp, in the same order and with the same layouts of memory. So outputs
@@ -82,7 +82,7 @@ def _is_usual(
 
 def _is_composed(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], given: Mapping[str, Any]) -> bool:
     """Whether PyTorch does not fuse the attention of tensors, once they have these dtypes."""
-    with torch.no_grad(), without_dispatch_modes():  # of fake tensors of a CPU it would say that it never does
+    with torch.no_grad(), without_dispatch_modes():  # for a CPU's fake tensors it would say that it never does
         choice = ATTENTION_BACKEND(*map(_stand_in, tensors, dtypes), **given)
     return choice == SDPBackend.MATH.value
 
@@ -152,5 +152,5 @@ def _repeated(call: Call, x: Tensor, heads: int) -> Tensor:
 
 
 def _in_rows(call: Call, x: Tensor) -> Tensor:
-    """Return x as a product of matrices copies it, which is not where it can be viewed as three-dimensional."""
+    """Return x as a matrix product copies it; where it can be viewed as three-dimensional, it is not copied."""
     return call(torch.reshape, x, (-1, *x.shape[-2:])).view(x.shape)

@@ -1,1 +1,1 @@
-"""The routing of rows to experts: the numbers that say where rows go, and the weights that are chosen."""
+"""The routing of rows to experts: the indices that say where rows go, and the weights that are chosen."""

@@ -1,8 +1,8 @@
-"""Whole numbers that say where: operations that keep them in fewer bytes, and what follows from them alone.
+"""Indices: operations that keep them in fewer bytes, and tensors that follow from them alone.
 
-The numbers of the largest are kept, because PyTorch does not promise to choose the same ones among equals twice.
-An order by such numbers, its inverse, and rows that it leads to are computed again: they follow from them, and
-sorting whole numbers on one device gives the same order each time.
+The indices of the largest are kept, because PyTorch does not promise to choose the same among equals twice. An
+order by such indices, its inverse, and the rows that it leads to are computed again: they follow from the indices,
+and sorting integers on one device gives the same order each time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def noted(
         function: of the tensors.
         tensors: its arguments.
         found: what these are rebuilt from; None if it is kept.
-        extra: bytes by storage, of those that nothing keeps yet; None if all are kept.
+        extra: the bytes of storages that nothing keeps yet, by storage; None if all are kept.
 
     """
     expression = Expression(function, tensors, found)
@@ -58,7 +58,7 @@ def noted(
 
 
 class _IndexAdd(torch.autograd.Function):
-    """x with rows of a source added in place; PyTorch's keeps the source too, of which it asks only the shape."""
+    """x with rows of a source added in place; PyTorch's keeps the source too, only to ask for its shape."""
 
     @staticmethod
     def forward(
@@ -78,7 +78,7 @@ class _IndexAdd(torch.autograd.Function):
 
 
 def index_add(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return x, to whose rows those of a source have been added in place, neither a view nor a trained leaf."""
+    """Add rows of a source to rows of x in place, and return x; x may be neither a view nor a trained leaf."""
     given = {**dict(zip(("self", "dim", "index", "source"), args, strict=False)), **kwargs}
     x, dim, index, rows = (given.get(name) for name in ("self", "dim", "index", "source"))
     if not (isinstance(x, Tensor) and isinstance(index, Tensor) and isinstance(rows, Tensor)):
@@ -106,7 +106,7 @@ def fewer(index: Tensor, size: int) -> Source | None:
 
 
 class _Ranked(torch.autograd.Function):
-    """The largest along a dimension, and where they are, of which PyTorch keeps the latter."""
+    """The largest along a dimension, and their indices, which PyTorch keeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, dim: int, whole: bool) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ ARGUMENTS: dict[Any, Sequence[str]] = {
 
 
 def ranked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the largest along a dimension, and where they are, which is kept in fewer bytes."""
+    """Return the largest along a dimension, and their indices, which are kept in fewer bytes."""
     given = {**dict(zip(ARGUMENTS[function], args, strict=False)), **kwargs}
     x, dim = given.get("input", given.get("self")), given.get("dim", -1 if "k" in given else None)
     if not isinstance(x, Tensor) or not x.dim() or type(dim) is not int or "out" in kwargs:
@@ -169,7 +169,7 @@ def _at(dim: int, whole: bool, x: Tensor, index: Tensor) -> Tensor:
 
 
 def following(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a function returns, and note on it of which whole numbers it is a function."""
+    """Return what a function returns, with a note that it is a function of integers that can be rebuilt."""
     output = function(*args, **kwargs)
     tensors, call = bound(function, args, kwargs)
     found = [source(one) for one in tensors]
@@ -201,13 +201,13 @@ def ordered(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def hot(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return a 1 where a number says so; of how many classes is known, so that backward need not wait for it."""
+    """Return one-hot rows; noted if the number of classes is given, so that backward need not wait for it."""
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     return following(function, args, kwargs) if classes > 0 else function(*args, **kwargs)
 
 
 def placed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return where numbers are not 0; how many these are is known now, so that backward need not wait for it."""
+    """Return where numbers are not 0; their count is known now, so that backward need not wait for it."""
     output = function(*args, **kwargs)
     x = args[0] if len(args) == 1 and not kwargs else None
     found = source(x) if isinstance(x, Tensor) and x.dim() else None
@@ -240,7 +240,7 @@ def counted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def assigned(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Set numbers of a tensor; where an order says so, those from 0 on, it becomes the order's inverse."""
+    """Set elements of a tensor; if these are 0, 1, 2, … at the places of an order, note that it is the inverse."""
     function(*args, **kwargs)
     if len(args) != 3 or not all(isinstance(one, Tensor) and plain(one) for one in args):
         return

@@ -18,7 +18,7 @@ from .numbers import noted
 
 
 def total(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return sums, and note what they are sums of if their dimension stays, as of what is divided by them."""
+    """Return sums; if their dimension stays, as for a division by them, note what they are sums of."""
     output = function(*args, **kwargs)
     tensors, call = bound(function, args, kwargs)
     stays = any(one is True for one in (*args, *kwargs.values()))
@@ -30,7 +30,7 @@ def total(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _InPlace(Operation):
-    """The same operation, whose output takes the place of its first tensor, of which PyTorch keeps a copy."""
+    """An operation that writes its output over its first tensor, where PyTorch keeps a copy of that."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
@@ -41,7 +41,7 @@ class _InPlace(Operation):
 
 
 def divided(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return a tensor divided in place by another; what it was is rebuilt, if it can be."""
+    """Divide a tensor in place by another, and return it; its old value is rebuilt, if it can be."""
     if len(args) != 2 or kwargs or not all(isinstance(one, Tensor) and plain(one) for one in args):
         return function(*args, **kwargs)
     x, y = args
