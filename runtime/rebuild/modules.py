@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -66,16 +67,20 @@ class Rebuilding:
     Attributes:
         fitact_stock: the module's own class, whose `forward` the compiler traces.
         fitact_kind: a key of CLASSES.
+        fitact_argument: the name of the input.
         fitact_exact: whether gradients stay stock's: an input that is not rebuilt bit for bit is kept then.
 
     """
 
     fitact_stock: type[Any]
     fitact_kind: str
+    fitact_argument: str
     fitact_exact = True
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what the module does: by `_fitact_forward`, or by the module's own class where that returns None."""
+        if not args and kwargs.keys() == {self.fitact_argument}:
+            args, kwargs = tuple(kwargs.values()), {}
         if len(args) != 1 or kwargs or torch.compiler.is_compiling():
             return self.fitact_stock.forward(self, *args, **kwargs)
         with Looking(False) if here.on else nullcontext():
@@ -317,6 +322,7 @@ def _class(kind: str, stock: Any) -> Any:
     names = {
         "fitact_stock": stock,
         "fitact_kind": kind,
+        "fitact_argument": next(iter([*signature(stock.forward).parameters][1:]), ""),
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
     }

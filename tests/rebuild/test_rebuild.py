@@ -496,3 +496,25 @@ def test_names_of_a_module_s_own() -> None:
         report = fitact.rebuild(model, example_inputs=x, gradients=True)
         assert report.kept_after < report.kept_before and report.gradient.error == 0
         assert torch.equal(model(x), stock(x))
+
+
+class ByName(MLP):
+    """Its layers are given their inputs by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(input=self.act(input=self.fc1(input=self.norm(input=x))))
+        return y
+
+
+def test_inputs_given_by_name() -> None:
+    x = torch.randn(64, 16)
+    kept_after = []
+    for make in (MLP, ByName):
+        torch.manual_seed(0)
+        model = make()
+        report = fitact.rebuild(model, example_inputs=x, gradients=True)
+        assert report.gradient.error == 0
+        kept_after.append(report.kept_after)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+            model.fc2(foo=x)
+    assert kept_after[0] == kept_after[1]
