@@ -150,7 +150,7 @@ def convert(
     gradient = job.gradient_error() if gradients else None
     if not dry_run:
         job.put()
-    told = {one.path for one in (*job.rebuilt, *job.sites)}
+    told = {*(one.path for one in job.rebuilt), *(one.path for one in job.sites)}
     left = [one for one in (*refused, *merged) if one.after or one.name not in told]
     records = (*_records(job), *rebuilding.records(job.rebuilt), *left)
     after = job.after.kept if job.after else None
