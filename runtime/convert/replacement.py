@@ -24,7 +24,7 @@ from fitact.text import starred
 
 from .detect import ActivationSite, activation_sites, recognise
 from .measure import Plan, Trace
-from .probe import argument_of, computes
+from .probe import PLAIN, argument_of, computes
 
 ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules
 
@@ -54,14 +54,17 @@ class Replacement:
         return registered(self.kind).name + ", in place" * self.in_place
 
     def make(self, held: Any) -> nn.Module:
-        """Return a replacement for a module or a function."""
+        """Return a replacement for a module or a function, with the numbers and texts that a module holds."""
         assert self.kind is not None
         made = InPlace(self.kind()) if self.in_place else self.kind()
         if not isinstance(held, nn.Module):
             return Held(made, held)
         forward = original_class(held).forward
         argument = "input" if computes(held) is None else argument_of(forward)
-        return made if argument == "input" else Held(made, partial(forward, held), argument)
+        module = made if argument == "input" else Held(made, partial(forward, held), argument)
+        told = {name: value for name, value in vars(held).items() if type(value) in PLAIN}
+        vars(module).update({name: value for name, value in told.items() if not hasattr(module, name)})
+        return module
 
 
 def put(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> None:

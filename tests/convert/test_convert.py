@@ -483,6 +483,29 @@ def test_an_activation_with_another_forward_has_one_record() -> None:
     ]
 
 
+class Slope(nn.Module):
+    """Reads what its activation holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(16, 64), nn.LeakyReLU(), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.act(self.first(x)) * self.act.negative_slope)
+        return y
+
+
+@pytest.mark.parametrize("given", [{"method": "fewbit"}, {"method": "exact"}], ids=str)
+def test_a_model_that_reads_what_its_activation_holds(given: dict[str, Any]) -> None:
+    model, x = Slope(), torch.randn(64, 16)
+    stock = model(x)
+    assert fitact.convert(model, **given, example_inputs=x).replaced
+    assert torch.equal(model(x), stock)
+    assert model.act.negative_slope == 0.01 and model.act.training and not isinstance(model.act, nn.LeakyReLU)
+    fitact.revert(model)
+    assert torch.equal(model(x), stock)
+
+
 def test_softplus_keeps_its_value() -> None:
     """It is linear from a threshold on; the shipped one has PyTorch's, 20, whatever else a model has."""
     x = torch.linspace(-30, 30, 1001)
