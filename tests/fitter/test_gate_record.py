@@ -55,7 +55,7 @@ def test_errors_are_those_of_products_of_independent_numbers():
 
 
 WRONG = [
-    ("rebuild", "activation.name", "silu", "activation.name: 'silu' is no gate"),
+    ("rebuild", "activation.name", "silu", "activation.name: 'silu' is not a gate"),
     ("rebuild", "activation.name", ["swiglu"], "activation.name"),
     ("rebuild", "activation.expression", "gelu(g)*u", "activation.expression: 'gelu(g)*u' is not that of"),
     ("rebuild", "activation.parameters", {}, "activation"),

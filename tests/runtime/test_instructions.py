@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
-
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from benchmarks.kernels import instructions  # noqa: E402
 from tests.support.instructions import TARGETS, Kernel, Work, amd, count, full_tile, measure, nvidia  # noqa: E402
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("instructions", ROOT / "benchmarks" / "instructions.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCHMARK = _load()
-TABLE: dict[str, Any] = json.loads(BENCHMARK.RESULTS.read_text())
+TABLE: dict[str, Any] = json.loads(instructions.RESULTS.read_text())
 QUICK = [
     f"{module} {pass_} bf16"
     for module in ("gelu_fewbit3", "gelu_inverted1", "gelu_coded8")
@@ -36,21 +23,21 @@ AT_ONCE = 24  # kernels that are disassembled together
 
 
 def test_table_is_complete() -> None:
-    assert set(TABLE["kernels"]) == {f"{name} {target}" for name in BENCHMARK.CASES for target in TARGETS}
+    assert set(TABLE["kernels"]) == {f"{name} {target}" for name in instructions.CASES for target in TARGETS}
 
 
 def _groups() -> Iterator[Any]:
     """Yield kernels that are measured together, and the target that they are compiled for."""
     yield pytest.param(QUICK, "sm_90", id="quick")
     for target in TARGETS:
-        names = [name for name in BENCHMARK.CASES if target != "sm_90" or name not in QUICK]
+        names = [name for name in instructions.CASES if target != "sm_90" or name not in QUICK]
         for i in range(0, len(names), AT_ONCE):
             yield pytest.param(names[i : i + AT_ONCE], target, id=f"{target}-{i}", marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(("names", "target"), list(_groups()))
 def test_no_kernel_costs_more(names: Sequence[str], target: str) -> None:
-    found = measure([BENCHMARK.CASES[name] for name in names], target)
+    found = measure([instructions.CASES[name] for name in names], target)
     costs = {f"{name} {target}": cost.row() for name, cost in zip(names, found, strict=True)}
     assert not [name for name, now in costs.items() if now["spills"]]
     if TABLE["triton"] != triton.__version__:
