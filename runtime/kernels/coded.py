@@ -70,8 +70,13 @@ def _forward_row(
     x_row, y_row, left, table, borders, value: tl.constexpr, steps: tl.constexpr, whole: tl.constexpr
 ):
     """Write y = value(x) of a row and return the codes, 0 where the tensor has ended."""
-    x = load_row(x_row, left, whole)
-    store_row(y_row, value(x.to(tl.float32)), left, whole)
+    column = tl.arange(0, COLUMNS)  # as in `tiles`: by functions it would take more registers
+    if whole:
+        x = tl.load(x_row + column)
+        tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty))
+    else:
+        x = tl.load(x_row + column, mask=column < left, other=0.0)
+        tl.store(y_row + column, value(x.to(tl.float32)).to(y_row.dtype.element_ty), mask=column < left)
     return existing(code_of(x, table, borders, steps), left, whole)
 
 

@@ -149,8 +149,13 @@ def existing(code, left, whole: tl.constexpr):
 @jit
 def _forward_row(x_row, y_row, left, value: tl.constexpr, code: tl.constexpr, whole: tl.constexpr):
     """Write y = value(x) of a row and return code(x), 0 where the tensor has ended or without codes."""
-    x = load_row(x_row, left, whole).to(tl.float32)
-    store_row(y_row, value(x), left, whole)
+    column = tl.arange(0, COLUMNS)  # by `load_row` and `store_row` some kernels would take more registers
+    if whole:
+        x = tl.load(x_row + column).to(tl.float32)
+        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty))
+    else:
+        x = tl.load(x_row + column, mask=column < left, other=0.0).to(tl.float32)
+        tl.store(y_row + column, value(x).to(y_row.dtype.element_ty), mask=column < left)
     if code is None:
         return tl.zeros((COLUMNS,), tl.int32)
     else:
