@@ -39,12 +39,9 @@ def environment(wanted: str) -> Path:
     if python.exists() and wanted != NEWEST:
         return python
     venv.create(folder, clear=True, with_pip=True)
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-cache-dir"]
-    if wanted == NEWEST:  # both at once, pip would take an older PyTorch where no torchvision belongs to it yet
-        subprocess.run([*install, "torch"], check=True)
-        subprocess.run([*install, "--no-deps", "torchvision"], check=True)
-    else:
-        subprocess.run([*install, f"torch=={wanted}", "torchvision"], check=True)
+    torch = "torch" if wanted == NEWEST else f"torch=={wanted}"
+    options = ["-q", "--disable-pip-version-check", "--no-cache-dir"]
+    subprocess.run([python, "-m", "pip", "install", *options, torch, "torchvision"], check=True)
     # The other environment's builds packages; the one that comes with Python is too old for that.
     subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
     # Added when PyTorch is there, or pip would take that of the other environment for it; last on the path.
