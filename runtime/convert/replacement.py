@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fitact.errors import UsageError
+from fitact.runtime.learned.uses import PLAIN
 from fitact.runtime.norms.fold import unmerge_norms
 from fitact.runtime.ops.registry import registered
 from fitact.runtime.rebuild.modules import original_class, restore
@@ -24,7 +25,7 @@ from fitact.text import starred
 
 from .detect import ActivationSite, activation_sites, recognise
 from .measure import Plan, Trace
-from .probe import PLAIN, argument_of, computes
+from .probe import argument_of, computes
 
 ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules
 
