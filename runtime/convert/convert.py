@@ -151,7 +151,7 @@ def convert(
     if not dry_run:
         job.put()
     told = {*(one.path for one in job.rebuilt), *(one.path for one in job.sites)}
-    left = [one for one in (*refused, *merged) if one.after or one.name not in told]
+    left = [one for one in (*refused, *merged) if one.after or one.name not in told]  # one record a module
     records = (*_records(job), *rebuilding.records(job.rebuilt), *left)
     after = job.after.kept if job.after else None
     return Conversion(records, dry_run, job.stock_kept, after, job.unseen, gradient)

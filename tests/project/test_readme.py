@@ -414,6 +414,16 @@ def test_no_model_of_the_picture_keeps_more_than_is_said() -> None:
     assert "for every model of the picture, and no more than the compiler, except for 0.01 % in LLaMA" in flat()
 
 
+def test_codes_under_the_compiler_save_what_is_said() -> None:
+    rows = json.loads(kept.RESULTS.read_text("utf-8"))["rows"]
+    compiler, codes = "compiler, budget 0.9", "fitact.compile, codes of 8 bits"
+    saved = [100 * (1 - row["ways"][codes]["bytes"] / row["ways"][compiler]["bytes"]) for row in rows]
+    table = re.findall(r"^\| .* \| ([\d,]+) \| [\d.]+ % \|$", README, re.MULTILINE)
+    bytes_of = [int(text.replace(",", "")) for text in table]
+    of_mlp = 100 * (1 - bytes_of[-1] / bytes_of[-2])
+    assert f"saves {of_mlp:.0f} % of it in the MLP below, and {min(saved):.0f} to {max(saved):.0f} %" in flat()
+
+
 def test_times_of_rebuilding() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "rebuilding_cpu.json").read_text())
     rows = re.findall(r"^\| (.+), (float32|bfloat16) \| (.+) \| (.+) % \| (.+) \| (.+) % \|$", TEXT, re.MULTILINE)
