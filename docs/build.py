@@ -360,7 +360,16 @@ def pages() -> dict[Path, str]:
         DOCS / "commands.md": commands(),
         DOCS / "api.md": api(),
         DOCS / "gallery.md": gallery(shipped()),
+        **with_results(),
     }
+
+
+def with_results() -> dict[Path, str]:
+    """Return the pages that have results of a GPU between their marks."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.gpu.tables import filled, results
+
+    return {path: filled(path.read_text("utf-8"), results()) for path in (DOCS / "gpu.md", ROOT / "README.md")}
 
 
 def main() -> None:

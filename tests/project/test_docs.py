@@ -33,6 +33,11 @@ def test_generated_pages(page: str, build: ModuleType) -> None:
     assert (ROOT / "docs" / f"{page}.md").read_text("utf-8") == text, "run python docs/build.py"
 
 
+def test_pages_with_results_of_a_gpu(build: ModuleType) -> None:
+    for path, text in build.with_results().items():
+        assert path.read_text("utf-8") == text, "run python docs/build.py"
+
+
 def test_every_shipped_fit_has_a_picture(build: ModuleType) -> None:
     pictures = {path.stem for path in (ROOT / "docs" / "gallery").iterdir()}
     assert pictures == {fit.name for fit in build.shipped()}

@@ -130,6 +130,6 @@ def test_the_map_of_the_guide_is_the_tree() -> None:
     tops = ("src/fitact", "fitter", "codegen", "runtime")
     packages = [path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")]
     others = ["codegen/templates", "generated", "notebooks", "docs", "benchmarks", "tests"]
-    others += [f"benchmarks/{name}" for name in ("convergence", "evidence", "kernels", "results")]
+    others += [f"benchmarks/{name}" for name in ("convergence", "evidence", "gpu", "kernels", "results")]
     assert sorted(told) == sorted([*(path.relative_to(ROOT).as_posix() for path in packages), *others])
     assert all((ROOT / folder).is_dir() for folder in others)

@@ -1,0 +1,232 @@
+"""benchmarks/gpu, rehearsed on a CPU: every part to its end, killed, resumed, and its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import tables
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.batch import CHECKPOINTED, MOST, PLANS, most
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.variants import VARIANTS
+from tests.conftest import ROOT
+from tests.support.compilers import needs_compiler
+
+COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning", "default::UserWarning")  # of peft and others
+Rows = list[dict[str, Any]]
+
+
+def record(part: str, folder: Path, **options: Any) -> Record:
+    given = {"seconds": 1e4, "only": (), "resume": False, "device": "cpu", "tiny": True} | options
+    return Record(part, folder, **given)
+
+
+def rows_of(path: Path) -> Rows:
+    rows: Rows = json.loads(path.read_text("utf-8"))["rows"]
+    return rows
+
+
+# --------------------------------------------------------------------------------------------- the whole rehearsal
+
+
+def rehearsed(part: str, folder: Path, *only: str) -> Rows:
+    """Run a part; return its rows, none of which may have failed, but for Liger's, which need a GPU."""
+    import_module(f"benchmarks.gpu.{part}").run(record(part, folder, only=only), "cpu", True)
+    rows = rows_of(folder / f"{part}.json")
+    assert not [row for row in rows if "skipped" in row or ("error" in row and row["variant"] != "Liger")]
+    check_tables(part, folder)
+    return [row for row in rows if "error" not in row]
+
+
+def check_tables(part: str, folder: Path) -> None:
+    """The page has a line for each row, and says that this was a rehearsal."""
+    found = tables.results(folder)
+    page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    text = tables.filled(page, found)
+    assert text.count("a rehearsal with tiny sizes") == 1
+    assert text.count(tables.NOTHING) == len(PARTS) - 1
+    lines = [line for line in text.splitlines() if line.startswith(("| ", "- ")) and "---" not in line]
+    names = [row.get("variant", row.get("plan")) for row in found[part]["rows"] if "test" not in row]
+    assert all(any(str(name) in line for line in lines) for name in names if name)
+    assert tables.filled(text, {}) == tables.filled(page, {})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("only", [("tests", "ViT-L autocast"), pytest.param((), marks=pytest.mark.full)])
+def test_correctness(only: tuple[str, ...], tmp_path: Path) -> None:
+    rows = rehearsed("correctness", tmp_path, *only)
+    (total,) = (row for row in rows if "tests" in row)
+    tests = [row["outcome"] for row in rows if "test" in row]
+    assert total["passed"] == len(tests) > 2 and {*tests} == {"passed"}
+    gradients = [row for row in rows if "equal" in row]
+    assert len({(row["model"], row["precision"]) for row in gradients}) == (1 if only else 4)
+    for row in gradients:
+        if VARIANTS[row["variant"]].exact:
+            assert row["equal"] == row["of"] and row["gradient_off"] == 0
+        else:
+            assert row["gradient_off"] < 0.2
+    assert any(row["gradient_off"] > 0 for row in gradients)
+
+
+def test_steps(tmp_path: Path) -> None:
+    rows = {row["variant"]: row for row in rehearsed("steps", tmp_path, "LLaMA")}
+    assert rows.keys() == {name for name, one in VARIANTS.items() if not one.compiled and name != "Liger"}
+    saved = {name: row["saved_mib"] for name, row in rows.items()}
+    assert saved["checkpointing"] < saved["exact"] < saved["baseline"] == saved["baseline, again"]
+    assert all(row["ms"] > 0 for row in rows.values())
+
+
+@pytest.mark.full
+@needs_compiler
+def test_compiled_steps(tmp_path: Path) -> None:
+    assert [row["variant"] for row in rehearsed("steps", tmp_path, "ViT-L fitact.compile")] == ["fitact.compile"]
+
+
+def test_kernels(tmp_path: Path) -> None:
+    rows = {(row["function"], row["dtype"], row["variant"]): row for row in rehearsed("kernels", tmp_path)}
+    assert rows["gelu", "bfloat16", "gelu_fewbit3"]["saved_bytes"] == 3 / 8
+    assert rows["gelu", "float32", "eager"]["saved_bytes"] == 4
+    assert rows["swiglu", "bfloat16", "swiglu_rebuild"]["saved_bytes"] == 4
+    assert rows["identity", "bfloat16", "identity_coded8"]["saved_bytes"] == 1
+    assert ("rms_norm", "bfloat16", "memory-sharing") in rows
+    for row in rows.values():  # of the moved bytes, by hand from the record's own columns
+        moved = row["forward_share"] * row["forward_ms"] * 1e6 * row["copy_gb_per_s"] / row["elements"]
+        tensors = (3 if row["function"] in ("swiglu", "geglu") else 2) * (4 if row["dtype"] == "float32" else 2)
+        assert tensors - 0.01 <= moved <= tensors + row["saved_bytes"] + 0.1
+
+
+def test_batch(tmp_path: Path) -> None:
+    rows = rehearsed("batch", tmp_path)
+    plans = {path.stem for path in PLANS.glob("*.json")}
+    assert {row["plan"] for row in rows if "plan" in row} == plans | {CHECKPOINTED} > {"exact_24", CHECKPOINTED}
+    largest = {(row["model"], row["variant"]): row["size"] for row in rows if "size" in row}
+    for model in ("LLaMA-7B, LoRA", "ViT-L"):
+        assert largest[model, "checkpointing"] > largest[model, "exact"] > largest[model, "baseline"] > 0
+
+
+def test_training(tmp_path: Path) -> None:
+    rows = {row["variant"]: row for row in rehearsed("training", tmp_path)}
+    losses = {(row["first_loss"], row["last_loss"]) for row in rows.values()}
+    assert rows.keys() == {"baseline", "exact", "checkpointing"}
+    assert len(losses) == 1  # bit for bit the same training
+
+
+# -------------------------------------------------------------------------------------------- the record, the tree
+
+
+@pytest.mark.long
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """What is there is valid JSON, and the next run goes on with what is missing."""
+    path = tmp_path / "kernels.json"
+    seen: Rows = []
+    for seed in range(2):
+        options = ["kernels", "--tiny", "--cpu", "--resume", "--out", str(tmp_path)]
+        process = subprocess.Popen([*COMMAND, *options], cwd=ROOT, stdout=subprocess.DEVNULL)
+        while not path.exists() or len(rows_of(path)) <= len(seen):
+            time.sleep(0.01)
+        time.sleep(random.Random(seed).random())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        rows = rows_of(path)
+        assert rows[: len(seen)] == seen and len(rows) > len(seen)
+        seen = rows
+
+
+def test_a_row_that_fails_and_no_time(tmp_path: Path) -> None:
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("out of luck")
+
+    measuring = record("steps", tmp_path, only=["wanted"])
+    measuring.measure({"variant": "wanted 1"}, fails)
+    measuring.measure({"variant": "other"}, lambda: {"ms": 1.0})
+    measuring.allowed = 0.0
+    measuring.measure({"variant": "wanted 2"}, lambda: {"ms": 1.0})
+    first, second = rows_of(tmp_path / "steps.json")
+    assert (first["variant"], first["error"]) == ("wanted 1", "RuntimeError: out of luck")
+    assert second == {"variant": "wanted 2", "skipped": "no time left"}
+    again = record("steps", tmp_path, resume=True)
+    again.measure({"variant": "wanted 1"}, lambda: {"ms": 1.0})
+    again.measure({"variant": "wanted 2"}, lambda: {"ms": 1.0})
+    assert ["error" in row for row in rows_of(tmp_path / "steps.json")] == [True, False]
+
+
+def test_a_row_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.record.LIMIT", 1)
+    record("steps", tmp_path).measure({"variant": "slow"}, lambda: {"slept": time.sleep(60)})
+    (row,) = rows_of(tmp_path / "steps.json")
+    assert row["error"] == "TimeoutError: took more than 1 s"
+
+
+def test_the_tree_comes_before_what_is_installed(tmp_path: Path) -> None:
+    """In the process itself and in those that it starts."""
+    code = "import fitact.generated as g, os; print(*map(os.path.realpath, fitact.__path__ + g.__path__))"
+    code = f"import fitact, sys; {code}"
+    start = (
+        "from benchmarks.gpu.__main__ import *; use_tree(); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    )
+    (tmp_path / "fitact").mkdir()
+    (tmp_path / "fitact" / "__init__.py").write_text("raise ImportError('what is installed')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{start}; {code}", code],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [f"{ROOT / 'build' / 'gpu' / 'tree' / 'fitact'} {ROOT / 'generated'}"] * 2
+
+
+def test_the_command_refuses() -> None:
+    for options, message in (
+        (["steps", "--cpu"], "--cpu is a rehearsal: add --tiny"),
+        (["nothing"], "invalid choice: 'nothing'"),
+    ):
+        done = subprocess.run([*COMMAND, *options], cwd=ROOT, check=False, capture_output=True, text=True)
+        assert done.returncode == 2 and message in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ results of a GPU
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 100, 12_345])
+@pytest.mark.parametrize("bend", [0.0, 1e-4])
+def test_the_largest_that_fits(limit: int, bend: float) -> None:
+    """Also where the peak is not quite linear."""
+
+    def peak(n: int) -> float | None:
+        return n * (1 + bend * n / (limit + 1)) if n <= limit else None
+
+    assert most(peak, limit) == limit < MOST
+
+
+def test_tables_of_a_gpu() -> None:
+    common = {"model": "LLaMA-7B", "batch": 8, "tokens": 2048, "saved_mib": 10.0}
+    rows = [
+        common | {"variant": "baseline", "ms": 2.0, "host_ms": 1.0, "peak_mib": 2000.0},
+        common | {"variant": "exact", "ms": 3.0, "host_ms": 2.5, "peak_mib": 1000.0},
+        {"model": "LLaMA-7B", "variant": "coarse", "error": "OutOfMemoryError: CUDA\nout of memory"},
+        {"model": "ViT-L", "variant": "exact", "skipped": "no time left"},
+    ]
+    head = {"device": {"name": "H100"}, "versions": {"torch": "2.11.0", "timm": None}, "date": "today"}
+    found = {"steps": {**head, "tiny": False, "commit": None, "rows": rows}}
+    text = tables.filled("<!-- gpu: steps -->\nold\n<!-- end -->\n<!-- gpu: summary --><!-- end -->", found)
+    steps, summary = text.split("<!-- gpu: summary -->")
+    for part in (steps, summary):
+        assert "H100, today, commit unknown, torch 2.11.0." in part and "old" not in part
+        assert "| exact | 3.00 | 2.50 | 1.50 | 10.0 | 1,000.0 | 0.50 |" in part
+    assert "- LLaMA-7B, coarse: `OutOfMemoryError: CUDA out of memory`" in steps
+    assert "No time was left for 1 rows." in steps
