@@ -11,7 +11,7 @@ compiler generates. Gradients are compared with those that the compiler alone co
 these with float32. Parameters whose gradients are more than half rounding are left out of the largest error.
 Errors are null where a gradient is not finite.
 
-At the default budget all are timed, in turns: a time is the least of all rounds. On a CPU there is one thread, and
+At the default budget all are timed on a CPU, in turns: a time is the least of all rounds. There is one thread, and
 its own time counts. Models and budgets that are named replace their part of the results.
 
 With `--graphs` no kernels are made: PyTorch runs the compiler's graphs operator by operator. This gives bytes and
@@ -199,13 +199,12 @@ def run_graphs(model: nn.Module, options: dict[str, Any], budget: float) -> Call
     return compiled
 
 
-def compare(name: str, budget: float, device: str, graphs: bool) -> Iterator[dict[str, Any]]:
+def compare(name: str, budget: float, graphs: bool) -> Iterator[dict[str, Any]]:
     """Yield what is found for each way to compile a model at a budget."""
     make, tokens = MODELS[name]
     torch.manual_seed(0)
     wide, x = make()
-    model = deepcopy(wide).to(device, torch.bfloat16)
-    wide, x = wide.to(device), x.to(device)
+    model = deepcopy(wide).to(torch.bfloat16)
     narrow = x.bfloat16() if x.is_floating_point() else x
     dy = torch.randn_like(wide(x))
     exact = gradients(wide, wide, x, dy)
@@ -248,7 +247,7 @@ def compare(name: str, budget: float, device: str, graphs: bool) -> Iterator[dic
             }
         if budget == TIMED and not graphs:
             steps = {way: partial(gradients, model, call, narrow, dy.bfloat16()) for way, call in calls.items()}
-            times = measured({way: partial(_run, one) for way, one in steps.items()}, device)
+            times = measured({way: partial(_run, one) for way, one in steps.items()})
             for way, seconds in times.items():
                 rows[way]["time"] = round(seconds / times["plain"], 3)
     yield from rows.values()
@@ -269,14 +268,11 @@ def main() -> None:
     if unknown := {*arguments.models} - MODELS.keys():
         parser.error(f"{', '.join(unknown)}: expected {', '.join(MODELS)}")
     keep_freed_memory()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
-    given = "graphs" if arguments.graphs else device
+    given = "graphs" if arguments.graphs else "cpu"
     path = arguments.output or Path(__file__).parent / "results" / f"compiled_{given}.json"
     record = {
-        "machine": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{platform.machine()}, {platform.system()}",
+        "machine": f"{platform.machine()}, {platform.system()}",
         "threads": 1,
         "torch": torch.__version__,
         "transformers": imported("transformers").__version__,
@@ -288,7 +284,7 @@ def main() -> None:
     for budget in arguments.budgets or BUDGETS:
         for name in arguments.models or (WHOLE if arguments.graphs else MODELS):
             rows = [row for row in rows if (row["model"], row["budget"]) != (name, budget)]
-            for row in compare(name, budget, device, arguments.graphs):
+            for row in compare(name, budget, arguments.graphs):
                 rows.append(row)
                 print(row, flush=True)
             rows.sort(key=lambda row: (order[row["model"]], -row["budget"]))

@@ -1,12 +1,12 @@
-"""What rebuilding outputs costs in time, beside stock and selective checkpointing.
+"""What rebuilding outputs costs in time on a CPU, beside stock and selective checkpointing.
 
     python -m benchmarks.rebuilding [-o RESULTS.json]
 
 Forward and backward, in eager mode, of one layer of a LLaMA and of a GPT-2 of transformers: as they are, rebuilt,
 and under PyTorch's selective checkpointing, which keeps the results of matrix products and of attention and runs
 the rest again. They take turns. A time is the least of all rounds, and rounds are added until the ratios of the
-odd and of the even ones agree. On a CPU there is one thread, and its own time counts, not the clock's: so other
-programs on the machine matter less. Then the same of layers on 16 numbers, where all time is overhead: a linear
+odd and of the even ones agree. There is one thread, and its own time counts, not the clock's: so other programs on
+the machine matter less. Then the same of layers on 16 numbers, where all time is overhead: a linear
 layer after GELU, and one whose input is kept, which only has to find that out.
 """
 
@@ -55,13 +55,13 @@ Step = Callable[[], None]
 Around = Callable[[Saved], AbstractContextManager[Any]]  # of the forward pass
 
 
-def layer(name: str, width: int, dtype: torch.dtype, device: str) -> nn.Module:
+def layer(name: str, width: int, dtype: torch.dtype) -> nn.Module:
     """Return a model of one layer."""
     transformers = imported("transformers")
     config = transformers.AutoConfig.for_model(name, vocab_size=64, **MODELS[name](width))
     config.use_cache = False
     model: nn.Module = transformers.AutoModel.from_config(config)
-    return model.to(device, dtype).train()
+    return model.to(dtype).train()
 
 
 def step(model: nn.Module, x: Tensor, around: Around = nullcontext) -> None:
@@ -85,17 +85,14 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [*(model.get_submodule("layers" if hasattr(model, "layers") else "h").children())]
 
 
-def seconds(call: Step, device: str) -> float:
+def seconds(call: Step) -> float:
     """Return the time of a call."""
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    start = clock()
+    start = time.process_time()
     call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return clock() - start
+    return time.process_time() - start
 
 
-def measured(calls: dict[str, Step], device: str) -> dict[str, float]:
+def measured(calls: dict[str, Step]) -> dict[str, float]:
     """Return the least times of calls, which take turns, in seconds; the others are compared with the first."""
     first = next(iter(calls))
     times: dict[str, list[float]] = {label: [] for label in calls}
@@ -103,7 +100,7 @@ def measured(calls: dict[str, Step], device: str) -> dict[str, float]:
         call()
     for number in range(ROUNDS[1]):
         for label, call in calls.items():
-            times[label].append(seconds(call, device))
+            times[label].append(seconds(call))
         if number + 1 >= ROUNDS[0] and number % 2:
             halves = [{label: min(every[half::2]) for label, every in times.items()} for half in (0, 1)]
             ratios = [{label: one / half[first] for label, one in half.items()} for half in halves]
@@ -112,23 +109,22 @@ def measured(calls: dict[str, Step], device: str) -> dict[str, float]:
     return {label: min(every) for label, every in times.items()}
 
 
-def layers(width: int, tokens: int, device: str) -> list[dict[str, Any]]:
+def layers(width: int, tokens: int) -> list[dict[str, Any]]:
     """Measure a layer of each model in each dtype."""
     found = []
     for name in MODELS:
         for dtype in (torch.float32, torch.bfloat16):
-            stock = layer(name, width, dtype, device)
+            stock = layer(name, width, dtype)
             rebuilt = deepcopy(stock)
             fitact.rebuild(rebuilt)
-            x = torch.randn(2, tokens // 2, width, device=device).to(dtype)
+            x = torch.randn(2, tokens // 2, width).to(dtype)
             selective = partial(checkpointed, blocks(stock), selective=True)
             times = measured(
                 {
                     "stock": partial(step, stock, x),
                     "rebuilt": partial(step, rebuilt, x),
                     "selective checkpointing": partial(step, stock, x, selective),
-                },
-                device,
+                }
             )
             bytes_ = {
                 "stock": kept(stock, x),
@@ -145,12 +141,12 @@ def layers(width: int, tokens: int, device: str) -> list[dict[str, Any]]:
     return found
 
 
-def tiny(device: str) -> dict[str, Any]:
+def tiny() -> dict[str, Any]:
     """Measure layers on few numbers."""
-    stock = nn.Sequential(nn.GELU(), nn.Linear(TINY, TINY)).to(device)
+    stock = nn.Sequential(nn.GELU(), nn.Linear(TINY, TINY))
     rebuilt = deepcopy(stock)
     fitact.rebuild(rebuilt)
-    x = torch.randn(1, TINY, device=device, requires_grad=True)
+    x = torch.randn(1, TINY, requires_grad=True)
     dy = torch.ones_like(x)
 
     def calls(model: nn.Module) -> None:
@@ -160,7 +156,7 @@ def tiny(device: str) -> dict[str, Any]:
     models = {"GELU, linear": (stock, rebuilt), "linear": (stock[1], rebuilt[1])}
     found: dict[str, Any] = {}
     for name, (one, other) in models.items():
-        times = measured({"stock": partial(calls, one), "rebuilt": partial(calls, other)}, device)
+        times = measured({"stock": partial(calls, one), "rebuilt": partial(calls, other)})
         found[name] = {label: round(1e6 * every / CALLS, 1) for label, every in times.items()}
         found[name]["ratio"] = round(times["rebuilt"] / times["stock"], 2)
         print(name, found[name], flush=True)
@@ -173,21 +169,18 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     keep_freed_memory()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     torch.manual_seed(0)
     record = {
-        "machine": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{platform.machine()}, {platform.system()}",
+        "machine": f"{platform.machine()}, {platform.system()}",
         "threads": 1,
         "torch": torch.__version__,
         "transformers": imported("transformers").__version__,
         "date": date.today().isoformat(),
-        "layers": layers(*((2048, 4096) if device == "cuda" else (512, 1024)), device),
-        "microseconds": tiny(device),
+        "layers": layers(512, 1024),
+        "microseconds": tiny(),
     }
-    path = arguments.output or Path(__file__).parent / "results" / f"rebuilding_{device}.json"
+    path = arguments.output or Path(__file__).parent / "results" / "rebuilding_cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"wrote {path}")

@@ -1,14 +1,13 @@
-"""Time and kept bytes of shipped activations beside PyTorch's own, in one run.
+"""Time and kept bytes of shipped activations beside PyTorch's own, in one run on a CPU.
 
     python -m benchmarks.kernels.activations [--size N ...] [--dtype float32 bfloat16] [-o RESULTS.json]
 
 For each size and dtype: forward, backward and both, medians in milliseconds, all taking turns; the ratio to the
 same activation of PyTorch; the bytes autograd keeps for each element. Beside the shipped modules: PyTorch's
-activation under torch.compile, the same with a memory budget of 0.7, Liger-Kernel's where there is one and a GPU.
-On a GPU also the share of the bandwidth that a plain copy reaches in that run. On a CPU, run it with
-FITACT_CPU=inductor too; there glibc is told to keep what is freed, as the allocators do that PyTorch's tuning
-guide recommends (jemalloc, tcmalloc): otherwise giving pages back and asking for them again takes as long as the
-work, for some rows and not for others. An interrupt keeps what is finished. The picture is beside the JSON.
+activation under torch.compile, the same with a memory budget of 0.7. Run it with FITACT_CPU=inductor too. glibc is
+told to keep what is freed, as the allocators do that PyTorch's tuning guide recommends (jemalloc, tcmalloc):
+otherwise giving pages back and asking for them again takes as long as the work, for some rows and not for others.
+An interrupt keeps what is finished. The picture is beside the JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def keep_freed_memory() -> None:
                 raise OSError(f"mallopt({option}, {value}) was refused")
 
 
-def rivals(name: str, device: str) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+def rivals(name: str) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """Yield what is measured of an activation, PyTorch's own first."""
     stock = STOCK[name]
     yield "eager", stock
@@ -68,16 +67,9 @@ def rivals(name: str, device: str) -> Iterator[tuple[str, Callable[[Tensor], Ten
 
     compiled = torch.compile(lambda x: stock(x), dynamic=False)
     yield "torch.compile, budget 0.7", budgeted
-    if device == "cuda":
-        try:
-            from liger_kernel.transformers.functional import liger_geglu, liger_swiglu
-        except ImportError:
-            return
-        gated = {"gelu": liger_geglu, "silu": liger_swiglu}[name]
-        yield "Liger, gate of ones", lambda x: gated(x, torch.ones_like(x))
 
 
-def measured(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+def measured(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Return the median times of calls in milliseconds; they take turns, so that what else happens meets all."""
     for call in calls.values():
         start = time.perf_counter()
@@ -87,21 +79,13 @@ def measured(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, floa
     for _ in range(REPEATS):
         for label, call in calls.items():
             call()  # so that the one before leaves nothing in the caches that matters
-            if device == "cuda":
-                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                first.record()
-                call()
-                last.record()
-                torch.cuda.synchronize()
-                times[label].append(first.elapsed_time(last))
-            else:
-                start = time.perf_counter()
-                call()
-                times[label].append((time.perf_counter() - start) * 1e3)
+            start = time.perf_counter()
+            call()
+            times[label].append((time.perf_counter() - start) * 1e3)
     return {label: statistics.median(every) for label, every in times.items()}
 
 
-def rows(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor, device: str) -> list[Row]:
+def rows(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> list[Row]:
     """Measure activations, the first of which is what the others are compared with."""
     dy = torch.randn_like(x)
     kept, forward, backward, both = {}, {}, {}, {}
@@ -115,7 +99,7 @@ def rows(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor, device: st
         backward[label] = partial(torch.autograd.grad, function(leaf), leaf, dy, retain_graph=True)
         both[label] = partial(forwards_and_backwards, function, x, dy)
     passes = {"forward_ms": forward, "backward_ms": backward, "both_ms": both}
-    times = {name: measured(calls, device) for name, calls in passes.items()}
+    times = {name: measured(calls) for name, calls in passes.items()}
     first = next(iter(functions))
     return [
         {"label": label, "kept_bytes_an_element": round(kept[label], 4)}
@@ -133,20 +117,6 @@ def forwards(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def forwards_and_backwards(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> None:
     """Run forward and backward."""
     forwards(function, x).backward(dy)
-
-
-def bandwidth(measurements: list[Row], x: Tensor, device: str) -> None:
-    """Add the share of a plain copy's bandwidth, of the bytes that the fitact kernels have to move."""
-    target = torch.empty_like(x)
-    copy_ms = measured({"copy": lambda: target.copy_(x)}, device)["copy"]
-    copy = 2 * x.numel() * x.itemsize / copy_ms
-    for one in measurements:
-        if "fewbit" in one["label"] or "inverted" in one["label"]:
-            bits = int(one["label"][-1]) / 8
-            output = x.itemsize if "inverted" in one["label"] else 0
-            moved = {"forward": 2 * x.itemsize + bits, "backward": 2 * x.itemsize + bits + output}
-            for pass_, each in moved.items():
-                one[f"{pass_}_share_of_copy"] = round(each * x.numel() / one[f"{pass_}_ms"] / copy, 3)
 
 
 def draw(groups: list[dict[str, Any]], path: Path) -> None:
@@ -180,21 +150,18 @@ def main() -> None:
         "--size",
         type=int,
         nargs="+",
-        help="elements; by default 2^22, on a GPU 2^20, 2^24 and 2^27; glibc keeps no blocks above 32 MiB",
+        default=[1 << 22],
+        help="elements; by default 2^22; glibc keeps no blocks above 32 MiB",
     )
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     keep_freed_memory()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = arguments.size or ([1 << 20, 1 << 24, 1 << 27] if device == "cuda" else [1 << 22])
-    mode = os.environ.get("FITACT_CPU", "") if device == "cpu" else ""
-    results = Path(__file__).parents[1] / "results" / f"activations_{device}{f'_{mode}' if mode else ''}.json"
+    mode = os.environ.get("FITACT_CPU", "")
+    results = Path(__file__).parents[1] / "results" / f"activations_cpu{f'_{mode}' if mode else ''}.json"
     path = arguments.output or results
     record: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{platform.machine()}, {platform.system()}",
+        "machine": f"{platform.machine()}, {platform.system()}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
@@ -203,13 +170,11 @@ def main() -> None:
     }
     try:
         for dtype in arguments.dtype:
-            for size in sizes:
+            for size in arguments.size:
                 for name in STOCK:
-                    x = torch.randn(size, device=device).to(getattr(torch, dtype))
+                    x = torch.randn(size).to(getattr(torch, dtype))
                     print(f"\n{name}, {size:,} elements, {dtype}", flush=True)
-                    measurements = rows(dict(rivals(name, device)), x, device)
-                    if device == "cuda":
-                        bandwidth(measurements, x, device)
+                    measurements = rows(dict(rivals(name)), x)
                     record["groups"].append(
                         {"activation": name, "elements": size, "dtype": dtype, "rows": measurements}
                     )
