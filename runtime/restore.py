@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.text import one_line
 
-from .torch_internals import DataDependentOutputException, FakeTensor, tree_map_only
+from .torch_internals import DataDependentOutputException, FakeTensor, tree_map_only, without_torch_function
 
 Run = Callable[[nn.Module], object]
 
@@ -62,43 +63,69 @@ def _states(numpy: Any) -> tuple[bytes, object, bytes]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put a model back as it was: its training flags, what its modules hold, and the values of its buffers."""
-    values = [(buffer, buffer.clone()) for buffer in map(_unexpanded, model.buffers())]
-    states = [(module, module.training, _contents(vars(module))) for module in model.modules()]
+    """Let the modules of a model hold copies of all that they hold, until the context ends.
+
+    So nothing that a run does to them stays: flags, buffers, hooks of any kind, lists, objects, what its first run
+    adds. The modules stay the same objects. Parameters share their memory with the copies.
+    """
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    memo: dict[int, Any] = {id(module): module for module in modules}
+    memo |= {id(parameter): _shared(parameter) for parameter in model.parameters()}
+    memo[id(memo)] = []  # where `deepcopy` holds what it has copied
+    with torch.no_grad(), torch.inference_mode(False), Copying(_own, lambda data: data):
+        copies = [{key: _copy(value, memo) for key, value in vars(module).items()} for module in modules]
+    held = [vars(module) for module in modules]
     try:
+        for module, inside in zip(modules, copies, strict=True):
+            object.__setattr__(module, "__dict__", inside)
         yield
     finally:
-        for module, training, contents in states:
-            _restore(vars(module), contents)
-            module.training = training  # TorchScript keeps it elsewhere
-        for buffer, value in values:
-            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                buffer.copy_(value)
+        for module, inside in zip(modules, held, strict=True):
+            object.__setattr__(module, "__dict__", inside)
 
 
-def _unexpanded(tensor: Tensor) -> Tensor:
-    """Return a view in which each element is once, which can be written to."""
-    view = tensor.detach()
-    if view.layout == torch.strided and not view.is_nested:
-        for dim, stride in enumerate(view.stride()):
-            view = view.narrow(dim, 0, 1) if stride == 0 and view.shape[dim] > 1 else view
-    return view
+def _shared(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter with the same memory, but hooks and attributes of its own; of another class, itself."""
+    if type(parameter) is not nn.Parameter or parameter.is_inference():
+        return parameter
+    alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    vars(alias).update(vars(parameter))
+    return alias
 
 
-def _contents(held: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what is held, with the contents of lists and dictionaries."""
-    return {key: (value, copy.copy(value) if type(value) in (dict, list) else None) for key, value in held.items()}
+class Copying(TorchFunctionMode):
+    """Says how `deepcopy` copies tensors, and the data of parameters."""
+
+    def __init__(self, tensor: Callable[[Tensor], Tensor], data: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tensor, self.data = tensor, data
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone:  # which is what parameters are copied by
+            return self.data(args[0])
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.tensor(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
 
 
-def _restore(held: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -> None:
-    held.clear()
-    for key, (value, inside) in contents.items():
-        if isinstance(inside, dict):
-            value.clear()
-            value.update(inside)
-        elif isinstance(inside, list):
-            value[:] = inside
-        held[key] = value
+def _own(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's values; where there are none, the tensor itself."""
+    with without_torch_function():
+        return tensor if isinstance(tensor, FakeTensor) or tensor.is_meta else _copied(tensor)
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy; of what has none, such as a lock, itself; of what holds a lock, a shallow one."""
+    size = len(memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        while len(memo) > size:  # it holds what was copied in part
+            memo.popitem()
+        return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
 @contextmanager

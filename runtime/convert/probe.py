@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fitact.runtime.learned.uses import EMPTY, PLAIN, Held, by_itself, twin_of
 from fitact.runtime.rebuild.modules import original_class
+from fitact.runtime.restore import unchanged
 from fitact.runtime.torch_internals import unset_fake_temporarily, without_torch_function
 
 # By their names in the catalog, with the parameters that are shipped.
@@ -70,7 +71,13 @@ def computes(module: nn.Module) -> str | None:
 
 def agree(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a module without parameters computes a function, within several roundings of float32."""
-    with unset_fake_temporarily(), without_torch_function(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        unchanged(module),
+        unset_fake_temporarily(),
+        without_torch_function(),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         x = _inputs().float()
         return _near(module(x.clone()), function(x))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from fitact.runtime.restore import Copying
 from fitact.runtime.torch_internals import FakeTensor, FakeTensorMode
 
 
@@ -33,7 +34,8 @@ class Twins:
             modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
             self.mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {key: twin for key, (tensor, twin) in self.made.items() if _alike(tensor, twin)}
-        with _Faking(self.mode):
+        faked = partial(fake, self.mode)
+        with Copying(faked, faked):
             twin = copy.deepcopy(model, memo)
         self.made |= {id(tensor): (tensor, memo[id(tensor)]) for tensor in tensors if id(tensor) in memo}
         return twin, self.mode
@@ -45,24 +47,6 @@ def _alike(tensor: Tensor, twin: Tensor) -> bool:
         return False
     now, then = ((one.shape, one.stride(), one.dtype, one.requires_grad) for one in (tensor, twin))
     return now == then
-
-
-class _Faking(TorchFunctionMode):
-    """Makes copies of tensors fake."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.clone:  # which is what parameters are copied by
-            return fake(self.mode, args[0])
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = fake(self.mode, tensor)
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:

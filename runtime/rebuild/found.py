@@ -19,7 +19,7 @@ from fitact.runtime.learned.uses import Use
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.recipes import Recipe
-from fitact.runtime.restore import Run, following, has_no_values, real, untouched
+from fitact.runtime.restore import Run, following, has_no_values, real, unchanged, untouched
 from fitact.runtime.torch_internals import (
     buffers_in,
     parameters_in,
@@ -81,9 +81,13 @@ def kind_of(activation: nn.Module, values: Tensor | None = None) -> str | None:
         values: what it is tried with, float32; by default PROBE numbers.
 
     """
-    training = activation.training
     try:
-        with unset_fake_temporarily(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            unchanged(activation),
+            unset_fake_temporarily(),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
             values = torch.linspace(-3, 3, PROBE) if values is None else values
             x = values.clone().requires_grad_().clone()
             with count_saved(activation) as saved:
@@ -91,8 +95,6 @@ def kind_of(activation: nn.Module, values: Tensor | None = None) -> str | None:
             reads = 1 if storage_id(y) == storage_id(x) else count_reads(activation, values)
     except Exception:  # whatever it needs, it is not a function of a tensor alone
         return None
-    finally:
-        activation.train(training)
     if not isinstance(y, Tensor) or y.shape != x.shape or not saved.storages:
         return None
     if storage_id(y) == storage_id(x) or {*saved.storages} == {storage_id(y)}:

@@ -16,7 +16,7 @@ from fitact.runtime.convert.measure import check_initialised
 from fitact.runtime.learned.function import LearnedModule
 from fitact.runtime.norms import linear as layers
 from fitact.runtime.records import SiteRecord
-from fitact.runtime.restore import Run, has_no_values
+from fitact.runtime.restore import Run, has_no_values, unchanged
 from fitact.runtime.torch_internals import has_hooks
 from fitact.runtime.wrappers import is_exact_gate
 from fitact.text import starred
@@ -327,15 +327,11 @@ def _one_dtype(module: nn.Module, gate: Gate) -> bool:
 
 def _traced(module: nn.Module, act: str, training: bool) -> Gate | None:
     """Return the gate that a module is in a mode, by what its `forward` calls; None if it does anything else."""
-    modes = [(one, one.training) for one in module.modules()]
     try:
-        module.train(training)
-        graph = fx.GraphModule(module, _Calls().trace(module)).graph
+        with unchanged(module):
+            graph = fx.GraphModule(module.train(training), _Calls().trace(module)).graph
     except Exception:  # it looks at values, or takes more than a tensor
         return None
-    finally:
-        for one, was in modes:
-            one.training = was
     graph.eliminate_dead_code()
     found = _Matched(module, graph, act)
     return found.gate() if {*found.nodes} == {*graph.nodes} else None

@@ -1,0 +1,199 @@
+"""Trial runs leave no trace in a model, whatever its first forward pass does to it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fitact
+from fitact.runtime.models.prepare import imported
+
+X = torch.randn(4, 16)
+IDS = torch.randint(1, 61, (2, 9))
+TEXT = {"input_ids": IDS, "labels": IDS}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, "eos_token_id": 1}
+
+
+class Marked(nn.Module):
+    """Changes itself in every forward pass, and more in the first."""
+
+    def __init__(self, mark: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.act, self.fc2 = nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16)
+        self.register_buffer("seen", torch.zeros(()))
+        self.mark = mark
+        self.held = {"list": [1], "lock": threading.Lock() if mark is _attributes else None}  # which has no copy
+        self.things = SimpleNamespace(numbers=[1], more=OrderedDict(a={1}), last=deque([1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "marked"):
+            self.marked = True
+            self.mark(self)
+        y: Tensor = self.fc2(self.act(self.norm(self.fc1(x)))) * torch.sigmoid(x)
+        return y + self.seen
+
+
+def _attributes(model: Any) -> None:
+    model.new, model.held["new"] = [1], 1
+    model.things.numbers.append(2)
+    model.things.more["a"].add(2)
+    model.things.last.append(2)
+    model.things.new = 1
+
+
+def _modules(model: Any) -> None:
+    model.extra = nn.Linear(2, 2)
+    model.act = nn.ReLU()
+    model.fc1.register_buffer("extra", torch.ones(2))
+    model.fc2.bias = nn.Parameter(torch.ones(16))
+
+
+MARKS: dict[str, Callable[[Any], None]] = {
+    "forward hook": lambda model: model.fc1.register_forward_hook(lambda *given: given[-1] * 2),
+    "forward hook with keywords": lambda model: model.norm.register_forward_hook(
+        lambda *given: given[-1] * 2, with_kwargs=True, always_call=True
+    ),
+    "forward pre-hook": lambda model: model.fc2.register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+    "backward hook": lambda model: model.act.register_full_backward_hook(lambda _, dx, dy: (dx[0] * 2,)),
+    "backward pre-hook": lambda model: model.fc2.register_full_backward_pre_hook(lambda _, dy: (dy[0] * 2,)),
+    "hook of a parameter": lambda model: model.fc1.weight.register_hook(lambda g: g * 2),
+    "state dict hook": lambda model: model.register_state_dict_post_hook(lambda *_: None),
+    "buffers": lambda model: model.seen.add_(1),
+    "attributes": _attributes,
+    "modules": _modules,
+    "frozen": lambda model: model.fc1.requires_grad_(False),
+    "modes": lambda model: model.norm.eval(),
+}
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "exact": lambda model: fitact.convert(model, error="exact", example_inputs=X, gradients=True),
+    "codes": lambda model: fitact.convert(model, error="few-bit", example_inputs=X),
+    "dry run": lambda model: fitact.convert(model, "fewbit", example_inputs=X, dry_run=True, gradients=True),
+    "norms": lambda model: fitact.convert(model, "fewbit", norms=True, example_inputs=X),  # which merges none
+    "no inputs": fitact.rebuild,
+    "calibration": lambda model: fitact.calibrate(model, [X, X]),
+}
+
+
+def looks(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """Return all that something holds, as numbers and texts."""
+    if id(thing) in seen:
+        return "..."
+    inside = seen | {id(thing)}
+    match thing:
+        case Tensor():
+            hooks = len(thing._backward_hooks or ())
+            return thing.tolist(), thing.requires_grad, hooks, not thing.is_leaf or thing.grad is None
+        case dict():
+            return [(key, looks(value, inside)) for key, value in thing.items()]
+        case list() | tuple() | set() | deque():
+            return [looks(value, inside) for value in thing]
+        case nn.Module() | SimpleNamespace():
+            return type(thing).__name__, looks(vars(thing), inside)
+    return str(thing)
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+@pytest.mark.parametrize("mark", MARKS)
+def test_no_trace(mark: str, how: str) -> None:
+    """A model that has never run is put back as it was, and then trains as one that was never converted."""
+    model = Marked(MARKS[mark])
+    before = looks(model)
+    CONVERSIONS[how](model)
+    fitact.revert(model)
+    assert looks(model) == before
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_the_same_steps(mark: str) -> None:
+    torch.manual_seed(0)
+    model = Marked(MARKS[mark])
+    torch.manual_seed(0)
+    stock = Marked(MARKS[mark])
+    fitact.convert(model, error="exact", example_inputs=X, gradients=True)
+    for _ in range(2):
+        for one in (stock, model):
+            one(X).square().sum().backward()
+        same_gradients(stock, model)
+
+
+def same_gradients(stock: nn.Module, model: nn.Module) -> None:
+    for (name, a), b in zip(stock.named_parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or torch.equal(a.grad, b.grad), name
+
+
+def _language(kind: str, **more: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = imported("transformers")
+    config = transformers.AutoConfig.for_model(kind, **(SIZES | more))
+    for name in more:  # which a config may read as one of generation
+        setattr(config, name, more[name])
+    return transformers.AutoModelForCausalLM.from_config(config), TEXT
+
+
+def _segmenter(kind: str, size: int, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = imported("transformers")
+    config = getattr(transformers, f"{kind}Config")(num_attention_heads=sizes.pop("heads"), num_labels=5, **sizes)
+    inputs = {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.randint(0, 5, (2, size, size))}
+    return getattr(transformers, f"{kind}ForSemanticSegmentation")(config), inputs
+
+
+EXPERTS = {"output_router_logits": True, "num_experts_per_tok": 2}
+TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
+    "llama": lambda: _language("llama", output_hidden_states=True),
+    "mixtral": lambda: _language("mixtral", num_local_experts=4, **EXPERTS),
+    "olmoe": lambda: _language("olmoe", num_experts=4, **EXPERTS),
+    "qwen3_moe": lambda: _language(
+        "qwen3_moe", num_experts=4, moe_intermediate_size=24, head_dim=8, pad_token_id=0, **EXPERTS
+    ),
+    "dpt": lambda: _segmenter(
+        "DPT",
+        32,
+        heads=4,
+        hidden_size=32,
+        num_hidden_layers=4,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+        backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[8, 8, 16, 16],
+        fusion_hidden_size=16,
+        is_hybrid=False,
+    ),
+    "segformer": lambda: _segmenter(
+        "Segformer",
+        32,
+        heads=[1, 1, 2, 2],
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 8, 16, 16],
+        decoder_hidden_size=16,
+    ),
+}
+QUICK = ("llama", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in TRANSFORMERS]
+)
+def test_models_of_transformers(name: str) -> None:
+    """They install recorders of their outputs in their first forward pass."""
+    model, inputs = TRANSFORMERS[name]()
+    stock = copy.deepcopy(model)
+    conversion = fitact.convert(model, error="exact", example_inputs=inputs, gradients=True)
+    assert conversion.gradient is not None and conversion.gradient.error == 0
+    outputs = []
+    for one in (stock, model):
+        torch.manual_seed(1)
+        output = one.train()(**inputs)
+        output.loss.backward()
+        outputs.append([looks(tensor) for tensor in output.to_tuple()])
+    assert outputs[0] == outputs[1]
+    same_gradients(stock, model)
