@@ -139,19 +139,50 @@ def _whole(x: Tensor) -> int:
 def _count(x: Tensor, borders: tuple[float, ...], even: bool) -> Tensor:
     """Return how many borders are less than each x, int32, the fastest way.
 
-    A few are compared in floating point, one after the other; in many a search is faster.
+    A few are compared in floating point, one after the other. Of many, a float32 is compared with those alone that
+    have its upper bits, as in the kernels; a float64 is searched among all.
     """
     x = x.to(arithmetic_dtype(x))
     if even:
         x = x.abs()
     if len(borders) > FEW:
-        x = torch.where(x.isnan(), -torch.inf, x)  # a search puts NaN last
-        return torch.bucketize(x, constant(borders, x.dtype, x.device), out_int32=True)
+        return _search(x, borders) if x.dtype == torch.float64 else _look_up(x, borders)
     count, above = torch.empty_like(x), torch.empty_like(x)
     torch.gt(x, borders[0], out=count)
     for border in borders[1:]:
         count += torch.gt(x, border, out=above)
     return count.to(torch.int32)
+
+
+def _search(x: Tensor, borders: tuple[float, ...]) -> Tensor:
+    """Return how many borders are less than each x, int32, by a search among all of them."""
+    x = torch.where(x.isnan(), -torch.inf, x)  # a search puts NaN last
+    return torch.bucketize(x, constant(borders, x.dtype, x.device), out_int32=True)
+
+
+def _look_up(x: Tensor, borders: tuple[float, ...]) -> Tensor:
+    """Return how many borders are less than each float32, int32, (n,) as x: the kernels' `code_of`."""
+    table, padded, steps = _by_upper_bits(borders, x.device)
+    code = table.index_select(0, (x.view(torch.int32) >> 16).bitwise_and_(PATTERNS - 1))
+    for step in (1 << shift for shift in reversed(range(steps))):
+        middle = padded.index_select(0, code + (step - 1) if step > 1 else code)
+        code.add_(torch.gt(x, middle, out=middle).to(torch.int32), alpha=step)
+    return code.mul_(torch.eq(x, x, out=torch.empty_like(x)).to(torch.int32))  # NaN has code 0
+
+
+@cache
+def _by_upper_bits(borders: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return what finds the code of a float32.
+
+    Returns:
+        The codes by upper bits, int32 (PATTERNS,); the borders, and infinities so that a search never runs past
+        them; and how many comparisons tell apart the codes of numbers with the same upper bits.
+
+    """
+    upper = (constant(borders, torch.float32, device) + 0.0).view(torch.int32) >> 16  # -0.0 is no other than 0.0
+    steps = int(upper.unique(return_counts=True)[1].max()).bit_length()
+    padded = constant((*borders, *(torch.inf,) * (1 << steps)), torch.float32, device)
+    return first_codes(borders, torch.float32, device).to(torch.int32), padded, steps
 
 
 def _patterns(x: Tensor) -> Tensor:
@@ -180,7 +211,7 @@ def first_codes(borders: tuple[float, ...], dtype: torch.dtype, device: torch.de
         return _counts(borders, False, dtype).to(device, torch.uint8)
     upper = torch.arange(PATTERNS, dtype=torch.int32) << 16
     least = torch.where(upper < 0, upper | (PATTERNS - 1), upper)  # for negative numbers, the largest in size
-    return _count(least.view(torch.float32), borders, False).to(device, torch.uint8)
+    return _search(least.view(torch.float32), borders).to(device, torch.uint8)
 
 
 def positions(nodes: tuple[float, ...], values: tuple[float, ...], value: Callable[[Tensor], Tensor]) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitact.runtime.ops import reference
 from tests.support.codes import Coded, coded, dense
-from tests.support.generated import DTYPES, EACH_DTYPE, run, same
+from tests.support.generated import DTYPES, EACH_DTYPE, HALVES, patterns, run, same
 
 FORWARD, BACKWARD, DECODE = torch.ops.fitact.forward, torch.ops.fitact.backward, torch.ops.fitact.decode
 SIZES = (0, 1, 7, 1023, 1024, 1025, 8191, 8192, 8193, 8192 * 3 + 1)
@@ -132,3 +135,40 @@ def test_tables_for_kernels(dtype: torch.dtype) -> None:
         x = x[number := ~x.isnan()]
         above = one.code(x) - table[number]
         assert 0 <= int(above.min()) <= int(above.max()) <= 1, "one comparison is left"
+
+
+class Searched(TorchDispatchMode):
+    """Notes how many numbers are searched at a time."""
+
+    sizes: tuple[int, ...] = ()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.bucketize.Tensor:
+            self.sizes += (args[0].numel(),)
+        return function(*args, **kwargs or {})
+
+
+def exhaustive(borders: list[float]) -> torch.Tensor:
+    """float32 of all signs and sizes: by their bits at random, next to borders, infinite, no numbers, zeros."""
+    near = torch.tensor(borders).view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)
+    drawn = torch.randint(-(2**31), 2**31 - 1, (1 << 18,), dtype=torch.int32)
+    edges = torch.arange(1 << 16, dtype=torch.int32)[:, None] << 16 | torch.tensor([0, 1, 0x7FFF, 0xFFFF]).int()
+    return torch.cat([drawn, near.view(-1), edges.view(-1)]).view(torch.float32)
+
+
+@pytest.mark.parametrize("borders", [coded(8).fit["borders"], coded(5).fit["borders"], dense().fit["borders"]])
+@pytest.mark.parametrize("zero", [None, 0.0, -0.0])
+@EACH_DTYPE
+def test_codes_are_those_of_a_search(dtype: torch.dtype, zero: float | None, borders: list[float]) -> None:
+    if zero is not None:
+        borders = sorted([border for border in borders if border] + [zero])[-255:]
+    x = exhaustive(borders)
+    x = patterns(dtype) if dtype in HALVES else x.to(dtype)
+    least = torch.where(x.isnan(), -torch.inf, x)
+    found = torch.bucketize(least.double(), torch.tensor(borders, dtype=torch.float64))
+    with Searched() as searched:
+        codes = reference.encode(x, (*borders,), 8, even=False)
+        few = reference.encode(x[-1000:], (*borders,), 8, even=False)
+    assert torch.equal(codes.long(), found)
+    assert torch.equal(few.long(), found[-1000:])
+    assert dtype == torch.float64 or max(searched.sizes, default=0) <= 1 << 16  # tables, made once
