@@ -18,6 +18,16 @@ PYTEST = $(ENVIRONMENT) $(BIN)/python -m pytest -q $(WORKERS)
 .PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench gpu evidence clean
 .DEFAULT_GOAL := test
 
+# PyPI has torchvision for CUDA alone. Beside a build of PyTorch for the CPU its operators cannot load, and then it, timm,
+# transformers and peft can be imported only if the two are declared that it describes before it looks for them.
+define DECLARED
+
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+endef
+export DECLARED
+
 # The package is installed as users install it, from a wheel; a changed source is installed again. Python compiles what
 # is imported: to compile all that is installed takes pip half a minute.
 $(VENV)/.installed: $(SOURCES)
@@ -28,6 +38,7 @@ $(VENV)/.installed: $(SOURCES)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools wheel
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation --no-compile '.[dev]'
 	@rm -rf build/lib build/bdist.*
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || { echo "$$DECLARED" | tee -a $(VENV)/lib/python3.*/site-packages/torchvision/extension.py >/dev/null; $(BIN)/python -c 'import torchvision'; }
 	@touch $@
 
 ## Fit GELU at 3 bits, generate its module, plot it, and train a small model with it and without.

@@ -302,7 +302,6 @@ def imported(name: str) -> ModuleType:
         UsageError: the package is missing (the message says how to install it), or cannot be imported.
 
     """
-    _mend_torchvision()
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -311,25 +310,6 @@ def imported(name: str) -> ModuleType:
         raise UsageError(f"{name} is not installed: pip install {name}") from None
     except Exception as error:
         raise UsageError(f"{name} cannot be imported: {one_line(error)}") from None
-
-
-def _mend_torchvision() -> None:
-    """Let torchvision be imported where its operators cannot load: a CUDA build next to a CPU build of PyTorch.
-
-    transformers and timm import it for image transforms. It registers fake kernels of two operators, so these must
-    be declared.
-    """
-    for _ in range(3):
-        try:
-            import_module("torchvision")
-            return
-        except RuntimeError as error:
-            missing = re.fullmatch(r"operator (torchvision::\w+) does not exist", str(error))
-            if missing is None:
-                return
-            torch.library.define(missing[1], "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        except ImportError:
-            return
 
 
 # ------------------------------------------------------------------------------------------------ parts of a model

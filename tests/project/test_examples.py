@@ -11,25 +11,31 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-RUN = """
-import runpy, sys
-from fitact.runtime.models.prepare import imported
-imported("peft")  # where torchvision cannot be loaded, transformers and peft can all the same
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+
+
+def run(name: str, folder: Path, *arguments: str) -> str:
+    """Run an example as a reader does, with the environment's own packages; return what it prints."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
     """Run the fine-tuning for some steps; return what it prints, the bytes kept in MiB and the loss."""
-    command = [sys.executable, "-c", RUN, str(EXAMPLES / "finetune_lora.py"), "--steps", "12", *arguments]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr
-    kept = re.search(r"kept for backward: ([\d.]+) MiB", done.stdout)
-    loss = re.search(r"loss (\S+) over 12 steps", done.stdout)
+    printed = run("finetune_lora.py", folder, "--steps", "12", *arguments)
+    kept = re.search(r"kept for backward: ([\d.]+) MiB", printed)
+    loss = re.search(r"loss (\S+) over 12 steps", printed)
     assert kept is not None and loss is not None
-    return done.stdout, float(kept[1]), float(loss[1])
+    return printed, float(kept[1]), float(loss[1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_examples_start(name: str, tmp_path: Path) -> None:
+    """Whatever they import is there, and its parts belong together."""
+    assert run(name, tmp_path, "--help").startswith(f"usage: {name}")
 
 
 @pytest.mark.full
