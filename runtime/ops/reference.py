@@ -79,9 +79,8 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
     (elements,), in memory order.
     """
     flat = x.view(-1)
-    tiles = tiles_of(x)
-    done = _whole(x)
-    if x.numel() <= COLUMNS:
+    tiles, done = tiles_of(x), _whole(x)
+    if x.numel() <= COLUMNS and len(borders) <= FEW:
         return _encode_row(flat, borders, bits, even)
     codes = x.new_empty(bytes_of_codes(x, bits), dtype=torch.uint8)
     if done:
@@ -90,7 +89,7 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
             whole, codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS)
         )
     half = x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1
-    table = _counts(borders, even, x.dtype) if half else None
+    table = first_codes(borders, x.dtype, x.device, even) if half else None
     for tile, element in _chunks(x, done, tiles):
         part = flat[element]
         code = _count(part, borders, even) if table is None else table.index_select(0, _patterns(part))
@@ -104,9 +103,6 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
 def _encode_row(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
     """Return the codes of at most a row, which are its words, in few operations to save overhead."""
     codes = x.new_zeros(bytes_of_codes(x, bits), dtype=torch.uint8)
-    if len(borders) > FEW:
-        codes[: x.numel()] = _count(x, borders, even)
-        return codes
     x = x.to(arithmetic_dtype(x))
     above = (x.abs() if even else x)[:, None] > constant(borders, x.dtype, x.device)
     torch.sum(above, 1, dtype=torch.uint8, out=codes[: x.numel()])
@@ -114,7 +110,7 @@ def _encode_row(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) ->
 
 
 def _pack(code: Tensor, planes: Tensor) -> None:
-    """Write codes, int32 (elements,) and overwritten, to the planes (tiles, bits, COLUMNS) of their tiles."""
+    """Write codes, integers (elements,) and overwritten, to the planes (tiles, bits, COLUMNS) of their tiles."""
     bits = planes.shape[1]
     dtype = _word_dtype(bits)
     if missing := len(planes) * TILE - code.numel():
@@ -139,12 +135,10 @@ def _whole(x: Tensor) -> int:
 def _count(x: Tensor, borders: tuple[float, ...], even: bool) -> Tensor:
     """Return how many borders are less than each x, int32, the fastest way.
 
-    A few are compared in floating point, one after the other. Of many, a float32 is compared with those alone that
-    have its upper bits, as in the kernels; a float64 is searched among all.
+    A few are compared one after the other; of many, a float32 with those alone that have its upper bits.
     """
     x = x.to(arithmetic_dtype(x))
-    if even:
-        x = x.abs()
+    x = x.abs() if even else x
     if len(borders) > FEW:
         return _search(x, borders) if x.dtype == torch.float64 else _look_up(x, borders)
     count, above = torch.empty_like(x), torch.empty_like(x)
@@ -155,9 +149,9 @@ def _count(x: Tensor, borders: tuple[float, ...], even: bool) -> Tensor:
 
 
 def _search(x: Tensor, borders: tuple[float, ...]) -> Tensor:
-    """Return how many borders are less than each x, int32, by a search among all of them."""
-    x = torch.where(x.isnan(), -torch.inf, x)  # a search puts NaN last
-    return torch.bucketize(x, constant(borders, x.dtype, x.device), out_int32=True)
+    """Return how many borders are less than each x, int32, by a search, which would put NaN last."""
+    least = torch.where(x.isnan(), -torch.inf, x)
+    return torch.bucketize(least, constant(borders, x.dtype, x.device), out_int32=True)
 
 
 def _look_up(x: Tensor, borders: tuple[float, ...]) -> Tensor:
@@ -172,13 +166,7 @@ def _look_up(x: Tensor, borders: tuple[float, ...]) -> Tensor:
 
 @cache
 def _by_upper_bits(borders: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return what finds the code of a float32.
-
-    Returns:
-        The codes by upper bits, int32 (PATTERNS,); the borders, and infinities so that a search never runs past
-        them; and how many comparisons tell apart the codes of numbers with the same upper bits.
-
-    """
+    """Return codes by upper bits, int32 (PATTERNS,), borders and infinities, and how many comparisons follow."""
     upper = (constant(borders, torch.float32, device) + 0.0).view(torch.int32) >> 16  # -0.0 is no other than 0.0
     steps = int(upper.unique(return_counts=True)[1].max()).bit_length()
     padded = constant((*borders, *(torch.inf,) * (1 << steps)), torch.float32, device)
@@ -196,19 +184,15 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _counts(borders: tuple[float, ...], even: bool, dtype: torch.dtype) -> Tensor:
-    """Return how many borders are less than each half-precision number, indexed by its bits, int32 (PATTERNS,)."""
-    return _count(_numbers(dtype), borders, even)
-
-
-@cache
-def first_codes(borders: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def first_codes(
+    borders: tuple[float, ...], dtype: torch.dtype, device: torch.device, even: bool = False
+) -> Tensor:
     """Return a table of codes, uint8 (PATTERNS,), by the bits of a number in half precision.
 
     For float32 the index is the upper bits, and the code is that of the least number with these bits.
     """
     if dtype.itemsize == 2:
-        return _counts(borders, False, dtype).to(device, torch.uint8)
+        return _count(_numbers(dtype), borders, even).to(device, torch.uint8)
     upper = torch.arange(PATTERNS, dtype=torch.int32) << 16
     least = torch.where(upper < 0, upper | (PATTERNS - 1), upper)  # for negative numbers, the largest in size
     return _search(least.view(torch.float32), borders).to(device, torch.uint8)
@@ -315,8 +299,7 @@ def backward(
         return torch.mul(dy, factor.view(dy.shape)).to(dtype)
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
-    done = _whole(dy)
-    if done:
+    if done := _whole(dy):
         rows = [part[: done * TILE].view(-1, ROWS, COLUMNS) for part in (flat, flat_dx)]
         kept = flat_y if y is None else flat_y[: done * TILE].view(-1, ROWS, COLUMNS)
         planes = codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS) if bits else codes
