@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from fitact.errors import UsageError, quote
-from fitact.files import reason, replace, write
+from fitact.files import read_start, remove_all, write_all
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.records.approximants import Quotient
@@ -259,16 +259,12 @@ def is_own(place: Path, layout: Layout = MODULES) -> bool:
     path = layout.header(place)
     if layout is not MODULES and not path.is_file():
         return False
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(max(layout.headers, key=len)))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {reason(error)}") from None
+    start = read_start(path, len(max(layout.headers, key=len)))
     return start.startswith(tuple(header.encode() for header in layout.headers))
 
 
 def generate(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout = MODULES) -> list[Path]:
-    """Write the planned files into a folder, all or none of a fit's, and return the files or folders that changed.
+    """Write the planned files into a folder, and return the files or folders of fits that changed.
 
     Args:
         files: what `plan` returned for the layout.
@@ -278,7 +274,7 @@ def generate(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout
 
     Raises:
         UsageError: a file that fitact did not generate is in the way; nothing is written then.
-        JobError: the folder cannot be written.
+        JobError: the folder cannot be written; if not for a renaming that was refused, no file has changed.
 
     """
     fits = _by_fit(files, folder)
@@ -291,15 +287,14 @@ def generate(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout
             )
     for path in (path for place in [*fits, *gone] for path in _strange(place, layout)):
         raise UsageError(f"{path}: {layout.command} does not write this file; move it, or remove it")
-    changed = [place for place in fits if any(_text(place / path) != text for path, text in fits[place].items())]
-    for place in [*changed, *gone]:
-        if layout is not MODULES:
-            replace(place, fits.get(place, {}), layout.holds(place.name))
-        elif place in fits:
-            write(place, fits[place][""])
-        else:
+    changed = {path: text for path, text in files.items() if _text(folder / path) != text}
+    write_all(folder, changed)
+    for place in gone:
+        if layout is MODULES:
             place.unlink()
-    return [*changed, *gone]
+        else:
+            remove_all(place, layout.holds(place.name))
+    return [*_by_fit(changed, folder), *gone]
 
 
 def drift(files: dict[str, str], folder: Path, *, prune: bool, layout: Layout = MODULES) -> str:
@@ -355,18 +350,16 @@ def _strange(place: Path, layout: Layout) -> list[Path]:
 
 def _text(path: Path) -> str | None:
     """Return the text of a file, None if there is none."""
-    try:
-        return path.read_bytes().decode(errors="backslashreplace")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {reason(error)}") from None
+    return read_start(path).decode(errors="backslashreplace") if path.exists() else None
 
 
 def _others(files: dict[str, str], folder: Path, layout: Layout) -> list[Path]:
     """Return the files, or folders, that may belong to fits that are not planned."""
-    places = folder.glob("*.py") if layout is MODULES else filter(Path.is_dir, folder.glob("*"))
-    return sorted({*places} - _by_fit(files, folder).keys())
+    if layout is MODULES:
+        places = set(folder.glob("*.py"))
+    else:
+        places = {path for path in folder.glob("*") if path.is_dir() and not path.is_symlink()}
+    return sorted(places - _by_fit(files, folder).keys())
 
 
 def _diff(found: str, expected: str, path: Path) -> list[str]:

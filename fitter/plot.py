@@ -21,7 +21,7 @@ from fitact.fitter.records.gate import Code, CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
 from fitact.fitter.records.stochastic import StochasticFit
-from fitact.pictures import blank, check_format, literal, save
+from fitact.pictures import blank, check_format, defaults, literal, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +37,7 @@ CELLS = 400  # of the grid over which a mean is taken
 REACH = 6.0  # of x, where there is no domain
 
 
+@defaults()
 def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
     """Draw fits beside each other: f′ and its approximation above, the error below; for mixtures and codes also f.
 

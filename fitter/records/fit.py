@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import keyword
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
@@ -133,7 +134,10 @@ class Fit:
             raise UsageError(f"method: expected one of {', '.join(self.METHODS)}, got {quote(self.method)}")
         if tuple(sorted(self.error)) != self.ERRORS:
             raise UsageError(f"error: expected {', '.join(self.ERRORS)}, got {quote(sorted(self.error))}")
-        check_numbers("error", tuple(self.error.values()), len(self.ERRORS))
+        for key, value in self.error.items():
+            if not math.isfinite(value):
+                formula = quote(self.activation.expression)
+                raise UsageError(f"error.{key} of {formula}: expected a finite number, got {value}")
         if any(value < 0 for value in self.error.values()):
             raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
 

@@ -7,16 +7,14 @@ into another one (during an import), or where nobody catches it (before the comm
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 STATUS = 130  # of a command that was interrupted: 128 and the signal's number
 MESSAGE = "interrupted"
 
-unfinished: set[str] = set()  # files and folders being written, which an interrupt removes
+unfinished: set[str] = set()  # files being written, which an interrupt removes
 
 
 def end_at_once() -> None:
@@ -30,22 +28,8 @@ def come_too_late() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-@contextmanager
-def held() -> Iterator[None]:
-    """Delay interrupts until the context ends, where the system can do that."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _end(*_: object) -> None:
     for path in list(unfinished):
-        shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):  # it may not be there yet, or already be in its place
             os.unlink(path)
     # a terminal shows ^C, and perhaps a progress bar, which has hidden the cursor

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fitact.errors import UsageError, quote
+from fitact.text import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,8 +28,25 @@ def check_format(format: str) -> None:
     """Raise UsageError unless pictures can be drawn here and saved in this format."""
     if format not in METADATA:
         raise UsageError(f"format: expected png, svg or pdf, got {quote(format)}")
+    _check_installed()
+
+
+def _check_installed() -> None:
     if find_spec("matplotlib") is None:
         raise UsageError('pictures need matplotlib, which is not installed: pip install "fitact[plot]"')
+
+
+@contextmanager
+def defaults() -> Iterator[None]:
+    """Draw under matplotlib's own parameters, whatever its configuration files say; also a decorator."""
+    _check_installed()
+    try:
+        from matplotlib import rc_context, rcdefaults
+    except UnicodeError as error:  # of a configuration file, which it reads at once
+        raise UsageError(f"matplotlib cannot be imported: {one_line(error)}") from None
+    with rc_context():
+        rcdefaults()
+        yield
 
 
 def blank(format: str, size: tuple[float, float], dpi: int = 150) -> Figure:

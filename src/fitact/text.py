@@ -26,6 +26,11 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
 
 
+def printable(text: str) -> str:
+    """Return a text with escapes for what a terminal would obey or cannot show; ends of lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's class and message as one line."""
     text = " ".join(str(error).split())

@@ -1,19 +1,24 @@
 """Reading and writing files: only regular ones, whole or not at all, whatever happens to the process."""
 
-import json
+import math
 import os
-import signal
+import re
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fitact.cli.memory import _size
 from fitact.errors import JobError, UsageError
-from fitact.files import PREFIX, SUFFIX, read_text, replace, write
+from fitact.files import read_text, remove_all, write, write_all
+from fitact.fitter.records.reading import from_json
+from tests.conftest import Command
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes, devices and locks as POSIX has them")
 
@@ -50,6 +55,10 @@ def paused(path: Path, text: str) -> Iterator[subprocess.Popen[str]]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def inside(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 # -------------------------------------------------------------------------------------------------------- reading
@@ -122,7 +131,8 @@ except Exception as error:
         out = file if kind == "file" else subprocess.PIPE
         command = [sys.executable, "-c", code, path]
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
-    assert done.stderr == f"{path}: cannot be written: is a device True 1\n"
+    reasons = "(written: is a (device|pipe)|changed: is a link out of the folder)"
+    assert re.fullmatch(rf"{path}: cannot be {reasons} True 1\n", done.stderr)
     assert names(tmp_path) == ["out"]
 
 
@@ -150,15 +160,39 @@ def test_the_user_s_mask_holds(mask: int, tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_a_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
+def test_a_replaced_file_leaves_its_permissions(tmp_path: Path) -> None:
+    for mode in (0o600, 0o664, 0o755):
+        (tmp_path / "a").write_text("old")
+        (tmp_path / "a").chmod(mode)
+        write(tmp_path / "a", "new")
+        assert (tmp_path / "a").read_text() == "new"
+        assert (tmp_path / "a").stat().st_mode & 0o777 == mode
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a").write_text("old")
+    (tmp_path / "folder").mkdir()
+    for name, target in (("a", "../other/a"), ("new", "../other/new"), ("b", "../other")):
+        (tmp_path / "folder" / name).symlink_to(target)
+    for path in ("a", "new", "b/a"):
+        with pytest.raises(JobError, match=f"{path}: cannot be changed: is a link out of the folder"):
+            write_all(tmp_path / "folder", {"c": "text", path: "text"})
+    with pytest.raises(JobError, match="is a link out of the folder"):
+        remove_all(tmp_path / "folder", ["b/a"])
+    assert inside(tmp_path / "other") == {"a": "old"}
+    assert names(tmp_path / "folder") == ["a", "b", "new"]
+
+
+def test_a_process_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """Whichever file it is that cannot be written, before any is in its place."""
     (tmp_path / "a").write_text("old")
-    with paused(tmp_path / "a", "new") as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    (left,) = (name for name in names(tmp_path) if name != "a")
-    assert left.startswith(PREFIX) and left.endswith(SUFFIX)
-    assert (tmp_path / "a").read_text() == "old"
-    write(tmp_path / "b", "another")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(JobError, match="is a directory"):
+        write_all(tmp_path, {"a": "new", "b": "new"})
+    with pytest.raises(UnicodeEncodeError):
+        write_all(tmp_path, {"a": "new", "c": "\ud800"})
+    assert inside(tmp_path) == {"a": "old"}
     assert names(tmp_path) == ["a", "b"]
 
 
@@ -172,27 +206,6 @@ def test_processes_leave_each_other_s_files_alone(tmp_path: Path) -> None:
         assert process.returncode == 0
     assert path.read_text() == "slow"
     assert names(tmp_path) == ["a", "b"]
-
-
-def test_a_file_swept_away_before_it_is_locked_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The moment between making and locking a file, in which another process may find it without a lock."""
-    from fitact import files
-
-    lock, swept = files._lock, []
-
-    def late(file):  # type: ignore[no-untyped-def]
-        if not swept:
-            swept.append(file.name)
-            files._sweep(tmp_path)
-        lock(file)
-
-    monkeypatch.setattr(files, "_lock", late)
-    write(tmp_path / "a", "text")
-    assert swept and not Path(swept[0]).exists()
-    assert (tmp_path / "a").read_text() == "text"
-    assert names(tmp_path) == ["a"]
 
 
 def test_many_processes_write_one_file(tmp_path: Path) -> None:
@@ -209,18 +222,7 @@ def test_many_processes_write_one_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
-def test_what_stays_is_somebody_else_s(tmp_path: Path) -> None:
-    for name in (".hidden", f"{PREFIX}notes", f"a{SUFFIX}"):
-        (tmp_path / name).write_text("mine")
-    write(tmp_path / "a", json.dumps(1))
-    assert len(names(tmp_path)) == 4
-
-
 # --------------------------------------------------------------------------------------------------- whole folders
-
-
-def inside(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 NEW = {"a.py": "new", "b/c.py": "new", "b/d/e.py": "new"}
@@ -228,134 +230,155 @@ NEW = {"a.py": "new", "b/c.py": "new", "b/d/e.py": "new"}
 
 def test_a_folder_is_made_replaced_and_removed(tmp_path: Path) -> None:
     place = tmp_path / "far" / "folder"
-    replace(place, NEW)
+    write_all(place, NEW)
     assert inside(place) == NEW
-    (place / "b" / "old.py").write_text("old")
     (place / "mine").write_text("mine")
-    replace(place, {"a.py": "newer"}, NEW)
+    write_all(place, {"a.py": "newer"})
+    remove_all(place, ["b/c.py", "b/d/e.py", "not there"])
     assert inside(place) == {"a.py": "newer", "mine": "mine"}
-    replace(place, {}, NEW)
-    assert inside(place) == {"mine": "mine"}
+    assert names(place) == ["a.py", "mine"]
     (place / "mine").unlink()
-    replace(place, NEW)
     (place / "__pycache__").mkdir()
-    replace(place, {}, NEW)
+    remove_all(place, ["a.py"])
     assert names(tmp_path / "far") == []
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
-    replace(tmp_path / "link", NEW)
+    write_all(tmp_path / "link", NEW)
     assert inside(tmp_path / "folder") == NEW
     assert (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("count", range(1, 6))
-def test_a_folder_that_cannot_be_replaced_is_as_it_was(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever of the renamings fails."""
-    place = tmp_path / "folder"
-    before = {"a.py": "old", "b/c.py": "old", "mine": "mine"}
-    replace(place, before)
-    rename, done = os.rename, []
-
-    def failing(*paths: Path) -> None:
-        done.append(paths)
-        if len(done) == count:
-            raise PermissionError(13, "Permission denied")
-        rename(*paths)
-
-    monkeypatch.setattr(os, "rename", failing)
-    if count > 4:
-        replace(place, NEW)
-        assert inside(place) == NEW | {"mine": "mine"}
-    else:
-        with pytest.raises(JobError, match=f"{place}: cannot be written: permission denied"):
-            replace(place, NEW)
-        assert inside(place) == before
-    assert names(tmp_path) == ["folder"]
-
-
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("old", [{}, {"a.py": "old", "b/x.py": "old"}], ids=["made", "replaced"])
-def test_a_process_that_ends_leaves_a_folder_as_it_was(
-    sign: signal.Signals, old: dict[str, str], tmp_path: Path
-) -> None:
-    code = """
-import os, sys, time
-from pathlib import Path
-from fitact import interrupts
-from fitact.files import replace
-
-def written(path, data, write=Path.write_bytes):
-    write(path, data)
-    if path.name == "e.py":
-        print("written", flush=True)
-        time.sleep(60)
-
-interrupts.end_at_once()
-Path.write_bytes = written
-replace(Path(sys.argv[1]), {name: "new" for name in ("a.py", "b/c.py", "b/d/e.py")})
-"""
-    place = tmp_path / "folder"
-    if old:
-        replace(place, old)
-    command = [sys.executable, "-c", code, str(place)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        write(tmp_path / "beside", "")  # which sweeps, but not what is in use
-        process.send_signal(sign)
-        process.wait(timeout=60)
-    left = {*names(tmp_path)} - {"beside", "folder"}
-    assert len(left) == (sign == signal.SIGKILL)
-    replace(tmp_path / "other", NEW)
-    assert names(tmp_path) == ["beside", *(["folder"] if old else []), "other"]
-    assert inside(place) == old if old else not place.exists()
-
-
-def test_an_interrupt_waits_while_folders_trade_places(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
 from fitact import interrupts
-from fitact.files import replace
+from fitact.files import write_all
 
-def renamed(*paths, rename=os.rename):
+def replace(*paths):
     os.kill(os.getpid(), signal.SIGINT)
-    rename(*paths)
 
 interrupts.end_at_once()
-os.rename = renamed
-replace(Path(sys.argv[1]), {name: "new" for name in ("a.py", "b/c.py", "b/d/e.py")})
+os.replace = replace
+write_all(Path(sys.argv[1]), {name: "new" for name in ("a.py", "b/c.py", "b/d/e.py")})
 print("not reached")
 """
-    replace(tmp_path / "folder", {"a.py": "old", "b/x.py": "old"})
-    command = [sys.executable, "-c", code, str(tmp_path / "folder")]
+    place, before = tmp_path / "folder", {"a.py": "old", "b/x.py": "old"}
+    write_all(place, before)
+    command = [sys.executable, "-c", code, str(place)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "fitact: interrupted\n")
-    assert inside(tmp_path / "folder") == NEW
-    assert names(tmp_path) == ["folder"]
+    assert inside(place) == before
 
 
 def test_many_processes_write_one_folder(tmp_path: Path) -> None:
-    """It is that of one of them in the end, and nothing else is there; who came between may be told so."""
+    """Each file is that of one of them in the end, and nothing else is there."""
     code = """
 import sys
 from pathlib import Path
-from fitact.errors import JobError
-from fitact.files import replace
+from fitact.files import write_all
 for _ in range(100):
-    try:
-        replace(Path(sys.argv[1]), dict.fromkeys("ab", sys.argv[2] * 5000))
-    except JobError:
-        pass
+    write_all(Path(sys.argv[1]), dict.fromkeys("ab", sys.argv[2] * 5000))
 """
     path = tmp_path / "folder"
     running = [subprocess.Popen([sys.executable, "-c", code, str(path), letter]) for letter in "abcd"]
     assert [process.wait(timeout=120) for process in running] == [0] * 4
-    replace(path, NEW, "ab")
-    assert inside(path) == NEW
-    assert names(tmp_path) == ["folder"]
+    found = inside(path)
+    assert found.keys() == {"a", "b"} and set(found.values()) <= {letter * 5000 for letter in "abcd"}
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+FIT = Path(__file__).parents[2] / "generated" / "fits" / "tanh_exact.json"
+ODD = "a\x1b[31m\x07b"  # what a terminal obeys
+UNREADABLE = os.fsdecode(b"a\xffb")  # no UTF-8
+
+
+@pytest.fixture
+def fitted(command: Command) -> Command:
+    """A command line in a folder with a fit and its module."""
+    Path("generated/fits").mkdir(parents=True)
+    Path("generated/fits/tanh_exact.json").write_text(FIT.read_text("utf-8"), "utf-8")
+    assert command("codegen")[0] == 0
+    return command
+
+
+def test_a_generated_file_that_is_a_link_out_of_the_folder_is_refused(fitted: Command) -> None:
+    module, other = Path("generated/tanh_exact.py"), Path("other.py")
+    module.rename(other)
+    other.write_text(other.read_text("utf-8") + "# changed\n", "utf-8")
+    before = other.read_text("utf-8")
+    module.symlink_to("../other.py")
+    (status, out, err), after = fitted("codegen"), other.read_text("utf-8")
+    assert (status, out) == (1, "")
+    assert err == f"fitact: {module}: cannot be changed: is a link out of the folder\n"
+    assert after == before and module.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["tanh_exact.py", "stray.py", "fits/stray.json"])
+@pytest.mark.parametrize("line", ["codegen", "codegen --check"])
+def test_a_pipe_among_generated_files_is_refused(line: str, name: str, fitted: Command) -> None:
+    """In a process of its own: it would wait for ever."""
+    Path("generated", name).unlink(missing_ok=True)
+    os.mkfifo(Path("generated", name))
+    arguments = [sys.executable, "-m", "fitact", *line.split()]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"fitact: generated/{name}: cannot be read: expected a regular file, this is a pipe\n"
+
+
+@pytest.mark.parametrize("name", [ODD, UNREADABLE])
+def test_names_of_files_are_printed_as_plain_text(name: str, fitted: Command) -> None:
+    shown = name.replace("\x1b", "\\x1b").replace("\x07", "\\x07").replace("\udcff", "\\udcff")
+    shutil.copyfile("generated/tanh_exact.py", f"generated/{name}.py")
+    assert f"--- generated/{shown}.py (no fit generates it)\n" in fitted("codegen --check")[1]
+    assert fitted("codegen") == (0, f"removed generated/{shown}.py\n", "")
+    assert fitted("plot -o", f"{name}.svg") == (0, f"wrote {shown}.svg\n", "")
+    assert fitted("codegen --out", name)[1] == f"wrote {shown}/__init__.py\nwrote {shown}/tanh_exact.py\n"
+    line = "fit --fn tanh --method exact -o"
+    assert fitted(line, f"{name}.json")[1].endswith(f"wrote {shown}.json\n")
+    assert fitted("plot", f"no {name}.json")[2].startswith(f"fitact: no {shown}.json: cannot be read: ")
+
+
+def test_names_that_are_no_utf8_on_a_terminal_s_own_terms(fitted: Command) -> None:
+    """Standard output refuses what it cannot encode."""
+    arguments = [sys.executable, "-m", "fitact", "plot", "-o", f"{UNREADABLE}.svg"]
+    done = subprocess.run(arguments, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"wrote a\\udcffb.svg\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("configuration", "complaint"),
+    [
+        (b"lines.linewidth: 9\naxes.facecolor: red\nfont.size: 30\nsvg.fonttype: none\ntext.usetex: True\n", ""),
+        (b"font.size: 30\naxes.grid: perhaps\nno parameter\n", "matplotlibrc"),
+        (b"\xff\xfe\n", "fitact: matplotlib cannot be imported: UnicodeDecodeError"),
+    ],
+    ids=["valid", "invalid", "binary"],
+)
+def test_pictures_are_drawn_under_default_parameters(
+    configuration: bytes, complaint: str, fitted: Command
+) -> None:
+    """In a process of its own, since matplotlib reads its configuration once."""
+    assert fitted("plot -o plain.svg")[0] == 0
+    Path("matplotlibrc").write_bytes(configuration)
+    arguments = [sys.executable, "-m", "fitact", "plot", "-o", "own.svg"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert complaint in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == (2 if "fitact" in complaint else 0)
+    assert done.returncode or Path("own.svg").read_bytes() == Path("plain.svg").read_bytes()
+
+
+@pytest.mark.parametrize("value", ["{[]:1}", "{{}}", "(" * 300, "-" * 100_000 + "1"])
+def test_a_size_that_is_no_literal_is_a_text(value: str) -> None:
+    assert _size(f"num_hidden_layers={value}") == ("num_hidden_layers", value)
+
+
+def test_an_error_that_is_infinite_names_the_formula() -> None:
+    fit = from_json(FIT.read_text("utf-8"))
+    error = dict.fromkeys(fit.error, 0.0) | {next(iter(fit.error)): math.inf}
+    with pytest.raises(UsageError, match=r"error\.\w+ of 'tanh\(x\)': expected a finite number, got inf"):
+        replace(fit, error=error)

@@ -133,6 +133,8 @@ def check_interrupted(command: str, sign: signal.Signals, after: float) -> str:
         else:
             assert status in (-sign, 0), status
         check_whole(folder, killed=sign == signal.SIGKILL)
+        for path in folder.rglob(f"{PREFIX}*"):  # what a killed process was writing, beside the file
+            path.unlink()
         check_run(command, folder)
         assert contents(folder) == undisturbed(command)[0]
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -298,10 +299,13 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": "other/1"}, "expected the schema"),
-        ({"gib": "24"}, "gib: expected a finite number, got '24'"),
-        ({"gib": float("nan")}, "gib: expected a finite number"),
-        ({"peak": 1.5}, "peak: expected an integer, got 1.5"),
+        ({"schema": "other/1"}, "schema: expected fitact.plan/1, got 'other/1': this is not a plan"),
+        ({"schema": "fitact.plan/2"}, "upgrade fitact to read it"),
+        ({"gib": "24"}, "gib: expected a number, got '24'"),
+        ({"gib": float("nan")}, "NaN is not a JSON number"),
+        ({"gib": 10**400}, "gib: expected a number in the range of float64"),
+        ({"peak": 1.5}, "peak: expected an integer below 2[*][*]63 in size, got 1.5"),
+        ({"peak": 10**400}, "peak: expected an integer below 2[*][*]63 in size"),
         ({"more": 1}, "more is unknown"),
         ({"error": "none"}, "error: expected exact, rounding, few-bit, got 'none'"),
         ({"model": "a\nb"}, "model: expected a printable text"),
@@ -323,8 +327,19 @@ def test_bad_files_get_one_line(change: dict[str, Any], message: str, tmp_path: 
 def test_other_bad_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not JSON"):
         from_json("{")
-    with pytest.raises(fitact.JobError, match="no such file"):
+    with pytest.raises(UsageError, match="gib: appears twice"):
+        from_json(a_plan().to_json().replace("{", '{"gib": 1, ', 1))
+    with pytest.raises(UsageError, match="gib: expected a finite number, got inf"):
+        from_json(re.sub('"gib": [^,]+', '"gib": 1e400', a_plan().to_json()))
+    with pytest.raises(UsageError, match="no such file"):
         fitact.load_plan(tmp_path / "none.json")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="expected a regular file, this is a pipe"):
+        fitact.load_plan(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate((1 << 25) + 1)
+    with pytest.raises(UsageError, match="larger than"):
+        fitact.load_plan(tmp_path / "large")
     (tmp_path / "bytes").write_bytes(b"\xff")
     with pytest.raises(UsageError, match="UTF-8"):
         fitact.load_plan(tmp_path / "bytes")

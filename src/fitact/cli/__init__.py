@@ -16,6 +16,7 @@ from fitact.files import reason
 from fitact.interrupts import MESSAGE, STATUS
 
 from . import calibrate, codegen, fit, memory, plan, plot, show
+from .options import say
 
 
 class _Commands(click.Group):
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return cli.main(arguments, prog_name="fitact", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
+        say(error.format_message())
         return 0
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fitact"
@@ -60,5 +61,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    click.echo("fitact: " + " ".join(message.split()), err=True)
+    say("fitact: " + " ".join(message.split()), err=True)
     return status

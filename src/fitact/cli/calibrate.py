@@ -9,7 +9,7 @@ import click
 
 from fitact.errors import UsageError
 
-from .options import FILE
+from .options import FILE, say
 
 
 @click.command()
@@ -51,5 +51,5 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
     model, batches = model_and_batches(call, batch, seq)
     found = run(model, batches if most is None else islice(batches, most), group=group)
     write(output, found.to_json())
-    click.echo(str(found))
-    click.echo(f"wrote {output}")
+    say(str(found))
+    say(f"wrote {output}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fitact.pictures import blank, save
+from fitact.pictures import blank, defaults, save
 
 if TYPE_CHECKING:
     from fitact.runtime.compare.records import Report, Row
@@ -37,6 +37,7 @@ WIDEST, WIDEST_BELOW = 84, 122  # the most letters of the title, and of the line
 LETTER = 0.0095  # width of a label's letter, as a share of the axis
 
 
+@defaults()
 def draw(report: Report, format: str = "png") -> bytes:
     """Draw what the stock model keeps, and what each method and baseline keeps, as stacked bars by kind.
 

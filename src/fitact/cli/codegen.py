@@ -9,7 +9,7 @@ import click
 
 from fitact.errors import FitactError, UsageError
 
-from .options import FOLDER, PATH, read_fits
+from .options import FOLDER, PATH, read_fits, say
 
 
 @click.command()
@@ -58,12 +58,12 @@ def codegen(fits: Sequence[Path], out: Path | None, check: bool, standalone: boo
     if check:
         difference = drift(files, folder, prune=prune, layout=layout)
         if difference:
-            click.echo(difference, nl=False)
+            say(difference, nl=False)
             raise FitactError(f"{folder}: differs from what its fits generate; run {layout.command}")
-        click.echo(f"{folder}: {len(read)} modules are what their fits generate")
+        say(f"{folder}: {len(read)} modules are what their fits generate")
         return
     changed = generate(files, folder, prune=prune, layout=layout)
     for path in changed:
-        click.echo(f"{'wrote' if layout.header(path).exists() else 'removed'} {path}")
+        say(f"{'wrote' if layout.header(path).exists() else 'removed'} {path}")
     if not changed:
-        click.echo(f"{folder}: nothing to do, {len(read)} modules are up to date")
+        say(f"{folder}: nothing to do, {len(read)} modules are up to date")

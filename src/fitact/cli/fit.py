@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.kinds import AnyFit
-from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, read_weight_u
+from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, read_weight_u, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
@@ -261,10 +261,10 @@ def fit(
     for one, path in zip(made, paths, strict=True):
         write(path, one.to_json())
     for warning in caught:
-        click.echo(f"fitact: warning: {warning.message}", err=True)
+        say(f"fitact: warning: {warning.message}", err=True)
     show_fits(made)
     for path in paths:
-        click.echo(f"wrote {path}")
+        say(f"wrote {path}")
 
 
 def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[float, bool]]) -> str:

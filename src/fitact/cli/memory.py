@@ -13,7 +13,7 @@ import click
 
 from fitact.errors import UsageError, quote
 
-from .options import FILE, Finite, advance, named, once, progress
+from .options import FILE, Finite, advance, named, once, progress, say
 
 if TYPE_CHECKING:
     from fitact.runtime.models.prepare import Source, Training
@@ -234,7 +234,7 @@ def memory(
     memory_tables.show(report, exact=exact)
     for path in (output, numbers):
         if path is not None:
-            click.echo(f"wrote {path}")
+            say(f"wrote {path}")
 
 
 def _size(text: str) -> tuple[str, Any]:
@@ -243,5 +243,5 @@ def _size(text: str) -> tuple[str, Any]:
         raise UsageError(f"--set {quote(text)}: expected NAME=VALUE")
     try:
         return name, literal_eval(value)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
         return name, value

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import click
-
 from fitact.text import columns
+
+from .options import say
 
 if TYPE_CHECKING:
     from fitact.runtime.compare.records import Report
@@ -21,7 +21,7 @@ GIB = 2**30
 def show(report: Report, *, exact: bool = False) -> None:
     """Print a report's tables, with sizes in MiB, for small models in KiB or bytes, and if `exact`, in bytes."""
     for line in lines(report, exact=exact):
-        click.echo(line)
+        say(line)
 
 
 def lines(report: Report, *, exact: bool = False) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from fitact.errors import UsageError, quote
+from fitact.text import printable
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
@@ -58,6 +59,11 @@ class _Folder(click.Path):
 
 FILE = _File(path_type=Path)
 FOLDER = _Folder(path_type=Path)
+
+
+def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
+    """Print a text, which may hold names of files."""
+    click.echo(printable(text), nl=nl, err=err)
 
 
 def once(values: Sequence[Value]) -> list[Value]:

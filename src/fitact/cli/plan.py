@@ -10,7 +10,7 @@ import click
 from fitact.errors import JobError, UsageError
 
 from .memory import MOST_GIB, Asked, FiniteRange, of_a_model
-from .options import FILE, advance, progress
+from .options import FILE, advance, progress, say
 
 
 @click.command()
@@ -132,8 +132,8 @@ def plan(
             degree=degree,
             front=not no_front,
         )
-        click.echo(f"the largest {largest} that fits is {size}")
-    click.echo(str(result))
+        say(f"the largest {largest} that fits is {size}")
+    say(str(result))
     if not result.fits:
         raise JobError(f"no plan fits {gib:g} GiB: a step takes at least {result.peak / GIB:.3g} GiB")
     if output is not None:
@@ -142,4 +142,4 @@ def plan(
         result.plot(picture)
     for path in (output, picture):
         if path is not None:
-            click.echo(f"wrote {path}")
+            say(f"wrote {path}")

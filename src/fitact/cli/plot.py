@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .options import FILE, PATH, read_fits
+from .options import FILE, PATH, read_fits, say
 
 
 @click.command()
@@ -36,4 +36,4 @@ def plot(fits: Sequence[Path], output: Path | None) -> None:
     read = read_fits(fits)
     path = output or Path(f"{read[0].name}.png" if len(read) == 1 else "fits.png")
     write(path, draw(read, format_of(path)))
-    click.echo(f"wrote {path}")
+    say(f"wrote {path}")

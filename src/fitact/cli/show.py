@@ -11,6 +11,8 @@ import click
 
 from fitact.errors import UsageError
 
+from .options import say
+
 
 @click.command()
 @click.argument("things", nargs=-1, metavar="[ACTIVATION | FITS...]")
@@ -50,4 +52,4 @@ def show(things: Sequence[str]) -> None:
                 print_.activation(Activation.of(things[0]))
         else:
             raise UsageError("show takes one activation, or fit files whose names end in .json")
-    click.echo(printed.getvalue(), nl=False)
+    say(printed.getvalue(), nl=False)

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import click
-
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
@@ -28,6 +26,8 @@ from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, Lear
 from fitact.fitter.records.stochastic import StochasticFit
 from fitact.text import columns
 
+from .options import say
+
 # Operations on a formula: for its analysis, and for each method that is tried on it.
 SHOWING, TRYING = 3 * MILLION, 1 * MILLION
 MOST = 12  # the most breakpoints, pieces or roots that are listed
@@ -40,9 +40,9 @@ def catalog() -> None:
         call = "none" if entry.torch is None else entry.filled(entry.torch, {})
         rows.append((name, entry.filled(entry.expression, {}), call))
     _print(rows)
-    click.echo()
+    say()
     _print([("gate", "h(g, u)"), *GATES.items()])
-    click.echo()
+    say()
     formulas = [Learned.of(name, {}) for name in LEARNED]
     _print(
         [
@@ -77,9 +77,9 @@ def gate(shown: Gate) -> None:
     """Print the analysis of a gate's factors, both as functions of x, and which methods apply to the gate."""
     coded_as = []
     for name, argument, factor in (("a", "g", shown.a), ("b", "u", shown.b)):
-        click.echo(f"{name}({argument}), with x for {argument}:")
+        say(f"{name}({argument}), with x for {argument}:")
         activation(factor)
-        click.echo()
+        say()
         coded_as.append(_answer(factor, _coded))
     refused = [text for text in coded_as if text.startswith("no")]
     _print(
@@ -245,7 +245,7 @@ _METHODS: dict[str, Callable[[Activation], str]] = {
 
 def _print(rows: Sequence[tuple[str, ...]], align: str = "") -> None:
     for line in columns(rows, align):
-        click.echo(line)
+        say(line)
 
 
 def fits(shown: Sequence[AnyFit]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fitact.pictures import blank, literal, save
+from fitact.pictures import blank, defaults, literal, save
 
 from .record import GIB, Plan
 
@@ -12,6 +12,7 @@ LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "few-bit": "#e09f3e"}
 MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">", "p", "h", "d", "8")
 
 
+@defaults()
 def draw(plan: Plan, format: str = "png") -> bytes:
     """Draw the least time for each memory, a line for each error of gradients, and other ways as points.
 

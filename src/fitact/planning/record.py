@@ -9,14 +9,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fitact.errors import JobError, UsageError, quote
-from fitact.files import reason, write
+from fitact.errors import UsageError, quote
+from fitact.files import read_text, write
+from fitact.fitter.records.validate import number, record_of, whole
 from fitact.text import columns
 
 if TYPE_CHECKING:
     from torch import nn
 
 SCHEMA = "fitact.plan/1"
+MAX_BYTES = 1 << 25
 GIB = 2**30
 
 
@@ -254,16 +256,10 @@ def load_plan(path: str | Path) -> Plan:
         The plan, checked.
 
     Raises:
-        UsageError: the file is not a plan; the message names what is wrong.
-        JobError: it cannot be read.
+        UsageError: the file is not a plan, or cannot be read; the message names what is wrong.
 
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise JobError(f"{path}: {reason(error)}") from error
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not a plan: it is not UTF-8 text") from None
+    text = read_text(Path(path), MAX_BYTES)
     try:
         return from_json(text)
     except UsageError as error:
@@ -272,13 +268,7 @@ def load_plan(path: str | Path) -> Plan:
 
 def from_json(text: str) -> Plan:
     """Return the plan of a JSON text; UsageError if it is not one, naming what is wrong."""
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        raise UsageError("not a plan: it is not JSON") from None
-    if not isinstance(given, dict) or given.get("schema") != SCHEMA:
-        found = given.get("schema") if isinstance(given, dict) else given
-        raise UsageError(f"not a plan: expected the schema {quote(SCHEMA)}, got {quote(found)}")
+    given = record_of(text, SCHEMA, "a plan")
     values = _checked(Plan, {key: value for key, value in given.items() if key != "schema"}, "")
     plan = Plan(**values)
     _check_ways(plan)
@@ -310,16 +300,11 @@ def _value(kind: str, value: Any, where: str) -> Any:
         return record(**_checked(record, value, f"{where}."))
     if kind == "str" and isinstance(value, str) and value.isprintable():
         return value
-    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if (
-        kind == "float"
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    ):
-        return float(value)
-    names = {"str": "a printable text", "int": "an integer", "float": "a finite number"}
+    if kind == "int":
+        return whole(value, f"not a plan: {where}")
+    if kind == "float" and math.isfinite(found := number(value, f"not a plan: {where}")):
+        return found
+    names = {"str": "a printable text", "float": "a finite number"}
     raise UsageError(f"not a plan: {where}: expected {names[kind]}, got {quote(value)}")
 
 
