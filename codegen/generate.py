@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from fitact.errors import UsageError, quote
-from fitact.files import read_start, remove_all, write_all
+from fitact.files import is_unfinished, read_start, remove_all, write_all
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.records.approximants import Quotient
@@ -334,18 +334,23 @@ def _by_fit(files: dict[str, str], folder: Path) -> dict[Path, dict[str, str]]:
 
 
 def _is_free(place: Path, layout: Layout) -> bool:
-    """Whether a place has nothing, or only something empty."""
+    """Whether a place has nothing, or only something empty; a folder's header is the first file that is there."""
     if layout is MODULES:
         return not place.exists() or not place.stat().st_size
-    return not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    return not place.exists() or (place.is_dir() and not _files_in(place))
 
 
 def _strange(place: Path, layout: Layout) -> list[Path]:
     """Return the files in a fit's folder that the layout does not write there, except Python's caches."""
     known = layout.holds(place.name)
     folders = {place / path.partition("/")[0] for path in known if "/" in path}
-    found = {path for folder in folders for path in folder.rglob("*")} - {place / path for path in known}
-    return sorted(path for path in found if not path.is_dir() and path.parent.name != "__pycache__")
+    found = {path for folder in folders for path in _files_in(folder)} - {place / path for path in known}
+    return sorted(path for path in found if path.parent.name != "__pycache__")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files in a folder, and in those within it, that no process is writing or was killed at."""
+    return [path for path in folder.rglob("*") if not path.is_dir() and not is_unfinished(path)]
 
 
 def _text(path: Path) -> str | None:

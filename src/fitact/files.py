@@ -54,7 +54,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def write_all(folder: Path, contents: Mapping[str, str | bytes]) -> None:
-    """Write files of a folder: all under other names first, then each is renamed.
+    """Write files of a folder: all under other names first, then each is renamed, in order.
 
     Missing folders are made. A file that is replaced leaves its permissions to the new one. Where the path is a
     link to another file in the folder, that file is written.
@@ -93,6 +93,11 @@ def write_all(folder: Path, contents: Mapping[str, str | bytes]) -> None:
         for beside, _ in staged:
             Path(beside).unlink(missing_ok=True)
             unfinished.discard(beside)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path is that of a file which is being written, or was when its process was killed."""
+    return path.name.startswith(PREFIX) and path.name.endswith(SUFFIX)
 
 
 def remove_all(folder: Path, paths: Iterable[str]) -> None:

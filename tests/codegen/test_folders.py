@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fitact.codegen import bundle
-from fitact.fitter.records.reading import read
+from fitact.fitter.records.reading import from_json, read
 from tests.cli.test_cli import put, record, tree
 
 Command = Callable[[str], tuple[int, str, str]]
@@ -135,6 +135,27 @@ def test_the_kinds_leave_each_other_alone(two: Command) -> None:
     assert {path.name for path in Path("all").iterdir()} == {"__init__.py", "one.py", "two.py", "three"}
     assert two("codegen --out all")[1] == "wrote all/three.py\nremoved all/one.py\nremoved all/two.py\n"
     assert {path.name for path in Path("hub").iterdir()} == {"one", "two"}
+
+
+def test_a_folder_that_was_never_finished_is_written(two: Command) -> None:
+    """By a process that was killed: it has other files only after the one with the header."""
+    Path("standalone/one/runtime/ops").mkdir(parents=True)
+    for path in ("one/.fitact-0.writing", "one/runtime/.fitact-1.writing"):
+        put(Path("standalone") / path, "unfini")
+    assert two("codegen --standalone") == (0, "wrote standalone/one\nwrote standalone/two\n", "")
+    assert two("codegen --standalone --check")[0] == 0
+    for folder in ("one", "two"):
+        for path in reversed(bundle.MODULE[1:]):
+            Path("standalone", folder, path).unlink()
+    assert two("codegen --standalone") == (0, "wrote standalone/one\nwrote standalone/two\n", "")
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_the_header_is_written_first(hub: bool) -> None:
+    layout = bundle.HUB if hub else bundle.STANDALONE
+    files = bundle.plan([from_json(record("one")), from_json(record("two"))], hub=hub)
+    first = {path.partition("/")[0]: path for path in reversed(files)}
+    assert first == {name: f"{name}/{layout.holds(name)[0]}" for name in ("one", "two")}
 
 
 def test_not_both(two: Command) -> None:

@@ -132,14 +132,15 @@ def plan(
             degree=degree,
             front=not no_front,
         )
+    if output is not None and result.fits:
+        result.save(output)
+    if picture is not None and result.fits:
+        result.plot(picture)
+    if largest is not None:
         say(f"the largest {largest} that fits is {size}")
     say(str(result))
     if not result.fits:
         raise JobError(f"no plan fits {gib:g} GiB: a step takes at least {result.peak / GIB:.3g} GiB")
-    if output is not None:
-        result.save(output)
-    if picture is not None:
-        result.plot(picture)
     for path in (output, picture):
         if path is not None:
             say(f"wrote {path}")
