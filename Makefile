@@ -15,7 +15,7 @@ ENVIRONMENT = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS = -n auto --maxprocesses 8 --dist worksteal
 PYTEST = $(ENVIRONMENT) $(BIN)/python -m pytest -q $(WORKERS)
 
-.PHONY: demo test test-rest test-all test-versions test-pythons site fuzz lint format check bench gpu evidence clean
+.PHONY: demo test test-rest test-all test-triton test-versions test-pythons site fuzz lint format check bench gpu evidence clean
 .DEFAULT_GOAL := test
 
 # PyPI has torchvision for CUDA alone. Beside a build of PyTorch for the CPU its operators cannot load, and then it, timm,
@@ -62,7 +62,13 @@ test-rest: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(PYTEST)
 
-## As `make test`, on the oldest PyTorch that is supported, on the pinned one, and on the newest.
+## Kernels compiled ahead of time by the oldest Triton that is supported, beside the PyTorch that is there.
+TRITON = build/triton
+test-triton: $(VENV)/.installed
+	@test -d $(TRITON) || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-compile --target $(TRITON) triton==3.5.1
+	PYTHONPATH=$(TRITON) $(PYTEST) -m "not full" tests/runtime/test_*compiled.py tests/runtime/test_*instructions.py
+
+## As `make test`, on PyTorch 2.9.1, the oldest that is supported, on 2.11.0, on the pinned one, and on the newest.
 test-versions: $(VENV)/.installed
 	$(ENVIRONMENT) $(BIN)/python benchmarks/versions.py $(WORKERS) -m "not full"
 

@@ -1,4 +1,4 @@
-"""The tests on the oldest supported PyTorch, on the one that the project is developed with, and on the newest.
+"""The tests on PyTorch 2.9, the oldest supported, on 2.11, on the one of development, and on the newest.
 
 Run by `make test-versions`, with the options that `make test` gives pytest, which come after this script's own;
 writes benchmarks/results/versions.json. Each version has an environment of its own in build/versions: PyTorch,
@@ -26,7 +26,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 FOLDER = ROOT / "build" / "versions"
-OLDEST = "2.12.0"  # as pyproject.toml has it
+OLDEST = "2.9.1"  # as pyproject.toml has it, with Triton 3.5
+BEFORE = "2.11.0"  # the last before 2.12, which differs most; with Triton 3.6
 OWN, NEWEST = "own", "newest"  # the one of this environment; the newest release that pip finds
 
 
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="leave the environments, to be used again")
     given, options = parser.parse_known_args()
     failed = 0
-    for wanted in given.torch or (OLDEST, OWN, NEWEST):
+    for wanted in given.torch or (OLDEST, BEFORE, OWN, NEWEST):
         try:
             row = tested(environment(wanted), options)
         finally:

@@ -2,11 +2,12 @@
 
 A name is private if it, or a module that it is in, begins with an underscore. PyTorch promises nothing about
 private names, so no other file uses one, and a public name is used where it does the same. All names here were
-tried on PyTorch 2.12.0, 2.13.0 and 2.15.0; differences are noted. Slow imports are made where they are needed.
+tried on PyTorch 2.9.1, 2.11.0, 2.13.0 and 2.15.0; differences are noted. Slow imports stand where they are needed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,9 +46,7 @@ def storage_id(of: Tensor | torch.UntypedStorage) -> int:
 
     The public `data_ptr()` is 0 for every storage without memory, such as those of fake tensors.
     """
-    storage = of.untyped_storage() if isinstance(of, Tensor) else of
-    identity: int = storage._cdata
-    return identity
+    return int((of.untyped_storage() if isinstance(of, Tensor) else of)._cdata)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -65,8 +64,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which modes of `torch.overrides` see no operation; there is no public one."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return context
+    return torch._C.DisableTorchFunction()
 
 
 def saved_tensor_hooks() -> Any:
@@ -176,20 +174,17 @@ def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
 
     The public `named_children` leaves out a child's second name, and `setattr` refuses objects other than modules.
     """
-    held: dict[str, nn.Module | None] = module._modules
-    return held
+    return module._modules
 
 
 def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary itself in which a module holds its own parameters; `named_parameters` makes a copy."""
-    held: dict[str, nn.Parameter | None] = module._parameters
-    return held
+    return module._parameters
 
 
 def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary itself in which a module holds its own buffers; `named_buffers` makes a copy."""
-    held: dict[str, Tensor | None] = module._buffers
-    return held
+    return module._buffers
 
 
 def has_forward_pre_hooks(module: nn.Module) -> bool:
@@ -238,8 +233,13 @@ def in_functorch_transform() -> bool:
 
     Before 2.13 the compiler cannot trace this. As it runs the transforms while it traces, the answer holds.
     """
-    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()
-    return depth > 0
+    return bool(torch._C._functorch.get_dynamic_layer_stack_depth() > 0)
+
+
+def compiles_ahead_of_time() -> bool:
+    """Return whether Inductor compiles an exported program ahead of time; no public function tells."""
+    inductor = sys.modules.get("torch._inductor.virtualized")  # slow to import, and then it compiles nothing
+    return inductor is not None and bool(inductor.V.aot_compilation)
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

@@ -91,8 +91,12 @@ class converted_functions(TorchFunctionMode):  # noqa: N801
     def _replaced(self, function: Any, args: Any, named: dict[str, Any]) -> Tensor | None:
         """Return the result of the function's replacement; None if there is none or PyTorch would raise."""
         names = ARGUMENTS[function]
-        given = dict(zip(names, args, strict=False))
-        if len(args) > len(names) or given.keys() & (named.keys() | KEYWORDS) or not named.keys() <= set(names):
+        if len(args) > len(names):
+            return None
+        # before PyTorch 2.12 the compiler traces no `zip` of unlike lengths, and no union of keys and a set
+        given = {names[i]: value for i, value in enumerate(args)}
+        twice = any(name in named or name in KEYWORDS for name in given)
+        if twice or any(name not in names for name in named):
             return None
         given |= named
         x = given.pop("input", None)

@@ -79,15 +79,6 @@ def _forward_row(
 
 
 @jit
-def _of_tile(codes, first, bits: tl.constexpr):
-    """Return the address where the codes of a tile begin; without bits there are none."""
-    if bits == 0:
-        return codes
-    else:
-        return codes + first // 8 * bits
-
-
-@jit
 def _forward_rows(
     g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u, stride_u,
     first, left, a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, steps_g: tl.constexpr,
@@ -97,7 +88,10 @@ def _forward_rows(
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
     h += first
-    codes_g, codes_u = _of_tile(codes_g, first, bits_g), _of_tile(codes_u, first, bits_u)
+    if bits_g > 0:
+        codes_g += first // 8 * bits_g
+    if bits_u > 0:
+        codes_u += first // 8 * bits_u
     low_g, high_g = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
     low_u, high_u = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
     for row in range(HALF):
@@ -234,7 +228,7 @@ def _start_kept(kept, first, width, stride, bits: tl.constexpr):
     if bits == 0:
         return _start(kept, first, width, stride)
     else:
-        return _of_tile(kept, first, bits), 0
+        return kept + first // 8 * bits, 0
 
 
 @jit

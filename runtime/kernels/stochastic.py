@@ -13,7 +13,7 @@ is 0, or 1 for codes of a gate's argument u.
 from __future__ import annotations
 
 from .coded import HALF, store_words
-from .gates import _load, _of_tile, _start
+from .gates import _load, _start
 from .tiles import COLUMNS, ROWS, existing, load_row, store_row
 from .triton_compat import constexpr, jit, tl
 
@@ -143,7 +143,10 @@ def _drawn_gate_rows(
     g, behind_g = _start(g, first, width_g, stride_g)
     u, behind_u = _start(u, first, width_u, stride_u)
     h += first
-    codes_g, codes_u = _of_tile(codes_g, first, bits_g), _of_tile(codes_u, first, bits_u)
+    if bits_g > 0:
+        codes_g += first // 8 * bits_g
+    if bits_u > 0:
+        codes_u += first // 8 * bits_u
     word_g, second_g, third_g, fourth_g = _words_if(first, table_g, seed, 0, bits_g)
     word_u, second_u, third_u, fourth_u = _words_if(first, table_u, seed, 1, bits_u)
     low_g, high_g = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)

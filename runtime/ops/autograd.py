@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..autocast import active_autocast
 from ..recipes import note
-from ..torch_internals import in_functorch_transform
+from ..torch_internals import constant_in_graphs, in_functorch_transform
 from . import decode, reference
 from .launch import Launch
 from .library import (
@@ -95,7 +95,13 @@ def may_need_gradient(x: Tensor) -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or torch.compiler.is_exporting() or in_functorch_transform()
+    return x.requires_grad or _is_exporting() or in_functorch_transform()
+
+
+@constant_in_graphs
+def _is_exporting() -> bool:
+    """Return whether `torch.export` traces; before 2.12 the compiler takes the public function for always true."""
+    return torch.compiler.is_exporting()
 
 
 def _uncoded(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:

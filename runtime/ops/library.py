@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.triton_compat import HAS_TRITON
+from ..torch_internals import compiles_ahead_of_time
 from . import reference
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,6 +32,9 @@ def _namespace() -> str:
 NAMESPACE = _namespace()
 ops: Any = getattr(torch.ops, NAMESPACE)
 Forward = TypeVar("Forward", bound=Callable[..., Any])
+# Before 2.12, programs compiled ahead of time read an operator's dtype by the numbers of exported programs, which
+# are not PyTorch's own: float64 for float32, float32 for float16.
+MISREADS_DTYPES = torch.__version__ < (2, 12)
 sources: list[Callable[[str], None]] = []  # called with an unknown key, to register what it names
 
 
@@ -189,6 +194,23 @@ class Op(NamedTuple):
     save: Callable[..., None] | None = None
 
 
+def _compilable(name: str, op: Op) -> Callable[..., Any]:
+    """Return the fake op, which refuses what PyTorch would compile wrongly: this is called while it compiles."""
+    if not MISREADS_DTYPES or "ScalarType" not in op.schema:
+        return op.fake
+
+    @wraps(op.fake)
+    def fake(*arguments: Any, **named: Any) -> Any:
+        if compiles_ahead_of_time():
+            raise RuntimeError(
+                f"{NAMESPACE}::{name}: PyTorch {torch.__version__} compiles it ahead of time with a wrong dtype: "
+                "take 2.12 or later, or export under torch.no_grad(), where activations do without it"
+            )
+        return op.fake(*arguments, **named)
+
+    return fake
+
+
 def define(kind: str, found: Mapping[str, Op]) -> None:
     """Define ops in the namespace; they stay if a copy of this runtime with the same text has defined them."""
     holder = f"library_of_{kind}"
@@ -201,7 +223,7 @@ def define(kind: str, found: Mapping[str, Op]) -> None:
         library.impl(name, op.by_reference, "CompositeExplicitAutograd")
         for device in KERNEL_DEVICES:
             library.impl(name, op.by_triton, device.upper())
-        torch.library.register_fake(whole, op.fake, lib=library)
+        torch.library.register_fake(whole, _compilable(name, op), lib=library)
         torch.library.register_vmap(whole, op.batching, lib=library)
         if op.differentiate is not None:
             torch.library.register_autograd(whole, op.differentiate, setup_context=op.save, lib=library)

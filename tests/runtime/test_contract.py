@@ -349,6 +349,8 @@ def test_kept_by_the_mlp(name: str, shape: str) -> None:
     """1024 → 4096 → 1024, input (2, 4096, 1024) in bfloat16, eager and compiled."""
     make, added = MLP[name]
     for compiled in (False, True):
+        if compiled and torch.__version__ < (2, 11):
+            pytest.skip("PyTorch 2.9 compiles no model of fake tensors")
         torch._dynamo.reset()
         with FakeTensorMode():
             model, x = mlp(Between(make(), shape)), torch.randn(2, 4096, 1024, dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,9 +106,15 @@ def test_exported_without_gradients(name: str, strict: bool, tmp_path: Path) -> 
 )
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
 def test_compiled_ahead_of_time(grad: bool, tmp_path: Path) -> None:
-    model = between_layers(*LAYERS)
+    refused = torch.__version__ < (2, 12)  # without gradients only activations are compiled
+    model = between_layers(*(name for name in LAYERS if grad or not refused or not name.endswith("norm")))
     program = export(model, torch.randn(6, 8), grad=grad)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    package = str(tmp_path / "model.pt2")
+    if refused and grad:
+        with pytest.raises(RuntimeError, match=rf"PyTorch {re.escape(torch.__version__)} compiles it ahead"):
+            torch._inductor.aoti_compile_and_package(program, package_path=package)
+        return
+    path = torch._inductor.aoti_compile_and_package(program, package_path=package)
     compiled = torch._inductor.aoti_load_package(path)
     for rows in (6, 2000):
         x = torch.randn(rows, 8)

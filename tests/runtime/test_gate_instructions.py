@@ -24,7 +24,7 @@ FITS = {
 }
 PASSES = ("forward", "backward", "again")
 # The kernels of a gate for a dtype and a target are disassembled at once: those of the quick part, and the others.
-QUICK = {("coded8", "bf16", "sm_90"): ("forward",), ("drawn8", "bf16", "sm_90"): ("forward",)}
+QUICK = dict.fromkeys(((name, "bf16", "sm_90") for name in ("rebuild", "coded8", "drawn8")), ("forward",))
 CASES = [
     pytest.param(*case, passes, id="-".join((*case, *passes)), marks=[] if passes == quick else pytest.mark.full)
     for case in product(FITS, DTYPES, TARGETS)

@@ -1,0 +1,79 @@
+"""What every shipped kernel takes, compiled by several Tritons: registers, spills, widest accesses. Needs no GPU.
+
+All kernels of generated/, and those of norms, in bfloat16. This compiles them by the Triton that Python finds, and
+puts the numbers beside those of other Tritons in benchmarks/results/resources.json. PYTHONPATH=build/triton makes
+that the oldest supported one, which `make test-triton` installs there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from fitact.runtime.learned import ops
+from tests.support.instructions import TARGETS, GateKernel, Kernel, amd, machine_codes, nvidia
+from tests.support.more_kernels import LearnedKernel, NormKernel
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "resources.json"
+COLUMNS = ("registers", "spills", "load_bytes", "store_bytes")  # spills: as in tests/support/instructions.py
+NORMS = (768, 4096, 16384)  # elements of a row, for one that is cut into blocks of each kind
+AT_ONCE = 24  # kernels that are disassembled together
+
+
+def kernels() -> Iterator[tuple[str, Any]]:
+    """Yield the shipped kernels with their names."""
+    for file in sorted((ROOT / "generated" / "fits").glob("*.json")):
+        name, method = file.stem, json.loads(file.read_text())["method"]
+        if method.startswith("learned"):
+            formula = ops.find(importlib.import_module(f"fitact.generated.{name}")._KEY)
+            wide = any(number.channel for number in formula.numbers)
+            passes = ("forward", "backward", "again") if formula.again else ("forward", "backward")
+            for pass_, place in product(passes, ("last", "image") if wide else ("one",)):
+                yield f"{name} {pass_} {place}", LearnedKernel(name, pass_, formula, place)
+        elif method.startswith("gate"):
+            for pass_ in ("forward", "backward", "again"):
+                yield f"{name} {pass_}", GateKernel.of(name, pass_)
+        else:
+            for pass_ in ("forward", "backward", "decode") if method == "coded" else ("forward", "backward"):
+                yield f"{name} {pass_}", Kernel.of(name, pass_)
+    for kind, columns, pass_ in product(("layer", "rms"), NORMS, ("forward", "backward")):
+        yield f"{kind}_norm {pass_} {columns}", NormKernel(kind, pass_, columns)
+
+
+def measured(some: Sequence[Any], target: str) -> list[list[int]]:
+    """Compile kernels for bfloat16, and return the numbers of each in the order of COLUMNS."""
+    codes = machine_codes([kernel.compile("bf16", target).asm for kernel in some], target)
+    programs = [(amd if target == "gfx942" else nvidia)(code.text).instructions for code in codes]
+    return [
+        [code.registers, code.spills, max(one.load for one in program), max(one.store for one in program)]
+        for code, program in zip(codes, programs, strict=True)
+    ]
+
+
+def main() -> None:
+    """Measure, and write the numbers."""
+    rows: dict[str, dict[str, list[int]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    cases = list(kernels())
+    for target in TARGETS:
+        for i in range(0, len(cases), AT_ONCE):
+            some = cases[i : i + AT_ONCE]
+            for (name, _), numbers in zip(some, measured([kernel for _, kernel in some], target), strict=True):
+                rows.setdefault(f"{name} {target}", {})[triton.__version__] = numbers
+            write(rows)
+
+
+def write(rows: dict[str, dict[str, list[int]]]) -> None:
+    """Write a line for each kernel."""
+    lines = (f"{json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in sorted(rows.items()))
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
