@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -57,14 +58,86 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+# The same of a tensor that autograd saves, which is never one of inference mode.
+version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return what a tensor is a view of, None if it is no view; PyTorch's notes name `Tensor._base` so."""
     return tensor._base
 
 
+_MARK = "_fitact_mark"
+
+
+def mark_of(storage: torch.UntypedStorage) -> Any:
+    """Return what `set_mark` noted on a storage, None if nothing; PyTorch keeps a storage's attributes."""
+    return getattr(storage, _MARK, None)
+
+
+def set_mark(storage: torch.UntypedStorage, mark: object) -> None:
+    """Note something on a storage, for as long as its memory lives."""
+    setattr(storage, _MARK, mark)
+
+
+_EMPTY: dict[torch.device, Tensor] = {}
+
+
+def version_guard(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory whose version is that of another.
+
+    `detach` shares the count of changes in place, and `data` replaces the memory but not this count.
+    """
+    guard, device = tensor.detach(), tensor.device
+    if device not in _EMPTY:
+        _EMPTY[device] = torch.empty(0, device=device)
+    guard.data = _EMPTY[device]
+    return guard
+
+
+def after_backward(call: Callable[[], object]) -> bool:
+    """Have a function called when the backward pass that runs now ends; returns False if none runs."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except RuntimeError:
+        return False
+    return True
+
+
+def autocast_source(tensor: Tensor) -> tuple[Any, int] | None:
+    """Return the node and the number of its output that a tensor was cast from, None if it is no cast.
+
+    If it is a view of a cast, as a transposed weight is, the cast counts.
+    """
+    base = tensor._base
+    node = (tensor if base is None else base).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source: tuple[Any, int] = node.next_functions[0]
+    return source
+
+
+def calls_of(node: Any) -> int:
+    """Return the number of a node, which grows with each node that a thread makes."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def next_call() -> int:
+    """Return the number that the thread's next node gets."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which modes of `torch.overrides` see no operation; there is no public one."""
     return torch._C.DisableTorchFunction()
+
+
+def with_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which these modes see operations again, inside of one without."""
+    context: AbstractContextManager[None] = torch._C._EnableTorchFunction()
+    return context
 
 
 def saved_tensor_hooks() -> Any:

@@ -30,13 +30,16 @@ TENSORS = ("query", "key", "value", "attn_mask")
 OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
-def attention(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def attention(
+    call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], share: Callable[..., object] | None = None
+) -> Tensor | None:
     """Return what `F.scaled_dot_product_attention` returns, step by step; None if PyTorch has to compute it.
 
     Args:
         call: makes one of the calls: of a function, with its arguments.
         args: of the attention.
         kwargs: of the attention.
+        share: is told of queries, keys and values that are about to be cast to float32.
 
     """
     given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
@@ -56,7 +59,7 @@ def attention(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
         return None
     with without_autocast(tensors[0].device.type):
         cast = [_to(call, *both) for both in zip(tensors, dtypes, strict=True)]
-        return _composed(call, *cast, **given)
+        return _composed(call, share or _share, *cast, **given)
 
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
@@ -96,6 +99,7 @@ def _stand_in(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _composed(
     call: Call,
+    share: Callable[..., object],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -108,7 +112,7 @@ def _composed(
 ) -> Tensor:
     dtype, (heads, rows, width) = query.dtype, query.shape[-3:]
     if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
-        _share(query, key, value)
+        share(query, key, value)
         query, key, value = (call(Tensor.to, one, torch.float32) for one in (query, key, value))
     factor = math.sqrt(1 / math.sqrt(width) if scale is None else abs(scale))
     query = call(torch.mul, query, -factor if scale is not None and scale < 0 else factor)

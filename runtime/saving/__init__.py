@@ -1,0 +1,5 @@
+"""`saving`: a context in which each tensor that autograd saves is stored in the least bytes."""
+
+from .context import saving
+
+__all__ = ["saving"]

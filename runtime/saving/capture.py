@@ -1,0 +1,274 @@
+"""Hooks that decide how each tensor is stored that autograd saves, and a mode that notes cheap calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from fitact.runtime.torch_internals import (
+    FakeTensor,
+    autocast_source,
+    base_of,
+    calls_of,
+    mark_of,
+    next_call,
+    saved_tensor_hooks,
+    version_of,
+    version_of_saved,
+    without_torch_function,
+)
+
+from . import cheap
+from .recompute import Reading, Recompute
+from .storage import Bits, Hooks, Mark, Small, Stored, is_dense, is_parameter, marked
+
+Function = Callable[..., Any]
+Rule = Callable[["Capture", Function, Sequence[Any], dict[str, Any]], Any]
+FEW = 64  # elements: a mask of fewer is stored as it is
+INTEGERS = torch.int8, torch.int16, torch.int32
+
+
+class Capture(TorchFunctionMode):
+    """The hooks and the mode of one context that was entered.
+
+    The mode sees each call of a function of PyTorch, and the hooks each tensor that autograd saves during it. What
+    a cheap call returns gets a note how to compute it again. Inside of other hooks, such as those of a checkpoint,
+    the context does nothing: only the innermost hooks are called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        outer = saved_tensor_hooks()
+        owner = getattr(outer[0], "__self__", None) if outer else None
+        self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else outer or None
+        self._pack = self.pack
+        self._context = saved_tensors_hooks(self._pack, _unpack)
+        self._first_call = next_call()
+        self._call: tuple[Function, Sequence[Any]] | None = None
+        self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
+        self.masks: list[tuple[Bits, Mark]] | None = None
+        self.p = 0.0
+
+    def __enter__(self) -> Any:
+        self._context.__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._context.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._context.__exit__(*error)
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = RULES[func]
+        if rule is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        hooks = saved_tensor_hooks()
+        if not hooks or hooks[0] is not self._pack:
+            return func(*args, **(kwargs or {}))
+        return rule(self, func, args, kwargs or {})
+
+    def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
+        """Make a call as if the model had made it."""
+        rule = RULES[func]
+        return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
+
+    def plain(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a call of which nothing is noted."""
+        self._call = func, args
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._call = None
+
+    def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], again: Any = None) -> Any:
+        """Make a cheap call, and note on its output how to compute it again, by the function `again` if given."""
+        output, undecided = self.made(func, args, kwargs)
+        recompute = None
+        if type(output) in PLAIN and output.requires_grad:
+            recompute = note(self.hooks, output, again or func, args, kwargs)
+        for stored, storage in undecided:
+            own = recompute is not None and storage is output.untyped_storage()
+            computed = recompute.claim(self.hooks) if own and recompute is not None else None
+            if computed is not None:
+                stored.recompute_instead(Reading(computed, output))
+            else:
+                self.settle(stored, storage)
+        return output
+
+    def made(
+        self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[tuple[Stored, torch.UntypedStorage]]]:
+        """Make a call, and return its output, and what it saved that is no argument."""
+        self._call = func, args
+        undecided = self._undecided = []
+        try:
+            return func(*args, **kwargs), undecided
+        except BaseException:
+            for both in undecided:
+                self.settle(*both)
+            raise
+        finally:
+            self._call = self._undecided = None
+
+    @staticmethod
+    def settle(stored: Stored, storage: torch.UntypedStorage) -> None:
+        """Store what could not be recomputed."""
+        mark_of(storage).add(stored.settle())
+
+    # ----------------------------------------------------------------------------------------------- saved tensors
+
+    def pack(self, tensor: Tensor) -> Stored | Reading:
+        """Return how a tensor is stored that autograd saves."""
+        if type(tensor) not in PLAIN or is_parameter(tensor):
+            return Stored(tensor, self.hooks).settle()
+        mark, version = marked(tensor, self.hooks), version_of_saved(tensor)
+        stored = mark.same(tensor, version)
+        if stored is not None:
+            stored.ours = False
+            stored.readers += 1
+            return stored
+        recompute = mark.recompute if mark.recompute is not None else self._cast(tensor, mark)
+        if recompute is not None and recompute.version == version and not mark.is_stored(version):
+            computed = recompute.claim(self.hooks)
+            if computed is not None:
+                return Reading(computed, tensor)
+        stored = self._in_fewer_bytes(tensor, mark)
+        if stored is None:
+            stored = Stored(tensor, self.hooks)
+            if self._undecided is not None and not self._is_argument(tensor):
+                self._undecided.append((stored, tensor.untyped_storage()))
+                return stored
+            stored.settle()
+        mark.add(stored)
+        return stored
+
+    def _is_argument(self, tensor: Tensor) -> bool:
+        assert self._call is not None
+        for one in self._call[1]:
+            if tensor is one or (type(one) in (list, tuple) and any(tensor is part for part in one)):
+                return True
+        return False
+
+    def _in_fewer_bytes(self, tensor: Tensor, mark: Mark) -> Stored | None:
+        """Return a mask in bits, or indices in fewer bytes; None for other tensors."""
+        if tensor.numel() < FEW or tensor.requires_grad:
+            return None
+        if self.masks is not None:
+            with without_torch_function():
+                bits = Bits(tensor, self.hooks, None if tensor.dtype == torch.bool else self.p)
+            self.masks.append((bits, mark))
+            return bits
+        if tensor.dtype == torch.bool and is_dense(tensor):
+            with without_torch_function():
+                return Bits(tensor, self.hooks)
+        if tensor.dtype == torch.int64 and self._call is not None and self._call[0] in cheap.INDEXING_FUNCTIONS:
+            sizes = [one.shape for one in self._call[1] if isinstance(one, Tensor)]
+            largest = max((size for shape in sizes for size in shape), default=0)
+            dtype = next((one for one in INTEGERS if largest <= torch.iinfo(one).max + 1), None)
+            if dtype is not None and base_of(tensor) is None:
+                with without_torch_function():
+                    return Small(tensor, self.hooks, dtype)
+        return None
+
+    def _cast(self, tensor: Tensor, mark: Mark) -> Recompute | None:
+        """Return how to make a copy again that autocast made, of a parameter or of an argument of the call."""
+        found = autocast_source(tensor)
+        if found is None:
+            return None
+        node, number = found
+        base = base_of(tensor)
+        copy = tensor if base is None else base
+        variable = getattr(node, "variable", None)
+        if variable is None and self._call is not None:
+            arguments = [one for one in self._call[1] if isinstance(one, Tensor)]
+            variable = next((one for one in arguments if one.grad_fn is node and one.output_nr == number), None)
+        elif variable is not None and calls_of(copy.grad_fn) < self._first_call:
+            return None  # made before the context was entered: the parameter may have been changed since
+        if variable is None or variable.shape != copy.shape or type(variable) not in PLAIN:
+            return None
+        casts, key = marked(variable, self.hooks), copy.dtype
+        known = casts.casts and casts.casts.get(key)
+        recompute = known and known()
+        if recompute is None or recompute.sources[0].version != version_of(variable):
+            with without_torch_function():
+                recompute = Recompute(Tensor.to, (variable, key), {}, copy.untyped_storage().nbytes(), self.hooks)
+                if not recompute.of(copy):
+                    return None
+            casts.casts = (casts.casts or {}) | {key: weakref.ref(recompute)}
+        mark.recompute = recompute
+        return recompute
+
+
+def _unpack(saved: Stored | Reading) -> Tensor:
+    with without_torch_function():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return saved.value()
+        return saved.value()
+
+
+PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
+
+
+def note(
+    hooks: Hooks | None,
+    output: Tensor,
+    function: Function,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    version: int = 0,
+) -> Recompute | None:
+    """Note on a tensor how to compute it again, and return that; None if it has no memory of its own.
+
+    Args:
+        hooks: those outside of the context.
+        output: what was computed.
+        function: pure, of the arguments.
+        args: arguments, among them tensors.
+        kwargs: arguments by name.
+        version: how often the tensor will be changed in place until the function gives its value.
+
+    """
+    with without_torch_function():
+        storage = output.untyped_storage()
+        for one in args:
+            if isinstance(one, Tensor) and one.untyped_storage() is storage and not version:
+                return None  # a view, or the argument itself
+        recompute = Recompute(function, args, kwargs, storage.nbytes(), hooks)
+        if not recompute.sources or not recompute.of(output, version):
+            return None
+        marked(output, hooks).recompute = recompute
+        return recompute
+
+
+CHANGING = Tensor.add_  # whose rule is that of all functions that change a tensor in place
+
+
+class _Rules(dict[Any, Rule | None]):
+    """The rule of each function; None for those that save nothing and change nothing, such as attributes."""
+
+    def __missing__(self, func: Any) -> Rule | None:
+        name = getattr(func, "__name__", "")
+        rule: Rule | None = Capture.plain
+        if name in ("__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point"):
+            rule = None
+        elif (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *cheap.IN_PLACE):
+            rule = self[CHANGING]
+        self[func] = rule
+        return rule
+
+
+RULES = _Rules()

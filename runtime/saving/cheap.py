@@ -1,0 +1,71 @@
+"""The one list of cheap functions: pure, without random numbers, and without a product of matrices.
+
+What they save is not listed anywhere: it is observed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Function = Callable[..., Any]
+_HOMES = {"F": F, "torch": torch, "Tensor": Tensor}
+_BOTH = """
+    abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh ceil celu clamp clamp_max
+    clamp_min clip clone cos cosh
+    cumsum deg2rad div divide erf erfc exp exp2 expm1 flatten floor frac gather index_select lerp
+    log log10 log1p log2
+    logaddexp logit logsumexp masked_fill maximum mean minimum mul multiply nan_to_num neg negative polar pow prod
+    reciprocal relu repeat_interleave reshape roll rsqrt selu sigmoid sign sin sinc sinh softmax
+    sqrt square std sub
+    subtract sum take_along_dim tan tanh tile tril triu true_divide var where xlogy amax amin
+"""
+CHEAP: Mapping[str, str] = {
+    "F": """
+        gelu silu mish hardswish hardsigmoid leaky_relu elu celu selu softplus hardtanh relu6 relu glu logsigmoid
+        softsign tanhshrink softshrink hardshrink threshold prelu relu6 softmin log_softmax softmax normalize pad
+        layer_norm rms_norm group_norm local_response_norm pixel_shuffle pixel_unshuffle
+        avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d
+    """,
+    "torch": f"{_BOTH} cat concat concatenate stack hstack vstack rsub layer_norm rms_norm group_norm log_softmax",
+    "Tensor": f"""{_BOTH} __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__
+        __pow__ __rpow__ __neg__ __getitem__ __abs__ contiguous repeat log_softmax""",
+}
+CASTS = "to type type_as float double half bfloat16"  # of a tensor
+# Functions that take `inplace=True`, the other arguments being those of the pure function.
+IN_PLACE_OPTION = "relu relu6 silu mish hardswish hardsigmoid leaky_relu elu celu selu hardtanh threshold"
+# Methods that change a tensor in place, and the pure ones with the same values.
+IN_PLACE = {
+    "relu_ sigmoid_ tanh_ add_ sub_ mul_ div_ clamp_ pow_ exp_ sqrt_ rsqrt_ square_ neg_ abs_ masked_fill_": "",
+    "__iadd__": "add",
+    "__isub__": "sub",
+    "__imul__": "mul",
+    "__itruediv__": "div",
+    "__ipow__": "pow",
+}
+# What reads a tensor at indices: no index is as large as the largest size of the tensors it reads.
+INDEXING = """gather index_select take_along_dim __getitem__ index_add index_add_ scatter scatter_ scatter_add
+    scatter_add_ index_copy index_copy_ index_fill embedding topk sort max min kthvalue median mode __setitem__
+    index_put index_put_"""
+
+
+def _found(home: str, names: str) -> set[Function]:
+    return {inspect.unwrap(getattr(_HOMES[home], name)) for name in names.split() if hasattr(_HOMES[home], name)}
+
+
+CHEAP_FUNCTIONS = frozenset().union(*(_found(home, names) for home, names in CHEAP.items()))
+CAST_FUNCTIONS = frozenset(_found("Tensor", CASTS))
+WITH_IN_PLACE = frozenset(_found("F", IN_PLACE_OPTION))
+PURE: Mapping[Function, Function] = {
+    getattr(home, name): getattr(Tensor, pure or name[:-1])
+    for names, pure in IN_PLACE.items()
+    for name in names.split()
+    for home in (Tensor, torch)
+    if hasattr(home, name)
+}
+INDEXING_FUNCTIONS = frozenset().union(*(_found(home, INDEXING) for home in _HOMES))

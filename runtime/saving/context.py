@@ -1,0 +1,58 @@
+"""The context that users enter."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ContextDecorator
+from types import TracebackType
+
+from fitact.errors import UsageError
+
+from . import rules as rules  # which fill the table
+from .capture import Capture
+
+ERRORS = ("exact",)
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.captures: list[Capture] = []
+
+
+_entered = _Entered()
+
+
+class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_cpu
+    """A context in which autograd saves less for backward.
+
+    Each tensor that an operation saves is stored as itself, or as what it is recomputed from in backward,
+    whichever adds less: outputs of activations, norms, sums, products by element and casts are recomputed, and
+    masks are stored in bits. No product of matrices is recomputed. It can be nested, where the inner context
+    counts, and used as a decorator; each thread enters it for itself.
+
+        with saving():
+            loss = model(batch).square().mean()
+        loss.backward()
+
+    Args:
+        error: how far gradients may be off: `"exact"`, bit for bit PyTorch's.
+
+    Raises:
+        UsageError: the error class is unknown.
+
+    """
+
+    def __init__(self, error: str = "exact") -> None:
+        if error not in ERRORS:
+            raise UsageError(f"error: expected {' or '.join(map(repr, ERRORS))}, got {error!r}")
+
+    def __enter__(self) -> saving:
+        capture = Capture()
+        capture.__enter__()
+        _entered.captures.append(capture)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _entered.captures.pop().__exit__(kind, error, trace)

@@ -1,0 +1,255 @@
+"""How a tensor is recomputed in backward, from tensors that are stored or recomputed themselves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fitact.runtime.autocast import active_autocast
+from fitact.runtime.torch_internals import after_backward, version_guard, version_of, version_of_saved
+
+from .storage import CHANGED, Hooks, Layout, Mark, Stored, in_layout, is_parameter, layout_of, marked
+
+MOST, WIDER = 30, 12  # bytes that are written again for a byte of a tensor; before a wider copy is made of it
+
+
+class Source:
+    """A tensor that a recomputation reads: what autograd stores of it, or its own recomputation, or itself.
+
+    Attributes:
+        mark: of its memory.
+        recompute: how to compute it again.
+        tensor: the tensor, if neither autograd nor anything else keeps it yet.
+
+    """
+
+    __slots__ = ("layout", "mark", "recompute", "tensor", "version")
+
+    def __init__(
+        self, mark: Mark, version: int, layout: Layout, recompute: Recompute | None, tensor: Tensor | None
+    ) -> None:
+        self.mark, self.version, self.layout = mark, version, layout
+        self.recompute, self.tensor = recompute, tensor
+
+    def is_stored(self) -> bool:
+        """Return whether autograd stores the tensor by now."""
+        return self.mark.stored(self.version, self.layout) is not None
+
+    def bytes(self) -> float:
+        """Return what storing the tensor takes; without end if it may be gone."""
+        return inf if self.tensor is None else self.tensor.untyped_storage().nbytes()
+
+    def claim(self, hooks: Hooks | None) -> Stored | Computed | None:
+        """Return what the tensor is read from, which is stored from now on; None if it is gone or was changed."""
+        if self.recompute is not None:
+            return self.recompute.claim(hooks)
+        stored = self.mark.stored(self.version, self.layout)
+        if stored is not None:
+            stored.readers += 1
+        elif self.tensor is not None and version_of(self.tensor) == self.version:
+            stored = Stored(self.tensor, hooks, ours=True).settle()
+            self.mark.add(stored)
+        return stored
+
+
+class Recompute:
+    """How a tensor is computed again: a function, and the arguments of its call.
+
+    Attributes:
+        sources: the tensors among the arguments, in their order.
+        unsaved: the tensors that nothing else stored yet when this was noted, by the identity of their marks.
+        work: bytes that are written to compute it.
+        version: the tensor's, as it was noted.
+
+    """
+
+    __slots__ = (
+        *(
+            "__weakref__",
+            "_args",
+            "_autocast",
+            "_computed",
+            "_function",
+            "_hooks",
+            "_kwargs",
+            "largest",
+            "_layout",
+            "size",
+        ),
+        *("sources", "unsaved", "version", "work"),
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        size: int,
+        hooks: Hooks | None,
+    ) -> None:
+        self._hooks = hooks
+        self.sources: list[Source] = []
+        self.unsaved: dict[int, Source] = {}
+        self.size = self.largest = self.work = size
+        self._function = function
+        self._computed: Callable[[], Computed | None] | None = None
+        self._args = [self._taken(one) for one in args]
+        self._kwargs = {name: self._taken(one) for name, one in kwargs.items()} if kwargs else kwargs
+
+    def _taken(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            argument = self._source(argument)
+        if type(argument) is Source:
+            self.sources.append(argument)
+            return argument
+        if isinstance(argument, (tuple, list)):
+            return [self._taken(one) for one in argument]
+        return argument
+
+    def _source(self, tensor: Tensor) -> Source:
+        mark, version, layout = marked(tensor, self._hooks), version_of(tensor), layout_of(tensor)
+        if mark.stored(version, layout) is not None:
+            return Source(mark, version, layout, None, None)
+        again = mark.recompute
+        if again is not None and again.version == version and again.pays() and not self._cuts(again):
+            self.work += again.work
+            self.largest = max(self.largest, again.largest)
+            if again.unsaved:
+                self.unsaved |= again.unsaved
+            return Source(mark, version, layout, again, None)
+        source = Source(mark, version, layout, None, tensor)
+        if not is_parameter(tensor):
+            self.unsaved[id(mark)] = source
+        return source
+
+    def _cuts(self, again: Recompute) -> bool:
+        """Return whether a source had better be stored: it takes much to compute, and a wider tensor follows."""
+        return self.size > again.size and again.work > WIDER * again.largest
+
+    def of(self, output: Tensor, change: int = 0) -> bool:
+        """Note whose value this is; returns whether it can be computed so.
+
+        What would have to be stored for it is held if that takes less than the value. Otherwise it is not held,
+        and the value can be computed again only if something else stores it later.
+
+        Args:
+            output: the tensor.
+            change: how often it will be changed in place until it has the value.
+
+        """
+        if self.size != output.numel() * output.element_size() or self.work > MOST * self.largest:
+            return False
+        holds = self.pays()
+        for source in self.sources:
+            if source.tensor is not None:
+                source.tensor = source.tensor.detach() if holds else None
+        self.version, self._layout = version_of(output) + change, layout_of(output)
+        device = output.device.type
+        dtype = active_autocast(device)
+        self._autocast = None if dtype is None else (device, dtype)
+        return True
+
+    def pays(self) -> bool:
+        """Return whether storing what it needs takes less than its value."""
+        if self.unsaved:
+            self.unsaved = {key: one for key, one in self.unsaved.items() if not one.is_stored()}
+        return not self.unsaved or sum(one.bytes() for one in self.unsaved.values()) < self.size
+
+    def claim(self, hooks: Hooks | None) -> Computed | None:
+        """Return what computes the value for one more reader; None if a source is gone or was changed."""
+        computed = self._computed and self._computed()
+        if computed is None:
+            if not self.pays():
+                return None
+            values = []
+            for source in self.sources:
+                value = source.claim(hooks)
+                if value is None:
+                    return None
+                values.append(value)
+            computed = Computed(self, values)
+            self._computed = weakref.ref(computed)
+        computed.readers += 1
+        return computed
+
+    def run(self, values: Sequence[Stored | Computed]) -> Tensor:
+        """Compute the tensor."""
+        pairs = zip(values, self.sources, strict=True)
+        tensors = iter([value.read(source.layout) for value, source in pairs])
+        args = [_filled(one, tensors) for one in self._args]
+        kwargs = {name: _filled(one, tensors) for name, one in self._kwargs.items()}
+        if self._autocast is None:
+            made = self._function(*args, **kwargs)
+        else:
+            with torch.autocast(*self._autocast):
+                made = self._function(*args, **kwargs)
+        size, stride, offset = self._layout
+        if made.stride() == stride and made.storage_offset() == offset:
+            return made
+        return torch.empty_strided(size, stride, dtype=made.dtype, device=made.device).copy_(made)
+
+
+def _filled(argument: Any, tensors: Any) -> Any:
+    if type(argument) is Source:
+        return next(tensors)
+    if type(argument) is list:
+        return [_filled(one, tensors) for one in argument]
+    return argument
+
+
+class Computed:
+    """A tensor that is computed in backward, once in each pass for all its readers.
+
+    Attributes:
+        readers: how many saved tensors and other computations read it.
+
+    """
+
+    __slots__ = ("__weakref__", "_left", "_recompute", "_value", "_values", "readers")
+
+    def __init__(self, recompute: Recompute, values: Sequence[Stored | Computed]) -> None:
+        self._recompute, self._values = recompute, values
+        self._value: Tensor | None = None
+        self.readers = self._left = 0
+
+    def value(self) -> Tensor:
+        """Return the tensor; it is held until its last reader has it, or the pass ends."""
+        value = self._value
+        if value is None:
+            value = self._recompute.run(self._values)
+            self._left = self.readers
+            if self._left > 1 and after_backward(self.release):
+                self._value = value
+        self._left -= 1
+        if self._left < 1:
+            self._value = None
+        return value
+
+    def read(self, layout: Layout) -> Tensor:
+        """Return a view of the tensor."""
+        return in_layout(self.value(), layout)
+
+    def release(self) -> None:
+        """Free the tensor, though a reader may not have run."""
+        self._value = None
+
+
+class Reading:
+    """A saved tensor that is computed in backward, or a view of one; raises if it was changed in place."""
+
+    __slots__ = ("_computed", "_guard", "_layout", "_version")
+
+    def __init__(self, computed: Computed, tensor: Tensor) -> None:
+        self._computed, self._layout, self._version = computed, layout_of(tensor), version_of_saved(tensor)
+        self._guard = version_guard(tensor)
+
+    def value(self) -> Tensor:
+        """Return the tensor."""
+        if version_of_saved(self._guard) != self._version:
+            raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._version))
+        return self._computed.read(self._layout)

@@ -1,0 +1,170 @@
+"""The rules of calls: which are cheap, and what is done for dropout, attention, losses and changes in place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from ctypes import c_float
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fitact.runtime.rebuild.attention import steps
+from fitact.runtime.torch_internals import (
+    SAFE_SOFTMAX,
+    base_of,
+    mark_of,
+    version_of,
+    without_torch_function,
+)
+
+from . import cheap
+from .capture import PLAIN, RULES, Capture, Function, note
+from .loss import by_rows
+from .recompute import Reading, Source
+from .storage import Stored, layout_of, marked
+
+
+def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if kwargs and "out" in kwargs:
+        return _changing(capture, func, (kwargs["out"], *args), kwargs, call=partial(func, *args, **kwargs))
+    if func in cheap.WITH_IN_PLACE and (kwargs.get("inplace") or True in args[1:]):
+        pure = [False if one is True else one for one in args], {**kwargs, "inplace": False} if kwargs else kwargs
+        return _changing(capture, func, args, kwargs, pure=(func, *pure))
+    return capture.cheap(func, args, kwargs)
+
+
+def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    output = func(*args, **kwargs)
+    if (
+        isinstance(output, Tensor)
+        and output.device == args[0].device
+        and type(output) in PLAIN
+        and output.requires_grad
+    ):
+        note(capture.hooks, output, Tensor.to, (args[0], output.dtype), {})
+    return output
+
+
+def _changing(
+    capture: Capture,
+    func: Function,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    pure: tuple[Function, Sequence[Any], dict[str, Any]] | None = None,
+    call: Function | None = None,
+) -> Any:
+    """Make a call that changes its first argument in place."""
+    x = args[0]
+    call = call or partial(func, *args, **kwargs)
+    if type(x) not in PLAIN:
+        return call()
+    mark = mark_of(x.untyped_storage())
+    recompute = None
+    if mark is not None:
+        for stored in mark.ours():
+            with without_torch_function(), torch.no_grad():
+                stored.copy()
+        if func in cheap.PURE:
+            pure = cheap.PURE[func], args, kwargs
+        before = mark.recompute
+        if pure is not None and before is not None and before.version == version_of(x) and base_of(x) is None:
+            recompute = note(capture.hooks, x, *pure, version=1)
+            if recompute is None:
+                mark.recompute = None
+    output, undecided = capture.made(call, (), {})
+    for stored, storage in undecided:
+        own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
+        computed = recompute.claim(capture.hooks) if own and recompute is not None else None
+        if computed is not None:
+            stored.recompute_instead(Reading(computed, x))
+        else:
+            capture.settle(stored, storage)
+    return output
+
+
+def _dropout(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a call of dropout; its mask is stored in bits, from which the output can be computed again."""
+    given = {"p": 0.5, "training": True, "inplace": False} | dict(zip(DROPOUT, args, strict=False)) | kwargs
+    x, p = given["input"], given["p"]
+    if given["inplace"] or not (given["training"] and type(x) in PLAIN and x.requires_grad and 0 < p < 1):
+        return (_changing if given["inplace"] else Capture.plain)(capture, func, args, kwargs)
+    capture.masks, capture.p = [], p
+    try:
+        output = capture.plain(func, args, kwargs)
+        masks = capture.masks
+    finally:
+        capture.masks = None
+    y = output[0] if isinstance(output, tuple) else output
+    if len(masks) == 1:
+        bits, mark = masks[0]
+        note(capture.hooks, y, dropped, (x, Source(mark, bits.version, bits.layout, None, None), p), {})
+    return output
+
+
+DROPOUT = ("input", "p", "training", "inplace")
+
+
+def dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Return what PyTorch's dropout makes of x, rounded as it rounds.
+
+    Args:
+        x: any shape.
+        mask: on a GPU, or of `torch.native_dropout`, bool; else the factors 0 and 1/(1 - p).
+        p: the probability of a 0.
+
+    """
+    if mask.dtype != torch.bool:
+        return x * mask
+    if not x.is_cuda:
+        return (x * mask).mul_(1 / (1 - p))
+    # the kernel computes in float32, from 1 - p in float32
+    wide, keep = (torch.float64, 1 - p) if x.dtype == torch.float64 else (torch.float32, c_float(1 - p).value)
+    return (x.to(wide) * mask).mul_(1 / keep).to(x.dtype)
+
+
+def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a call of attention; where PyTorch does not fuse it, its operations one by one."""
+    shared: list[Stored] = []
+
+    def share(*tensors: Tensor) -> None:
+        """Store queries, keys and values that are views of one tensor, if their wide copies take more."""
+        sizes = {id(marked(one, capture.hooks)): one.untyped_storage().nbytes() for one in tensors}
+        if all(one.requires_grad for one in tensors) and sum(sizes.values()) < sum(
+            4 * one.numel() for one in tensors
+        ):
+            for one in tensors:
+                mark, version, layout = marked(one, capture.hooks), version_of(one), layout_of(one)
+                if mark.recompute is None and mark.stored(version, layout) is None:
+                    shared.append(Stored(one, capture.hooks, ours=True).settle())
+                    mark.add(shared[-1])
+
+    output = steps.attention(capture.call, args, kwargs, share)
+    return capture.plain(func, args, kwargs) if output is None else output
+
+
+def _cross_entropy(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a call of the loss, by rows where logits take fewer bytes than what PyTorch's loss saves."""
+    loss = by_rows(args, kwargs)
+    return capture.plain(func, args, kwargs) if loss is None else loss
+
+
+def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"weight": None, "bias": None, "training": False} | dict(zip(names, args, strict=False)) | kwargs
+    output = capture.plain(func, args, kwargs)
+    if given["training"]:
+        given |= {"running_mean": None, "running_var": None}
+    x = given.pop("input")
+    if type(output) in PLAIN and output.requires_grad:
+        note(capture.hooks, output, F.batch_norm, (x,), given)
+    return output
+
+
+RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
+RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
+RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
+RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}

@@ -1,0 +1,280 @@
+"""How one saved tensor is stored: itself, as bits, in fewer bytes, or recomputed from other saved tensors.
+
+A `Mark` on a tensor's memory says what is known of it: the storage that autograd has now, if any, and how the
+tensor can be recomputed. It refers to storages weakly: what autograd frees is freed, whatever lives on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fitact.runtime.rebuild.dropout import pack as pack_bits
+from fitact.runtime.rebuild.dropout import unpack as unpack_bits
+from fitact.runtime.torch_internals import (
+    after_backward,
+    base_of,
+    mark_of,
+    set_mark,
+    version_of_saved,
+    with_torch_function,
+)
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Layout = tuple[torch.Size, tuple[int, ...], int]
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
+    "version {}; expected version {} instead"
+)
+
+
+class Mark:
+    """What is known of a tensor's memory.
+
+    Attributes:
+        hooks: those outside of the context; what is stored by them can be read inside of them alone.
+        recompute: how to compute it again.
+        casts: weak references to how to compute autocast's copies, by dtype.
+
+    """
+
+    __slots__ = ("_stored", "casts", "hooks", "recompute")
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        self.hooks = hooks
+        self._stored: list[Callable[[], Stored | None]] = []
+        self.recompute: Any = None
+        self.casts: dict[torch.dtype, Callable[[], Any]] | None = None
+
+    def add(self, stored: Stored) -> None:
+        """Remember, weakly, what is stored of the memory."""
+        if self._stored:
+            self._stored = [one for one in self._stored if one() is not None]
+        self._stored.append(weakref.ref(stored))
+
+    def stored(self, version: int, layout: Layout) -> Stored | None:
+        """Return what is stored from which a tensor can be read, None if nothing is."""
+        for one in self._stored:
+            stored = one()
+            if stored is not None and stored.version == version and stored.can_read(layout):
+                return stored
+        return None
+
+    def same(self, tensor: Tensor, version: int) -> Stored | None:
+        """Return the storage of this very tensor, None if there is none."""
+        for one in self._stored:
+            stored = one()
+            if stored is not None and stored.version == version and stored.layout == layout_of(tensor):
+                return stored
+        return None
+
+    def is_stored(self, version: int) -> bool:
+        """Return whether the memory is stored in any layout."""
+        return bool(self._stored) and any(
+            (one := ref()) is not None and one.version == version for ref in self._stored
+        )
+
+    def ours(self) -> list[Stored]:
+        """Return what is stored of the memory that no operation of the model saved."""
+        return [stored for one in self._stored if (stored := one()) is not None and stored.ours]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copy nothing: what is known of a tensor's memory is not true of a copy's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def marked(tensor: Tensor, hooks: Hooks | None) -> Mark:
+    """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""
+    storage = tensor.untyped_storage()
+    mark: Mark | None = mark_of(storage)
+    if mark is None or mark.hooks != hooks:
+        mark = Mark(hooks)
+        set_mark(storage, mark)
+    return mark
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Return which elements of its memory a tensor has."""
+    return tensor.size(), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
+
+
+def in_layout(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return a tensor with these elements of the memory of another."""
+    return tensor if layout_of(tensor) == layout else tensor.as_strided(*layout)
+
+
+# ---------------------------------------------------------------------------------------------------------- stored
+
+
+class Stored:
+    """A tensor as it was saved; the hooks that were on outside of the context store it, if there are any.
+
+    Attributes:
+        version: how often it had been changed in place.
+        ours: whether no operation of the model saved it, but something is recomputed from it.
+        instead: what it is computed by, if that turned out to add less.
+        readers: how many operations and computations read it.
+
+    """
+
+    __slots__ = (
+        *("__weakref__", "_back", "_hooks", "_kept", "_layout", "_left", "_whole"),
+        *("instead", "ours", "readers", "version"),
+    )
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, ours: bool = False) -> None:
+        self._kept: Any = tensor.detach()
+        self._hooks, self.ours = hooks, ours
+        self.version = version_of_saved(tensor)
+        self.instead: Any = None
+        self._layout: Layout | None = None
+        self._back: Tensor | None = None
+        self.readers, self._left = 1, 0
+
+    @property
+    def layout(self) -> Layout:
+        """The tensor's layout."""
+        if self._layout is None:
+            self._layout = layout_of(self._kept)
+        return self._layout
+
+    def settle(self) -> Stored:
+        """Hand the tensor to the hooks outside, once it is known that it has to be stored."""
+        if self._hooks is not None:
+            tensor: Tensor = self._kept
+            self._layout, self._whole = layout_of(tensor), is_dense(tensor)
+            if self._whole and not tensor.is_contiguous():
+                tensor = tensor.as_strided((tensor.numel(),), (1,), 0)
+            self._kept = self._hooks[0](tensor)
+        return self
+
+    def value(self) -> Tensor:
+        """Return the tensor; raises RuntimeError if it was changed in place."""
+        if self.instead is not None:
+            value: Tensor = self.instead.value()
+            return value
+        if self._hooks is not None:
+            return self._unpacked(self.layout)
+        tensor: Tensor = self._kept
+        if version_of_saved(tensor) != self.version:
+            raise RuntimeError(CHANGED.format(version_of_saved(tensor), self.version))
+        return tensor
+
+    def read(self, layout: Layout) -> Tensor:
+        """Return a tensor of the same memory."""
+        if self._hooks is not None:
+            return self._unpacked(layout)
+        return in_layout(self.value(), layout)
+
+    def _unpacked(self, layout: Layout) -> Tensor:
+        assert self._hooks is not None
+        tensor = self._handed_back()
+        if not self._whole or (tensor.size(), tensor.stride()) == layout[:2]:
+            return tensor
+        size, stride, offset = layout
+        return tensor.contiguous().as_strided(size, stride, tensor.storage_offset() + offset)
+
+    def _handed_back(self) -> Tensor:
+        """Return what the hooks outside give back, asked once in each pass; a checkpoint's run the model again."""
+        assert self._hooks is not None
+        tensor = self._back
+        if tensor is None:
+            with with_torch_function():
+                tensor = self._hooks[1](self._kept)
+            self._left = self.readers
+            if self._left > 1 and after_backward(self.release):
+                self._back = tensor
+        self._left -= 1
+        if self._left < 1:
+            self._back = None
+        return tensor
+
+    def release(self) -> None:
+        """Free what the hooks outside gave back, though a reader may not have run."""
+        self._back = None
+
+    def can_read(self, layout: Layout) -> bool:
+        """Return whether a tensor of the same memory can be read from what is stored."""
+        return self._hooks is None or self._whole or layout == self.layout
+
+    def copy(self) -> None:
+        """Store a copy, because the tensor is about to be changed in place, which PyTorch would allow."""
+        if self._hooks is None:
+            tensor: Tensor = self._kept
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            size, stride, offset = self.layout
+            whole.set_(tensor.untyped_storage().clone(), offset, size, stride)
+            self._kept, self.version = whole, version_of_saved(whole)
+
+    def recompute_instead(self, reading: Any) -> None:
+        """Store nothing: the tensor can be recomputed."""
+        self._kept, self.instead = None, reading
+
+
+class Bits(Stored):
+    """A mask, or the factors 0 and 1/(1 - p) of dropout, in one bit an element."""
+
+    __slots__ = ("_factor",)
+
+    def __init__(self, mask: Tensor, hooks: Hooks | None, p: float | None = None) -> None:
+        super().__init__(pack_bits(mask if mask.dtype == torch.bool else mask != 0), hooks)
+        self.settle()
+        self._factor = None if p is None else (mask.dtype, p)
+        self.version, self._layout = version_of_saved(mask), layout_of(mask)
+
+    def value(self) -> Tensor:
+        """Return the mask, or the factors."""
+        return self.read(self.layout)
+
+    def read(self, layout: Layout) -> Tensor:
+        """Return the mask, or the factors."""
+        bits = self._kept if self._hooks is None else self._handed_back()
+        mask = unpack_bits(bits, *self.layout[:2])
+        if self._factor is not None:
+            dtype, p = self._factor
+            mask = mask.to(dtype).div_(1 - p)
+        return in_layout(mask, layout)
+
+    def can_read(self, layout: Layout) -> bool:
+        """Return True: bits have no other layout."""
+        return True
+
+
+class Small(Stored):
+    """Indices of int64 in a dtype of fewer bytes."""
+
+    __slots__ = ()
+
+    def __init__(self, index: Tensor, hooks: Hooks | None, dtype: torch.dtype) -> None:
+        super().__init__(index.to(dtype), hooks)
+        self.settle()
+        self.version, self._layout = version_of_saved(index), layout_of(index)
+
+    def value(self) -> Tensor:
+        """Return the indices."""
+        return self.read(self.layout)
+
+    def read(self, layout: Layout) -> Tensor:
+        """Return the indices."""
+        index: Tensor = self._kept if self._hooks is None else self._handed_back()
+        return in_layout(index.long(), layout)
+
+    def can_read(self, layout: Layout) -> bool:
+        """Return True: what is stored are all of the memory's indices."""
+        return True
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter, or a view of one: its memory is the model's in any case."""
+    return type(tensor) is nn.Parameter or type(base_of(tensor)) is nn.Parameter
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory, each once."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
