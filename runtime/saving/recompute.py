@@ -210,10 +210,10 @@ class Computed:
 
     """
 
-    __slots__ = ("__weakref__", "_left", "_recompute", "_value", "_values", "readers")
+    __slots__ = ("__weakref__", "_left", "_recompute", "_value", "_read_from", "readers")
 
     def __init__(self, recompute: Recompute, values: Sequence[Stored | Computed]) -> None:
-        self._recompute, self._values = recompute, values
+        self._recompute, self._read_from = recompute, values
         self._value: Tensor | None = None
         self.readers = self._left = 0
 
@@ -221,7 +221,7 @@ class Computed:
         """Return the tensor; it is held until its last reader has it, or the pass ends."""
         value = self._value
         if value is None:
-            value = self._recompute.run(self._values)
+            value = self._recompute.run(self._read_from)
             self._left = self.readers
             if self._left > 1 and after_backward(self.release):
                 self._value = value
@@ -242,14 +242,14 @@ class Computed:
 class Reading:
     """A saved tensor that is computed in backward, or a view of one; raises if it was changed in place."""
 
-    __slots__ = ("_computed", "_guard", "_layout", "_version")
+    __slots__ = ("_computed", "_guard", "_layout", "_saved_at")
 
     def __init__(self, computed: Computed, tensor: Tensor) -> None:
-        self._computed, self._layout, self._version = computed, layout_of(tensor), version_of_saved(tensor)
+        self._computed, self._layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
         self._guard = version_guard(tensor)
 
     def value(self) -> Tensor:
         """Return the tensor."""
-        if version_of_saved(self._guard) != self._version:
-            raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._version))
+        if version_of_saved(self._guard) != self._saved_at:
+            raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
         return self._computed.read(self._layout)
