@@ -210,7 +210,7 @@ class Computed:
 
     """
 
-    __slots__ = ("__weakref__", "_left", "_recompute", "_value", "_read_from", "readers")
+    __slots__ = ("__weakref__", "_left", "_read_from", "_recompute", "_value", "readers")
 
     def __init__(self, recompute: Recompute, values: Sequence[Stored | Computed]) -> None:
         self._recompute, self._read_from = recompute, values
