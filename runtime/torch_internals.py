@@ -95,7 +95,7 @@ def version_guard(tensor: Tensor) -> Tensor:
     return guard
 
 
-def after_backward(call: Callable[[], object]) -> bool:
+def after_backward(call: Callable[[], None]) -> bool:
     """Have a function called when the backward pass that runs now ends; returns False if none runs."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(call)

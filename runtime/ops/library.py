@@ -34,7 +34,7 @@ ops: Any = getattr(torch.ops, NAMESPACE)
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 # Before 2.12, programs compiled ahead of time read an operator's dtype by the numbers of exported programs, which
 # are not PyTorch's own: float64 for float32, float32 for float16.
-MISREADS_DTYPES = torch.__version__ < (2, 12)
+MISREADS_DTYPES = torch.__version__ < "2.12"
 sources: list[Callable[[str], None]] = []  # called with an unknown key, to register what it names
 
 

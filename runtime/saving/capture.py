@@ -58,14 +58,14 @@ class Capture(TorchFunctionMode):
     def __enter__(self) -> Any:
         self._context.__enter__()
         try:
-            return super().__enter__()
+            return super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             self._context.__exit__(None, None, None)
             raise
 
     def __exit__(self, *error: Any) -> None:
         try:
-            super().__exit__(*error)
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
             self._context.__exit__(*error)
 
@@ -200,8 +200,8 @@ class Capture(TorchFunctionMode):
         if variable is None or variable.shape != copy.shape or type(variable) not in PLAIN:
             return None
         casts, key = marked(variable, self.hooks), copy.dtype
-        known = casts.casts and casts.casts.get(key)
-        recompute = known and known()
+        known = casts.casts.get(key) if casts.casts else None
+        recompute: Recompute | None = known() if known else None
         if recompute is None or recompute.sources[0].version != version_of(variable):
             with without_torch_function():
                 recompute = Recompute(Tensor.to, (variable, key), {}, copy.untyped_storage().nbytes(), self.hooks)
