@@ -16,6 +16,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _prepare: Callable[[FunctionType], Any] = interpreter._patch_lang
+_patch_tensor: Callable[..., None] = interpreter._patch_lang_tensor
 _numpy: Callable[[Any], Any] = interpreter._get_np_dtype
 _block: Callable[..., None] = tl.block_type.__init__
 _tensor: Callable[..., None] = tl.tensor.__init__
@@ -76,7 +77,14 @@ def _broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
 
 
+def _patched_tensor(tensor: Any, *scope: Any) -> None:
+    """Let a kernel loop over numbers of its own; before 3.7, Triton reads them as NumPy 2.4 no longer does."""
+    _patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
 interpreter._patch_lang = _prepare_once
+interpreter._patch_lang_tensor = _patched_tensor
 interpreter._get_np_dtype = _numpy_once
 tl.block_type.__init__ = _block_once
 tl.tensor.__init__ = _tensor_once
