@@ -10,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from benchmarks.kernels import instructions  # noqa: E402
+from benchmarks.kernels import instructions, resources  # noqa: E402
 from tests.support.instructions import TARGETS, Kernel, Work, amd, count, full_tile, measure, nvidia  # noqa: E402
 
 TABLE: dict[str, Any] = json.loads(instructions.RESULTS.read_text())
@@ -54,6 +54,16 @@ def test_no_kernel_costs_more(names: Sequence[str], target: str) -> None:
         if sign * now[what] > sign * (was := TABLE["kernels"][name][what])
     ]
     assert not worse, f"{'; '.join(worse)}; if that is intended, run `python -m benchmarks.kernels.instructions`"
+
+
+def test_all_shipped_kernels_by_two_tritons() -> None:
+    """The record has all; accesses are as wide by both, and nothing is spilled but what docs/kernels.md says."""
+    rows = json.loads(resources.RESULTS.read_text())
+    assert set(rows) == {f"{name} {target}" for name, _ in resources.kernels() for target in TARGETS}
+    for name, row in rows.items():
+        (_, *pinned), (_, *older) = row[TABLE["triton"]], row["3.6.0"]
+        assert pinned[1:] == older[1:], name
+        assert max(pinned[0], older[0]) <= (32 if name.startswith("snake") else 8), name
 
 
 def test_a_quotient_takes_fewer_instructions_than_powers_and_exponentials() -> None:
