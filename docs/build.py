@@ -44,7 +44,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Using activations",
         "What ships, and models converted to it.",
-        ("activation", "convert", "rebuild", "revert", "converted_functions"),
+        ("activation", "convert", "saving", "rebuild", "revert", "converted_functions"),
     ),
     (
         "Norms",

@@ -149,6 +149,15 @@ def saved_tensor_hooks() -> Any:
     return hooks._top_saved_tensors_default_hooks(False) if hooks._saved_tensors_hooks_is_enabled() else False
 
 
+def top_hooks() -> Any:
+    """Return the same where hooks may be set; it is asked at each call."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+# Whether an autocast is on, for any device.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Enter a context in which no hooks of saved tensors are on; there is no public one."""
@@ -298,6 +307,11 @@ def constant_in_graphs(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def break_graph(reason: str) -> None:
+    """Have the compiler that traces now run the code as it is; with `fullgraph=True` it raises the reason."""
+    torch._dynamo.graph_break(reason)  # no private name, but the module is
 
 
 @constant_in_graphs

@@ -13,19 +13,20 @@ from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.torch_internals import (
     FakeTensor,
+    any_autocast,
     autocast_source,
     base_of,
     calls_of,
     mark_of,
     next_call,
     saved_tensor_hooks,
-    version_of,
+    top_hooks,
     version_of_saved,
     without_torch_function,
 )
 
 from . import cheap
-from .recompute import Reading, Recompute
+from .recompute import Reading, Recompute, Unsuitable
 from .storage import Bits, Hooks, Mark, Small, Stored, is_dense, is_parameter, marked
 
 Function = Callable[..., Any]
@@ -52,6 +53,7 @@ class Capture(TorchFunctionMode):
         self._first_call = next_call()
         self._call: tuple[Function, Sequence[Any]] | None = None
         self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
+        self.autocast = True
         self.masks: list[tuple[Bits, Mark]] | None = None
         self.p = 0.0
 
@@ -75,9 +77,10 @@ class Capture(TorchFunctionMode):
         rule = RULES[func]
         if rule is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
-        hooks = saved_tensor_hooks()
+        hooks = top_hooks()
         if not hooks or hooks[0] is not self._pack:
             return func(*args, **(kwargs or {}))
+        self.autocast = any_autocast()
         return rule(self, func, args, kwargs or {})
 
     def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +101,7 @@ class Capture(TorchFunctionMode):
         output, undecided = self.made(func, args, kwargs)
         recompute = None
         if type(output) in PLAIN and output.requires_grad:
-            recompute = note(self.hooks, output, again or func, args, kwargs)
+            recompute = note(self, output, again or func, args, kwargs)
         for stored, storage in undecided:
             own = recompute is not None and storage is output.untyped_storage()
             computed = recompute.claim(self.hooks) if own and recompute is not None else None
@@ -132,28 +135,37 @@ class Capture(TorchFunctionMode):
 
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
-        if type(tensor) not in PLAIN or is_parameter(tensor):
-            return Stored(tensor, self.hooks).settle()
-        mark, version = marked(tensor, self.hooks), version_of_saved(tensor)
-        stored = mark.same(tensor, version)
+        grows = tensor.requires_grad
+        if type(tensor) not in PLAIN or is_parameter(tensor) or not (grows or tensor.numel() >= FEW):
+            return self._stored(tensor)
+        storage, version = tensor.untyped_storage(), version_of_saved(tensor)
+        mark = marked(storage, self.hooks)
+        stored = mark.same(tensor, version) if mark.known else None
         if stored is not None:
             stored.ours = False
             stored.readers += 1
             return stored
-        recompute = mark.recompute if mark.recompute is not None else self._cast(tensor, mark)
+        recompute = mark.recompute
+        if recompute is None and self.autocast:
+            recompute = self._cast(tensor, mark)
         if recompute is not None and recompute.version == version and not mark.is_stored(version):
             computed = recompute.claim(self.hooks)
             if computed is not None:
                 return Reading(computed, tensor)
-        stored = self._in_fewer_bytes(tensor, mark)
+        if not grows:
+            stored = self._in_fewer_bytes(tensor, mark)
         if stored is None:
-            stored = Stored(tensor, self.hooks)
             if self._undecided is not None and not self._is_argument(tensor):
-                self._undecided.append((stored, tensor.untyped_storage()))
+                stored = Stored(tensor, self.hooks)
+                self._undecided.append((stored, storage))
                 return stored
-            stored.settle()
+            stored = self._stored(tensor)
         mark.add(stored)
         return stored
+
+    def _stored(self, tensor: Tensor) -> Stored:
+        stored = Stored(tensor, self.hooks)
+        return stored if self.hooks is None else stored.settle()
 
     def _is_argument(self, tensor: Tensor) -> bool:
         assert self._call is not None
@@ -164,8 +176,6 @@ class Capture(TorchFunctionMode):
 
     def _in_fewer_bytes(self, tensor: Tensor, mark: Mark) -> Stored | None:
         """Return a mask in bits, or indices in fewer bytes; None for other tensors."""
-        if tensor.numel() < FEW or tensor.requires_grad:
-            return None
         if self.masks is not None:
             with without_torch_function():
                 bits = Bits(tensor, self.hooks, None if tensor.dtype == torch.bool else self.p)
@@ -199,13 +209,14 @@ class Capture(TorchFunctionMode):
             return None  # made before the context was entered: the parameter may have been changed since
         if variable is None or variable.shape != copy.shape or type(variable) not in PLAIN:
             return None
-        casts, key = marked(variable, self.hooks), copy.dtype
+        casts, key = marked(variable.untyped_storage(), self.hooks), copy.dtype
         known = casts.casts.get(key) if casts.casts else None
         recompute: Recompute | None = known() if known else None
-        if recompute is None or recompute.sources[0].version != version_of(variable):
+        if recompute is None or recompute.sources[0].version != version_of_saved(variable):
             with without_torch_function():
-                recompute = Recompute(Tensor.to, (variable, key), {}, copy.untyped_storage().nbytes(), self.hooks)
-                if not recompute.of(copy):
+                size = copy.untyped_storage().nbytes()
+                recompute = Recompute(Tensor.to, (variable, key), {}, None, size, self.hooks)
+                if not recompute.of(copy, False):
                     return None
             casts.casts = (casts.casts or {}) | {key: weakref.ref(recompute)}
         mark.recompute = recompute
@@ -213,18 +224,14 @@ class Capture(TorchFunctionMode):
 
 
 def _unpack(saved: Stored | Reading) -> Tensor:
-    with without_torch_function():
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return saved.value()
-        return saved.value()
+    return saved.unpack()
 
 
 PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
 def note(
-    hooks: Hooks | None,
+    capture: Capture,
     output: Tensor,
     function: Function,
     args: Sequence[Any],
@@ -234,7 +241,7 @@ def note(
     """Note on a tensor how to compute it again, and return that; None if it has no memory of its own.
 
     Args:
-        hooks: those outside of the context.
+        capture: where that is.
         output: what was computed.
         function: pure, of the arguments.
         args: arguments, among them tensors.
@@ -244,13 +251,14 @@ def note(
     """
     with without_torch_function():
         storage = output.untyped_storage()
-        for one in args:
-            if isinstance(one, Tensor) and one.untyped_storage() is storage and not version:
-                return None  # a view, or the argument itself
-        recompute = Recompute(function, args, kwargs, storage.nbytes(), hooks)
-        if not recompute.sources or not recompute.of(output, version):
+        other = None if version else storage
+        try:
+            recompute = Recompute(function, args, kwargs, other, storage.nbytes(), capture.hooks)
+        except Unsuitable:
             return None
-        marked(output, hooks).recompute = recompute
+        if not recompute.sources or not recompute.of(output, capture.autocast, version):
+            return None
+        marked(storage, capture.hooks).recompute = recompute
         return recompute
 
 

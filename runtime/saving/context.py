@@ -6,7 +6,10 @@ import threading
 from contextlib import ContextDecorator
 from types import TracebackType
 
+import torch
+
 from fitact.errors import UsageError
+from fitact.runtime.torch_internals import break_graph
 
 from . import rules as rules  # which fill the table
 from .capture import Capture
@@ -28,9 +31,10 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
     Each tensor that an operation saves is stored as itself, or as what it is recomputed from in backward,
     whichever adds less: outputs of activations, norms, sums, products by element and casts are recomputed, and
     masks are stored in bits. No product of matrices is recomputed. It can be nested, where the inner context
-    counts, and used as a decorator; each thread enters it for itself.
+    counts, and used as a decorator; each thread enters it for itself. `torch.compile` breaks its graph there:
+    compiled functions go inside.
 
-        with saving():
+        with fitact.saving():
             loss = model(batch).square().mean()
         loss.backward()
 
@@ -47,6 +51,8 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             raise UsageError(f"error: expected {' or '.join(map(repr, ERRORS))}, got {error!r}")
 
     def __enter__(self) -> saving:
+        if torch.compiler.is_compiling():
+            break_graph("saving is for eager code: enter it around the compiled function, or use fitact.compile")
         capture = Capture()
         capture.__enter__()
         _entered.captures.append(capture)

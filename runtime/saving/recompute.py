@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from fitact.runtime.autocast import active_autocast
-from fitact.runtime.torch_internals import after_backward, version_guard, version_of, version_of_saved
+from fitact.runtime.torch_internals import (
+    after_backward,
+    version_guard,
+    version_of_saved,
+    without_torch_function,
+)
 
-from .storage import CHANGED, Hooks, Layout, Mark, Stored, in_layout, is_parameter, layout_of, marked
+from .storage import CHANGED, Hooks, Layout, Mark, Stored, in_layout, is_parameter, layout_of, marked, quietly
 
 MOST, WIDER = 30, 12  # bytes that are written again for a byte of a tensor; before a wider copy is made of it
 
@@ -51,10 +56,20 @@ class Source:
         stored = self.mark.stored(self.version, self.layout)
         if stored is not None:
             stored.readers += 1
-        elif self.tensor is not None and version_of(self.tensor) == self.version:
-            stored = Stored(self.tensor, hooks, ours=True).settle()
+        elif self.tensor is not None and version_of_saved(self.tensor) == self.version and self._has_memory():
+            stored = Stored(self.tensor, hooks).settle()
+            stored.ours = True
             self.mark.add(stored)
         return stored
+
+    def _has_memory(self) -> bool:
+        """Return whether the tensor has its memory; FSDP takes it from weights between their uses."""
+        tensor = self.tensor
+        return tensor is not None and tensor.untyped_storage().nbytes() >= min(tensor.nbytes, 1)
+
+
+class Unsuitable(Exception):  # noqa: N818  no error
+    """An argument shares the output's memory, or does not count its changes."""
 
 
 class Recompute:
@@ -66,22 +81,22 @@ class Recompute:
         work: bytes that are written to compute it.
         version: the tensor's, as it was noted.
 
+    Args:
+        function: pure.
+        args: its arguments.
+        kwargs: its arguments by name.
+        storage: the output's, which no argument may share; None if one does that is not read any more.
+        size: the output's bytes.
+        hooks: those outside of the context.
+
+    Raises:
+        Unsuitable: an argument shares the output's memory, or is of inference mode.
+
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_args",
-            "_autocast",
-            "_computed",
-            "_function",
-            "_hooks",
-            "_kwargs",
-            "largest",
-            "_layout",
-            "size",
-        ),
-        *("sources", "unsaved", "version", "work"),
+        *("__weakref__", "_args", "_autocast", "_computed", "_function", "_hooks", "_kwargs", "_layout"),
+        *("_storage", "largest", "size", "sources", "unsaved", "version", "work"),
     )
 
     def __init__(
@@ -89,49 +104,61 @@ class Recompute:
         function: Callable[..., Tensor],
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        storage: torch.UntypedStorage | None,
         size: int,
         hooks: Hooks | None,
     ) -> None:
-        self._hooks = hooks
+        self._function, self._hooks, self._storage = function, hooks, storage
         self.sources: list[Source] = []
-        self.unsaved: dict[int, Source] = {}
+        self.unsaved: dict[int, Source] | None = None
         self.size = self.largest = self.work = size
-        self._function = function
         self._computed: Callable[[], Computed | None] | None = None
-        self._args = [self._taken(one) for one in args]
-        self._kwargs = {name: self._taken(one) for name, one in kwargs.items()} if kwargs else kwargs
+        self._args = self._taken(args)
+        self._kwargs = dict(zip(kwargs, self._taken(kwargs.values()), strict=True)) if kwargs else kwargs
+        del self._storage
 
-    def _taken(self, argument: Any) -> Any:
-        if isinstance(argument, Tensor):
-            argument = self._source(argument)
-        if type(argument) is Source:
-            self.sources.append(argument)
-            return argument
-        if isinstance(argument, (tuple, list)):
-            return [self._taken(one) for one in argument]
-        return argument
+    def _taken(self, arguments: Iterable[Any]) -> list[Any]:
+        taken = []
+        for one in arguments:
+            kind = type(one)
+            if kind is Tensor or isinstance(one, Tensor):
+                taken.append(self._source(one))
+            elif kind is Source:
+                self.sources.append(one)
+                taken.append(one)
+            elif kind is tuple or kind is list:
+                taken.append(self._taken(one))
+            else:
+                taken.append(one)
+        return taken
 
     def _source(self, tensor: Tensor) -> Source:
-        mark, version, layout = marked(tensor, self._hooks), version_of(tensor), layout_of(tensor)
-        if mark.stored(version, layout) is not None:
-            return Source(mark, version, layout, None, None)
-        again = mark.recompute
-        if again is not None and again.version == version and again.pays() and not self._cuts(again):
-            self.work += again.work
-            self.largest = max(self.largest, again.largest)
-            if again.unsaved:
-                self.unsaved |= again.unsaved
-            return Source(mark, version, layout, again, None)
-        source = Source(mark, version, layout, None, tensor)
-        if not is_parameter(tensor):
-            self.unsaved[id(mark)] = source
+        storage = tensor.untyped_storage()
+        if storage is self._storage or tensor.is_inference():
+            raise Unsuitable
+        mark, version, layout = marked(storage, self._hooks), version_of_saved(tensor), layout_of(tensor)
+        again: Recompute | None = None
+        kept: Tensor | None = None
+        if not (mark.known and mark.stored(version, layout)):
+            again = mark.recompute
+            if again is not None and again.version == version and again.pays() and not self._cuts(again):
+                self.work += again.work
+                self.largest = max(self.largest, again.largest)
+                if again.unsaved:
+                    self.unsaved = {**self.unsaved, **again.unsaved} if self.unsaved else again.unsaved
+            else:
+                again, kept = None, tensor
+        source = Source(mark, version, layout, again, kept)
+        if kept is not None and not is_parameter(tensor):
+            self.unsaved = {**self.unsaved, id(mark): source} if self.unsaved else {id(mark): source}
+        self.sources.append(source)
         return source
 
     def _cuts(self, again: Recompute) -> bool:
         """Return whether a source had better be stored: it takes much to compute, and a wider tensor follows."""
         return self.size > again.size and again.work > WIDER * again.largest
 
-    def of(self, output: Tensor, change: int = 0) -> bool:
+    def of(self, output: Tensor, autocast: bool, change: int = 0) -> bool:
         """Note whose value this is; returns whether it can be computed so.
 
         What would have to be stored for it is held if that takes less than the value. Otherwise it is not held,
@@ -139,26 +166,37 @@ class Recompute:
 
         Args:
             output: the tensor.
-            change: how often it will be changed in place until it has the value.
+            autocast: whether one may be on.
+            change: how often the tensor will be changed in place until it has the value.
 
         """
         if self.size != output.numel() * output.element_size() or self.work > MOST * self.largest:
             return False
-        holds = self.pays()
+        holds = self.unsaved is None or self.pays()
         for source in self.sources:
             if source.tensor is not None:
-                source.tensor = source.tensor.detach() if holds else None
-        self.version, self._layout = version_of(output) + change, layout_of(output)
-        device = output.device.type
-        dtype = active_autocast(device)
-        self._autocast = None if dtype is None else (device, dtype)
+                holds_it = holds or self.unsaved is None or id(source.mark) not in self.unsaved
+                source.tensor = source.tensor.detach() if holds_it else None
+        self.version, self._layout = version_of_saved(output) + change, layout_of(output)
+        self._autocast = None
+        if autocast:
+            device = output.device.type
+            dtype = active_autocast(device)
+            self._autocast = None if dtype is None else (device, dtype)
         return True
 
     def pays(self) -> bool:
         """Return whether storing what it needs takes less than its value."""
-        if self.unsaved:
-            self.unsaved = {key: one for key, one in self.unsaved.items() if not one.is_stored()}
-        return not self.unsaved or sum(one.bytes() for one in self.unsaved.values()) < self.size
+        if self.unsaved is None:
+            return True
+        adds: float = 0
+        left = {}
+        for key, source in self.unsaved.items():
+            if not source.is_stored():
+                left[key] = source
+                adds += source.bytes()
+        self.unsaved = left or None
+        return adds < self.size
 
     def claim(self, hooks: Hooks | None) -> Computed | None:
         """Return what computes the value for one more reader; None if a source is gone or was changed."""
@@ -207,14 +245,16 @@ class Computed:
 
     Attributes:
         readers: how many saved tensors and other computations read it.
+        guard: counts changes of the tensor in place; None before it was saved.
 
     """
 
-    __slots__ = ("__weakref__", "_left", "_read_from", "_recompute", "_value", "readers")
+    __slots__ = ("__weakref__", "_left", "_read_from", "_recompute", "_value", "guard", "readers")
 
     def __init__(self, recompute: Recompute, values: Sequence[Stored | Computed]) -> None:
         self._recompute, self._read_from = recompute, values
         self._value: Tensor | None = None
+        self.guard: Tensor | None = None
         self.readers = self._left = 0
 
     def value(self) -> Tensor:
@@ -246,10 +286,14 @@ class Reading:
 
     def __init__(self, computed: Computed, tensor: Tensor) -> None:
         self._computed, self._layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
-        self._guard = version_guard(tensor)
+        if computed.guard is None:
+            computed.guard = version_guard(tensor)
+        self._guard = computed.guard
 
-    def value(self) -> Tensor:
-        """Return the tensor."""
-        if version_of_saved(self._guard) != self._saved_at:
-            raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
-        return self._computed.read(self._layout)
+    def unpack(self) -> Tensor:
+        """Return the tensor to autograd."""
+        version = version_of_saved(self._guard)
+        if version != self._saved_at:
+            raise RuntimeError(CHANGED.format(version, self._saved_at))
+        with quietly() if torch.is_grad_enabled() else without_torch_function():
+            return self._computed.read(self._layout)

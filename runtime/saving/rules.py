@@ -17,6 +17,7 @@ from fitact.runtime.torch_internals import (
     SAFE_SOFTMAX,
     base_of,
     mark_of,
+    storage_id,
     version_of,
     without_torch_function,
 )
@@ -45,7 +46,7 @@ def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[st
         and type(output) in PLAIN
         and output.requires_grad
     ):
-        note(capture.hooks, output, Tensor.to, (args[0], output.dtype), {})
+        note(capture, output, Tensor.to, (args[0], output.dtype), {})
     return output
 
 
@@ -72,7 +73,7 @@ def _changing(
             pure = cheap.PURE[func], args, kwargs
         before = mark.recompute
         if pure is not None and before is not None and before.version == version_of(x) and base_of(x) is None:
-            recompute = note(capture.hooks, x, *pure, version=1)
+            recompute = note(capture, x, *pure, version=1)
             if recompute is None:
                 mark.recompute = None
     output, undecided = capture.made(call, (), {})
@@ -101,7 +102,7 @@ def _dropout(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict
     y = output[0] if isinstance(output, tuple) else output
     if len(masks) == 1:
         bits, mark = masks[0]
-        note(capture.hooks, y, dropped, (x, Source(mark, bits.version, bits.layout, None, None), p), {})
+        note(capture, y, dropped, (x, Source(mark, bits.version, bits.layout, None, None), p), {})
     return output
 
 
@@ -132,15 +133,16 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
 
     def share(*tensors: Tensor) -> None:
         """Store queries, keys and values that are views of one tensor, if their wide copies take more."""
-        sizes = {id(marked(one, capture.hooks)): one.untyped_storage().nbytes() for one in tensors}
-        if all(one.requires_grad for one in tensors) and sum(sizes.values()) < sum(
-            4 * one.numel() for one in tensors
-        ):
-            for one in tensors:
-                mark, version, layout = marked(one, capture.hooks), version_of(one), layout_of(one)
-                if mark.recompute is None and mark.stored(version, layout) is None:
-                    shared.append(Stored(one, capture.hooks, ours=True).settle())
-                    mark.add(shared[-1])
+        storages = [one.untyped_storage() for one in tensors]
+        size = sum(one.nbytes() for one in {storage_id(one): one for one in storages}.values())
+        if not all(one.requires_grad for one in tensors) or size >= sum(4 * one.numel() for one in tensors):
+            return
+        for one, storage in zip(tensors, storages, strict=True):
+            mark = marked(storage, capture.hooks)
+            if mark.recompute is None and mark.stored(version_of(one), layout_of(one)) is None:
+                shared.append(Stored(one, capture.hooks).settle())
+                shared[-1].ours = True
+                mark.add(shared[-1])
 
     output = steps.attention(capture.call, args, kwargs, share)
     return capture.plain(func, args, kwargs) if output is None else output
@@ -160,7 +162,7 @@ def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: d
         given |= {"running_mean": None, "running_var": None}
     x = given.pop("input")
     if type(output) in PLAIN and output.requires_grad:
-        note(capture.hooks, output, F.batch_norm, (x,), given)
+        note(capture, output, F.batch_norm, (x,), given)
     return output
 
 

@@ -7,7 +7,8 @@ tensor can be recomputed. It refers to storages weakly: what autograd frees is f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fitact.runtime.torch_internals import (
     set_mark,
     version_of_saved,
     with_torch_function,
+    without_torch_function,
 )
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -37,28 +39,29 @@ class Mark:
 
     Attributes:
         hooks: those outside of the context; what is stored by them can be read inside of them alone.
+        known: weak references to what is stored of it.
         recompute: how to compute it again.
         casts: weak references to how to compute autocast's copies, by dtype.
 
     """
 
-    __slots__ = ("_stored", "casts", "hooks", "recompute")
+    __slots__ = ("casts", "hooks", "known", "recompute")
 
     def __init__(self, hooks: Hooks | None) -> None:
         self.hooks = hooks
-        self._stored: list[Callable[[], Stored | None]] = []
+        self.known: list[Callable[[], Stored | None]] = []
         self.recompute: Any = None
         self.casts: dict[torch.dtype, Callable[[], Any]] | None = None
 
     def add(self, stored: Stored) -> None:
         """Remember, weakly, what is stored of the memory."""
-        if self._stored:
-            self._stored = [one for one in self._stored if one() is not None]
-        self._stored.append(weakref.ref(stored))
+        if self.known:
+            self.known = [one for one in self.known if one() is not None]
+        self.known.append(weakref.ref(stored))
 
     def stored(self, version: int, layout: Layout) -> Stored | None:
         """Return what is stored from which a tensor can be read, None if nothing is."""
-        for one in self._stored:
+        for one in self.known:
             stored = one()
             if stored is not None and stored.version == version and stored.can_read(layout):
                 return stored
@@ -66,7 +69,7 @@ class Mark:
 
     def same(self, tensor: Tensor, version: int) -> Stored | None:
         """Return the storage of this very tensor, None if there is none."""
-        for one in self._stored:
+        for one in self.known:
             stored = one()
             if stored is not None and stored.version == version and stored.layout == layout_of(tensor):
                 return stored
@@ -74,13 +77,13 @@ class Mark:
 
     def is_stored(self, version: int) -> bool:
         """Return whether the memory is stored in any layout."""
-        return bool(self._stored) and any(
-            (one := ref()) is not None and one.version == version for ref in self._stored
+        return bool(self.known) and any(
+            (one := ref()) is not None and one.version == version for ref in self.known
         )
 
     def ours(self) -> list[Stored]:
         """Return what is stored of the memory that no operation of the model saved."""
-        return [stored for one in self._stored if (stored := one()) is not None and stored.ours]
+        return [stored for one in self.known if (stored := one()) is not None and stored.ours]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copy nothing: what is known of a tensor's memory is not true of a copy's."""
@@ -89,9 +92,8 @@ class Mark:
         return type(None), ()
 
 
-def marked(tensor: Tensor, hooks: Hooks | None) -> Mark:
+def marked(storage: torch.UntypedStorage, hooks: Hooks | None) -> Mark:
     """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""
-    storage = tensor.untyped_storage()
     mark: Mark | None = mark_of(storage)
     if mark is None or mark.hooks != hooks:
         mark = Mark(hooks)
@@ -123,19 +125,18 @@ class Stored:
 
     """
 
-    __slots__ = (
-        *("__weakref__", "_back", "_hooks", "_kept", "_layout", "_left", "_whole"),
-        *("instead", "ours", "readers", "version"),
-    )
+    # of the class, since hardly a storage has another value and many are made
+    ours, instead, readers = False, None, 1
+    _hooks: Hooks | None = None
+    _layout: Layout | None = None
+    _back: Tensor | None = None
+    _left = 0
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None, ours: bool = False) -> None:
+    def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         self._kept: Any = tensor.detach()
-        self._hooks, self.ours = hooks, ours
         self.version = version_of_saved(tensor)
-        self.instead: Any = None
-        self._layout: Layout | None = None
-        self._back: Tensor | None = None
-        self.readers, self._left = 1, 0
+        if hooks is not None:
+            self._hooks = hooks
 
     @property
     def layout(self) -> Layout:
@@ -154,11 +155,15 @@ class Stored:
             self._kept = self._hooks[0](tensor)
         return self
 
+    def unpack(self) -> Tensor:
+        """Return the tensor to autograd."""
+        if self.instead is not None:
+            value: Tensor = self.instead.unpack()
+            return value
+        return self.value()
+
     def value(self) -> Tensor:
         """Return the tensor; raises RuntimeError if it was changed in place."""
-        if self.instead is not None:
-            value: Tensor = self.instead.value()
-            return value
         if self._hooks is not None:
             return self._unpacked(self.layout)
         tensor: Tensor = self._kept
@@ -220,13 +225,16 @@ class Stored:
 class Bits(Stored):
     """A mask, or the factors 0 and 1/(1 - p) of dropout, in one bit an element."""
 
-    __slots__ = ("_factor",)
-
     def __init__(self, mask: Tensor, hooks: Hooks | None, p: float | None = None) -> None:
         super().__init__(pack_bits(mask if mask.dtype == torch.bool else mask != 0), hooks)
         self.settle()
         self._factor = None if p is None else (mask.dtype, p)
         self.version, self._layout = version_of_saved(mask), layout_of(mask)
+
+    def unpack(self) -> Tensor:
+        """Return the mask to autograd."""
+        with quietly():
+            return self.read(self.layout)
 
     def value(self) -> Tensor:
         """Return the mask, or the factors."""
@@ -249,12 +257,15 @@ class Bits(Stored):
 class Small(Stored):
     """Indices of int64 in a dtype of fewer bytes."""
 
-    __slots__ = ()
-
     def __init__(self, index: Tensor, hooks: Hooks | None, dtype: torch.dtype) -> None:
         super().__init__(index.to(dtype), hooks)
         self.settle()
         self.version, self._layout = version_of_saved(index), layout_of(index)
+
+    def unpack(self) -> Tensor:
+        """Return the indices to autograd."""
+        with quietly():
+            return self.read(self.layout)
 
     def value(self) -> Tensor:
         """Return the indices."""
@@ -268,6 +279,13 @@ class Small(Stored):
     def can_read(self, layout: Layout) -> bool:
         """Return True: what is stored are all of the memory's indices."""
         return True
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Enter a context in which autograd and modes of `torch.overrides` see no operation."""
+    with without_torch_function(), torch.no_grad():
+        yield
 
 
 def is_parameter(tensor: Tensor) -> bool:

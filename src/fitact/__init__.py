@@ -2,6 +2,7 @@
 
     fitact.activation("gelu", bits=3)    an nn.Module in place of nn.GELU()
     fitact.convert(model)                all activations of a model, in place
+    with fitact.saving(): ...            any code, which saves less for backward
 
 The command line makes new ones: `fitact fit`, `fitact codegen`, `fitact plot`.
 """
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fitact.runtime.convert.rebuild import rebuild
     from fitact.runtime.convert.replacement import revert
     from fitact.runtime.plan.ways import revert_plan
+    from fitact.runtime.saving import saving
 
 __all__ = [
     "FitWarning",
@@ -44,6 +46,7 @@ __all__ = [
     "rebuild",
     "revert",
     "revert_plan",
+    "saving",
     "shipped",
 ]
 # Names that need PyTorch, with the modules they are imported from on first use.
@@ -60,6 +63,7 @@ LAZY = {
     "rebuild": "fitact.runtime.convert.rebuild",
     "revert": "fitact.runtime.convert.replacement",
     "revert_plan": "fitact.runtime.plan.ways",
+    "saving": "fitact.runtime.saving",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fitact import saving
 from fitact.errors import UsageError
-from fitact.runtime.saving import saving
+from fitact.runtime.memory.peak import peak_memory
 from tests.convert.test_convert_models import model_of
 from tests.rebuild.test_rebuild import (
     AROUND,
@@ -33,7 +35,7 @@ from tests.rebuild.test_rebuild import (
     observed,
     train,
 )
-from tests.rebuild.test_rebuild_models import inputs_of, made
+from tests.rebuild.test_rebuild_models import SCRIPT, inputs_of, made, run
 
 
 def pair(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -125,6 +127,61 @@ def test_models(name: str, autocast: bool) -> None:
 
     before, after = (kept_of(model, lambda context=context: run(context)) for context in (cast(None), saving()))
     assert after < SHARES[name][autocast] * before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_peak(name: str, dtype: torch.dtype) -> None:
+    inputs = inputs_of(name, dtype, size=16)
+    peaks = []
+    for context in (cast(None), saving()):
+        model = made(name, dtype)
+
+        def step(model: Any = model, context: Any = context) -> None:
+            with context:
+                loss = model(**inputs).loss
+            loss.backward()
+
+        peaks.append(peak_memory(step, model)["total"])
+    assert peaks[1] < peaks[0]
+
+
+def test_processes(tmp_path: Path) -> None:
+    """DDP and FSDP2, by block, in half precision, and by layer: each process has the baseline's gradients."""
+    script = SCRIPT.replace("fitact.rebuild(model)", "pass").replace(
+        "        model(x).float()",
+        "        with saving() if rebuilt else nullcontext():\n            y = model(x)\n        y.float()",
+    )
+    script = script.replace("import fitact\n", "from contextlib import nullcontext\nfrom fitact import saving\n")
+    run(script, tmp_path, "ddp", "blocks", "half", "parts")
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiled() -> None:
+    """Compiled functions go inside; the context in one breaks its graph."""
+    model = MODELS["mlp"]()
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def inside(x: Tensor) -> Tensor:
+        with saving():
+            y: Tensor = compiled(x)
+        return y
+
+    def within(x: Tensor) -> Tensor:
+        with saving():
+            y: Tensor = model(x)
+        return y
+
+    steps = [inside, torch.compile(within, backend="aot_eager")]
+    expected = observed(model, lambda model, x: train(model, x), X)
+    for call in steps:
+        model.zero_grad()
+        assert not differences(
+            expected, observed(model, lambda _, x, call=call: train(model, x, lambda _, x: call(x)), X)
+        )
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="saving is for eager code"):
+        torch.compile(within, backend="aot_eager", fullgraph=True)(X)
 
 
 def test_second_derivatives() -> None:
