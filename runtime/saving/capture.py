@@ -106,7 +106,7 @@ class Capture(TorchFunctionMode):
             own = recompute is not None and storage is output.untyped_storage()
             computed = recompute.claim(self.hooks) if own and recompute is not None else None
             if computed is not None:
-                stored.recompute_instead(Reading(computed, output))
+                stored.recompute_instead(Reading(computed, output, self.hooks is not None))
             else:
                 self.settle(stored, storage)
         return output
@@ -151,7 +151,7 @@ class Capture(TorchFunctionMode):
         if recompute is not None and recompute.version == version and not mark.is_stored(version):
             computed = recompute.claim(self.hooks)
             if computed is not None:
-                return Reading(computed, tensor)
+                return Reading(computed, tensor, self.hooks is not None)
         if not grows:
             stored = self._in_fewer_bytes(tensor, mark)
         if stored is None:

@@ -55,10 +55,13 @@ class Source:
             return self.recompute.claim(hooks)
         stored = self.mark.stored(self.version, self.layout)
         if stored is not None:
+            if not stored.is_current():
+                return None
             stored.readers += 1
+            stored.claimed = True
         elif self.tensor is not None and version_of_saved(self.tensor) == self.version and self._has_memory():
             stored = Stored(self.tensor, hooks).settle()
-            stored.ours = True
+            stored.ours = stored.claimed = True
             self.mark.add(stored)
         return stored
 
@@ -280,20 +283,26 @@ class Computed:
 
 
 class Reading:
-    """A saved tensor that is computed in backward, or a view of one; raises if it was changed in place."""
+    """A saved tensor that is computed in backward, or a view of one; raises if it was changed in place.
+
+    Args:
+        computed: what computes it.
+        tensor: what autograd saves.
+        outside: whether there are hooks outside of the context; PyTorch checks no changes then.
+
+    """
 
     __slots__ = ("_computed", "_guard", "_layout", "_saved_at")
 
-    def __init__(self, computed: Computed, tensor: Tensor) -> None:
+    def __init__(self, computed: Computed, tensor: Tensor, outside: bool) -> None:
         self._computed, self._layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
-        if computed.guard is None:
+        if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
         self._guard = computed.guard
 
     def unpack(self) -> Tensor:
         """Return the tensor to autograd."""
-        version = version_of_saved(self._guard)
-        if version != self._saved_at:
-            raise RuntimeError(CHANGED.format(version, self._saved_at))
+        if self._guard is not None and version_of_saved(self._guard) != self._saved_at:
+            raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
         with quietly() if torch.is_grad_enabled() else without_torch_function():
             return self._computed.read(self._layout)

@@ -66,13 +66,14 @@ def _changing(
     mark = mark_of(x.untyped_storage())
     recompute = None
     if mark is not None:
-        for stored in mark.ours():
+        for stored in mark.claimed():
             with without_torch_function(), torch.no_grad():
                 stored.copy()
         if func in cheap.PURE:
             pure = cheap.PURE[func], args, kwargs
         before = mark.recompute
-        if pure is not None and before is not None and before.version == version_of(x) and base_of(x) is None:
+        usable = before is not None and before.version == version_of(x) and base_of(x) is None
+        if pure is not None and usable and all(one.dtype == x.dtype for one in args if isinstance(one, Tensor)):
             recompute = note(capture, x, *pure, version=1)
             if recompute is None:
                 mark.recompute = None
@@ -81,7 +82,7 @@ def _changing(
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
         computed = recompute.claim(capture.hooks) if own and recompute is not None else None
         if computed is not None:
-            stored.recompute_instead(Reading(computed, x))
+            stored.recompute_instead(Reading(computed, x, capture.hooks is not None))
         else:
             capture.settle(stored, storage)
     return output

@@ -21,6 +21,7 @@ from fitact.runtime.torch_internals import (
     base_of,
     mark_of,
     set_mark,
+    version_guard,
     version_of_saved,
     with_torch_function,
     without_torch_function,
@@ -81,9 +82,9 @@ class Mark:
             (one := ref()) is not None and one.version == version for ref in self.known
         )
 
-    def ours(self) -> list[Stored]:
-        """Return what is stored of the memory that no operation of the model saved."""
-        return [stored for one in self.known if (stored := one()) is not None and stored.ours]
+    def claimed(self) -> list[Stored]:
+        """Return what is stored of the memory that something is recomputed from."""
+        return [stored for one in self.known if (stored := one()) is not None and stored.claimed]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copy nothing: what is known of a tensor's memory is not true of a copy's."""
@@ -119,17 +120,19 @@ class Stored:
 
     Attributes:
         version: how often it had been changed in place.
-        ours: whether no operation of the model saved it, but something is recomputed from it.
+        ours: whether no operation of the model saved it.
+        claimed: whether something is recomputed from it.
         instead: what it is computed by, if that turned out to add less.
         readers: how many operations and computations read it.
 
     """
 
     # of the class, since hardly a storage has another value and many are made
-    ours, instead, readers = False, None, 1
+    ours, claimed, instead, readers = False, False, None, 1
     _hooks: Hooks | None = None
     _layout: Layout | None = None
     _back: Tensor | None = None
+    _copied: Tensor | None = None
     _left = 0
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
@@ -150,6 +153,7 @@ class Stored:
         if self._hooks is not None:
             tensor: Tensor = self._kept
             self._layout, self._whole = layout_of(tensor), is_dense(tensor)
+            self._guard = version_guard(tensor)
             if self._whole and not tensor.is_contiguous():
                 tensor = tensor.as_strided((tensor.numel(),), (1,), 0)
             self._kept = self._hooks[0](tensor)
@@ -175,7 +179,7 @@ class Stored:
         """Return a tensor of the same memory."""
         if self._hooks is not None:
             return self._unpacked(layout)
-        return in_layout(self.value(), layout)
+        return in_layout(self.value() if self._copied is None else self._copied, layout)
 
     def _unpacked(self, layout: Layout) -> Tensor:
         assert self._hooks is not None
@@ -208,14 +212,23 @@ class Stored:
         """Return whether a tensor of the same memory can be read from what is stored."""
         return self._hooks is None or self._whole or layout == self.layout
 
+    def is_current(self) -> bool:
+        """Return whether what is stored is still the tensor as it was saved, or a copy of that."""
+        counts = self._kept if self._hooks is None else self._guard
+        return self._copied is not None or version_of_saved(counts) == self.version
+
     def copy(self) -> None:
-        """Store a copy, because the tensor is about to be changed in place, which PyTorch would allow."""
-        if self._hooks is None:
+        """Copy the tensor for what is recomputed from it: it is about to be changed in place.
+
+        PyTorch would allow this if no operation saved it, or none whose backward runs.
+        """
+        if self._hooks is None and self._copied is None:
             tensor: Tensor = self._kept
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             size, stride, offset = self.layout
-            whole.set_(tensor.untyped_storage().clone(), offset, size, stride)
-            self._kept, self.version = whole, version_of_saved(whole)
+            self._copied.set_(tensor.untyped_storage().clone(), offset, size, stride)
+            if self.ours:
+                self._kept = None
 
     def recompute_instead(self, reading: Any) -> None:
         """Store nothing: the tensor can be recomputed."""
@@ -230,6 +243,10 @@ class Bits(Stored):
         self.settle()
         self._factor = None if p is None else (mask.dtype, p)
         self.version, self._layout = version_of_saved(mask), layout_of(mask)
+
+    def is_current(self) -> bool:
+        """Return True: what is stored is a tensor of its own."""
+        return True
 
     def unpack(self) -> Tensor:
         """Return the mask to autograd."""
@@ -261,6 +278,10 @@ class Small(Stored):
         super().__init__(index.to(dtype), hooks)
         self.settle()
         self.version, self._layout = version_of_saved(index), layout_of(index)
+
+    def is_current(self) -> bool:
+        """Return True: what is stored is a tensor of its own."""
+        return True
 
     def unpack(self) -> Tensor:
         """Return the indices to autograd."""

@@ -1,0 +1,151 @@
+"""Random programs: loss and gradients in the context are PyTorch's bit for bit, and errors where its are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fitact import saving
+
+SHAPE = (4, 5, 16)
+HALF = torch.bfloat16
+Pick = Callable[[], Tensor]
+
+
+def _pair(pick: Pick) -> tuple[Tensor, Tensor]:
+    first, second = torch.cat([pick(), pick()], -1).chunk(2, -1)
+    return first, second
+
+
+def _assigned(x: Tensor) -> Tensor:
+    x[:, 0] = 0.25
+    return x
+
+
+def _added(x: Tensor, y: Tensor) -> Tensor:
+    x += y.to(x.dtype)
+    return x
+
+
+def _repeated(x: Tensor) -> Tensor:
+    return x.unsqueeze(2).expand(-1, -1, 3, -1).reshape(4, -1, 16)[:, :5]
+
+
+def _attention(pick: Pick, p: float) -> Tensor:
+    return F.scaled_dot_product_attention(pick()[None], pick()[None], pick()[None], dropout_p=p)[0]
+
+
+def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
+    """Return functions of tensors that they pick; each may pick the same one several times."""
+    plain = [F.gelu, F.silu, torch.tanh, torch.sigmoid, F.relu, F.leaky_relu, torch.exp, torch.clone]
+    return [
+        *(lambda pick, one=one: one(pick()) for one in plain),
+        lambda pick: pick() + pick(),
+        lambda pick: pick() - pick(),
+        lambda pick: pick() * pick(),
+        lambda pick: pick().pow(2),
+        lambda pick: F.linear(pick(), weight, bias),
+        lambda pick: F.linear(pick(), weight),
+        lambda pick: F.layer_norm(pick(), (16,)),
+        lambda pick: F.rms_norm(pick(), (16,)),
+        lambda pick: pick() * torch.rsqrt(pick().float().pow(2).mean(-1, keepdim=True) + 1e-3),
+        lambda pick: F.batch_norm(pick().transpose(1, 2), None, None, training=True).transpose(1, 2),
+        lambda pick: F.softmax(pick(), -1),
+        lambda pick: F.softmax(pick(), -1, dtype=torch.float32),
+        lambda pick: F.dropout(pick(), 0.3),
+        lambda pick: F.dropout(F.gelu(pick()), 0.5, inplace=True),
+        lambda pick: pick().to(HALF),
+        lambda pick: pick().to(torch.float32),
+        lambda pick: pick().transpose(0, 1).contiguous().transpose(0, 1),
+        lambda pick: pick()[torch.randperm(4)],
+        lambda pick: pick().masked_fill(pick() > 0, 0.5),
+        lambda pick: torch.where(pick() > 0, pick(), pick()),
+        lambda pick: pick().clone().add_(1),
+        lambda pick: (pick() * 2).mul_(pick()),
+        lambda pick: (pick() + 1).relu_(),
+        lambda pick: F.silu(pick() * 2, inplace=True),
+        lambda pick: _added(pick() * 1.5, pick()),
+        lambda pick: _assigned(pick() + 0.5),
+        lambda pick: pick().add_(1),  # PyTorch may raise in backward
+        lambda pick: _attention(pick, 0.0),
+        lambda pick: _attention(pick, 0.2),
+        lambda pick: (pick() @ pick().transpose(-1, -2)).softmax(-1) @ pick(),
+        lambda pick: (lambda u, g: u * F.silu(g))(*_pair(pick)),
+        lambda pick: pick().detach() * pick(),
+        lambda pick: _repeated(pick()),
+        lambda pick: torch.stack([pick(), pick()]).mean(0),
+    ]
+
+
+def program(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return a loss: the sum of the last results of random operations, drawn from the generator of Python."""
+    results, made = [x], operations(weight, bias)
+    for _ in range(random.randint(3, 14)):
+        result = random.choice(made)(lambda: random.choice(results[-4:]))
+        if result.shape == SHAPE:
+            results.append(result)
+    return torch.stack([(one.float() * torch.linspace(-1, 1, 16)).sum() for one in results[-2:]]).sum()
+
+
+def outcome(seed: int, context: Callable[[], AbstractContextManager[Any]]) -> list[Tensor | None] | str:
+    """Return the loss and the gradients of a program, or which error it raises."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    weight, bias = torch.randn(16, 16) * 0.3, torch.randn(16)
+    inputs = [one.requires_grad_() for one in (torch.randn(SHAPE), weight, bias)]
+    around: Callable[..., Any] = program
+    if seed % 5 == 0:
+        around = partial(_again, seed)
+    try:
+        outside = saved_tensors_hooks(_copy, Tensor.detach) if seed % 7 == 0 else nullcontext()
+        with torch.autocast("cpu", HALF) if seed % 3 == 0 else nullcontext(), outside, context():
+            loss = around(*inputs)
+        loss.backward(retain_graph=seed % 4 == 1)
+        if seed % 4 == 1:
+            loss.backward()
+    except RuntimeError as error:
+        return type(error).__name__
+    return [loss.detach(), *(one.grad for one in inputs)]
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Return a copy with the same strides, as of what is stored elsewhere."""
+    return torch.empty(0, dtype=x.dtype).set_(
+        x.untyped_storage().clone(), x.storage_offset(), x.size(), x.stride()
+    )
+
+
+def _again(seed: int, *inputs: Tensor) -> Any:
+    """Run a program in a checkpoint, which draws the same operations when it runs again."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        random.seed(seed)
+        return program(*inputs)
+
+    return checkpoint(run, *inputs, use_reentrant=False)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(one, marks=pytest.mark.full) for one in (10_000, 20_000))])
+def test_random_programs(first: int) -> None:
+    raised = 0
+    for seed in range(first, first + (300 if first == 0 else 1500)):
+        expected, found = outcome(seed, nullcontext), outcome(seed, saving)
+        if isinstance(expected, str):
+            raised += 1
+            assert found == expected, seed
+            continue
+        assert not isinstance(found, str), (seed, found)
+        for one, other in zip(expected, found, strict=True):
+            assert (one is None) == (other is None), seed
+            assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7)), seed  # type: ignore[union-attr]
+    assert raised  # such programs are among them
