@@ -28,11 +28,10 @@ from .safety import admitted
 RUNTIME = (
     "__init__.py",
     "autocast.py",
-    "philox.py",
     "recipes.py",
     "torch_internals.py",
-    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "learned", "math")),
-    *(f"kernels/{name}.py" for name in ("stochastic", "tiles", "triton_compat")),
+    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "learned", "math", "tiles")),
+    "kernels/triton_compat.py",
     *(f"learned/{name}.py" for name in ("__init__", "function", "ops")),
     *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "factors", "gate_ops", "gates", "inductor")),
     *(f"ops/{name}.py" for name in ("launch", "library", "reference", "reference_math", "registry")),

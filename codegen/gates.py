@@ -7,9 +7,9 @@ from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import is_identity
-from fitact.fitter.records.gate import Code, CodedGateFit
+from fitact.fitter.records.coded import CodedFit
+from fitact.fitter.records.gate import CodedGateFit
 from fitact.fitter.records.kinds import AnyGateFit
-from fitact.fitter.records.stochastic import StochasticFit
 
 from . import dialects, printers
 from .tables import lines, pairs, search_steps
@@ -22,7 +22,6 @@ def context(fit: AnyGateFit) -> dict[str, Any]:
     return {
         "kept": _kept(codes),
         "exact": codes == (None, None),
-        "drawn": isinstance(codes[0], StochasticFit),
         "factors": [
             {"of": "g", "name": "a", **_tables(codes[0])},
             {"of": "u", "name": "b", **_tables(codes[1])},
@@ -33,7 +32,7 @@ def context(fit: AnyGateFit) -> dict[str, Any]:
     }
 
 
-def _kept(codes: Sequence[Code | None]) -> str:
+def _kept(codes: Sequence[CodedFit | None]) -> str:
     texts = [
         f"{argument} as it is" if code is None else f"{code.bits} bits of {argument}"
         for argument, code in zip("gu", codes, strict=True)
@@ -41,17 +40,15 @@ def _kept(codes: Sequence[Code | None]) -> str:
     return "g and u" if codes == (None, None) else " and ".join(texts)
 
 
-def _tables(code: Code | None) -> dict[str, Any]:
-    """Return the tables of a code, for the template: borders or nodes; all are empty for a kept argument."""
+def _tables(code: CodedFit | None) -> dict[str, Any]:
+    """Return the tables of a code, for the template: all are empty for a kept argument."""
     if code is None:
-        return {"borders": [], "nodes": [], "table": [], "bits": 0, "steps": 0}
-    borders, nodes = ((), code.nodes) if isinstance(code, StochasticFit) else (code.borders, ())
+        return {"borders": [], "table": [], "bits": 0, "steps": 0}
     return {
-        "borders": lines(borders),
-        "nodes": lines(nodes),
+        "borders": lines(code.borders),
         "table": pairs(code),
         "bits": code.bits,
-        "steps": search_steps(borders) if borders else 0,
+        "steps": search_steps(code.borders),
     }
 
 

@@ -25,7 +25,6 @@ from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
-from fitact.fitter.records.stochastic import StochasticFit
 
 from . import dialects, gates, learned, printers
 from .approximants import choice
@@ -119,8 +118,6 @@ def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
         return "step.py.j2", value | _step(fit)
     if isinstance(fit, CodedFit):
         return "coded.py.j2", value | _coded(fit)
-    if isinstance(fit, StochasticFit):
-        return "stochastic.py.j2", value | _stochastic(fit)
     if isinstance(fit, ExactFit):
         return "exact.py.j2", value | _exact(fit)
     return "inverted.py.j2", value | _inverted(fit)
@@ -181,16 +178,6 @@ def _coded(fit: CodedFit) -> dict[str, Any]:
         "reach": f"{fit.reach:.4g}" if fit.reach else None,
         "steps": search_steps(fit.borders),
         "borders": lines(fit.borders),
-        "table": pairs(fit),
-    }
-
-
-def _stochastic(fit: StochasticFit) -> dict[str, Any]:
-    return {
-        "kept": _bits(fit.bits),
-        "bits": fit.bits,
-        "domain": " to ".join(f"{end:g}" for end in (fit.nodes[0], fit.nodes[-1])),
-        "nodes": lines(fit.nodes),
         "table": pairs(fit),
     }
 

@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from fitact.fitter.records.gate import Code
+from fitact.fitter.records.coded import CodedFit
 
 
 def search_steps(borders: Iterable[float]) -> int:
@@ -21,7 +21,7 @@ def lines(numbers: Iterable[float]) -> list[Sequence[str]]:
     return [texts[at : at + 4] for at in range(0, len(texts), 4)]
 
 
-def pairs(code: Code) -> list[list[list[str]]]:
+def pairs(code: CodedFit) -> list[list[list[str]]]:
     """Return the texts of the value and the derivative of each code, two codes to a line."""
     texts = [[repr(one) for one in pair] for pair in zip(code.values, code.derivatives, strict=True)]
     return [texts[at : at + 2] for at in range(0, len(texts), 2)]

@@ -125,14 +125,12 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "fitter.methods.inverted_published.published",
             "fitter.methods.exact.fit",
             "fitter.methods.coded.fit",
-            "fitter.methods.coded.fit_stochastic",
             "fitter.records.reading.read",
             "fitter.records.reading.from_json",
             "fitter.records.fit.StepFit",
             "fitter.records.fit.InvertedFit",
             "fitter.records.fit.ExactFit",
             "fitter.records.coded.CodedFit",
-            "fitter.records.stochastic.StochasticFit",
             "fitter.plot.draw",
         ),
     ),
@@ -237,8 +235,7 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         "least that any function of that output and code could reach. For a code of `x`, from which `f` and `f′` "
         "are looked up, the errors of both are for normal `x` of deviation σ, relative to their root mean "
         "squares; up to `|x|` = *reach* the error of `f` is at most 5 %. Those of a gate `h(g, u)` are of both "
-        "gradients and of `h`, for independent normal `g` and `u`, and over the random numbers where codes are "
-        "drawn (`_stochastic`). Those of a formula with learned numbers "
+        "gradients and of `h`, for independent normal `g` and `u`. Those of a formula with learned numbers "
         "are of `f`, of `f′` and of its derivatives in these, the numbers at their starts.",
     ]
     named: dict[str, list[AnyFit]] = {}

@@ -17,10 +17,9 @@ from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
 from fitact.fitter.records.approximants import Bits
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import Code, CodedGateFit, GateFit
+from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
-from fitact.fitter.records.stochastic import StochasticFit
 from fitact.pictures import blank, check_format, defaults, literal, save
 
 if TYPE_CHECKING:
@@ -90,7 +89,6 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
         ExactFit: (_draw_exact,),
         InvertedFit: (_draw_over_output, _draw_over_input),
         CodedFit: (_draw_tables, _draw_reach),
-        StochasticFit: (_draw_means,),
         LearnedFit: (_draw_formula,),
         ExactLearnedFit: (_draw_formula,),
     }
@@ -161,45 +159,18 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
 
 
 def _draw_tables(fit: CodedFit, upper: Axes, lower: Axes) -> None:
-    x, code = _coded_inputs(fit, _coded_view(fit))
-    found = np.array([fit.values, fit.derivatives])[:, code]
-    errors = _draw_looked_up(fit, upper, lower, x, found, "table")
+    low, high = max(fit.domain[0], -REACH), min(fit.domain[1], REACH)
+    x, code = _coded_inputs(fit, np.linspace(*((low, high) if low < high else fit.domain), POINTS))
+    rows = (("value", "f", EXACT, FITTED), ("derivative", "f\\,'", ERROR, SECOND))
+    for (of, name, color, more), table in zip(rows, (fit.values, fit.derivatives), strict=True):
+        exact, found = getattr(fit.activation, of)(x), np.array(table)[code]
+        _line(upper, x, found, color=more, linewidth=1.6, label=f"table of ${name}$")
+        _line(upper, x, exact, color=color, linewidth=1.0, label=f"${name}$ exact")
+        _line(lower, x, found - exact, color=more, linewidth=0.8)
+    upper.set_xlim(x[0], x[-1])
+    errors = ", ".join(f"{fit.error[f'{of}_1']:.2g} of ${name}$" for of, name, *_ in rows)
     _dress(fit, upper, lower, f"{2**fit.bits} cells, $J$ = {fit.error['objective']:.4g}\nx normal: error {errors}")
     upper.set_ylabel("value and derivative")
-
-
-def _draw_means(fit: StochasticFit, upper: Axes, lower: Axes) -> None:
-    x = _coded_view(fit)
-    nodes = np.array(fit.nodes)
-    x = np.union1d(x, nodes[(x[0] <= nodes) & (nodes <= x[-1])])
-    means, variances = fit.looked_up(x)
-    errors = _draw_looked_up(fit, upper, lower, x, means, "mean", np.sqrt(variances))
-    _dress(fit, upper, lower, f"{2**fit.bits} nodes, shaded: deviation; x normal: error {errors}")
-    upper.set_ylabel("value and derivative")
-    lower.set_ylabel("error of the mean")
-
-
-def _coded_view(fit: Code) -> Array:
-    """Return points of the part of the domain that is drawn, evenly spaced."""
-    low, high = max(fit.domain[0], -REACH), min(fit.domain[1], REACH)
-    return np.linspace(*((low, high) if low < high else fit.domain), POINTS)
-
-
-def _draw_looked_up(
-    fit: Code, upper: Axes, lower: Axes, x: Array, found: Array, what: str, deviations: Array | None = None
-) -> str:
-    """Draw what is looked up for f and f′, (2, points), and return the errors for x normal with deviation 1."""
-    rows = (("value", "f", EXACT, FITTED), ("derivative", "f\\,'", ERROR, SECOND))
-    for i, (of, name, color, more) in enumerate(rows):
-        exact = getattr(fit.activation, of)(x)
-        if deviations is not None:
-            ends = found[i] - deviations[i], found[i] + deviations[i]
-            upper.fill_between(_shown(x), *ends, color=more, alpha=0.25, linewidth=0)
-        _line(upper, x, found[i], color=more, linewidth=1.6, label=f"{what} of ${name}$")
-        _line(upper, x, exact, color=color, linewidth=1.0, label=f"${name}$ exact")
-        _line(lower, x, found[i] - exact, color=more, linewidth=0.8)
-    upper.set_xlim(x[0], x[-1])
-    return ", ".join(f"{fit.error[f'{of}_1']:.2g} of ${name}$" for of, name, *_ in rows)
 
 
 def _draw_reach(fit: CodedFit, upper: Axes, lower: Axes) -> None:

@@ -45,22 +45,20 @@ from .kernels.math import (
     tanh_softplus_half,
     tsech2,
 )
-from .kernels.stochastic import drawn_forward_tile, drawn_gate_forward_tile
 from .kernels.tiles import backward_tile, encode, forward_tile, pick, quotient
 from .kernels.triton_compat import constexpr, jit, tl
 from .learned.function import LearnedModule, apply_learned
 from .learned.ops import Learned, Number, register_learned
 from .ops import reference_math
 from .ops.autograd import apply
-from .ops.factors import CodedFactor, DrawnFactor, Factor
+from .ops.factors import CodedFactor, Factor
 from .ops.gate_ops import Gate, register_gate
 from .ops.gates import apply_gate
-from .ops.registry import Coded, Exact, Inverted, Step, Stochastic, register
+from .ops.registry import Coded, Exact, Inverted, Step, register
 
 __all__ = [
     "Coded",
     "CodedFactor",
-    "DrawnFactor",
     "Exact",
     "Factor",
     "Gate",
@@ -69,7 +67,6 @@ __all__ = [
     "LearnedModule",
     "Number",
     "Step",
-    "Stochastic",
     "apply",
     "apply_gate",
     "apply_learned",
@@ -79,8 +76,6 @@ __all__ = [
     "coded_forward_tile",
     "constexpr",
     "cosh",
-    "drawn_forward_tile",
-    "drawn_gate_forward_tile",
     "encode",
     "erfc",
     "exp_full",

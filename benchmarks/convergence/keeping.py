@@ -23,7 +23,6 @@ from fitact.fitter.methods import coded
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.reading import read
-from fitact.runtime.ops import reference
 
 BLOCK = 64  # numbers that share a scale
 WIDE = -65504.0, 65504.0  # the domain of wide fits
@@ -115,28 +114,6 @@ def _coded(bits: int, *, wide: bool = False) -> Keeper:
     return Keeper(f"coded{bits}{kind}", f"codes of {bits} bits{', wide' if wide else ''}", bits, keep, restore)
 
 
-@cache
-def _drawn_tables(function: str, bits: int) -> tuple[Tensor, tuple[tuple[float, ...], ...]]:
-    made = coded.fit_stochastic(Activation.of(function), bits, f"{function}_coded{bits}_stochastic")
-    positions = reference.positions(made.nodes, made.values, FUNCTIONS[function])
-    return positions, (made.values, made.derivatives)
-
-
-def _drawn(bits: int) -> Keeper:
-    """Return a keeper of codes that are drawn at random."""
-
-    def keep(function: str, x: Tensor) -> Kept:
-        seed = torch.randint(1 << 62, (1,))
-        return (reference.draw(x.contiguous(), _drawn_tables(function, bits)[0], bits, seed),)
-
-    def restore(function: str, kept: Kept, shape: torch.Size, dtype: torch.dtype) -> StandIns:
-        value, derivative = _drawn_tables(function, bits)[1]
-        found = [reference.look_up(table, kept[0], bits, shape, dtype) for table in (value, derivative)]
-        return found[0], found[1]
-
-    return Keeper(f"drawn{bits}", f"codes of {bits} bits, drawn at random", bits, keep, restore)
-
-
 def _rounded(
     name: str, label: str, bits: int, keep: Callable[[Tensor], Kept], wide: Callable[..., Tensor]
 ) -> Keeper:
@@ -196,7 +173,6 @@ KEEPERS = {
         _int8("int8_block", f"int8, scale of {BLOCK}", BLOCK),
     )
 }
-DRAWN = {keeper.name: keeper for keeper in map(_drawn, (8, 6, 5, 4))}
 EXACT = Keeper(
     "exact", "exact", 32, lambda _, x: (x,), _rounded("", "", 32, lambda x: (x,), lambda _, x: x).restore
 )

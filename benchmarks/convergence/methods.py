@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
 
-from .keeping import DRAWN as DRAWN_KEEPERS
 from .keeping import EXACT as WHOLE
 from .keeping import KEEPERS
 from .models import Block, Transformer
@@ -109,17 +108,16 @@ def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
 
-FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, DRAWN, FACTORS, COMPILED, LEARNED = (
+FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, FACTORS, COMPILED, LEARNED = (
     "Few-Bit",
     "other methods",
     "stochastic quantisation of the input",
     "codes of the input, and float8",
-    "codes drawn at random",
     "both factors of a gate coded",
     "compiled",
     "with learned numbers",
 )
-_KEEPERS = {**KEEPERS, **DRAWN_KEEPERS, WHOLE.name: WHOLE}
+_KEEPERS = {**KEEPERS, WHOLE.name: WHOLE}
 EXACT = Method("exact", "exact", "exact")
 METHODS = {
     method.name: method
@@ -142,10 +140,6 @@ METHODS = {
             for k in (1, 2, 3, 4)
         ),
         *(Method(f"coded{k}", f"codes, {k} bits", CODES, keepers=(f"coded{k}", "exact")) for k in (8, 6, 5, 4)),
-        *(
-            Method(f"drawn{k}", f"codes drawn at random, {k} bits", DRAWN, keepers=(f"drawn{k}", "exact"))
-            for k in (8, 6, 5, 4)
-        ),
         Method("float8", "float8 e4m3", CODES, keepers=("e4m3", "exact")),
         Method("coded6-8", "codes, 6 and 8 bits", FACTORS, keepers=("coded6", "coded8")),
         Method("float8-8", "float8 e4m3, both", FACTORS, keepers=("e4m3", "e4m3")),
@@ -168,7 +162,7 @@ METHODS = {
 def methods_of(task: str, setting: str) -> tuple[str, ...]:
     """Return which methods a task is trained with in a setting, by their names."""
     families = {
-        "codes": (CODES, DRAWN, *([FACTORS] if task == "gated" else [])),
+        "codes": (CODES, *([FACTORS] if task == "gated" else [])),
         "compiled": (COMPILED,),
         "learned": (LEARNED,),
     }.get(setting, (FEW_BIT, OTHER, RANDOM))

@@ -22,13 +22,11 @@ LEAST = 3  # seeds: with two, an interval is 13 times as wide as the differences
 COMPARISONS = {
     "exact": [(name, EXACT.name) for name in METHODS if name != EXACT.name],
     "same bits": [(f"fewbit{k}", f"stochastic{k}") for k in (1, 2, 3, 4)],
-    "same size": [(f"drawn{k}", f"coded{k}") for k in (8, 6, 5, 4)],
     "same parameters": [("norms", "norms-stock")],
 }
 DIFFERENCES = {
     "exact": "Differences from it",
     "same bits": "Differences of Few-Bit from stochastic quantisation of as many bits",
-    "same size": "Differences of codes drawn at random from the nearest codes of as many bits",
     "same parameters": "Difference of memory-sharing norms from stock norms whose affine part is merged too",
 }
 

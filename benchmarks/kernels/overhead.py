@@ -40,13 +40,13 @@ class Nothing(Pointwise):
 
     keeps_output = False
 
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.new_empty(3 * 1024, dtype=torch.uint8)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(dy, dtype=dtype)
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         pass
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:

@@ -26,7 +26,7 @@ import triton
 from fitact.codegen.generate import search_steps
 from fitact.runtime.kernels.triton_compat import constexpr, jit, tl
 from fitact.runtime.ops.factors import CodedFactor
-from fitact.runtime.ops.registry import LookedUp
+from fitact.runtime.ops.registry import Coded
 from fitact.runtime.plan.devices import DEVICES
 from tests.support.instructions import (
     DTYPES,
@@ -253,7 +253,7 @@ def traffic(kernel: AnyKernel, dtype: str) -> Traffic:
         return Traffic((2 if kernel.pass_ == "backward" else 1) * size, size)
     if isinstance(kernel, Kernel):
         codes = kernel.activation.bits / 8
-        looked_up = isinstance(kernel.activation, LookedUp)
+        looked_up = isinstance(kernel.activation, Coded)
         if forward:
             gathers = 0 if not looked_up else _encoding(dtype, kernel.activation.borders)
             return Traffic(size, size + codes, gathers)

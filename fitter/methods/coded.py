@@ -10,7 +10,6 @@ stationary point nearby, where x at a border costs the same in both neighbouring
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,21 +21,18 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.expr.evaluate import Array
-from fitact.fitter.numerics import stochastic
 from fitact.fitter.numerics.coding import Objective, Steps, errors, reach
 from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.coded import DEVIATIONS, MAX_DOMAIN, CodedFit
-from fitact.fitter.records.gate import BITS_U, KEPT, Code, CodedGateFit, combined
+from fitact.fitter.records.gate import BITS_U, KEPT, CodedGateFit, combined
 from fitact.fitter.records.learned import CodedLearnedFit
 from fitact.fitter.records.learned import errors as errors_at_points
-from fitact.fitter.records.stochastic import StochasticFit
 from fitact.fitter.records.validate import check_bits
 
 from .fewbit import check_finite, check_height, check_width, round_borders, without_noise
 
 METHOD = "coded"
-NEAREST = "nearest"  # of the roundings
 CELLS = 4000  # grid of the programme, some 16 for each of 256 levels; its optimum is then refined
 DOMAIN = (-64.0, 64.0)
 WEIGHT = "student(3)"  # heavy tails: serves inputs of deviation 0.5 to 4 without a scale, and their outliers
@@ -105,69 +101,6 @@ def fit(
         reach=reach(objective, borders, tables[0]),
         error=errors(objective, borders, tables, DEVIATIONS),
         options={"cells": cells},
-    )
-    _warn(fitted)
-    return fitted
-
-
-def fit_stochastic(
-    activation: Activation,
-    bits: int,
-    name: str,
-    *,
-    domain: tuple[float, float] = DOMAIN,
-    weight: Weight | None = None,
-) -> StochasticFit:
-    """Fit the nodes of a code that is drawn at random, such that F is f(x) in the mean.
-
-    The nodes are numbers of bfloat16: the ends of the domain, and where f turns, are among them. The others are
-    those with the least J, the mean over x and over the random numbers, where D_i = f′(x_i). Then D is made anew:
-    its mean at x is nearest to f′(x), in the mean square.
-
-    Args:
-        activation: what to fit, f.
-        bits: 3 to 8.
-        name: the fit's name, a Python identifier.
-        domain: the interval [A, B] on which F is f in the mean; its ends become the nearest numbers of bfloat16
-            within.
-        weight: how much an error counts; by default the density of Student's t with 3 degrees of freedom.
-
-    Returns:
-        The fit. Its `error["objective"]` is J.
-
-    Raises:
-        UsageError: as by `fit`; or f turns more often than there are codes, or the domain has fewer numbers of
-            bfloat16.
-
-    Warns:
-        FitWarning: as by `fit`.
-
-    """
-    check_bits(bits, StochasticFit.BITS)
-    objective = _objective(activation, domain, weight, CELLS)
-    programme = stochastic.Programme(objective)
-    nodes = programme.at[programme.best(2**bits)]
-    values = activation.value(nodes).astype(np.float32).astype(np.float64)
-    slopes = stochastic.derivatives(objective, nodes, values)
-    scale = np.maximum(np.abs(slopes), np.sqrt(objective.mean_squares[1]))
-    slopes = without_noise(slopes, scale).astype(np.float32).astype(np.float64)
-    fitted = StochasticFit(
-        name=name,
-        method=StochasticFit.METHODS[0],
-        activation=activation,
-        bits=bits,
-        domain=objective.domain,
-        weight=objective.weight,
-        nodes=tuple(nodes.tolist()),
-        values=tuple(values.tolist()),
-        derivatives=tuple(slopes.tolist()),
-        error=stochastic.errors(
-            objective,
-            stochastic.positions(nodes, values, activation.value),
-            np.stack([values, slopes]),
-            np.union1d(programme.at, objective.moments.grid),
-            DEVIATIONS,
-        ),
     )
     _warn(fitted)
     return fitted
@@ -296,7 +229,7 @@ def _gaps(objective: Objective, borders: Array) -> Array:
     return np.asarray(np.minimum(widths[:-1], widths[1:]))
 
 
-def _warn(fit: CodedFit | StochasticFit) -> None:
+def _warn(fit: CodedFit) -> None:
     """Warn if a fit is worse than it seems."""
     float_check.warn(fit.activation)
     what = fit.activation.name or quote(fit.activation.expression)
@@ -321,7 +254,6 @@ def fit_gate(
     bits_u: int = KEPT,
     weight: Weight | None = None,
     weight_u: Weight | None = None,
-    rounding: str = NEAREST,
 ) -> CodedGateFit:
     """Fit the code of g of a gate a(g)·b(u), and that of u if it is to have one.
 
@@ -332,7 +264,6 @@ def fit_gate(
         bits_u: 6 or 8, of a code of u; 16 to keep u as it is.
         weight: how much an error counts by g; as in `fit`.
         weight_u: by u, where that is coded; likewise.
-        rounding: `"nearest"`, or `"stochastic"` for codes that are drawn at random, as by `fit_stochastic`.
 
     Returns:
         The fit, whose parts are those of `fit` for a and b.
@@ -345,9 +276,8 @@ def fit_gate(
         raise UsageError(
             f"--bits-u: expected {', '.join(map(str, BITS_U))}, or {KEPT} to keep u as it is, got {quote(bits_u)}"
         )
-    made: Callable[..., Code] = fit if rounding == NEAREST else fit_stochastic
-    code_u = None if bits_u == KEPT else made(gate.b, bits_u, name, weight=weight_u)
-    return _gate_of(gate, made(gate.a, bits, name, weight=weight), code_u)
+    code_u = None if bits_u == KEPT else fit(gate.b, bits_u, name, weight=weight_u)
+    return _gate_of(gate, fit(gate.a, bits, name, weight=weight), code_u)
 
 
 def fit_gate_again(gate_fit: CodedGateFit) -> CodedGateFit:
@@ -356,17 +286,15 @@ def fit_gate_again(gate_fit: CodedGateFit) -> CodedGateFit:
     return _gate_of(gate_fit.activation, again(gate_fit.code_g), code_u)
 
 
-def _gate_of(gate: Gate, code_g: Code, code_u: Code | None) -> CodedGateFit:
+def _gate_of(gate: Gate, code_g: CodedFit, code_u: CodedFit | None) -> CodedGateFit:
     error = combined(code_g, code_u)
     return CodedGateFit(
         name=code_g.name, method="gate_coded", activation=gate, code_g=code_g, code_u=code_u, error=error
     )
 
 
-def again(code: Code) -> Code:
+def again(code: CodedFit) -> CodedFit:
     """Fit a code again from its record: the same bytes, if nothing has changed."""
-    if isinstance(code, StochasticFit):
-        return fit_stochastic(code.activation, code.bits, code.name, domain=code.domain, weight=code.weight)
     cells = int(code.options.get("cells", CELLS))
     return fit(code.activation, code.bits, code.name, domain=code.domain, weight=code.weight, cells=cells)
 

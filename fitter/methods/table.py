@@ -17,7 +17,6 @@ from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import CodedGateFit, GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit, AnyPlainFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
-from fitact.fitter.records.stochastic import StochasticFit
 
 from . import coded, exact, fewbit, inverted, inverted_published, relumix
 
@@ -30,9 +29,9 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "relumix": ("bits", "objective", "restarts", "seed"),
         "inverted": ("bits", "domain", "tol", "family"),
         "exact": (),
-        "coded": ("bits", "domain", "weight", "rounding"),
+        "coded": ("bits", "domain", "weight"),
     },
-    "gates": {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u", "rounding")},
+    "gates": {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u")},
     "formulas": {"rebuild": (), "exact": (), "coded": ("bits", "domain", "weight")},
 }
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
@@ -68,8 +67,7 @@ def _made(method: str, activation: Activation, name: str, **options: Any) -> Any
         return inverted.fit(activation, name, **options)
     bits = options.pop("bits")
     if method == "coded":
-        stochastic = options.pop("rounding", coded.NEAREST) != coded.NEAREST
-        return (coded.fit_stochastic if stochastic else coded.fit)(activation, bits, name, **options)
+        return coded.fit(activation, bits, name, **options)
     if method == "relumix":
         return relumix.fit(activation, bits, name, **options)
     return fewbit.fit(activation, bits, name, **options)
@@ -102,7 +100,7 @@ def again(fit: AnyFit) -> AnyFit:
         return coded.fit_gate_again(fit)
     if isinstance(fit, GateFit):
         return make_gate("rebuild", fit.activation, fit.name)
-    if isinstance(fit, CodedFit | StochasticFit):
+    if isinstance(fit, CodedFit):
         with _fitting(fit.activation):
             return coded.again(fit)
     if isinstance(fit, LearnedFit | ExactLearnedFit):

@@ -158,22 +158,22 @@ def errors(objective: Objective, borders: Array, tables: Array, deviations: tupl
     off = (both - tables[:, np.searchsorted(borders, at)]) ** 2
     found = {"objective": float((objective.weight(at) * objective.shares(both) * off * widths).sum())}
     for deviation in deviations:
-        density = normal(objective, at, deviation) * widths
+        density = _normal(objective, at, deviation) * widths
         for what, error, square in zip(("value", "derivative"), off, both**2, strict=True):
             missed, whole = float((density * error).sum()), float((density * square).sum())
             if missed and not whole:
-                raise vanishing(objective, what, deviation)
+                raise _vanishing(objective, what, deviation)
             found[f"{what}_{deviation:g}"] = np.sqrt(missed / whole) if missed else 0.0
     return {key: float(f"{value:.10g}") for key, value in found.items()}
 
 
-def normal(objective: Objective, at: Array, deviation: float) -> Array:
+def _normal(objective: Objective, at: Array, deviation: float) -> Array:
     """Return a normal density, relative to its height where the domain is nearest to 0: so nothing underflows."""
     nearest = min(max(objective.domain[0], 0.0), objective.domain[1])
     return np.asarray(np.exp((nearest**2 - at**2) / (2 * deviation**2)))
 
 
-def vanishing(objective: Objective, what: str, deviation: float) -> UsageError:
+def _vanishing(objective: Objective, what: str, deviation: float) -> UsageError:
     """Return the error that f or its derivative is 0 where a normal density has its mass."""
     return UsageError(
         f"{objective.activation}: its {what} is 0 for x normal with deviation {deviation:g}: no error is relative "

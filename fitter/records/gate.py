@@ -10,11 +10,9 @@ from fitact.fitter.analysis.gate import Gate
 
 from .coded import DEVIATIONS, CodedFit, by_deviation
 from .fit import Fit
-from .stochastic import StochasticFit
 
 BITS_U = (6, 8)  # of a code of u
 KEPT = 16  # stands for u kept as it is
-Code = CodedFit | StochasticFit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class CodedGateFit(Fit):
     The errors of the tables combine: dg = dh·a′(g)·b(u) takes those of a′ and b, du = dh·a(g)·b′(u) those of a and
     b′, and h those of a and b. `error` has the root of the sum of their squares for g and u independent and normal
     with deviation σ, in the notation of `CodedFit.error`; products of errors are left out. Where u is kept as it
-    is, b and b′ have no error. Either both codes are drawn at random, independently, or neither is.
+    is, b and b′ have no error.
 
     Attributes:
         activation: the gate.
@@ -55,8 +53,8 @@ class CodedGateFit(Fit):
     ERRORS = by_deviation("dg", "du", "h")
 
     activation: Gate
-    code_g: Code
-    code_u: Code | None
+    code_g: CodedFit
+    code_u: CodedFit | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,9 +75,6 @@ class CodedGateFit(Fit):
                     f"{what}.activation: expected the factor {quote(factor.expression)} of {self.activation}, got "
                     f"{quote(part.activation.expression)}"
                 )
-        if self.code_u is not None and type(self.code_u) is not type(self.code_g):
-            of_g, of_u = self.code_g.method, self.code_u.method
-            raise UsageError(f"code_u.method: expected that of code_g, {quote(of_g)}, got {quote(of_u)}")
         if self.code_u is not None and self.code_u.bits not in BITS_U:
             raise UsageError(f"code_u.bits: expected {' or '.join(map(str, BITS_U))}, got {self.code_u.bits}")
         found = combined(self.code_g, self.code_u)
@@ -96,7 +91,7 @@ class CodedGateFit(Fit):
         return self.code_g.bits
 
 
-def combined(a: Code, b: Code | None) -> dict[str, float]:
+def combined(a: CodedFit, b: CodedFit | None) -> dict[str, float]:
     """Return the errors of a coded gate from those of its parts, see `CodedGateFit`."""
     sources = {"dg": ("derivative", "value"), "du": ("value", "derivative"), "h": ("value", "value")}
     return {

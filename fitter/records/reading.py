@@ -20,7 +20,6 @@ from .fit import SCHEMA, activation_record
 from .gate import CodedGateFit, GateFit
 from .kinds import KINDS, AnyFit
 from .learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
-from .stochastic import StochasticFit
 from .validate import check_keys, label, mapping, number, objects, record_of, text
 
 MAX_BYTES = 1 << 20
@@ -60,21 +59,23 @@ def _from_json(source: str) -> AnyFit:
 def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
     """Return a fit of a kind from its fields."""
     expected = {part.name for part in fields(kind)}
+    method = record.get("method", kind.METHODS[0])
+    if method not in kind.METHODS:
+        raise UsageError(f"method: expected one of {', '.join(kind.METHODS)}, got {quote(method)}")
     for name in sorted(expected ^ set(record)):
         if name in expected:
             raise UsageError(f"{name}: missing")
-        method = next((method for method in kind.METHODS if method == record.get("method")), kind.METHODS[0])
         raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
     own: dict[str, Any] = {
         "activation": _READ.get(kind, _activation)(record["activation"]),
         "error": mapping(record["error"], "error", (int, float)),
         **{name: read(record[name], name) for name, read in kind.READ.items()},
-        **{name: _part(record[name], name, kind) for name in kind.PARTS},
+        **{name: _part(record[name], name) for name in kind.PARTS},
     }
     return kind(name=record["name"], method=record["method"], **own)
 
 
-def _part(value: object, what: str, within: type[AnyFit]) -> AnyFit | None:
+def _part(value: object, what: str) -> AnyFit | None:
     """Return a coded fit within a fit; only the code of u may be null, for none."""
     optional = what == "code_u"
     if value is None and optional:
@@ -82,8 +83,7 @@ def _part(value: object, what: str, within: type[AnyFit]) -> AnyFit | None:
     if not isinstance(value, dict):
         raise UsageError(f"{what}: expected an object{' or null' if optional else ''}, got {quote(value)}")
     try:
-        drawn = value.get("method") in StochasticFit.METHODS and within is CodedGateFit
-        return _fit(StochasticFit if drawn else CodedFit, value)
+        return _fit(CodedFit, value)
     except FitactError as error:
         raise UsageError(f"{what}.{error}") from None
 

@@ -1,6 +1,6 @@
 """The ops and their autograd.
 
-    fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key, Tensor? seed) -> (Tensor y, Tensor codes)
+    fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
     fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
@@ -16,9 +16,6 @@ The ops see only contiguous tensors. Before calling them, `apply` permutes any i
 undoes the permutation, so codes and gradient are always in the same order. `dims` is the permutation back (None
 for none, as AOTInductor takes no empty list): PyTorch's own activations round differently in different layouts,
 and the PyTorch path evaluates them in the caller's layout.
-
-`seed`, int64 (1,), is given where codes are drawn at random. Each call draws one from PyTorch's generator, also
-without gradients: a checkpoint runs forward twice, first without them, and must draw the same both times.
 """
 
 from __future__ import annotations
@@ -47,9 +44,8 @@ from .library import (
     save_key,
     with_signature,
 )
-from .registry import LookedUp, Pointwise, Stochastic, find, refuse_second_derivative
+from .registry import Coded, Pointwise, find, refuse_second_derivative
 
-SEEDS = (1 << 63) - 1  # how many there are
 Dims = Sequence[int] | None
 
 
@@ -75,16 +71,15 @@ def apply(x: Tensor, key: str) -> Tensor:
         return _distributed(x, key)
     check_dtype(activation.name, x)
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
-    seed = torch.randint(SEEDS, (1,), device=x.device) if isinstance(activation, Stochastic) else None
     if not may_need_gradient(x):
         return _uncoded(activation, x, dtype)
     if x.device.type in KERNEL_DEVICES:
         decode.prepare(key, str(x.device))
     order = None if x.is_contiguous() else memory_order(x)
     if order is None:
-        return _differentiable(x.contiguous(), None, dtype, key, seed)
+        return _differentiable(x.contiguous(), None, dtype, key)
     dims = inverse(order)
-    return _differentiable(x.permute(order), dims, dtype, key, seed).permute(dims)
+    return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
 
 
 def may_need_gradient(x: Tensor) -> bool:
@@ -130,13 +125,13 @@ def _distributed(x: Any, key: str) -> Tensor:
     return y
 
 
-def _differentiable(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None) -> Tensor:
+def _differentiable(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> Tensor:
     if torch.compiler.is_compiling():
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
-        y: Tensor = ops.forward(x, dims, dtype, key, seed)[0]
+        y: Tensor = ops.forward(x, dims, dtype, key)[0]
     else:
-        y, codes, _ = _Pointwise.apply(x, dims, dtype, key, seed)
-        if isinstance(find(key), LookedUp):
+        y, codes, _ = _Pointwise.apply(x, dims, dtype, key)
+        if isinstance(find(key), Coded):
             note(y, partial(ops.decode, size=y.shape, dtype=y.dtype, key=key), codes, exact=False)
     return y
 
@@ -175,8 +170,8 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None) -> tuple[Tensor, ...]:
-        return *ops.forward(x, dims, dtype, key, seed), x.new_empty(0)
+    def forward(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, ...]:
+        return *ops.forward(x, dims, dtype, key), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -186,11 +181,11 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 5
+            return (None,) * 4
         y, codes, autograd_anchor = ctx.saved_tensors
         name, op = find(ctx.key).name, "backward"
         dx = Gradients.apply(name, autograd_anchor, op, dy.contiguous(), y, codes, ctx.dtype, ctx.key)
-        return dx, None, None, None, None
+        return dx, None, None, None
 
 
 def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -199,9 +194,7 @@ def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
     return y.clone() if y is x else y
 
 
-def _forward_reference(
-    x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _forward_reference(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     activation = find(key)
     with torch.no_grad():
         y = _value(activation, x.permute(list(dims)) if dims else x, dtype)
@@ -209,7 +202,7 @@ def _forward_reference(
             # set_: the result may be a permutation of y, but not a view, which could not be changed in place
             y = y.permute(inverse(dims)).contiguous()
             y = x.new_empty(0, dtype=dtype).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
-        return y, activation.encode(x, dtype, seed)
+        return y, activation.encode(x, dtype)
 
 
 def _backward_reference(
@@ -219,14 +212,12 @@ def _backward_reference(
         return find(key).gradient(grad, output, codes, dtype)
 
 
-def _forward_triton(
-    x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _forward_triton(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     if x.dtype not in KERNEL_DTYPES:
-        return _forward_reference(x, dims, dtype, key, seed)
+        return _forward_reference(x, dims, dtype, key)
     activation = find(key)
     y, codes = _forward_fake(x, dims, dtype, key)
-    activation.run_forward(Launch(x, activation.threads(x, y)), x, y, codes, seed)
+    activation.run_forward(Launch(x, activation.threads(x, y)), x, y, codes)
     return y, codes
 
 
@@ -245,14 +236,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 5
+        return (None,) * 4
     y, codes = ctx.saved_tensors
-    return ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None, None
+    return ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None
 
 
-def _forward_fake(
-    x: Tensor, dims: Dims, dtype: torch.dtype, key: str, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _forward_fake(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
     # one dimension: a compiler would specialise on a dimension of tiles that is 1
     size = reference.bytes_of_codes(x, find(key).bits)
     return torch.empty_like(x, dtype=dtype), x.new_empty(size, dtype=torch.uint8)
@@ -267,11 +256,9 @@ def _in_words(key: str) -> bool:
 
 
 def _forward_vmap(
-    info: Any, in_dims: Any, x: Tensor, _: Any, dtype: torch.dtype, key: str, seed: Tensor | None = None
+    info: Any, in_dims: Any, x: Tensor, _: Any, dtype: torch.dtype, key: str
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     size, dim = info.batch_size, in_dims[0]
-    if seed is not None:
-        raise RuntimeError(f"{find(key).name}: vmap cannot draw codes at random: call it on the whole batch")
     shape = x.movedim(dim, 0).shape
     y, codes = ops.forward(batched(x, dim, size, in_words=_in_words(key)), None, dtype, key)
     y = y[:, : shape[1:].numel()].reshape(shape)
@@ -294,7 +281,7 @@ define(
     "pointwise",
     {
         "forward": Op(
-            "(Tensor x, int[]? dims, ScalarType dtype, str key, Tensor? seed=None) -> (Tensor, Tensor)",
+            "(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor, Tensor)",
             _forward_reference,
             _forward_triton,
             _forward_fake,

@@ -17,10 +17,10 @@ from ..torch_internals import constant_in_graphs
 from . import reference
 from .launch import Launch
 from .library import KERNEL_DTYPES, Op, ops
-from .registry import LookedUp, find
+from .registry import Coded, find
 
 
-def coded(key: str) -> LookedUp:
+def coded(key: str) -> Coded:
     """Return a coded activation.
 
     Raises:
@@ -28,7 +28,7 @@ def coded(key: str) -> LookedUp:
 
     """
     activation = find(key)
-    if not isinstance(activation, LookedUp):
+    if not isinstance(activation, Coded):
         kind = type(activation).__name__
         raise TypeError(f"{activation.name}: expected an activation with values to look up, got a {kind}")
     return activation
@@ -42,7 +42,7 @@ def prepare(key: str, device: str) -> None:
     without numbers need none.
     """
     activation = find(key)
-    if isinstance(activation, LookedUp) and type(torch.empty(0)) is Tensor:
+    if isinstance(activation, Coded) and type(torch.empty(0)) is Tensor:
         activation.argument.tables(torch.device(device))
 
 

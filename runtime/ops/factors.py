@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from .library import KERNEL_DTYPES
 
 
 class Tables(NamedTuple):
-    """What kernels read for codes that say in which cell x lies.
+    """What kernels read for codes.
 
     Attributes:
         codes: by dtype, as `reference.first_codes` returns them.
@@ -47,30 +46,6 @@ class Tables(NamedTuple):
         )
 
 
-class DrawnTables(NamedTuple):
-    """What kernels read for codes that are drawn at random.
-
-    Attributes:
-        positions: int32, as `reference.positions` returns them.
-        values: float32, (2^bits,).
-        derivatives: likewise.
-
-    """
-
-    positions: Tensor
-    values: Tensor
-    derivatives: Tensor
-
-    @classmethod
-    def on(
-        cls, device: torch.device, nodes: Sequence[float], table: Sequence[Sequence[float]], value: Any
-    ) -> DrawnTables:
-        """Return the tables of nodes, of values and derivatives by code, and of a function, on a device."""
-        values, derivatives = zip(*table, strict=True)
-        rows = (torch.tensor(row, dtype=torch.float32) for row in (values, derivatives))
-        return cls(*(one.to(device) for one in (reference.positions((*nodes,), values, value), *rows)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Factor:
     """A factor that keeps its argument x as it is, and computes everything again from it.
@@ -87,16 +62,13 @@ class Factor:
         """Bits of a code; 0 where x is kept."""
         return 0
 
-    def encode(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> Tensor:
-        """Return the codes of x, uint8 (`reference.bytes_of_codes`,), in the order of its elements.
-
-        `seed`, int64 (1,), and `stream` choose the random numbers, where codes are drawn with some.
-        """
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the codes of x, uint8 (`reference.bytes_of_codes`,), in the order of its elements."""
         return x.new_empty(0, dtype=torch.uint8)
 
-    def value_and_codes(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> tuple[Tensor, Tensor]:
+    def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value of x, and the codes of x."""
-        return self.value(x), self.encode(x, seed, stream)
+        return self.value(x), self.encode(x)
 
     def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the value from what is kept, as `dtype`."""
@@ -118,14 +90,16 @@ class Factor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookedUpFactor(Factor):
+class CodedFactor(Factor):
     """A factor that keeps a code of its argument, by which value and derivative are looked up.
 
     Attributes:
+        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
         table: for each code the value and the derivative.
 
     """
 
+    borders: tuple[float, ...]
     table: tuple[tuple[float, float], ...]
 
     @cached_property
@@ -168,23 +142,7 @@ class LookedUpFactor(Factor):
         tables = self.on(device)
         return tables.values, None if self.linear else tables.derivatives
 
-    @abstractmethod
-    def on(self, device: torch.device) -> Tables | DrawnTables:
-        """Return what kernels read on a device, made once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedFactor(LookedUpFactor):
-    """One whose code says in which cell x lies.
-
-    Attributes:
-        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
-
-    """
-
-    borders: tuple[float, ...]
-
-    def encode(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> Tensor:
+    def encode(self, x: Tensor) -> Tensor:
         """Return the codes of x."""
         return reference.encode(x.contiguous(), self.borders, self.bits, even=False)
 
@@ -201,41 +159,4 @@ class CodedFactor(LookedUpFactor):
 
     @cached_property
     def _tables(self) -> dict[torch.device, Tables]:
-        return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawnFactor(LookedUpFactor):
-    """One whose code is drawn at random, such that the value looked up is that of x in the mean.
-
-    Attributes:
-        nodes: 2^bits numbers of bfloat16, increasing, for each code the one that it stands for.
-
-    """
-
-    nodes: tuple[float, ...]
-
-    def encode(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> Tensor:
-        """Return codes of x, drawn with the random numbers of a seed and a stream.
-
-        Raises:
-            RuntimeError: there is no seed.
-
-        """
-        return reference.draw(
-            x.contiguous(), self.on(x.device).positions, self.bits, reference.seeded(seed), stream
-        )
-
-    def coding(self, codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return what a kernel takes to write codes of x: these, and the positions of numbers of bfloat16."""
-        return codes, self.on(x.device).positions, None
-
-    def on(self, device: torch.device) -> DrawnTables:
-        """Return what kernels read on a device, made once."""
-        if device not in self._tables:
-            self._tables[device] = DrawnTables.on(device, self.nodes, self.table, self.value)
-        return self._tables[device]
-
-    @cached_property
-    def _tables(self) -> dict[torch.device, DrawnTables]:
         return {}

@@ -1,15 +1,13 @@
 """The ops of gates h = a(g)·b(u), and which gates there are.
 
-    fitact::gate_forward(Tensor g, Tensor u, str key, Tensor? seed=None) -> (Tensor h, Tensor codes of g,
-                                                                             Tensor codes of u)
+    fitact::gate_forward(Tensor g, Tensor u, str key) -> (Tensor h, Tensor codes of g, Tensor codes of u)
     fitact::gate_backward(Tensor dh, Tensor g, Tensor u, bool, bool, str key) -> (Tensor dg, Tensor du)
     fitact::gate_value(Tensor g, Tensor u, SymInt[] size, ScalarType dtype, str key) -> Tensor h
 
 Like the ops of `autograd`, they are opaque to PyTorch. In backward and value, g and u are what is kept of them:
-the tensors themselves, or their codes; the two bools say which gradients are wanted. `seed`, int64 (1,), is given
-where codes are drawn at random: those of g by one stream of random numbers, those of u by another. Codes are in
-the order of the elements, whatever the layouts of g and u, which may differ: halves of one tensor are kept as
-views. The result h is laid out like g, and gradients like dh.
+the tensors themselves, or their codes; the two bools say which gradients are wanted. Codes are in the order of the
+elements, whatever the layouts of g and u, which may differ: halves of one tensor are kept as views. The result h
+is laid out like g, and gradients like dh.
 
 Values are those of PyTorch's composition: a(g) rounded to the dtype, and then multiplied. So are the gradients
 where g and u are kept: dh·b(u) goes through PyTorch's own backward of a, and dh·a(g) through that of b.
@@ -26,10 +24,10 @@ from torch import Tensor
 
 from ..torch_internals import constant_in_graphs
 from . import reference
-from .factors import DrawnFactor, Factor
+from .factors import Factor
 from .launch import Launch, threads_of
 from .library import KERNEL_DTYPES, Op, Registry, alone, batched, define, ops, save_key
-from .registry import DRAWING, home_of
+from .registry import home_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +55,6 @@ class Gate:
     def exact(self) -> bool:
         """Whether g and u are kept as they are."""
         return not (self.a.bits or self.b.bits)
-
-    @property
-    def drawn(self) -> bool:
-        """Whether codes are drawn at random."""
-        return any(isinstance(factor, DrawnFactor) for factor in (self.a, self.b))
 
     @property
     def in_words(self) -> bool:
@@ -96,12 +89,10 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ by PyTorch's operators
 
 
-def _forward_reference(
-    g: Tensor, u: Tensor, key: str, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_reference(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor]:
     gate = find(key)
     with alone(g):
-        (a, codes_g), (b, codes_u) = gate.a.value_and_codes(g, seed, 0), gate.b.value_and_codes(u, seed, 1)
+        (a, codes_g), (b, codes_u) = gate.a.value_and_codes(g), gate.b.value_and_codes(u)
         return like(a * b, g), codes_g, codes_u
 
 
@@ -137,19 +128,15 @@ def prepare(key: str, device: str) -> None:
             factor.tables(torch.device(device))
 
 
-def _forward_triton(g: Tensor, u: Tensor, key: str, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_triton(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor]:
     gate = find(key)
     if g.dtype not in KERNEL_DTYPES or gate.forward is None:
-        return _forward_reference(g, u, key, seed)
+        return _forward_reference(g, u, key)
     laid_out, codes_g, codes_u = _forward_fake(g, u, key)
     h = laid_out if laid_out.is_contiguous() else laid_out.new_empty(laid_out.shape)
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
-    tables = gate.a.coding(codes_g, g), gate.b.coding(codes_u, u)
-    if gate.drawn:
-        (*of_g, _), (*of_u, _) = tables
-        Launch(h, DRAWING)(gate.forward, g, u, h, *of_g, *of_u, reference.seeded(seed), *rows_g, *rows_u)
-    else:
-        Launch(h, threads_of(h.dtype))(gate.forward, g, u, h, *tables[0], *tables[1], *rows_g, *rows_u)
+    tables = (*gate.a.coding(codes_g, g), *gate.b.coding(codes_u, u))
+    Launch(h, threads_of(h.dtype))(gate.forward, g, u, h, *tables, *rows_g, *rows_u)
     return h if h is laid_out else laid_out.copy_(h), codes_g, codes_u
 
 
@@ -199,20 +186,20 @@ def _rows(x: Tensor) -> tuple[Tensor, int | None, int | None]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    g, u, ctx.key, _ = inputs
+    g, u, ctx.key = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*kept(find(ctx.key), g, u, *output[1:]))
 
 
-def _differentiate(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+def _differentiate(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None]:
     if dh is None:
-        return None, None, None, None
+        return None, None, None
     wants_g, wants_u = ctx.needs_input_grad[:2]
     dg, du = ops.gate_backward(dh, *ctx.saved_tensors, wants_g, wants_u, ctx.key)
-    return dg if wants_g else None, du if wants_u else None, None, None
+    return dg if wants_g else None, du if wants_u else None, None
 
 
-def _forward_fake(g: Tensor, u: Tensor, key: str, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor]:
     gate = find(key)
     codes = [g.new_empty(reference.bytes_of_codes(g, one.bits), dtype=torch.uint8) for one in (gate.a, gate.b)]
     return torch.empty_like(g), codes[0], codes[1]
@@ -244,11 +231,9 @@ def _batched_kept(
 
 
 def _forward_vmap(
-    info: Any, in_dims: Any, g: Tensor, u: Tensor, key: str, seed: Tensor | None = None
+    info: Any, in_dims: Any, g: Tensor, u: Tensor, key: str
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     gate, size, (dim_g, dim_u, *_) = find(key), info.batch_size, in_dims
-    if seed is not None:
-        raise RuntimeError(f"{gate.name}: vmap cannot draw codes at random: call it on the whole batch")
     shape = u.movedim(dim_u, 0).shape if dim_g is None else g.movedim(dim_g, 0).shape
     whole = [batched(one, dim, size, in_words=gate.in_words) for one, dim in ((g, dim_g), (u, dim_u))]
     h, *codes = ops.gate_forward(*whole, key)
@@ -285,7 +270,7 @@ define(
     "gate",
     {
         "gate_forward": Op(
-            "(Tensor g, Tensor u, str key, Tensor? seed=None) -> (Tensor, Tensor, Tensor)",
+            "(Tensor g, Tensor u, str key) -> (Tensor, Tensor, Tensor)",
             _forward_reference,
             _forward_triton,
             _forward_fake,

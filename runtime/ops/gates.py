@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..recipes import note, plain
 from ..torch_internals import in_functorch_transform
-from .autograd import SEEDS, may_need_gradient
+from .autograd import may_need_gradient
 from .gate_ops import Gate, find, kept, like, prepare
 from .library import KERNEL_DEVICES, Gradients, check_dtype, ops, with_signature
 
@@ -25,9 +25,8 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
             gets the placements of g.
         key: the key of a registered gate.
 
-    If codes are drawn at random, each call draws a seed from PyTorch's generator of the device. If g is kept as
-    codes and u as it is, a u that is part of a larger tensor is copied, so that the rest of that tensor is not
-    kept.
+    If g is kept as codes and u as it is, a u that is part of a larger tensor is copied, so that the rest of that
+    tensor is not kept.
 
     Returns:
         A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
@@ -43,7 +42,6 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     _check(gate, g, u)
     if type(g).__name__ == "DTensor":
         return _distributed(g, u, key)
-    seed = torch.randint(SEEDS, (1,), device=g.device) if gate.drawn else None
     if not (may_need_gradient(g) or may_need_gradient(u)):
         return like(gate.a.value(g) * gate.b.value(u), g)
     if g.device.type in KERNEL_DEVICES:
@@ -51,9 +49,9 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
     if gate.a.bits and not gate.b.bits:
         u = _by_itself(u)
     if torch.compiler.is_compiling():
-        compiled: Tensor = ops.gate_forward(g, u, key, seed)[0]
+        compiled: Tensor = ops.gate_forward(g, u, key)[0]
         return compiled
-    h, of_g, of_u, _ = _Gate.apply(g, u, key, seed)
+    h, of_g, of_u, _ = _Gate.apply(g, u, key)
     again = partial(ops.gate_value, size=h.shape, dtype=h.dtype, key=key)
     return note(h, again, *kept(gate, g, u, of_g, of_u), exact=gate.exact)
 
@@ -110,22 +108,22 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(g: Tensor, u: Tensor, key: str, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return *ops.gate_forward(g, u, key, seed), g.new_empty(0)
+    def forward(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return *ops.gate_forward(g, u, key), g.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (g, u, ctx.key, _), (_, codes_g, codes_u, autograd_anchor) = inputs, output
+        (g, u, ctx.key), (_, codes_g, codes_u, autograd_anchor) = inputs, output
         ctx.mark_non_differentiable(codes_g, codes_u)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept(find(ctx.key), g, u, codes_g, codes_u), autograd_anchor)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None]:
         if dh is None:
-            return None, None, None, None
+            return None, None, None
         kept_g, kept_u, autograd_anchor = ctx.saved_tensors
         wants_g, wants_u = ctx.needs_input_grad[:2]
         name, op = find(ctx.key).name, "gate_backward"
         dg, du = Gradients.apply(name, autograd_anchor, op, dh, kept_g, kept_u, wants_g, wants_u, ctx.key)
-        return dg if wants_g else None, du if wants_u else None, None, None
+        return dg if wants_g else None, du if wants_u else None, None

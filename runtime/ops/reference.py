@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..philox import words
 from . import inductor
 
 ROWS = 8
@@ -196,76 +195,6 @@ def first_codes(
     upper = torch.arange(PATTERNS, dtype=torch.int32) << 16
     least = torch.where(upper < 0, upper | (PATTERNS - 1), upper)  # for negative numbers, the largest in size
     return _search(least.view(torch.float32), borders).to(device, torch.uint8)
-
-
-def positions(nodes: tuple[float, ...], values: tuple[float, ...], value: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the positions of all numbers of bfloat16 by their bits, int32 (PATTERNS,), 0 for NaN.
-
-    That of node i is 65536·i; from there to the next it rises with f in proportion, from one value to the next.
-    """
-    numbers = _numbers(torch.bfloat16).to(torch.float64)
-    at, table = torch.tensor(nodes, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
-    x = numbers.nan_to_num(nan=nodes[0]).clamp(nodes[0], nodes[-1])
-    cell = (torch.bucketize(x, at, right=True) - 1).clamp(0, len(nodes) - 2)
-    rise = table.diff()[cell]
-    share = ((value(x) - table[cell]) / rise).clamp(0, 1)
-    share = torch.where(rise == 0, 0.0, share)
-    share = torch.where(x <= nodes[0], 0.0, torch.where(x >= nodes[-1], 1.0, share))
-    return (cell * PATTERNS + (share * PATTERNS).round().to(torch.int64)).to(torch.int32)
-
-
-def seeded(seed: Tensor | None, name: str = "") -> Tensor:
-    """Return a seed, int64 (1,); raise a RuntimeError if there is none, which begins with a name if given."""
-    if seed is None:
-        of = f"{name}: " if name else ""
-        raise RuntimeError(f"{of}expected a seed, int64 (1,), as codes are drawn at random, got none")
-    return seed
-
-
-def draw(x: Tensor, table: Tensor, bits: int, seed: Tensor, stream: int = 0) -> Tensor:
-    """Return codes of a contiguous tensor that are drawn at random, laid out as `encode` lays them out.
-
-    Args:
-        x: of any dtype; rounded to float32.
-        table: from `positions`, on the device of x.
-        bits: bits of a code.
-        seed: int64, (1,), on the device of x.
-        stream: the number of a stream of random numbers.
-
-    """
-    flat, tiles = x.view(-1), tiles_of(x)
-    codes = x.new_zeros(bytes_of_codes(x, bits), dtype=torch.uint8)
-    for tile, element in _chunks(x, 0, tiles):
-        code = _positions_of(flat[element], table)
-        code.add_(_random(seed, tile, code.numel(), stream)).bitwise_right_shift_(16)
-        if in_words(bits):
-            _pack(code, codes.view(tiles, bits, COLUMNS)[tile])
-        else:
-            codes[element] = code
-    return codes
-
-
-def _positions_of(x: Tensor, table: Tensor) -> Tensor:
-    """Return the position of each x, int32; between neighbouring numbers of bfloat16 it is interpolated."""
-    x = x.to(torch.float32)
-    bits = x.view(torch.int32)
-    upper = (bits >> 16) & (PATTERNS - 1)
-    first = table.index_select(0, upper)
-    after = table.index_select(0, (upper + 1) & (PATTERNS - 1))
-    # at most 2^16 · (2^15 − 1), which an int32 holds: no two nodes lie between neighbours
-    found = first + (((after - first) * ((bits & (PATTERNS - 1)) >> 1)) >> 15)
-    return found.masked_fill_(x.isnan(), 0)
-
-
-def _random(seed: Tensor, tile: slice, count: int, stream: int) -> Tensor:
-    """Return random numbers of 16 bits for the first elements of tiles, int32 (count,).
-
-    A counter serves the eight elements of a column: row r has half r // 4 of word r % 4, the lower half first.
-    """
-    columns = min(COLUMNS, count) if tile.stop - tile.start == 1 else COLUMNS
-    tiles = torch.arange(tile.start, tile.stop, device=seed.device)[:, None] * COLUMNS
-    four = torch.stack(words(seed, tiles + torch.arange(columns, device=seed.device), stream), 1)
-    return torch.cat([four & (PATTERNS - 1), four >> 16], 1).to(torch.int32).view(-1)[:count]
 
 
 class Derivative(Protocol):

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .factors import CodedFactor, DrawnFactor, LookedUpFactor
+from .factors import CodedFactor
 from .library import Registry
 
 if TYPE_CHECKING:
     from .launch import Launch
-
-DRAWING = 256  # threads of a program that draws codes: half as many would take up to 168 registers each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +49,10 @@ class Pointwise(ABC):
         return 256 if self.bits == 4 or any(tensor.dtype == torch.float32 for tensor in tensors) else 128
 
     @abstractmethod
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the codes of a contiguous tensor, uint8 (tiles · bits · COLUMNS,), by PyTorch's operators.
 
-        `dtype` is that of y. `seed`, int64 (1,), is given if codes are drawn at random.
+        `dtype` is that of y.
         """
 
     @abstractmethod
@@ -62,7 +60,7 @@ class Pointwise(ABC):
         """Return dy · f′ in `dtype`, with the shape of the contiguous dy, by PyTorch's operators."""
 
     @abstractmethod
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         """Launch the forward kernel, which writes y and codes."""
 
     @abstractmethod
@@ -86,7 +84,7 @@ class Step(Pointwise):
     levels: tuple[float, ...]
     even: bool
 
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.encode(x, self.borders, self.bits, self.even)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,7 +94,7 @@ class Step(Pointwise):
     def _derivative(self) -> reference.Levels:
         return reference.Levels(self.levels)
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         launch(self.forward, x, y, codes)
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
@@ -116,7 +114,7 @@ class Exact(Pointwise):
 
     derivative: Callable[[Tensor], Tensor]
 
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.new_empty(0, dtype=torch.uint8)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,7 +124,7 @@ class Exact(Pointwise):
     def _derivative(self) -> reference.Tabulated:
         return reference.Tabulated(lambda y, _: self.derivative(y), 0)
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         launch(self.forward, x, y)
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
@@ -149,7 +147,7 @@ class Inverted(Pointwise):
     borders: Mapping[torch.dtype, tuple[float, ...]]
     derivatives: Mapping[torch.dtype, Callable[[Tensor, Tensor], Tensor]]
 
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if not self.bits:
             return x.new_empty(0, dtype=torch.uint8)
         return reference.encode(x, self.borders[_fitted(dtype)], self.bits, even=False)
@@ -163,7 +161,7 @@ class Inverted(Pointwise):
         kinds = self.derivatives.items()
         return {dtype: reference.Tabulated(function, self.bits) for dtype, function in kinds}
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
         launch(self.forward, x, y, *([codes] if self.bits else []))
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
@@ -171,10 +169,11 @@ class Inverted(Pointwise):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookedUp(Pointwise):
+class Coded(Pointwise):
     """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
 
     Attributes:
+        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
         table: for each code a value in place of f(x), and a derivative in place of f′(x).
         decode: a Triton kernel; its arguments are those of `run_decode`.
 
@@ -182,19 +181,23 @@ class LookedUp(Pointwise):
 
     keeps_output = False
 
+    borders: tuple[float, ...]
     table: tuple[tuple[float, float], ...]
     decode: Any
 
     @cached_property
-    @abstractmethod
-    def argument(self) -> LookedUpFactor:
+    def argument(self) -> CodedFactor:
         """What is kept of x, and what is looked up by that."""
+        return CodedFactor(value=self.value, table=self.table, borders=self.borders)
 
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
-        return self.argument.encode(x, seed)
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.argument.encode(x)
 
     def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.backward(dy, None, codes, self.bits, self.argument.levels, dtype)
+
+    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+        launch(self.forward, x, y, *self.argument.coding(codes, x))
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
         launch(self.backward, dy, codes, self.argument.on(dy.device).derivatives, dx)
@@ -202,53 +205,6 @@ class LookedUp(Pointwise):
     def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
         """Launch the kernel that writes the values of codes."""
         launch(self.decode, codes, self.argument.on(y.device).values, y)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coded(LookedUp):
-    """A coded activation whose code says in which cell x lies.
-
-    Attributes:
-        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
-
-    """
-
-    borders: tuple[float, ...]
-
-    @cached_property
-    def argument(self) -> CodedFactor:
-        """What is kept of x, and what is looked up by that."""
-        return CodedFactor(value=self.value, table=self.table, borders=self.borders)
-
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
-        launch(self.forward, x, y, *self.argument.coding(codes, x))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stochastic(LookedUp):
-    """A coded activation whose code is drawn at random, such that the value is f(x) in the mean.
-
-    Attributes:
-        nodes: 2^bits numbers of bfloat16, increasing, for each code the one that it stands for.
-
-    """
-
-    nodes: tuple[float, ...]
-
-    def threads(self, *tensors: Tensor) -> int:
-        """Return the threads of a program."""
-        return DRAWING
-
-    @cached_property
-    def argument(self) -> DrawnFactor:
-        """What is kept of x, and what is looked up by that."""
-        return DrawnFactor(value=self.value, table=self.table, nodes=self.nodes)
-
-    def encode(self, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Tensor:
-        return self.argument.encode(x, reference.seeded(seed, self.name))
-
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor, seed: Tensor | None) -> None:
-        launch(self.forward, x, y, *self.argument.coding(codes, x)[:2], reference.seeded(seed, self.name))
 
 
 def _fitted(dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from fitact.runtime.ops.factors import CodedFactor, Factor
 from fitact.runtime.ops.gates import apply_gate
 from fitact.runtime.ops.library import DTYPES, KERNEL_DEVICES, ops
 from fitact.runtime.ops.reference import arithmetic_dtype
-from fitact.runtime.ops.registry import Coded, LookedUp, find
+from fitact.runtime.ops.registry import Coded, find
 from fitact.runtime.recipes import note, plain
 
 from . import functions
@@ -61,7 +61,6 @@ class Codes(NamedTuple):
     def table(self, _: nn.Module) -> Table:
         """Return the codes of g, and what is looked up by them."""
         coded = decode.coded(self.g)
-        assert isinstance(coded, Coded), "codes drawn at random do not ship"
         return Table(coded.borders, coded.argument.values, coded.value)
 
 
@@ -282,7 +281,7 @@ class _Activated(Factor):
     def bits(self) -> int:
         return find(self.key).bits
 
-    def value_and_codes(self, x: Tensor, seed: Tensor | None = None, stream: int = 0) -> tuple[Tensor, Tensor]:
+    def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, codes = ops.forward(x.contiguous(), None, x.dtype, self.key)
         return y if x.is_contiguous() else self.value(x), codes  # a CPU rounds a view's otherwise
 
@@ -298,9 +297,9 @@ class _Activated(Factor):
         return decode.coded(self.key).argument.tables(device)
 
 
-def _alike(factor: Factor, coded: LookedUp | None) -> bool:
+def _alike(factor: Factor, coded: Coded | None) -> bool:
     """Whether a factor has the codes and the tables of an activation; None has no codes."""
-    if coded is None or not isinstance(coded, Coded) or not isinstance(factor, CodedFactor):
+    if coded is None or not isinstance(factor, CodedFactor):
         return coded is None
     return (factor.borders, factor.table) == (coded.borders, coded.table)
 

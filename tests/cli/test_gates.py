@@ -3,22 +3,19 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import fitact
 from fitact.calibration import calibrate
-from fitact.errors import UsageError
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.methods import coded
 from fitact.fitter.methods.table import again
 from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.reading import from_json, read
-from tests.support import drawn, gates
+from fitact.fitter.records.reading import read
+from tests.support import gates
 from tests.support.generated import load
 
 
@@ -51,36 +48,6 @@ def test_the_parts_are_those_of_the_factors():
     assert fit.code_g == coded.fit(of.a, 4, "own")
     assert fit.code_u == coded.fit(of.b, 6, "own")
     assert json.loads(fit.to_json())["code_g"]["activation"]["name"] == "gelu"
-
-
-def test_codes_drawn_at_random(command):
-    assert command("fit --fn swiglu --method coded --bits 3 --rounding stochastic")[0] == 0
-    fit = read(Path("generated/fits/swiglu_coded3_stochastic.json"))
-    assert (fit.code_g.method, fit.code_u) == ("coded_stochastic", None)
-    assert fit.error["du_1"] == fit.code_g.error["value_1"]
-    status, out, _ = command("show generated/fits/swiglu_coded3_stochastic.json")
-    assert status == 0 and "swiglu_coded3_stochastic" in out
-    assert command("plot generated/fits/swiglu_coded3_stochastic.json -o a.png")[0] == 0
-    assert command("codegen")[0] == 0
-    assert "_rt.DrawnFactor(" in Path("generated/swiglu_coded3_stochastic.py").read_text()
-
-
-@pytest.mark.full
-def test_codes_of_both_are_drawn(command):
-    """The parts are the fits of the factors, and the errors theirs."""
-    assert command("fit --fn swiglu --method coded --bits 3 --rounding stochastic --bits-u 6")[0] == 0
-    fit = read(Path("generated/fits/swiglu_coded3_6_stochastic.json"))
-    assert again(fit).to_json() == fit.to_json()
-    assert fit.code_g == coded.fit_stochastic(Gate.of("swiglu").a, 3, fit.name)
-    assert fit.error["h_1"] == np.hypot(fit.code_g.error["value_1"], fit.code_u.error["value_1"])
-
-
-def test_codes_of_one_rounding():
-    """Those of g and of u are drawn, or neither."""
-    fit, other = drawn.gate(3, 6), gates.coded("swiglu", "swiglu_coded3_6_stochastic", 3, 6)
-    assert from_json(fit.to_json()) == fit
-    with pytest.raises(UsageError, match=r"code_u\.method: expected that of code_g, 'coded_stocha"):
-        replace(fit, code_u=other.code_u)
 
 
 def test_weights_of_both_factors(command):

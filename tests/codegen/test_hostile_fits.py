@@ -16,7 +16,7 @@ from fitact.codegen import bundle, generate, safety
 from fitact.codegen.dialects import Code
 from fitact.errors import UsageError
 from fitact.fitter.records.reading import from_json
-from tests.support import codes, drawn, gates, learned
+from tests.support import codes, gates, learned
 
 # A fit of every method and every form, with every optional field.
 SHIPPED = (
@@ -49,7 +49,6 @@ RECORDS["learned"] = json.loads(learned.rebuilt("a*x + tanh(b*x)", "own_learned"
 RECORDS["coded learned"] = json.loads(learned.coded("dyt", "dyt_coded3", 3).to_json())
 RECORDS["learned, from the output"] = json.loads(learned.FROM_OUTPUT["sigmoid"].fit.to_json())
 RECORDS["coded"] = json.loads(codes.record(3).to_json())
-RECORDS["drawn"] = json.loads(drawn.record(3).to_json())
 
 CALL = '__import__("os").system("touch ran")'
 HOSTILE = (

@@ -76,6 +76,7 @@ WRONG = [
     ("both", "code_g.name", "other", "code_g.name: expected 'swiglu_coded8_6', as the gate's, got 'other'"),
     ("both", "code_u.name", "no no", "code_u.name: expected a Python identifier"),
     ("both", "code_g.method", "fewbit", "code_g.method: expected one of coded"),
+    ("both", "code_g", {"method": "coded_stochastic"}, "code_g.method: expected one of coded, got 'coded_stoch"),
     ("both", "code_g.schema", "fitact.fit/1", "code_g.schema: not a field of a fit of the method coded"),
     ("both", "code_g.weight", "exec()", "code_g.weight"),
     ("both", "code_g.borders.3", 0.1, "code_g.borders[3]: expected a number that float32 holds"),

@@ -38,7 +38,7 @@ def check_codes(one: Inverse, x: torch.Tensor, codes: torch.Tensor, dtype: torch
         expected = torch.zeros(tiles * TILE, dtype=torch.long)
         expected[: x.numel()] = one.code(x, dtype)
         assert torch.equal(unpacked(codes, one.bits), expected)
-    assert torch.equal(codes, registry.find(one.key).encode(x, dtype, None))
+    assert torch.equal(codes, registry.find(one.key).encode(x, dtype))
 
 
 def check_gradient(one: Inverse, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ RUNTIME = (
     "torch_internals",
     "autocast",
     "kernels",
-    "philox",
     "recipes",
     "ops",
     "shipped",

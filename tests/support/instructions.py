@@ -30,11 +30,11 @@ from triton.compiler import ASTSource
 
 from fitact.codegen.generate import search_steps
 from fitact.runtime.ops import gate_ops, registry
-from fitact.runtime.ops.factors import CodedFactor, LookedUpFactor
+from fitact.runtime.ops.factors import CodedFactor
 from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.launch import threads_of
 from fitact.runtime.ops.reference import TILE
-from fitact.runtime.ops.registry import LookedUp, Pointwise, Stochastic
+from fitact.runtime.ops.registry import Coded, Pointwise
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -353,27 +353,22 @@ class Kernel:
         in_words = self.activation.bits < 8
         codes, byte = (elements * self.activation.bits // 8, 0) if in_words else (0, 1)
         if self.pass_ == "forward":
-            # the seed and a number
-            once = 8 + 4 if isinstance(self.activation, Stochastic) else 0
-            return Work(elements, size + self.looked_up(dtype), size + byte, once, codes)
+            return Work(elements, size + self.looked_up(dtype), size + byte, writes_once=codes)
         rows = {"dy", "x", "y"} & set(self.function.arg_names[:-2])
         return Work(elements, size * len(rows) + byte + self.looked_up(dtype), size, reads_once=codes)
 
     def looked_up(self, dtype: str) -> int:
         """Return the bytes an element of the numbers that are looked up in memory."""
-        if not isinstance(self.activation, LookedUp):
+        if not isinstance(self.activation, Coded):
             return 0
         if self.pass_ != "forward":
             return 4
-        if isinstance(self.activation, Stochastic):
-            return 4 if dtype == "bf16" else 8  # positions of one number of bfloat16, or of two
         return 1 if dtype != "fp32" else 1 + 4 * search_steps(self.activation.borders)
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
         kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
-        first = "*i32" if isinstance(self.activation, Stochastic) else "*u8"
-        kinds |= {"table": first if self.pass_ == "forward" else "*fp32", "borders": "*fp32", "seed": "*i64"}
+        kinds |= {"table": "*u8" if self.pass_ == "forward" else "*fp32", "borders": "*fp32"}
         signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
         warps = self.threads(dtype, output or dtype) // GPUS[target].warp_size
@@ -408,8 +403,7 @@ class GateKernel:
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
-        drawing = self.gate.drawn and self.pass_ == "forward"
-        return registry.DRAWING if drawing else threads_of(FLOATS[dtype])
+        return threads_of(FLOATS[dtype])
 
     def work(self, dtype: str) -> Work:
         """Return what a thread has to do in a full tile."""
@@ -417,14 +411,9 @@ class GateKernel:
         factors = (self.gate.a, self.gate.b)
         byte = sum(factor.bits == 8 for factor in factors)
         words = sum(elements * factor.bits // 8 for factor in factors if factor.bits < 8)
-        coded = [factor for factor in factors if isinstance(factor, LookedUpFactor)]
-        if self.pass_ == "forward" and self.gate.drawn:
-            once = 8 + 4 * len(coded)  # the seed and numbers
-            positions = (4 if dtype == "bf16" else 8) * len(coded)
-            return Work(elements, 2 * size + positions, size + byte, once, words)
+        coded = [factor for factor in factors if isinstance(factor, CodedFactor)]
         if self.pass_ == "forward":
-            borders = [one.borders for one in coded if isinstance(one, CodedFactor)]
-            looked_up = sum(1 if dtype != "fp32" else 1 + 4 * search_steps(one) for one in borders)
+            looked_up = sum(1 if dtype != "fp32" else 1 + 4 * search_steps(one.borders) for one in coded)
             return Work(elements, 2 * size + looked_up, size + byte, writes_once=words)
         kept = size * (2 - len(coded)) + byte + 4 * len(coded)
         if self.pass_ == "again":
@@ -446,12 +435,11 @@ class GateKernel:
                 signature[argument] = "i32" if self.view and read else "constexpr"
             elif what:
                 there = bits and not (what == "derivatives" and getattr(factor, "linear", False))
-                kind = {"codes": "*u8", "first": "*u8", "table": "*i32"}.get(what, "*fp32")
+                kind = {"codes": "*u8", "first": "*u8"}.get(what, "*fp32")
                 signature[argument] = kind if there else "constexpr"
             else:
                 kept_as_codes = self.pass_ != "forward" and bits
-                plain = {"n": "i64", "seed": "*i64"}
-                signature[argument] = plain.get(of, "*u8" if kept_as_codes else f"*{dtype}")
+                signature[argument] = "i64" if of == "n" else "*u8" if kept_as_codes else f"*{dtype}"
         kinds = list(enumerate(signature.values()))
         return triton.compile(
             ASTSource(

@@ -78,12 +78,6 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "that of u there; else student(3)]",
 )
 @click.option(
-    "--rounding",
-    type=click.Choice(["nearest", "stochastic"]),
-    help="For coded: always keep the same code of x, or draw one of the two codes near x at random, so that the "
-    "value looked up is f(x) in the mean.  [default: nearest]",
-)
-@click.option(
     "--param",
     "parameters",
     multiple=True,
@@ -118,8 +112,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Seed of relumix's annealing; fewbit is deterministic and only records it; coded has none: "
-    "--rounding stochastic draws its seeds in training, from PyTorch's generator.",
+    help="Seed of relumix's annealing; fewbit is deterministic and only records it.",
 )
 @click.option(
     "--name",
@@ -139,7 +132,6 @@ def fit(
     domain: tuple[float, float] | None,
     weight: str | None,
     weight_u: str | None,
-    rounding: str | None,
     parameters: Sequence[str],
     learned: Sequence[str],
     objective: str | None,
@@ -163,7 +155,6 @@ def fit(
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
       fitact fit --fn silu --method coded --bits 8
-      fitact fit --fn silu --method coded --bits 8 --rounding stochastic
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
       fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
       fitact fit --fn swiglu --method coded --bits 8 --weight "weights.json#act" --name swiglu_act
@@ -177,7 +168,6 @@ def fit(
     from fitact.fitter.methods.table import DOMAINS, METHODS, WEIGHTS, make, make_gate, make_learned
     from fitact.fitter.records.fit import ExactFit, check_name
     from fitact.fitter.records.gate import KEPT
-    from fitact.fitter.records.stochastic import StochasticFit
 
     from .tables import fits as show_fits
 
@@ -186,7 +176,7 @@ def fit(
     numbers = named("--learn", map(_learned, learned))
     kind = _kind_of(method, functions, numbers)
     given: dict[str, Any] = {"bits": bits or None, "bits-u": bits_u, "domain": domain, "weight": weight}
-    given |= {"weight-u": weight_u, "rounding": rounding, "objective": objective, "tol": tol, "family": family}
+    given |= {"weight-u": weight_u, "objective": objective, "tol": tol, "family": family}
     given |= {"restarts": restarts, "seed": seed or None}
     own = METHODS[kind][method]
     _check_options(method, own, [option for option, value in given.items() if value is not None])
@@ -241,7 +231,7 @@ def fit(
             given["bits"] = k
             options = {key.replace("-", "_"): given[key] for key in own if given[key] is not None}
             if isinstance(activation, Gate):
-                named_so = name or _gate_name(activation, method, k, bits_u, rounding)
+                named_so = name or _gate_name(activation, method, k, bits_u)
                 made.append(make_gate(method, activation, named_so, **options))
             elif isinstance(activation, Learned):
                 named_so = name or f"{activation.name}_{method}{k or ''}"
@@ -251,8 +241,7 @@ def fit(
                     options["progress"] = partial(advance, bar, i)
                 fit = make(method, activation, name or f"{activation.name}_{method}", **options)
                 if name is None and not isinstance(fit, ExactFit):
-                    drawn = "_stochastic" if isinstance(fit, StochasticFit) else ""
-                    fit = replace(fit, name=f"{fit.name}{fit.bits}{drawn}")
+                    fit = replace(fit, name=f"{fit.name}{fit.bits}")
                 made.append(fit)
             advance(bar, i, 1.0)
     paths = [output or FITS / f"{one.name}.json" for one in made]
@@ -299,11 +288,11 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
     return kind
 
 
-def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None, rounding: str | None) -> str:
+def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None) -> str:
     from fitact.fitter.records.gate import KEPT
 
     widths = "_".join(str(width) for width in (bits, bits_u) if width not in (None, KEPT))
-    return f"{gate.name}_{method}{widths}" + "_stochastic" * (rounding == "stochastic")
+    return f"{gate.name}_{method}{widths}"
 
 
 def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:

@@ -23,7 +23,6 @@ from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyGateFit
 from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
-from fitact.fitter.records.stochastic import StochasticFit
 from fitact.text import columns
 
 from .options import say
@@ -292,12 +291,6 @@ def _coded_row(fit: CodedFit) -> tuple[str, ...]:
     return (fit.name, str(fit.bits), f"{fit.error['objective']:.7g}", *both, f"{fit.reach:.4g}")
 
 
-def _stochastic_row(fit: StochasticFit) -> tuple[str, ...]:
-    both, biases = _errors(fit, "value", "derivative"), _errors(fit, "value_bias", "derivative_bias")
-    unbiased = f"{fit.nodes[0]:g} to {fit.nodes[-1]:g}"
-    return (fit.name, str(fit.bits), f"{fit.error['objective']:.6g}", *both, *biases, unbiased)
-
-
 def _gate_row(fit: AnyGateFit) -> tuple[str, ...]:
     if isinstance(fit, GateFit):
         return (fit.name, "kept", "kept", *("exact" for _ in DEVIATIONS), fit.activation.expression)
@@ -323,12 +316,6 @@ _TABLES: tuple[tuple[Any, tuple[str, ...], str, Callable[[Any], tuple[str, ...]]
     (InvertedFit, ("", "bits", *DTYPES, *(f"floor {dtype}" for dtype in DTYPES)), "<>>>>>>>", _inverted_row),
     (ExactFit | ExactLearnedFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _exact_row),
     (CodedFit, ("", "bits", "objective", *_at("f/f'"), "reach"), "<>>>>>>>", _coded_row),
-    (
-        StochasticFit,
-        ("", "bits", "objective", *_at("f/f'"), *_at("bias"), "f in the mean from"),
-        "<>>>>>>>>>>>",
-        _stochastic_row,
-    ),
     (AnyGateFit, ("", "bits of g", "of u", *_at("dg/du/h"), "h(g, u)"), "<>>>>>><", _gate_row),
     (
         LearnedFit | CodedLearnedFit,
