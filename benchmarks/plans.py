@@ -22,9 +22,6 @@ PLANS = (
     "--hf gpt2 --batch 16 --seq 1024 --gib 12",
     "--hf bert --batch 32 --seq 512 --gib 8",
     "--hf qwen2_moe --lora all --batch 8 --seq 1024 --gib 80",
-    "--hf llama --lora all --batch 8 --seq 2048 --gib 24 --compiled",
-    "--timm vit_base_patch16_224 --batch 128 --gib 8 --compiled",
-    "--hf gpt2 --batch 16 --seq 1024 --gib 12 --compiled",
 )
 
 

@@ -287,11 +287,6 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
-def not_compiled(module: nn.Module) -> None:
-    """Undo `nn.Module.compile`; there is no public way."""
-    module._compiled_call_impl = None
-
-
 def uncompiled(module: Any) -> Any:
     """Return the module that `torch.compile` wrapped; other objects unchanged."""
     return getattr(module, "_orig_mod", module)

@@ -179,18 +179,20 @@ class _DoneError(Exception):
 
 @dataclass
 class _Partitions:
+    owned: int  # how many of the graph's inputs are parameters and buffers, which come first
     budgets: Sequence[float]
     coded: Sequence[float]
     advance: Callable[[], None]
-    owned: int = 0
     found: list[Compiled] = field(default_factory=list)
 
-    def __call__(self, graph: fx.GraphModule, given: Sequence[Any], owned: int, **more: Any) -> None:
-        """Partition the joint graph under each budget, as Inductor does."""
-        self.owned = owned
+    def partition(self, joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        """Partition the joint graph under each budget, as Inductor does, and end the compilation."""
+        return partition_with(joint, given, self.owned, self.each, **options)
+
+    def each(self, graph: fx.GraphModule, given: Sequence[Any], **more: Any) -> None:
         self.advance()
         for budget in self.budgets:
-            forward, backward = min_cut(copied(graph), given, budget, **more)
+            forward, backward = min_cut(_copied(graph), given, budget, **more)
             read = partial(self.read, budget, forward, backward, more["num_fwd_outputs"])
             self.found.append(read())
             self.advance()
@@ -200,9 +202,10 @@ class _Partitions:
                     coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
                 self.found.append(read(kept="codes"))
                 self.advance()
-                forward, backward = min_cut(copied(graph), given, budget, float8=True, **more)
+                forward, backward = min_cut(_copied(graph), given, budget, float8=True, **more)
                 self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
                 self.advance()
+        raise _DoneError
 
     def read(
         self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, kept: str = ""
@@ -217,8 +220,7 @@ class _Partitions:
         return Compiled(budget, saved, _flops(forward) + _flops(backward), kept)
 
 
-def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph."""
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     (old,) = module.graph.find_nodes(op="output")
@@ -259,29 +261,7 @@ def compiled(
         and partitioner; no code is generated.
 
     """
-    partitions = _Partitions(budgets, coded, advance)
-    traced(prepared.model, prepared.mode, inputs, partitions, around)
-    return partitions.found
-
-
-def traced(
-    model: nn.Module,
-    mode: FakeTensorMode | None,
-    inputs: Inputs,
-    each: Callable[..., None],
-    around: Callable[[], Any] = nullcontext,
-) -> None:
-    """Trace a model's forward and backward pass as `torch.compile` does, up to what partitions the graph.
-
-    Args:
-        model: the model.
-        mode: the mode of its fake tensors; None if they are real.
-        inputs: its inputs.
-        each: called with the joint graph after Inductor's passes, the graph's inputs, the number of those that are
-            parameters and buffers, which come first, and options by name, for `min_cut`.
-        around: a context for the forward pass, such as autocast.
-
-    """
+    model, mode = prepared.model, prepared.mode
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names, values = list(tensors), list(tensors.values())
     leaves, spec = tree_flatten((inputs.args, dict(inputs.kwargs)))
@@ -299,14 +279,9 @@ def traced(
         found = tree_leaves(output) if loss is None else [loss]
         return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
 
-    def partition(joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
-        def once(graph: fx.GraphModule, passed: Sequence[Any], **more: Any) -> Any:
-            each(graph, passed, len(values), **more)
-            raise _DoneError
-
-        return partition_with(joint, given, len(values), once, **options)
-
+    partitions = _Partitions(len(values), budgets, coded, advance)
     fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
     given = (*values, *(leaves[i] for i in places))
     with mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
-        trace_joint(run, given, len(values), fake, partition)
+        trace_joint(run, given, len(values), fake, partitions.partition)
+    return partitions.found

@@ -8,8 +8,8 @@ more than four blocks in a row go the same way, four run, and the third stands f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from fitact.errors import FitactError, UsageError
 from fitact.runtime.restore import differentiate, generators
@@ -68,7 +68,6 @@ class Costs:
         stock: the step of the stock model.
         runs: the runs of blocks among them.
         notes: ways that a block refuses, and why.
-        compiled: the steps of the compiled model.
 
     """
 
@@ -76,7 +75,6 @@ class Costs:
     stock: Step
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
-    compiled: Mapping[Way, Step] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

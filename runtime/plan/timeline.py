@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ class Timeline(OperationMode):
             if isinstance(leaf, Tensor):
                 self._born(leaf)
         if not func.is_view and func is not torch.ops.aten.detach.default:
-            self.work += work_of(self.device, func, args, kwargs, result)
+            self.work += self._work(func, args, kwargs, result)
         return result
 
     def _born(self, tensor: Tensor) -> None:
@@ -124,21 +124,15 @@ class Timeline(OperationMode):
         self.level -= size
         del self.alive[key]
 
-
-def work_of(device: Device, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Return the work of an operation by its arguments and its result."""
-    tensors = [leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, Tensor)]
-    traffic = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
-    count = FLOPS.get(func.overloadpacket)
-    if count is not None:
-        flops = int(count(*args, **kwargs, out_val=result))
-        half = any(leaf.dtype in (torch.bfloat16, torch.float16) for leaf in tensors)
-        seconds = device.seconds(traffic, flops if half else 0, 0 if half else flops, 0)
-        return Work(seconds, flops, traffic)
-    return Work(device.seconds(traffic, 0, 0, rest_of(func, tensors)), 0, traffic)
-
-
-def rest_of(func: Any, tensors: Sequence[Tensor]) -> int:
-    """Return the FLOPs of an operation that is no product, by its arguments and results."""
-    heavy = func.namespace == "fitact" or any(word in func.overloadpacket.__name__ for word in HEAVY)
-    return max((leaf.numel() for leaf in tensors), default=0) * (CURVED if heavy else 1)
+    def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+        tensors = [leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        traffic = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+        count = FLOPS.get(func.overloadpacket)
+        if count is not None:
+            flops = int(count(*args, **kwargs, out_val=result))
+            half = any(leaf.dtype in (torch.bfloat16, torch.float16) for leaf in tensors)
+            seconds = self.device.seconds(traffic, flops if half else 0, 0 if half else flops, 0)
+            return Work(seconds, flops, traffic)
+        heavy = func.namespace == "fitact" or any(word in func.overloadpacket.__name__ for word in HEAVY)
+        rest = max((leaf.numel() for leaf in tensors), default=0) * (CURVED if heavy else 1)
+        return Work(self.device.seconds(traffic, 0, 0, rest), 0, traffic)

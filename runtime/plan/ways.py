@@ -7,14 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.compare.baselines import UNSEEN, selectively
-from fitact.runtime.compile.compile import compile_options
 from fitact.runtime.convert.convert import convert
 from fitact.runtime.convert.replacement import revert
 from fitact.runtime.norms.dataflow import NormUsage
@@ -24,10 +22,8 @@ from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.rebuild.calls import LOSSES
 from fitact.runtime.rebuild.modules import ONLY, Rebuilding, swap
 from fitact.runtime.restore import check_model
-from fitact.runtime.torch_internals import FakeTensor, is_compiled, not_compiled, tree_iter
+from fitact.runtime.torch_internals import FakeTensor, is_compiled, tree_iter
 
-BUDGETS = (1.0, 0.9, 0.7)  # of the compiler
-_compiled_here: WeakSet[nn.Module] = WeakSet()  # modules that are compiled as planned
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
 AGAIN = {  # how blocks of these ways may also be run again
     **dict.fromkeys(("stock", "rebuilt", "codes of 8 bits"), CHECKPOINTS[1:]),
@@ -48,8 +44,6 @@ class Way:
         words: what it does, for a sentence.
         norms: its norms are merged into the next linear layers, as `fitact.runtime.norms.fold.merge_norms` does.
         loss: the whole model computes its loss a few rows at a time.
-        budget: the whole model is compiled with this memory budget, and with `fitact.compile`'s codes if `error`
-            allows them; None to leave it as it is.
 
     """
 
@@ -60,7 +54,6 @@ class Way:
     words: str = field(default="", compare=False)
     norms: bool = False
     loss: bool = False
-    budget: float | None = None
 
 
 def _converted() -> Iterator[Way]:
@@ -88,14 +81,6 @@ def _all() -> Iterator[Way]:
                 yield Way(name, way.error, way.conversion, kind, words)
 
 
-def _compiled() -> Iterator[Way]:
-    for budget in BUDGETS:
-        yield Way(f"compiler, budget {budget:g}", "exact", budget=budget, words="exact gradients, compiled")
-    for budget in BUDGETS[1:]:
-        words = "codes of 8 bits, compiled"
-        yield Way(f"compiler, {budget:g} and codes", "rounding", budget=budget, words=words)
-
-
 # The ways that merged norms are combined with: with others no model was seen to keep less or to be faster.
 BESIDE_NORMS = (
     *("stock", "checkpointed", "rebuilt", "inverted", "exact", "codes of 8 bits", "codes of 8 bits, checkpointed"),
@@ -115,9 +100,8 @@ def _merged() -> Iterator[Way]:
 OF_BLOCKS = tuple(_all())
 STOCK = OF_BLOCKS[0]
 MERGED = tuple(_merged())
-COMPILED = tuple(_compiled())
 LOSS = Way("loss by rows", "exact", loss=True, words="exact gradients")
-WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, *MERGED, LOSS, *COMPILED)}
+WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, *MERGED, LOSS)}
 FULL, SELECTIVE = WAYS[CHECKPOINTS[1]], WAYS[CHECKPOINTS[2]]
 
 
@@ -132,9 +116,6 @@ def put(block: nn.Module, way: Way) -> None:
         UsageError: nothing in the block can be changed so.
 
     """
-    if way.budget is not None:
-        block.compile(options=compile_options(error=way.error, budget=way.budget))
-        _compiled_here.add(block)
     if way.loss:
         swap(block, "Calls", "")
         vars(block)[ONLY] = LOSSES
@@ -147,9 +128,6 @@ def put(block: nn.Module, way: Way) -> None:
 
 def put_back(block: nn.Module) -> None:
     """Put a block back as it was before `put`."""
-    if block in _compiled_here:
-        _compiled_here.remove(block)
-        not_compiled(block)
     if isinstance(block, Checkpointed):
         block.__class__ = block.fitact_inner
     revert(block)
@@ -285,6 +263,6 @@ def revert_plan(model: nn.Module) -> None:
 
     """
     for module in [*model.modules()]:
-        if isinstance(module, Checkpointed) or module in _compiled_here:
+        if isinstance(module, Checkpointed):
             put_back(module)
     revert(model)

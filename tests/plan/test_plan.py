@@ -291,6 +291,10 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
     assert [type(m).__name__ for m in one.modules()] == [type(m).__name__ for m in other.modules()]
     with pytest.raises(UsageError, match="revert_plan"):
         plan.apply(one)
+    compiled = stack()[0]
+    compiled.compile()
+    with pytest.raises(UsageError, match="compiled already"):
+        plan.apply(compiled)
     for data in (plan.plot(), plan.plot(tmp_path / "plan.png")):
         assert data.startswith(b"\x89PNG")
     assert plan.plot(format="svg") == plan.plot(format="svg")

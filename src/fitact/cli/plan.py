@@ -41,7 +41,6 @@ from .options import FILE, advance, progress, say
     type=click.Choice(["batch", "seq"]),
     help="Plan for the largest batch, or the longest sequence, that fits; takes a few times as long.",
 )
-@click.option("--compiled", is_flag=True, help="Let the plan compile the whole model, too; takes longer.")
 @click.option("--norms", is_flag=True, help="Let the plan merge norms into the next linear layers, too.")
 @click.option("--no-front", is_flag=True, help="Leave out other ways, and plans for other memories.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
@@ -53,7 +52,6 @@ def plan(
     device: str,
     measures: bool,
     largest: str | None,
-    compiled: bool,
     norms: bool,
     no_front: bool,
     output: Path | None,
@@ -112,7 +110,6 @@ def plan(
                 asked.optimizer,
                 where,
                 Words(str(training), ", ".join(given) or "inputs as given"),
-                compiled=compiled,
                 norms=norms,
                 error=error if no_front or largest is not None else ERRORS[-1],
                 progress=partial(advance, bar, 0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +11,16 @@ from fitact.arguments import flags, positive
 from fitact.errors import UsageError, quote
 from fitact.runtime.compare.report import DTYPES, MOST_GIB, OPTIMIZERS
 from fitact.runtime.convert.choices import ERRORS
-from fitact.runtime.plan.compiled import compiled_steps
 from fitact.runtime.plan.costs import Costs, measure, measure_more
 from fitact.runtime.plan.devices import USUAL, Device, device_of
 from fitact.runtime.plan.subjects import Subject, of_model
-from fitact.runtime.plan.ways import COMPILED, MERGED, OF_BLOCKS, WAYS, Way
+from fitact.runtime.plan.ways import MERGED, OF_BLOCKS, WAYS, Way
 
 from .problem import Problem, chosen, points_of
 from .record import GIB, Group, Plan, Point
 
 if TYPE_CHECKING:
     from torch import nn
-
-MEASURING = 0.3  # share of the work if the model is compiled, too
 
 
 def plan(
@@ -35,7 +32,6 @@ def plan(
     optimizer: str = "adamw",
     device: str | Device = USUAL,
     autocast: str | None = None,
-    compiled: bool = False,
     norms: bool = False,
     front: bool = True,
 ) -> Plan:
@@ -57,8 +53,6 @@ def plan(
         device: for which time is predicted: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
             there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
-        compiled: whether the plan may also compile the whole model, at one of a few memory budgets, with codes or
-            without. Tracing the model takes longer than all else.
         norms: whether the plan may also merge norms into the next linear layers, as `fitact.convert(norms=True)`
             does. This changes parameters, and `Plan.apply` then needs inputs.
         front: whether to find the least time for other memories, too.
@@ -78,7 +72,6 @@ def plan(
         optimizer=optimizer,
         device=device,
         autocast=autocast,
-        compiled=compiled,
         norms=norms,
         error=ERRORS[-1] if front else error,
     )
@@ -92,7 +85,6 @@ def planner(
     optimizer: str = "adamw",
     device: str | Device = USUAL,
     autocast: str | None = None,
-    compiled: bool = False,
     norms: bool = False,
     error: str = ERRORS[-1],
 ) -> Planner:
@@ -104,7 +96,6 @@ def planner(
         optimizer: as for `plan`.
         device: as for `plan`.
         autocast: as for `plan`.
-        compiled: as for `plan`.
         norms: as for `plan`.
         error: the ways that it allows are measured at once, others when a plan may take them.
 
@@ -115,7 +106,7 @@ def planner(
         UsageError: an argument is not valid, or the model cannot be run with fake tensors.
 
     """
-    flags(compiled=compiled, norms=norms)
+    flags(norms=norms)
     where = device_of(device) if isinstance(device, str) else device
     if not isinstance(where, Device):
         raise UsageError(f"device {quote(device)}: expected a name or a Device")
@@ -123,7 +114,7 @@ def planner(
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
     subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
-    return Planner(subject, optimizer, where, compiled=compiled, norms=norms, error=error)
+    return Planner(subject, optimizer, where, norms=norms, error=error)
 
 
 @dataclass(frozen=True)
@@ -142,7 +133,6 @@ class Planner:
         optimizer: as for `plan`.
         device: for which time is predicted.
         words: what plans say about the model.
-        compiled: as for `plan`.
         norms: as for `plan`.
         error: the ways that it allows are measured at once, others when a plan may take them.
         progress: called with the share of the measuring that is done.
@@ -158,7 +148,6 @@ class Planner:
         optimizer: str,
         device: Device,
         words: Words | None = None,
-        compiled: bool = False,
         norms: bool = False,
         error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
@@ -176,18 +165,9 @@ class Planner:
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
-        share = MEASURING if compiled else 1.0
         self._ways, self._error = (*OF_BLOCKS, *(MERGED if norms else ())), error
         ways = self._allowed(error)
-        self._costs = measure(subject, device, ways, lambda done: progress(share * done))
-        if compiled:
-            try:
-                steps = compiled_steps(
-                    subject, device, COMPILED, lambda done: progress(share + (1 - share) * done)
-                )
-                self._costs = replace(self._costs, compiled=steps)
-            except UsageError as failed:
-                self._costs = replace(self._costs, notes=(*self._costs.notes, str(failed)))
+        self._costs = measure(subject, device, ways, progress)
 
     @property
     def costs(self) -> Costs:

@@ -29,7 +29,6 @@ class Problem:
         costs: the costs.
         ways: for each segment the ways, in the order of the stages' options.
         stages: the programme's stages.
-        compiled: the steps of the compiled model.
 
     """
 
@@ -40,7 +39,6 @@ class Problem:
             [way for way in (*OF_BLOCKS, *MERGED, LOSS) if way in one.costs and ERRORS.index(way.error) <= most]
             for one in costs.segments
         ]
-        self.compiled = {way: done for way, done in costs.compiled.items() if ERRORS.index(way.error) <= most}
         self.stages = [
             Stage(one.count, one.grads, tuple(_option(one.costs[way]) for way in ways))
             for one, ways in zip(costs.segments, self.ways, strict=True)
@@ -96,11 +94,7 @@ def _option(cost: Cost) -> Option:
 def chosen(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[list[Group], Step]:
     """Return groups and step of the fastest plan that fits as measured; if none does, the step of least memory."""
     answer, done = _answer(subject, device, problem, room)
-    choices = [] if answer is None else [(problem.groups(answer), done)]
-    choices += [([Group(way.name, ("",))], one) for way, one in problem.compiled.items() if one.peak <= room]
-    if choices:
-        return min(choices, key=lambda choice: choice[1].work.seconds)
-    return [], min([done, *problem.compiled.values()], key=lambda one: one.peak)
+    return [] if answer is None else problem.groups(answer), done
 
 
 def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer | None, Step]:
@@ -141,9 +135,6 @@ def points_of(costs: Costs, fixed: int) -> list[Point]:
         point(SELECTIVE.name, problem.every(SELECTIVE)),
         *(point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()),
     ]
-    points += (
-        Point(way.name, way.error, fixed + one.peak, one.work.seconds) for way, one in costs.compiled.items()
-    )
     for error in ERRORS:
         points += line_of(Problem(costs, error), error, points[0].peak - fixed, fixed)
     return points
@@ -151,15 +142,13 @@ def points_of(costs: Costs, fixed: int) -> list[Point]:
 
 def line_of(problem: Problem, error: str, high: int, fixed: int) -> list[Point]:
     """Return the least time for a few memories up to `high`."""
-    low = min([least(problem.stages), *(one.peak for one in problem.compiled.values())])
+    low = least(problem.stages)
     line: list[Point] = []
     for k in range(FRONT):
-        room = slack(low + (high - low) * k // (FRONT - 1))
-        found = [(one.work.seconds, one.peak) for one in problem.compiled.values() if one.peak <= room]
-        answer = fastest(problem.stages, room)
-        if answer is not None:
-            found.append((seconds(problem.stages, answer), peak(problem.stages, answer)))
-        time, most = min(found)
+        answer = fastest(problem.stages, slack(low + (high - low) * k // (FRONT - 1)))
+        if answer is None:
+            continue
+        time = seconds(problem.stages, answer)
         if not line or time < line[-1].seconds:
-            line.append(Point("plan", error, fixed + most, time))
+            line.append(Point("plan", error, fixed + peak(problem.stages, answer), time))
     return line

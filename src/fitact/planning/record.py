@@ -186,7 +186,7 @@ def sentence(plan: Plan) -> str:
     if all(group.way == "stock" for group in plan.groups):
         return "fits as it is"
     prefix = "fits as it is, and " if plan.stock_peak <= plan.gib * GIB else "fits "
-    words = "exact gradients" if wide.error == "exact" and wide.budget is None else wide.words
+    words = "exact gradients" if wide.error == "exact" else wide.words
     return f"{prefix}with {words}, {_pace(plan)}"
 
 
