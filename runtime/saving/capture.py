@@ -27,7 +27,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .recompute import Reading, Recompute, Unsuitable
-from .storage import Bits, Hooks, Mark, Small, Stored, is_dense, is_parameter, marked
+from .storage import Bits, Hooks, Mark, Small, Stored, is_dense, is_parameter, layout_of, marked, quietly
 
 Function = Callable[..., Any]
 Rule = Callable[["Capture", Function, Sequence[Any], dict[str, Any]], Any]
@@ -75,7 +75,11 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = RULES[func]
-        if rule is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if rule is None or torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled():
+            if func in CHANGES:
+                protect(args[0])
             return func(*args, **(kwargs or {}))
         hooks = top_hooks()
         if not hooks or hooks[0] is not self._pack:
@@ -209,13 +213,14 @@ class Capture(TorchFunctionMode):
             return None  # made before the context was entered: the parameter may have been changed since
         if variable is None or variable.shape != copy.shape or type(variable) not in PLAIN:
             return None
-        casts, key = marked(variable.untyped_storage(), self.hooks), copy.dtype
+        casts = marked(variable.untyped_storage(), self.hooks)
+        key = copy.dtype, layout_of(variable)
         known = casts.casts.get(key) if casts.casts else None
         recompute: Recompute | None = known() if known else None
         if recompute is None or recompute.sources[0].version != version_of_saved(variable):
             with without_torch_function():
                 size = copy.untyped_storage().nbytes()
-                recompute = Recompute(Tensor.to, (variable, key), {}, None, size, self.hooks)
+                recompute = Recompute(Tensor.to, (variable, copy.dtype), {}, None, size, self.hooks)
                 if not recompute.of(copy, False):
                     return None
             casts.casts = (casts.casts or {}) | {key: weakref.ref(recompute)}
@@ -262,7 +267,17 @@ def note(
         return recompute
 
 
+def protect(tensor: Any) -> None:
+    """Copy what something is recomputed from, because the tensor is about to be changed in place."""
+    mark = mark_of(tensor.untyped_storage()) if type(tensor) in PLAIN else None
+    if mark is not None:
+        for stored in mark.claimed():
+            with quietly():
+                stored.copy()
+
+
 CHANGING = Tensor.add_  # whose rule is that of all functions that change a tensor in place
+CHANGES: set[Any] = set()  # these functions, as far as they were met
 
 
 class _Rules(dict[Any, Rule | None]):
@@ -275,6 +290,7 @@ class _Rules(dict[Any, Rule | None]):
             rule = None
         elif (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *cheap.IN_PLACE):
             rule = self[CHANGING]
+            CHANGES.add(func)
         self[func] = rule
         return rule
 

@@ -19,11 +19,10 @@ from fitact.runtime.torch_internals import (
     mark_of,
     storage_id,
     version_of,
-    without_torch_function,
 )
 
 from . import cheap
-from .capture import PLAIN, RULES, Capture, Function, note
+from .capture import CHANGES, PLAIN, RULES, Capture, Function, note, protect
 from .loss import by_rows
 from .recompute import Reading, Source
 from .storage import Stored, layout_of, marked
@@ -65,10 +64,8 @@ def _changing(
         return call()
     mark = mark_of(x.untyped_storage())
     recompute = None
+    protect(x)
     if mark is not None:
-        for stored in mark.claimed():
-            with without_torch_function(), torch.no_grad():
-                stored.copy()
         if func in cheap.PURE:
             pure = cheap.PURE[func], args, kwargs
         before = mark.recompute
@@ -159,15 +156,26 @@ def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: d
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {"weight": None, "bias": None, "training": False} | dict(zip(names, args, strict=False)) | kwargs
     output = capture.plain(func, args, kwargs)
-    if given["training"]:
-        given |= {"running_mean": None, "running_var": None}
     x = given.pop("input")
+    if given["training"]:  # a dtype of running statistics other than the input's decides how PyTorch sums
+        statistics = [given.pop(name) for name in ("running_mean", "running_var")]
+        given["running"] = [None if one is None else (one.size(), one.dtype) for one in statistics]
+        function: Function = _batch_norm_again
+    else:
+        function = F.batch_norm
     if type(output) in PLAIN and output.requires_grad:
-        note(capture, output, F.batch_norm, (x,), given)
+        note(capture, output, function, (x,), given)
     return output
+
+
+def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
+    """Return the norm of a batch as in training, without a change of running statistics."""
+    mean, var = (None if one is None else torch.zeros(one[0], dtype=one[1], device=x.device) for one in running)
+    return F.batch_norm(x, mean, var, **given)
 
 
 RULES |= dict.fromkeys(cheap.CHEAP_FUNCTIONS, _cheap) | dict.fromkeys(cheap.CAST_FUNCTIONS, _cast)
 RULES |= {inspect.unwrap(F.dropout): _dropout, torch.native_dropout: _dropout, F.cross_entropy: _cross_entropy}
 RULES[inspect.unwrap(F.scaled_dot_product_attention)] = _attention
 RULES |= dict.fromkeys(cheap.PURE, _changing) | {SAFE_SOFTMAX: _cheap, F.batch_norm: _batch_norm}
+CHANGES.update(cheap.PURE)

@@ -42,7 +42,7 @@ class Mark:
         hooks: those outside of the context; what is stored by them can be read inside of them alone.
         known: weak references to what is stored of it.
         recompute: how to compute it again.
-        casts: weak references to how to compute autocast's copies, by dtype.
+        casts: weak references to how to compute autocast's copies, by dtype and layout.
 
     """
 
@@ -52,7 +52,7 @@ class Mark:
         self.hooks = hooks
         self.known: list[Callable[[], Stored | None]] = []
         self.recompute: Any = None
-        self.casts: dict[torch.dtype, Callable[[], Any]] | None = None
+        self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
 
     def add(self, stored: Stored) -> None:
         """Remember, weakly, what is stored of the memory."""
@@ -136,7 +136,8 @@ class Stored:
     _left = 0
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
-        self._kept: Any = tensor.detach()
+        # autograd reads a parameter as it is in backward, also if its data was replaced
+        self._kept: Any = tensor if tensor.is_leaf else tensor.detach()
         self.version = version_of_saved(tensor)
         if hooks is not None:
             self._hooks = hooks
