@@ -121,7 +121,7 @@ class Recompute:
         del self._storage
 
     def _taken(self, arguments: Iterable[Any]) -> list[Any]:
-        taken = []
+        taken: list[Any] = []
         for one in arguments:
             kind = type(one)
             if kind is Tensor or isinstance(one, Tensor):
