@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from fitact.runtime.compile.compander import Compander
 from fitact.runtime.compile.partition import Partition
-from fitact.runtime.compile.tables import Compander
 from fitact.runtime.memory.saved import Saved
 from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
 from fitact.runtime.modes import OperationMode
@@ -197,7 +197,7 @@ class _Partitions:
             self.found.append(read())
             self.advance()
             if budget in self.coded:
-                coded = Partition(budget, (Compander("identity", 8),), (), lambda records: None)
+                coded = Partition(budget, Compander(8), (), lambda records: None)
                 with unset_fake_temporarily():
                     coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
                 self.found.append(read(kept="codes"))

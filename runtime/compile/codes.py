@@ -41,18 +41,6 @@ class Graph:
             node.meta["val"] = target(*given[0], **given[1])
         return node
 
-    def constant(self, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
-        """Return a node whose result is a constant; the same node for the same name and device."""
-        value = value_of(like)
-        assert value is not None
-        name = f"_fitact_{name}_{value.device.type}"
-        if not hasattr(self.module, name):
-            self.module.register_buffer(name, tensor.to(value.device))
-        with self.module.graph.inserting_before(self.before):
-            held = self.module.graph.get_attr(name)
-        held.meta["val"] = self.mode.from_tensor(getattr(self.module, name), static_shapes=True)
-        return self(aten.lift_fresh_copy.default, held)
-
 
 def exponents(graph: Graph, x: fx.Node) -> fx.Node:
     """Return a power of two for each row of x, near its root mean square: the exponent and 127, as a byte.

@@ -9,16 +9,15 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
-from fitact.arguments import flags, integer, real, several
+from fitact.arguments import flags, integer, real
 from fitact.errors import UsageError, quote
 from fitact.runtime.torch_internals import compiler_options, partitioner
 
+from .compander import Compander
 from .kept import ALSO
 from .partition import Partition
 from .report import CompileReport
-from .tables import Code, Compander, table_of
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 BITS = {"rounding": (8,), "few-bit": (4, 6, 8)}  # the default first
@@ -48,7 +47,6 @@ def compile_options(
     attention: bool = False,
     inputs: bool = False,
     loss: bool = False,
-    tables: Sequence[type[nn.Module]] = (),
 ) -> CompileOptions:
     """Return options with which `torch.compile` keeps codes for backward.
 
@@ -68,10 +66,6 @@ def compile_options(
         inputs: whether inputs that are no parameters become codes. This saves memory where nothing else keeps
             them, as between regions that are compiled one by one.
         loss: whether tensors that lead to a loss become codes; their errors enter every gradient.
-        tables: classes that `fitact codegen` made from fits by the method coded, of this number of bits. The code
-            of one is used, without a scale, where it gives smaller errors in what backward computes from a tensor
-            alone, such as an activation's value and derivative. A CPU searches its table in an operator of its
-            own.
 
     Returns:
         A dictionary for the argument `options` of `torch.compile`, with the `report`.
@@ -80,14 +74,14 @@ def compile_options(
         UsageError: an argument is not valid.
 
     """
-    found = codes_of(error, bits, tables)
+    code = _code(error, bits)
     budget = real("budget", budget, 0, 1)
     flags(attention=attention, inputs=inputs, loss=loss)
     report = CompileReport()
     asked = zip(ALSO, (attention, inputs, loss), strict=True)
     also = tuple(name for name, wanted in asked if wanted)
-    partition = Partition(budget, found, also, lambda records: report.graphs.append(tuple(records)))
-    return CompileOptions({OPTION: partitioner(partition, _identity(found, budget, also))}, report)
+    partition = Partition(budget, code, also, lambda records: report.graphs.append(tuple(records)))
+    return CompileOptions({OPTION: partitioner(partition, _identity(code, budget, also))}, report)
 
 
 def compile(  # noqa: A001  it stands for torch.compile
@@ -99,7 +93,6 @@ def compile(  # noqa: A001  it stands for torch.compile
     attention: bool = False,
     inputs: bool = False,
     loss: bool = False,
-    tables: Sequence[type[nn.Module]] = (),
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     **others: Any,
@@ -108,13 +101,12 @@ def compile(  # noqa: A001  it stands for torch.compile
 
     Args:
         model: a module or a function, as `torch.compile` takes it.
-        error: as for `compile_options`, like the next six.
+        error: as for `compile_options`, like the next five.
         bits: of a code.
         budget: how much the compiler may keep.
         attention: whether tensors of attention become codes.
         inputs: whether inputs become codes.
         loss: whether what leads to a loss becomes codes.
-        tables: more codes to choose from.
         mode: of `torch.compile`, such as `"max-autotune"`.
         options: more options of `torch.compile`.
         others: other arguments of `torch.compile`, such as `fullgraph` and `dynamic`.
@@ -130,9 +122,7 @@ def compile(  # noqa: A001  it stands for torch.compile
         raise UsageError(f"backend: expected 'inductor', whose graphs are changed, got {quote(others['backend'])}")
     if OPTION in (options or {}):
         raise UsageError(f"options: {OPTION} is what fitact sets; leave it out, or use torch.compile")
-    own = compile_options(
-        error=error, bits=bits, budget=budget, attention=attention, inputs=inputs, loss=loss, tables=tables
-    )
+    own = compile_options(error=error, bits=bits, budget=budget, attention=attention, inputs=inputs, loss=loss)
     given = {**compiler_options(mode), **(options or {}), **own}
     compiled: Any = torch.compile(model, options=given, **others)
     _reports[compiled] = own.report
@@ -149,13 +139,12 @@ def compile_report(compiled: Callable[..., Any]) -> CompileReport:
         ) from None
 
 
-def codes_of(error: str, bits: int | None = None, more: Sequence[type[nn.Module]] = ()) -> tuple[Code, ...]:
-    """Return the codes that arguments of `compile_options` ask for."""
-    more = several("tables", more)
+def _code(error: str, bits: int | None) -> Compander | None:
+    """Return the code that arguments of `compile_options` ask for; None if values may not change."""
     if error == "exact":
-        if bits is not None or more:
-            raise UsageError("error='exact' codes only masks: leave out bits and tables")
-        return ()
+        if bits is not None:
+            raise UsageError("error='exact' codes only masks: leave out bits")
+        return None
     if error not in BITS:
         raise UsageError(f"error: expected 'exact', 'rounding' or 'few-bit', got {quote(error)}")
     allowed = BITS[error]
@@ -163,16 +152,12 @@ def codes_of(error: str, bits: int | None = None, more: Sequence[type[nn.Module]
     if width not in allowed:
         numbers = " or ".join(map(str, sorted(allowed)))
         raise UsageError(f"bits: expected {numbers} for error={error!r}, got {width}")
-    own = tuple(map(table_of, more))
-    for table in own:
-        if table.bits != width:
-            raise UsageError(f"tables: {table.name} has {table.bits} bits, and {width} are asked for")
-    return Compander("identity", width), *own
+    return Compander(width)
 
 
-def _identity(codes: Sequence[Code], budget: float, also: Sequence[str]) -> str:
+def _identity(code: Compander | None, budget: float, also: Sequence[str]) -> str:
     """Return what names everything that the changed graphs depend on."""
     sources = sorted(files(__package__).iterdir(), key=lambda file: file.name)
     texts = [file.read_text(encoding="utf-8") for file in sources if file.name.endswith(".py")]
-    parts = [*texts, *(code.digest() for code in codes), repr(budget), *also]
+    parts = [*texts, repr(code), repr(budget), *also]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

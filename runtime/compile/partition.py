@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from fitact.runtime.torch_internals import min_cut, schema_name, unset_fake_temporarily
 
 from .codes import BYTE, Graph, exponents, pack, scaled, unpack
+from .compander import Compander, error_of
 from .kept import CAST, Kept, condition_of, elements, kept, value_of
 from .report import KeptRecord
-from .tables import Code, best
 
 UNCHECKED = "saved_tensor_with_no_vc_check"  # the partitioner's mark of tensors that may be changed in place
 
@@ -25,14 +25,14 @@ class Partition:
 
     Attributes:
         budget: how much the compiler may keep, from 0 to 1.
-        codes: to choose from, that of any numbers first; empty if values may not change.
+        code: of what is kept; None if values may not change.
         also: what else becomes codes, of `ALSO` in `kept`.
         record: receives the records of a graph.
 
     """
 
     budget: float
-    codes: Sequence[Code]
+    code: Compander | None
     also: Collection[str]
     record: Callable[[Sequence[KeptRecord]], None] = field(repr=False)
 
@@ -76,15 +76,15 @@ class Partition:
         places = _hand_over(forward, backward, group, parts)
         _decode(backward, group, places, whole, code, chains)
         after = sum(_bytes(part.meta["val"]) for part in parts)
-        label = "bits" if code is None else f"{code.name}, {bits} bits" if code.scaled else code.name
+        label = "bits" if code is None else f"identity, {bits} bits"
         shape = tuple(map(str, value.shape))
         return iter([KeptRecord(name, shape, value.dtype, before, after, label, error, note)])
 
-    def _code(self, group: Sequence[Kept], whole: fx.Node) -> tuple[Code | None, float, str]:
+    def _code(self, group: Sequence[Kept], whole: fx.Node) -> tuple[Compander | None, float, str]:
         """Return the code for a group, its error and a note on it; None for a mask or if there is no code."""
-        if _is_mask(whole) or not self.codes or group[0].reason:
+        if _is_mask(whole) or self.code is None or group[0].reason:
             return None, 0.0, ""
-        return best([one.place for one in group], self.codes)
+        return self.code, *error_of([one.place for one in group], self.code)
 
     def _blocker(self, group: Sequence[Kept], whole: fx.Node, value: Tensor, bits: int, chains: int) -> str:
         """Return why a group stays as it is; `""` if it becomes a code."""
@@ -93,7 +93,7 @@ class Partition:
             return reasons[0]
         if chains < len(group):
             return "kept under several shapes that vary"
-        if not _is_mask(whole) and not self.codes:
+        if not _is_mask(whole) and self.code is None:
             return "a code would change it"
         row: Any = value.shape[-1] if value.dim() else 1
         fills = isinstance(row, int) and row * bits % BYTE == 0
@@ -127,17 +127,17 @@ def _bytes(value: Tensor) -> int:
     return elements(value) * value.element_size()
 
 
-def _encode(module: fx.GraphModule, node: fx.Node, code: Code | None) -> list[fx.Node]:
-    """Return what is kept in place of a node: its codes, and the powers of two of its rows if they are scaled."""
+def _encode(module: fx.GraphModule, node: fx.Node, code: Compander | None) -> list[fx.Node]:
+    """Return what is kept in place of a node: its codes and its rows' powers of two, or a mask's bits."""
     after = node.next
     while after.op == "placeholder":
         after = after.next
     graph = Graph(module, after)
     if code is None:
         return [pack(graph, condition_of(node) or node, 1)]
-    scales = [exponents(graph, node)] if code.scaled else []
-    codes = code.encode(graph, scaled(graph, node, scales[0], -1) if scales else node)
-    return [codes if code.bits == BYTE else pack(graph, codes, code.bits), *scales]
+    scale = exponents(graph, node)
+    codes = code.encode(graph, scaled(graph, node, scale, -1))
+    return [codes if code.bits == BYTE else pack(graph, codes, code.bits), scale]
 
 
 def _views(node: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
@@ -189,7 +189,7 @@ def _decode(
     group: Sequence[Kept],
     places: Sequence[fx.Node],
     whole: fx.Node,
-    code: Code | None,
+    code: Compander | None,
     chains: Sequence[Sequence[fx.Node]],
 ) -> None:
     """Let the readers of a group's placeholders read what stands for the codes that the first receives now."""
@@ -205,7 +205,7 @@ def _decode(
             found = graph(whole.target, found, *numbers)
     else:
         found = code.decode(graph, place if code.bits == BYTE else unpack(graph, place, code.bits))
-        found = graph(CAST, scaled(graph, found, places[1], 1) if code.scaled else found, whole.meta["val"].dtype)
+        found = graph(CAST, scaled(graph, found, places[1], 1), whole.meta["val"].dtype)
     for (old, users), chain in zip(readers, chains, strict=True):
         new = found
         for view in chain:

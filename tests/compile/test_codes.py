@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import t as student
 
-from fitact.runtime.compile.tables import Compander
+from fitact.runtime.compile.compander import Compander
 
 
 def test_nearly_the_best_table() -> None:
@@ -19,7 +19,7 @@ def test_nearly_the_best_table() -> None:
     x = (edges[1:] + edges[:-1]) / 2
     weight = student.pdf(x, 3) * np.diff(edges)
     weight /= weight.sum()
-    miss = (x - Compander("identity", 8).rounded(torch.from_numpy(x)).numpy()) ** 2
+    miss = (x - Compander(8).rounded(torch.from_numpy(x)).numpy()) ** 2
     objective = (weight * miss / (x * x + (weight * x * x).sum())).sum()
     fit = json.loads(files("fitact.generated").joinpath("fits", "identity_coded8.json").read_text())
     assert 1.03 < objective / fit["error"]["objective"] < 1.04
@@ -28,5 +28,5 @@ def test_nearly_the_best_table() -> None:
 @pytest.mark.parametrize("deviation", [0.84, 1.0, 1.68])
 def test_error_of_scaled_rows(deviation: float) -> None:
     x = deviation * torch.randn(200_000, dtype=torch.float64)
-    off = (Compander("identity", 8).rounded(x) - x).norm() / x.norm()
+    off = (Compander(8).rounded(x) - x).norm() / x.norm()
     assert 0.008 < off < 0.01

@@ -20,10 +20,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fitact
 from fitact.errors import UsageError
-from fitact.generated.gelu_coded4 import GeluCoded4
-from fitact.generated.gelu_coded8 import GeluCoded8
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
-from fitact.generated.silu_coded8 import SiluCoded8
 from fitact.runtime.torch_internals import storage_id
 from tests.support.compilers import needs_compiler
 
@@ -302,33 +299,17 @@ def test_beside_converted_activations() -> None:
     assert found == {(torch.uint8, None, "of uint8"), (torch.bfloat16, "identity, 8 bits", "")}
 
 
-def test_own_table() -> None:
-    """A table is used for the tensor that its activation is computed of, and for no other."""
-    model = made(Gelu, Gelu)
-    compiled = fitact.compile(model, tables=[GeluCoded8, SiluCoded8], fullgraph=True)
-    _, expected = plain(0.9, made(Gelu, Gelu), (TOKENS, 256))
-    _, found = step(model, compiled, (TOKENS, 256))
-    assert off(found, expected) < 0.008
-    codes = [record.code for record in fitact.compile_report(compiled).graphs[0] if record.code]
-    assert sorted(codes) == ["gelu_coded8", "gelu_coded8", "identity, 8 bits"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"error": "none"}, "error: expected 'exact', 'rounding' or 'few-bit', got 'none'"),
-        ({"error": "exact", "bits": 8}, "leave out bits and tables"),
+        ({"error": "exact", "bits": 8}, "leave out bits"),
         ({"bits": 4}, "bits: expected 8 for error='rounding', got 4"),
         ({"error": "few-bit", "bits": 5}, "bits: expected 4 or 6 or 8"),
         ({"bits": 8.0}, "bits: expected an integer"),
         ({"budget": 1.5}, "budget: expected a number from 0 to 1, got 1.5"),
         ({"attention": "yes"}, "attention: expected True or False, got 'yes'"),
         ({"inputs": torch.ones(2)}, "inputs: expected True or False, got tensor"),
-        ({"tables": [nn.GELU]}, "tables: expected classes that fitact codegen made"),
-        ({"tables": [GeluFewbit3]}, "tables: expected classes that fitact codegen made"),
-        ({"tables": [3]}, "tables: expected classes that fitact codegen made .*, got 3"),
-        ({"tables": GeluCoded4}, "tables: expected several values, as a tuple, got "),
-        ({"tables": [GeluCoded4]}, "gelu_coded4 has 4 bits, and 8 are asked for"),
         ({"backend": "eager"}, "backend: expected 'inductor'"),
         ({"options": {"custom_partitioner_fn": None}}, "custom_partitioner_fn is what fitact sets"),
     ],
