@@ -1,6 +1,6 @@
 """The ops and their autograd.
 
-    fitact::forward(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor y, Tensor codes)
+    fitact::forward(Tensor x, ScalarType dtype, int[]? dims, str key) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
     fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
@@ -77,9 +77,9 @@ def apply(x: Tensor, key: str) -> Tensor:
         decode.prepare(key, str(x.device))
     order = None if x.is_contiguous() else memory_order(x)
     if order is None:
-        return _differentiable(x.contiguous(), None, dtype, key)
+        return _differentiable(x.contiguous(), dtype, None, key)
     dims = inverse(order)
-    return _differentiable(x.permute(order), dims, dtype, key).permute(dims)
+    return _differentiable(x.permute(order), dtype, dims, key).permute(dims)
 
 
 def may_need_gradient(x: Tensor) -> bool:
@@ -125,12 +125,12 @@ def _distributed(x: Any, key: str) -> Tensor:
     return y
 
 
-def _differentiable(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> Tensor:
+def _differentiable(x: Tensor, dtype: torch.dtype, dims: Dims, key: str) -> Tensor:
     if torch.compiler.is_compiling():
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
-        y: Tensor = ops.forward(x, dims, dtype, key)[0]
+        y: Tensor = ops.forward(x, dtype, dims, key)[0]
     else:
-        y, codes, _ = _Pointwise.apply(x, dims, dtype, key)
+        y, codes, _ = _Pointwise.apply(x, dtype, dims, key)
         if isinstance(find(key), Coded):
             note(y, partial(ops.decode, size=y.shape, dtype=y.dtype, key=key), codes, exact=False)
     return y
@@ -170,8 +170,8 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, ...]:
-        return *ops.forward(x, dims, dtype, key), x.new_empty(0)
+    def forward(x: Tensor, dtype: torch.dtype, dims: Dims, key: str) -> tuple[Tensor, ...]:
+        return *ops.forward(x, dtype, dims, key), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -194,7 +194,7 @@ def _value(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
     return y.clone() if y is x else y
 
 
-def _forward_reference(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+def _forward_reference(x: Tensor, dtype: torch.dtype, dims: Dims, key: str) -> tuple[Tensor, Tensor]:
     activation = find(key)
     with torch.no_grad():
         y = _value(activation, x.permute(list(dims)) if dims else x, dtype)
@@ -212,11 +212,11 @@ def _backward_reference(
         return find(key).gradient(grad, output, codes, dtype)
 
 
-def _forward_triton(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+def _forward_triton(x: Tensor, dtype: torch.dtype, dims: Dims, key: str) -> tuple[Tensor, Tensor]:
     if x.dtype not in KERNEL_DTYPES:
-        return _forward_reference(x, dims, dtype, key)
+        return _forward_reference(x, dtype, dims, key)
     activation = find(key)
-    y, codes = _forward_fake(x, dims, dtype, key)
+    y, codes = _forward_fake(x, dtype, dims, key)
     activation.run_forward(Launch(x, activation.threads(x, y)), x, y, codes)
     return y, codes
 
@@ -241,7 +241,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None,
     return ops.backward(dy.contiguous(), y, codes, ctx.dtype, ctx.key), None, None, None
 
 
-def _forward_fake(x: Tensor, dims: Dims, dtype: torch.dtype, key: str) -> tuple[Tensor, Tensor]:
+def _forward_fake(x: Tensor, dtype: torch.dtype, dims: Dims, key: str) -> tuple[Tensor, Tensor]:
     # one dimension: a compiler would specialise on a dimension of tiles that is 1
     size = reference.bytes_of_codes(x, find(key).bits)
     return torch.empty_like(x, dtype=dtype), x.new_empty(size, dtype=torch.uint8)
@@ -256,11 +256,11 @@ def _in_words(key: str) -> bool:
 
 
 def _forward_vmap(
-    info: Any, in_dims: Any, x: Tensor, _: Any, dtype: torch.dtype, key: str
+    info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype, _: Any, key: str
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     size, dim = info.batch_size, in_dims[0]
     shape = x.movedim(dim, 0).shape
-    y, codes = ops.forward(batched(x, dim, size, in_words=_in_words(key)), None, dtype, key)
+    y, codes = ops.forward(batched(x, dim, size, in_words=_in_words(key)), dtype, None, key)
     y = y[:, : shape[1:].numel()].reshape(shape)
     return (y, codes.view(size, codes.numel() // max(size, 1))), (0, 0)
 
@@ -281,7 +281,7 @@ define(
     "pointwise",
     {
         "forward": Op(
-            "(Tensor x, int[]? dims, ScalarType dtype, str key) -> (Tensor, Tensor)",
+            "(Tensor x, ScalarType dtype, int[]? dims, str key) -> (Tensor, Tensor)",
             _forward_reference,
             _forward_triton,
             _forward_fake,

@@ -212,7 +212,11 @@ def _compilable(name: str, op: Op) -> Callable[..., Any]:
 
 
 def define(kind: str, found: Mapping[str, Op]) -> None:
-    """Define ops in the namespace; they stay if a copy of this runtime with the same text has defined them."""
+    """Define ops in the namespace; they stay if a copy of this runtime with the same text has defined them.
+
+    No schema may end with an optional argument. Inductor's cache on disk leaves a trailing None out of its
+    keys, so a later schema without this argument would find graphs that still pass it.
+    """
     holder = f"library_of_{kind}"
     if hasattr(ops, holder):
         return

@@ -33,7 +33,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def check(one: Coded, x: torch.Tensor) -> None:
     key = one.key
-    y, codes = torch.ops.fitact.forward(x, None, x.dtype, key)
+    y, codes = torch.ops.fitact.forward(x, x.dtype, None, key)
     assert torch.equal(codes, autograd._forward_reference(x, None, x.dtype, key)[1])
     exact = one.stock(x.double())
     number = exact.to(x.dtype).isfinite()

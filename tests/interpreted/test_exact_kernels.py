@@ -25,7 +25,7 @@ def check(one: Output, x: torch.Tensor, dtype: torch.dtype | None = None) -> Non
     """Compare both passes with float64; y of another dtype than x's is what autocast asks for."""
     dtype, key = dtype or x.dtype, one.module._KEY
     ulp = max(ULP[dtype], ULP[x.dtype])
-    y, codes = torch.ops.fitact.forward(x, (), dtype, key)
+    y, codes = torch.ops.fitact.forward(x, dtype, (), key)
     assert (y.dtype, codes.dtype, codes.numel()) == (dtype, torch.uint8, 0)
     stock = one.stock(x)
     for expected in (one.stock(x.double()), stock.double()):

@@ -56,7 +56,7 @@ def check(one: Inverse, x: torch.Tensor, dtype: torch.dtype | None = None, stock
     stock, key = stock or one.stock, one.key
     dtype = dtype or x.dtype
     x = x[normal(x)]
-    y, codes = torch.ops.fitact.forward(x, (), dtype, key)
+    y, codes = torch.ops.fitact.forward(x, dtype, (), key)
     assert (y.dtype, y.shape) == (dtype, x.shape)
     check_codes(one, x, codes, dtype)
     exact = stock(x.double())

@@ -36,7 +36,7 @@ def laid_out(code: list[int], bits: int) -> bytes:
 @pytest.mark.parametrize("n", SIZES)
 def test_layout(bits: int, n: int) -> None:
     one, x = coded(bits), torch.randn(n) * 3
-    codes = FORWARD(x, None, x.dtype, one.key)[1]
+    codes = FORWARD(x, x.dtype, None, one.key)[1]
     assert codes.dtype == torch.uint8
     assert bytes(codes.tolist()) == laid_out(one.code(x).tolist(), bits)
 
@@ -51,7 +51,7 @@ def test_every_number(bits: int, dtype: torch.dtype) -> None:
     y, dx = run(one.function, x, dy)
     assert same(y, one.stock(x))
     one.check_gradient(x, y, dy, dx)
-    codes = FORWARD(x, None, dtype, one.key)[1]
+    codes = FORWARD(x, dtype, None, one.key)[1]
     for out in DTYPES:
         assert same(DECODE(codes, x.shape, out, one.key), one.looked_up(x, "values", out))
     assert bool((one.code(x[x.isnan()]) == 0).all())
@@ -64,7 +64,7 @@ def test_sizes(dtype: torch.dtype, n: int) -> None:
         one, x, dy = coded(bits), (torch.randn(n) * 3).to(dtype), torch.randn(n).to(dtype)
         y, dx = run(one.function, x, dy)
         one.check_gradient(x, y, dy, dx)
-        codes = FORWARD(x, None, dtype, one.key)[1]
+        codes = FORWARD(x, dtype, None, one.key)[1]
         assert codes.numel() == sum(one.kept(y))
         assert same(DECODE(codes, [n], dtype, one.key), one.looked_up(x, "values", dtype))
 
@@ -83,7 +83,7 @@ def test_borders_next_to_each_other() -> None:
 @EACH_DTYPE
 def test_decode(one: Coded, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype) * 3
-    codes = FORWARD(x, None, dtype, one.key)[1]
+    codes = FORWARD(x, dtype, None, one.key)[1]
     torch.library.opcheck(DECODE.default, (codes, shape, dtype, one.key))
     y = DECODE(codes, shape, dtype, one.key)
     assert (y.shape, y.is_contiguous(), y.requires_grad) == (x.shape, True, False)
@@ -96,7 +96,7 @@ def test_decode_of_a_batch(bits: int, shape: tuple[int, ...]) -> None:
     one, x = coded(bits), torch.randn(shape) * 3
 
     def decoded(x: torch.Tensor) -> torch.Tensor:
-        codes = FORWARD(x, None, x.dtype, one.key)[1]
+        codes = FORWARD(x, x.dtype, None, one.key)[1]
         return DECODE(codes, x.shape, x.dtype, one.key)
 
     assert same(torch.func.vmap(decoded)(x), one.looked_up(x, "values", x.dtype))
@@ -117,7 +117,7 @@ def test_compiled_code_may_decode() -> None:
 
     function = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (9000, 8500, 30):
-        codes = FORWARD(torch.randn(n) * 3, None, torch.float32, one.key)[1]
+        codes = FORWARD(torch.randn(n) * 3, torch.float32, None, one.key)[1]
         assert same(function(codes, n), f(codes, n))
 
 

@@ -73,7 +73,7 @@ def numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 def forward(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The op on the device: y and codes, on the CPU."""
-    y, codes = torch.ops.fitact.forward(x.to(DEVICE), (), x.dtype, EVERY[name].module._KEY)
+    y, codes = torch.ops.fitact.forward(x.to(DEVICE), x.dtype, (), EVERY[name].module._KEY)
     return y.cpu(), codes.cpu()
 
 
@@ -190,8 +190,8 @@ def no_synchronising() -> Iterator[None]:
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     key = EVERY[name].module._KEY
     x = torch.randn(33, 5).to(DEVICE, dtype).requires_grad_()
-    torch.library.opcheck(torch.ops.fitact.forward.default, (x, (), dtype, key))
-    y, codes = torch.ops.fitact.forward(x.detach(), (), dtype, key)
+    torch.library.opcheck(torch.ops.fitact.forward.default, (x, dtype, (), key))
+    y, codes = torch.ops.fitact.forward(x.detach(), dtype, (), key)
     output = y if find(key).keeps_output else None
     torch.library.opcheck(torch.ops.fitact.backward.default, (torch.ones_like(y), output, codes, dtype, key))
 
@@ -287,8 +287,8 @@ def test_more_elements_than_an_int32_counts() -> None:
     end = torch.randn(tail).bfloat16()
     x[-tail:] = end.cuda()
     key = step().module._KEY
-    y, codes = torch.ops.fitact.forward(x, (), x.dtype, key)
-    expected_y, expected_codes = torch.ops.fitact.forward(end.cuda(), (), x.dtype, key)
+    y, codes = torch.ops.fitact.forward(x, x.dtype, (), key)
+    expected_y, expected_codes = torch.ops.fitact.forward(end.cuda(), x.dtype, (), key)
     assert same(y[-tail:], expected_y)
     assert torch.equal(codes[-expected_codes.numel() :], expected_codes)
     dx = torch.ops.fitact.backward(x, None, codes, x.dtype, key)

@@ -43,7 +43,7 @@ def computed(*cases: str) -> Found:
                 x = (torch.randn(elements) * 3).to(dtype)
                 x[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")][: len(x)]).to(dtype)
                 dy = torch.randn(elements).to(dtype)
-                y, codes = torch.ops.fitact.forward(x, (), dtype, module._KEY)
+                y, codes = torch.ops.fitact.forward(x, dtype, (), module._KEY)
                 kept = y if registry.find(module._KEY).keeps_output else None
                 dx = torch.ops.fitact.backward(dy, kept, codes, dtype, module._KEY)
                 found[name, str(dtype), elements] = (y, codes, dx)

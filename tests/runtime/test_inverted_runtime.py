@@ -32,7 +32,7 @@ def derivatives(
     """The output in a dtype, and what the module takes for f′, not rounded to half precision."""
     key, dtype = one.key, dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    y, codes = torch.ops.fitact.forward(x, (), dtype, key)
+    y, codes = torch.ops.fitact.forward(x, dtype, (), key)
     derivative = torch.ops.fitact.backward(torch.ones(x.shape, dtype=wide), y, codes, wide, key)
     return y, derivative.double()
 
@@ -71,7 +71,7 @@ def test_codes_are_the_layout_that_is_documented(one: Inverse, dtype: torch.dtyp
     x = torch.cat([torch.randn(10_000) * 2, borders, borders + 1e-6, borders - 1e-6]).to(dtype)
     x[5] = float("nan")
     key = one.key
-    y, codes = torch.ops.fitact.forward(x, (), dtype, key)
+    y, codes = torch.ops.fitact.forward(x, dtype, (), key)
     assert (y.dtype, codes.dtype, codes.shape) == (dtype, torch.uint8, (2 * one.bits * 1024,))
     expected = torch.zeros(2 * 8192, dtype=torch.long)
     expected[: len(x)] = one.code(x, dtype)
@@ -231,7 +231,7 @@ def test_small_and_large_tensors_agree(one: Inverse, dtype: torch.dtype) -> None
         registry.register(twin)
         found = []
         for n in order:
-            y, codes = torch.ops.fitact.forward(x[:n], (), dtype, twin.key)
+            y, codes = torch.ops.fitact.forward(x[:n], dtype, (), twin.key)
             found.append(torch.ops.fitact.backward(dy[:n], y, codes, torch.float32, twin.key))
             assert torch.equal(unpacked(codes, one.bits)[:n], one.code(x[:n], dtype))
         for dx in found:
@@ -247,7 +247,7 @@ def test_another_default_device(dtype: torch.dtype) -> None:
     dy = torch.ones_like(x)
     for context in (torch.device("meta"), torch.device("cpu")):
         with context:
-            y, codes = torch.ops.fitact.forward(x, (), dtype, twin.key)
+            y, codes = torch.ops.fitact.forward(x, dtype, (), twin.key)
             dx = torch.ops.fitact.backward(dy, y, codes, dtype, twin.key)
         assert {tensor.device.type for tensor in (y, codes, dx)} == {"cpu"}
         GELU.check_gradient(x, y, dy, dx)
