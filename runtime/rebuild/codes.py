@@ -227,7 +227,7 @@ class _CodedNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         y = run(x)
         z, scale = of.normalised(x)
-        codes = ops.forward(z, None, z.dtype, of.key)[1]
+        codes = ops.forward(z, z.dtype, None, of.key)[1]
         ctx.of, ctx.dtype, ctx.dtype_of_bias = of, x.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(codes, scale)
         ctx.set_materialize_grads(False)
@@ -282,7 +282,7 @@ class _Activated(Factor):
         return find(self.key).bits
 
     def value_and_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, codes = ops.forward(x.contiguous(), None, x.dtype, self.key)
+        y, codes = ops.forward(x.contiguous(), x.dtype, None, self.key)
         return y if x.is_contiguous() else self.value(x), codes  # a CPU rounds a view's otherwise
 
     def again(self, kept: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:

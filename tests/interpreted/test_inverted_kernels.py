@@ -165,7 +165,7 @@ def test_cubic_radicals(domain: tuple[float, float], bits: int, variables: int) 
         torch.testing.assert_close(y, stock(x), rtol=2e-6, atol=1e-6)
         check_gradient(one, x, y, dy, dx)
     kernel, buffer = one.module.__dict__, torch.full((2 * TILE,), 7.0)
-    codes = torch.ops.fitact.forward(x.detach().reshape(-1), (), torch.float32, one.key)[1]
+    codes = torch.ops.fitact.forward(x.detach().reshape(-1), torch.float32, (), one.key)[1]
     x, y = x.detach().reshape(-1), y.detach().reshape(-1)
     kernel[f"{one.name}_forward"][(1,)](x, buffer, *([codes] if one.bits else []), 3000)
     assert bool((buffer[3000:] == 7).all())

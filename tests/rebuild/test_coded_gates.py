@@ -39,10 +39,10 @@ def inputs(dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
 def composed(codes: Codes, g: Tensor, u: Tensor, dh: Tensor) -> list[Tensor]:
     """The gradients of g and u, and what stands for the output in backward, by the activations' ops alone."""
     with torch.no_grad():
-        of_g = ops.forward(g.contiguous(), None, g.dtype, codes.g)[1]
+        of_g = ops.forward(g.contiguous(), g.dtype, None, codes.g)[1]
         again = u
         if codes.u is not None:
-            of_u = ops.forward(u.contiguous(), None, u.dtype, codes.u)[1]
+            of_u = ops.forward(u.contiguous(), u.dtype, None, codes.u)[1]
             again = ops.decode(of_u, u.shape, u.dtype, codes.u)
         f = ops.decode(of_g, g.shape, g.dtype, codes.g)
         dg = ops.backward((dh * again).contiguous(), None, of_g, dh.dtype, codes.g)
