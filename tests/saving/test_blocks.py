@@ -1,0 +1,211 @@
+"""Block codes against their definition, in NumPy and float64, and their error against the best levels."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fitact.runtime.memory.peak import peak_memory
+from fitact.runtime.saving.blocks import BITS, columns_of, decode, encode, nbytes
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+SHAPES = [(128, 256), (100, 192), (3, 5, 64), (64, 96), (70, 97), (33, 130), (1000,), (200, 1), (1, 1), (0, 64)]
+
+
+def hostile(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return numbers with outlier channels, zeros of both signs, a row of zeros and sparse channels."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = x.view(-1, shape[-1])
+    if len(rows) > 3 and shape[-1] > 20:
+        rows[:, 3] *= 50
+        rows[:, 7] *= 1e-3
+        rows[::2, 9] = -0.0
+        rows[1:, 11] = 0
+        rows[2] = 0
+        rows[3, 13] = 1000
+        rows[:, 15] *= 300
+    return x.to(dtype)
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """Round to bfloat16, ties to even."""
+    raw = x.astype(np.float32).view(np.uint32)
+    return ((raw + 0x7FFF + (raw >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def tiles_of(x: np.ndarray) -> list[np.ndarray]:
+    """Return the tiles, (rows, 64), in the order of their shifts: those of 64 rows from left to right."""
+    columns = columns_of(x.shape)
+    rows, rest = divmod(x.size, columns)
+    flat = x.reshape(-1)
+    table = flat[: rows * columns].reshape(rows, columns)
+    tiles = [table[i : i + 64, j : j + 64] for i in range(0, rows, 64) for j in range(0, columns, 64)]
+    return [*tiles, np.pad(flat[-rest:], (0, 64 - rest))[None]] if rest else tiles
+
+
+def shifts_of(tile: np.ndarray) -> np.ndarray:
+    """Return how far each channel stands out: by its mean exponent, from 2 to 15, else 0."""
+    means = [np.mean(np.floor(np.log2(np.abs(one[one != 0])))) if one.any() else math.nan for one in tile.T]
+    if np.isnan(means).all():
+        return np.zeros(64)
+    above = np.nan_to_num(np.round(means - np.nanmean(means)))
+    return np.where(above >= 2, np.minimum(above, 15), 0)
+
+
+def unpacked(codes: Tensor) -> np.ndarray:
+    """Return q of each block: the highest bits first, in parts of 8, 4, 2 and 1 bits."""
+    blocks, bits = codes.shape
+    raw = codes.numpy().view(np.uint8).reshape(blocks, bits, 8)
+    q, left, word = np.zeros((blocks, 64), np.int64), bits, 0
+    for part in (8, 4, 2, 1):
+        if part <= left:
+            left -= part
+            for place in range(8 // part):
+                values = raw[:, word : word + part].reshape(blocks, 8 * part) >> place * part & 2**part - 1
+                q[:, place * part * 8 : (place + 1) * part * 8] += values.astype(np.int64) << left
+            word += part
+    return np.where(q < 2 ** (bits - 1), q, q - 2**bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_definition(dtype: torch.dtype, bits: int) -> None:
+    levels = 2 ** (bits - 1) - (bits > 4)
+    for shape in SHAPES:
+        x = hostile(shape, dtype)
+        codes, scales, shifts = encode(x, bits)
+        y = decode(codes, scales, shifts, shape, dtype)
+        assert y.shape == x.shape and y.dtype == dtype
+        tiles, decoded = tiles_of(x.double().numpy()), tiles_of(y.double().numpy())
+        numbers = tiles_of(np.arange(math.prod(shape)).reshape(shape))
+        raw = shifts.numpy()
+        found = np.concatenate([raw & 15, raw >> 4], -1)
+        q = unpacked(codes)
+        for tile, after, number, kept in zip(tiles, decoded, numbers, found, strict=True):
+            d = shifts_of(tile)
+            assert np.array_equal(kept, d), shape
+            blocks = number[:, 0] // 64
+            low = tile / 2**d
+            largest = np.abs(low).max(1)
+            if bits < 5:
+                largest = -np.where(low.max(1) >= -low.min(1), low.max(1), low.min(1))
+            s = bf16(largest)
+            assert np.array_equal(s, scales[blocks].double().numpy())
+            z = low / np.where(s == 0, 1, s)[:, None]
+            exact = np.sign(z) * levels * (np.sqrt(0.25 + 2 * abs(z)) - 0.5)
+            exact = np.clip(exact, -levels, levels - (bits < 5))
+            assert (abs(q[blocks] - exact) < 0.5 + 1e-4).all(), shape
+            part = q[blocks] / levels
+            value = part * (1 + abs(part)) / 2 * s[:, None] * 2**d
+            rounding = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+            assert (abs(after - value) <= rounding * abs(value) + 1e-7).all(), shape
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes(bits: int) -> None:
+    """Whole tiles take k bits and 5/16 of one; others little more, also where the features are few."""
+    for shape in SHAPES:
+        parts = encode(torch.ones(shape), bits)
+        assert sum(one.untyped_storage().nbytes() for one in parts) == nbytes(shape, bits)
+    assert nbytes((4, 128, 320), bits) * 8 == (bits + 0.3125) * 4 * 128 * 320
+    for features in (1, 7, 48, 97, 1000):
+        assert nbytes((4096, features), bits) * 8 <= (bits + 0.3125) * 4096 * features
+    assert nbytes((4099, 17), bits) * 8 <= (bits + 0.33) * 4099 * 17
+
+
+def optimum(z: np.ndarray, weight: np.ndarray, levels: np.ndarray) -> float:
+    """Return the mean square error of the best levels for z: Lloyd's method."""
+    order = np.argsort(z)
+    z, weight = z[order], weight[order]
+    sums = [np.concatenate([[0], np.cumsum(weight * z**power)]) for power in range(3)]
+    for _ in range(300):
+        cuts = np.concatenate([[0], np.searchsorted(z, (levels[1:] + levels[:-1]) / 2), [len(z)]])
+        mass, first, second = (np.diff(one[cuts]) for one in sums)
+        levels = np.where(mass > 0, first / np.where(mass > 0, mass, 1), levels)
+    return float((second - 2 * levels * first + levels**2 * mass).sum() / len(z))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_error_of_gaussian_blocks(bits: int) -> None:
+    """It is near that of the best levels for numbers divided by their block's scale."""
+    x = torch.randn(64 * 64, 64, generator=torch.Generator().manual_seed(1))
+    codes, scales, shifts = encode(x, bits)
+    assert not shifts.any()
+    error = (decode(codes, scales, shifts, x.shape, x.dtype) - x).double().square().mean().sqrt()
+    n = 2 ** (bits - 1) - (bits > 4)
+    y = np.arange(-n, n + (bits > 4)) / n
+    s = scales.double().numpy()[:, None].repeat(64, 1)
+    best = optimum((x.numpy() / s).ravel(), (s**2).ravel(), y * (1 + abs(y)) / 2)
+    assert error < (1.065 if bits == 3 else 1.04) * math.sqrt(best)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_no_channel_stands_out(bits: int) -> None:
+    """Then tiles change nothing: rows have the codes that they have alone, in blocks of which no element does."""
+    x = torch.randn(64, 128) * torch.linspace(0.5, 1.4, 64)[:, None]
+    codes, scales, shifts = encode(x, bits)
+    assert not shifts.any()
+    ones = torch.ones(64, 128).copysign(x)
+    row = torch.cat([x[5:6], ones])[:64]  # another tile, of other rows
+    found = encode(row, bits)
+    assert not found[2].any()
+    assert torch.equal(found[0][:2], codes[10:12]) and torch.equal(found[1][:2], scales[10:12])
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_half_precision(dtype: torch.dtype, bits: int) -> None:
+    """What is not finite never comes back finite; finite blocks come back finite, within their levels."""
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    shuffled = patterns[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
+    finite = torch.where(shuffled.isfinite(), shuffled, 1.0)
+    for x in (patterns, shuffled, finite, finite.view(-1, 64).sort(0)[0].contiguous(), finite.view(-1, 256)):
+        y = decode(*encode(x, bits), x.shape, dtype)
+        before, after = x.reshape(-1, 64), y.reshape(-1, 64)
+        whole = before.isfinite().all(1)
+        assert after[whole].isfinite().all() and not after[~whole].isfinite().any()
+        no_nan = ~before.isnan().any(1)
+        assert torch.equal(after[no_nan][before[no_nan].isinf()], before[no_nan][before[no_nan].isinf()])
+    small = torch.where(finite.abs() < 2.0**-10, finite, 0.0).sort()[0]
+    y = decode(*encode(small, bits), small.shape, dtype)
+    step = {3: 0.2, 4: 0.1, 5: 0.06, 6: 0.03, 8: 0.01}[bits]
+    largest = small.view(-1, 64).abs().amax(1, keepdim=True).float()
+    error = (y.float() - small.float()).view(-1, 64).abs()
+    assert (error <= step * largest + 2.0**-112 + (2.0**-24 if dtype == torch.float16 else 0)).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_largest_numbers(dtype: torch.dtype, bits: int) -> None:
+    most = torch.finfo(dtype).max
+    x = torch.rand(128, 64).mul(0.3).add(0.7).to(dtype).mul(most)
+    x[:, ::2] *= -1
+    x[0], x[1, 0] = most, -most
+    for scale in (torch.ones(64), torch.full((64,), 2.0**-9).index_fill(0, torch.tensor([5, 6]), 1)):
+        wide = x * scale.to(dtype)
+        y = decode(*encode(wide, bits), x.shape, dtype)
+        assert y.isfinite().all()
+        assert (y[:, 5:7].double() / wide[:, 5:7].double() - 1).abs().max() < 0.4
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_signs(bits: int) -> None:
+    x = torch.randn(64, 128).relu()
+    x[0, 0], x[0, 1] = 1e-20, 0
+    y = decode(*encode(x, bits, signs=True), x.shape, x.dtype)
+    assert torch.equal(y > 0, x > 0)
+    z = decode(*encode(x - 0.5, bits, signs=True), x.shape, x.dtype)
+    assert torch.equal(z.sign(), (x - 0.5).sign())
+    assert (decode(*encode(x, bits), x.shape, x.dtype) == 0).sum() > (x == 0).sum()
+
+
+def test_temporaries_are_small() -> None:
+    x = torch.randn(2**13, 2**10)
+    parts = encode(x, 4)
+    size = x.nbytes + nbytes(x.shape, 4)
+    for call in (lambda: encode(x, 4), lambda: decode(*parts, x.shape, x.dtype)):
+        assert peak_memory(call)["total"] < size + 1.5 * 2**20
