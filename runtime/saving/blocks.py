@@ -87,7 +87,7 @@ def decode(codes: Tensor, scales: Tensor, shifts: Tensor, shape: Sequence[int], 
     """
     x = codes.new_empty(*shape, dtype=dtype)
     for into, *of in _chunks(columns_of(shape), x, codes, scales, shifts):
-        into.copy_(_decoded(*of, dtype=dtype)[..., : into.shape[-1]])
+        into.copy_(_decoded(dtype, *of)[..., : into.shape[-1]])
     return x
 
 
@@ -144,7 +144,7 @@ def _encoded(part: Tensor, bits: int, signs: bool) -> tuple[Tensor, Tensor, Tens
     return _packed(q.to(torch.int8), bits), torch.where(top.isinf(), top, scales), _packed_shifts(shifts)
 
 
-def _decoded(codes: Tensor, scales: Tensor, shifts: Tensor, dtype: torch.dtype) -> Tensor:
+def _decoded(dtype: torch.dtype, codes: Tensor, scales: Tensor, shifts: Tensor) -> Tensor:
     bits = codes.shape[-1]
     levels, most = _levels(bits) << 8 - bits, torch.finfo(dtype).max
     infinite, scales = scales.isinf(), scales.float().clamp(-most, most)
