@@ -304,6 +304,17 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
+def never_alone(function: Function) -> Function:
+    """Keep the compiler from a function that PyTorch calls while a module is compiled that it leaves as it is.
+
+    It still traces what it finds in a graph. The public `torch.compiler.disable` breaks the graph instead.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def break_graph(reason: str) -> None:
     """Have the compiler that traces now run the code as it is; with `fullgraph=True` it raises the reason."""
     torch._dynamo.graph_break(reason)  # no private name, but the module is

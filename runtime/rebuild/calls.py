@@ -22,7 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.autocast import active_autocast
 from fitact.runtime.recipes import Note, note, plain
-from fitact.runtime.torch_internals import GROUPED_MM, SAFE_SOFTMAX, innermost_mode, saved_tensor_hooks, storage_id
+from fitact.runtime.torch_internals import (
+    GROUPED_MM,
+    SAFE_SOFTMAX,
+    innermost_mode,
+    never_alone,
+    saved_tensor_hooks,
+    storage_id,
+)
 
 from . import functions
 from .attention.steps import attention
@@ -325,6 +332,7 @@ here = _Here()
 
 
 class _Calls(TorchFunctionMode):
+    @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # a part of a module, which is traced
             return func(*args, **(kwargs or {}))

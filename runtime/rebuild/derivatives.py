@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fitact.runtime.autocast import active_autocast
 from fitact.runtime.recipes import note
+from fitact.runtime.torch_internals import never_alone
 
 from .recipes import Function, Source, applied, source, use
 
@@ -71,6 +72,7 @@ class _Powers(TorchFunctionMode):
 
     NAMES = (torch.pow, Tensor.pow, Tensor.__pow__)
 
+    @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.NAMES and len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1]:
             x, exponent = args

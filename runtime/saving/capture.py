@@ -18,6 +18,7 @@ from fitact.runtime.torch_internals import (
     base_of,
     calls_of,
     mark_of,
+    never_alone,
     next_call,
     saved_tensor_hooks,
     top_hooks,
@@ -73,9 +74,9 @@ class Capture(TorchFunctionMode):
 
     # ------------------------------------------------------------------------------------------------------- calls
 
+    @never_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = RULES[func]
-        if rule is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (rule := RULES[func]) is None:
             return func(*args, **(kwargs or {}))
         if not torch.is_grad_enabled():
             if func in CHANGES:

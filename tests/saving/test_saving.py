@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,7 @@ def test_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 def test_compiled() -> None:
     """Compiled functions go inside; the context in one breaks its graph."""
     model = MODELS["mlp"]()
@@ -182,6 +184,23 @@ def test_compiled() -> None:
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="saving is for eager code"):
         torch.compile(within, backend="aot_eager", fullgraph=True)(X)
+
+
+def test_compiled_alone() -> None:
+    """The compiler leaves an activation of PyTorch as it is, and finds nothing else to compile around it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    stock, rebuilt = pair(MODELS["gate"])
+    for model, context in (stock, nullcontext()), (stock, saving()), (rebuilt, nullcontext()):
+        model.inner.zap.compile(backend=backend)
+        with context:
+            train(model, X.clone().requires_grad_())
+    assert not graphs
 
 
 def test_second_derivatives() -> None:
