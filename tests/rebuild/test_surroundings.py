@@ -350,14 +350,7 @@ def seen(case: Case, of: Subject, model: nn.Module) -> Any:
     torch.manual_seed(3)
     try:
         return case(of, model)
-    except (
-        RuntimeError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        fx.proxy.TraceError,
-    ) as error:
+    except (*RAISED, fx.proxy.TraceError) as error:
         return f"raises {type(error).__name__}: {error}"
 
 
@@ -383,7 +376,6 @@ CONVERTED = {
 }
 IN_CONTEXT = {  # what the context does that PyTorch does not
     ("gradient penalty", "gemma2"): "second derivatives differ by rounding, 1e-7 of the largest",
-    ("jit.trace", "opt"): "the traced program reads positions out of range",
 }
 MAY_RAISE = "a step between the passes, autocast"  # what is cast again must not change
 

@@ -99,7 +99,7 @@ def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
     """The codes are those of the CPU for every number, and so are the gradients for every code."""
     x = numbers(name, dtype)
     y, codes = forward(name, x)
-    assert torch.equal(codes, autograd._forward_reference(x, (), dtype, EVERY[name].module._KEY)[1])
+    assert torch.equal(codes, autograd._forward_reference(x, dtype, (), EVERY[name].module._KEY)[1])
     check_gradient(name, torch.randn(x.shape).to(dtype), y, codes)
 
 
@@ -140,7 +140,7 @@ def test_values_of_float32(name: str) -> None:
 def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
     x = torch.randn(n).to(dtype)
     y, codes = forward(name, x)
-    assert torch.equal(codes, autograd._forward_reference(x, (), dtype, EVERY[name].module._KEY)[1])
+    assert torch.equal(codes, autograd._forward_reference(x, dtype, (), EVERY[name].module._KEY)[1])
     check_gradient(name, torch.randn(n).to(dtype), y, codes)
 
 
