@@ -305,9 +305,10 @@ def constant_in_graphs(function: Function) -> Function:
 
 
 def never_alone(function: Function) -> Function:
-    """Keep the compiler from a function that PyTorch calls while a module is compiled that it leaves as it is.
+    """Never let the compiler compile a function, or what it calls, alone; inside a graph it is traced as usual.
 
-    It still traces what it finds in a graph. The public `torch.compiler.disable` breaks the graph instead.
+    PyTorch's own activations stay as they are if they are compiled alone. A mode that sees them would be compiled,
+    and they with it. The public `torch.compiler.disable` breaks the graphs around the function, too.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

@@ -145,7 +145,7 @@ def test_error_of_gaussian_blocks(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_no_channel_stands_out(bits: int) -> None:
-    """Then tiles change nothing: rows have the codes that they have alone, in blocks of which no element does."""
+    """Then tiles change nothing: a row has the same codes whatever the other rows of its tile are."""
     x = torch.randn(64, 128) * torch.linspace(0.5, 1.4, 64)[:, None]
     codes, scales, shifts = encode(x, bits)
     assert not shifts.any()
