@@ -9,12 +9,12 @@ from typing import Literal
 
 from fitact.text import columns
 
-Kind = Literal["activation", "gate", "norm", "calls"]
+Kind = Literal["activation", "gate", "norm", "calls", "module"]
 
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What was done at one site of a model, which holds an activation, a gate or a norm, or calls functions.
+    """What was done at one site of a model: an activation, a gate, a norm, a module that calls functions or any other.
 
     Attributes:
         name: path of the module in the model, e.g. `"encoder.layer.0.intermediate.intermediate_act_fn"`.
@@ -57,6 +57,24 @@ class Unseen:
 
 
 @dataclass(frozen=True)
+class ModuleRecord:
+    """What autograd saves in the forward of a module, without what it saves in modules inside.
+
+    Attributes:
+        name: path of the module, or of several with a star for numbers, e.g. `"model.layers.*.mlp"`.
+        count: how many such modules there are.
+        before: bytes that all of them save as they are.
+        after: bytes that they save in a context of `fitact.saving`.
+
+    """
+
+    name: str
+    count: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
 class Gradient:
     """How far the gradient of all parameters is from stock's, in one forward and backward pass.
 
@@ -89,6 +107,7 @@ class Conversion:
         kept_before, kept_after: bytes that autograd keeps for the whole model; None if not measured.
         unseen: activations that no module holds, those that keep most first, if measured.
         gradient: how far the gradient is from stock's; None if not requested.
+        modules: what each module saves in a context, if that was measured; those that saved most first.
 
     """
 
@@ -98,6 +117,7 @@ class Conversion:
     kept_after: int | None = None
     unseen: tuple[Unseen, ...] = ()
     gradient: Gradient | None = None
+    modules: tuple[ModuleRecord, ...] = ()
 
     @property
     def replaced(self) -> tuple[SiteRecord, ...]:
@@ -116,6 +136,7 @@ class Conversion:
 
 MIB = 2**20
 UNKNOWN = "-"
+SMALL = 100  # modules that saved less than a hundredth have no row of their own
 
 
 def _lines(conversion: Conversion) -> Iterator[str]:
@@ -129,10 +150,25 @@ def _lines(conversion: Conversion) -> Iterator[str]:
     rows = [head + (("kept", "then", "shared") if measured else ()) + ("note",)]
     rows += [_row(group, measured) for group in groups.values()]
     yield from columns(rows, "<><<>>" if measured else "<>")
+    if conversion.modules:
+        yield from columns([("module", "", "saved", "now"), *_module_rows(conversion.modules)], "<>>>")
     yield from map(str, conversion.unseen)
     yield _summary(conversion)
     if conversion.gradient is not None:
         yield str(conversion.gradient)
+
+
+def _module_rows(modules: Sequence[ModuleRecord]) -> Iterator[tuple[str, ...]]:
+    """Yield rows of the modules that saved most, and one of all others."""
+    total = sum(one.before for one in modules)
+    large = [one for one in modules if one.before * SMALL >= total]
+    rest = [one for one in modules if one not in large]
+    if rest:
+        count, before, after = (sum(getattr(one, name) for one in rest) for name in ("count", "before", "after"))
+        large.append(ModuleRecord("all others", count, before, after))
+    for one in large:
+        times = f"×{one.count}" if one.count > 1 else ""
+        yield one.name or "the model", times, _size([one.before]), _size([one.after])
 
 
 def _row(group: Sequence[SiteRecord], measured: bool) -> tuple[str, ...]:

@@ -330,6 +330,11 @@ def in_functorch_transform() -> bool:
     return bool(torch._C._functorch.get_dynamic_layer_stack_depth() > 0)
 
 
+def is_tracing() -> bool:
+    """Return whether `torch.jit.trace` or `torch.fx.symbolic_trace` runs; no public function tells the second."""
+    return torch.jit.is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag
+
+
 def compiles_ahead_of_time() -> bool:
     """Return whether Inductor compiles an exported program ahead of time; no public function tells."""
     inductor = sys.modules.get("torch._inductor.virtualized")  # slow to import, and then it compiles nothing

@@ -33,6 +33,7 @@ from .arguments import (
     patterns,
     with_own_gates,
 )
+from .attached import attached
 from .choices import ERRORS, Coding, Policy, Substitutes, best, check_coded, codings, least, paying
 from .detect import ActivationSite, activation_sites
 from .gradients import gradient_error, too_far
@@ -128,7 +129,9 @@ def convert(
 
     """
     given, model = model, inner(model)
-    method = method or ("fewbit" if error is None else "auto")
+    if method is None and error in (None, "exact"):
+        return attached(model, "exact", include, exclude, example_inputs, dry_run)
+    method = method or "auto"
     check(model, method, bits, example_inputs, error, norms=norms, gradients=gradients, dry_run=dry_run)
     for name, width in (("bits_u", bits_u), ("bits_norms", bits_norms)):
         check_coded(method, error, name, width)

@@ -22,7 +22,9 @@ from .measure import Plan, stock, tensors_of
 Gradients = Sequence[Tensor | None]
 
 
-def gradient_error(model: nn.Module, run: Run, own: frozenset[type], plan: Plan, *, attempt: int = 0) -> Gradient:
+def gradient_error(
+    model: nn.Module, run: Run, own: frozenset[type], plan: Plan, *, attempt: int = 0, baseline: Plan = stock
+) -> Gradient:
     """Run a model forward and backward, as it is and with a plan, from the same random numbers.
 
     The output's `loss` is differentiated, or an output of one number, or else the sum of all outputs times normal
@@ -34,6 +36,7 @@ def gradient_error(model: nn.Module, run: Run, own: frozenset[type], plan: Plan,
         own: further classes that are activations.
         plan: replaces its activations.
         attempt: chooses the random numbers, as in `traces`.
+        baseline: what the model is compared with.
 
     Returns:
         The error, or why it could not be measured.
@@ -43,7 +46,7 @@ def gradient_error(model: nn.Module, run: Run, own: frozenset[type], plan: Plan,
         return Gradient(note="the model's tensors have no values")
     gradients = partial(_gradients, model, run, own, attempt)
     try:
-        return compared(gradients(stock), gradients(plan))
+        return compared(gradients(baseline), gradients(plan))
     except Exception as error:  # the conversion is valid without this measurement
         return Gradient(note=one_line(error))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -113,17 +113,50 @@ def traces(
         UsageError: the model cannot be run, is sharded, or nothing in it is trained.
 
     """
+    detail = detail and not any(map(is_compiled, model.modules()))  # a copy of a compiled module is not
+    looks = [partial(_planned_trace, plan=plan, own=own, detail=detail) for plan in plans]
+    return [
+        replace(trace, random=random) for trace, random in runs(model, run, looks, attempt=attempt, twins=twins)
+    ]
+
+
+Look = TypeVar("Look")
+
+
+def runs(
+    model: nn.Module,
+    run: Run,
+    looks: Sequence[Callable[[nn.Module, Run], Look]],
+    *,
+    attempt: int = 0,
+    twins: Twins | None = None,
+) -> list[tuple[Look, bool]]:
+    """Look at a model several times, as `traces` does; each time it may be changed, and run.
+
+    Args:
+        model: the model, which is unchanged in the end, as the generators of random numbers are.
+        run: runs it.
+        looks: functions of the model, or of a fake copy, in training mode, and of what runs it.
+        attempt: with which random numbers.
+        twins: makes the fake copies.
+
+    Returns:
+        What each function returns, and whether random numbers were drawn.
+
+    Raises:
+        UsageError: the model cannot be run, is sharded, or nothing in it is trained.
+
+    """
     if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
         raise UsageError("the model is sharded, and cannot be run forward alone: convert it first, then shard it")
     check_initialised(model)
-    detail = detail and not any(map(is_compiled, model.modules()))  # a copy of a compiled module is not
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            return _fake_traces(model, run, plans, own, attempt, detail, twins or Twins())
+            return _on_fakes(model, run, looks, attempt, twins or Twins())
         except _UntrainedError:
             raise
         except Exception:  # whatever fake tensors cannot do, real ones may
-            return [_real_trace(model, run, plan, own, attempt, detail) for plan in plans]
+            return [_on_real(model, run, look, attempt) for look in looks]
         finally:
             torch.clear_autocast_cache()  # of the weights as they were cast here
 
@@ -147,36 +180,34 @@ class _UntrainedError(UsageError):
     """Nothing that is trained has a part in the output."""
 
 
-def _fake_traces(
-    model: nn.Module,
-    run: Run,
-    plans: Sequence[Plan],
-    own: frozenset[type],
-    attempt: int,
-    detail: bool,
-    twins: Twins,
-) -> list[Trace]:
+def _on_fakes(
+    model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run], Look]], attempt: int, twins: Twins
+) -> list[tuple[Look, bool]]:
     twin, mode = twins.of(model)
     found = []
-    for plan in plans:
-        faked = faked_run(run, mode)
+    for look in looks:
         with generators(model, attempt) as draws:
             with mode, Statistics(), without_packing(), quiet_fake_tensors(), unchanged(twin):
-                trace = _planned_trace(twin, faked, plan, own, detail)
-            found.append(replace(trace, random=draws()))
+                seen = look(_training(twin), faked_run(run, mode))
+            found.append((seen, draws()))
     return found
 
 
-def _real_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], attempt: int, detail: bool) -> Trace:
+def _on_real(
+    model: nn.Module, run: Run, look: Callable[[nn.Module, Run], Look], attempt: int
+) -> tuple[Look, bool]:
     with generators(model, attempt) as draws:
         with unchanged(model):
-            trace = _planned_trace(model, real(run), plan, own, detail)
-        return replace(trace, random=draws())
+            seen = look(_training(model), real(run))
+        return seen, draws()
+
+
+def _training(model: nn.Module) -> nn.Module:
+    """Return a model, in training mode if all of it is in evaluation mode."""
+    return model if model.training else model.train()
 
 
 def _planned_trace(model: nn.Module, run: Run, plan: Plan, own: frozenset[type], detail: bool) -> Trace:
-    if not model.training:
-        model.train()
     with plan(activation_sites(model, own)):
         return _trace(model, run, own, detail)
 
@@ -191,10 +222,15 @@ def _trace(model: nn.Module, run: Run, own: frozenset[type], detail: bool) -> Tr
         if detail:
             watch.place = stack.enter_context(place_in((model,), owned))
         stack.enter_context(watching_saved(watch.keep))
-        leaves = tensors_of(run, model)
-    if leaves and not any(leaf.requires_grad for leaf in leaves):
-        raise _UntrainedError("no output of the model depends on anything that is trained: nothing is kept")
+        run_trained(run, model)
     return watch.trace([site.key for site in sites])
+
+
+def run_trained(run: Run, model: nn.Module) -> None:
+    """Run a model; raise a UsageError if no output depends on anything that is trained."""
+    leaves = tensors_of(run, model)
+    if leaves and not any(leaf.requires_grad for leaf in leaves):
+        raise _UntrainedError("no output of the model depends on anything that is trained: nothing is saved")
 
 
 def tensors_of(run: Run, model: nn.Module) -> list[Tensor]:

@@ -19,6 +19,7 @@ from fitact.runtime.ops.registry import registered
 from fitact.runtime.rebuild.modules import original_class, restore
 from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.restore import check_model
+from fitact.runtime.saving.modules import detach
 from fitact.runtime.torch_internals import uncompiled
 from fitact.runtime.wrappers import Held, InPlace
 from fitact.text import starred
@@ -99,7 +100,7 @@ def plan(replacements: Sequence[Replacement]) -> Plan:
 
 
 def revert(model: nn.Module) -> Conversion:
-    """Put back in place what `convert` and `rebuild` changed: activations, merged norms, classes of modules.
+    """Put back in place what `convert` changed: activations, merged norms, classes of modules.
 
     Args:
         model: the model, which is changed in place; a model that is not converted stays as it is. Each activation
@@ -131,6 +132,9 @@ def revert(model: nn.Module) -> Conversion:
         for name in unmerge_norms(model)
     ]
     records += restore(model)
+    for path, module in model.named_modules():
+        if detach(module):
+            records.append(SiteRecord(path, "module", "saving", type(module).__name__))
     return Conversion(tuple(records))
 
 

@@ -72,6 +72,20 @@ class Capture(TorchFunctionMode):
         finally:
             self._context.__exit__(*error)
 
+    def pause(self) -> bool:
+        """Let autograd save tensors as they are, if these hooks are the innermost; returns whether they are.
+
+        Changes in place are still seen.
+        """
+        innermost = (top_hooks() or (None,))[0] is self._pack
+        if innermost:
+            self._context.__exit__(None, None, None)
+        return innermost
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._context.__enter__()
+
     # ------------------------------------------------------------------------------------------------------- calls
 
     @never_alone

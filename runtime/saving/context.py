@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 from types import TracebackType
 
 import torch
@@ -62,3 +63,18 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _entered.captures.pop().__exit__(kind, error, trace)
+
+
+@contextmanager
+def baseline() -> Iterator[None]:
+    """A context inside of `saving` in which autograd saves as without it."""
+    paused = []
+    try:
+        for capture in reversed(_entered.captures):
+            if not capture.pause():
+                break
+            paused.append(capture)
+        yield
+    finally:
+        for capture in reversed(paused):
+            capture.resume()

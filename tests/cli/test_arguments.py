@@ -31,7 +31,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[object, ...]]] = {
     "relumix.fit(bits)": (lambda bits: relumix.fit(GELU, bits, "a"), (*NO_BITS, 1.0, None)),
     "inverted.fit(bits)": (lambda bits: inverted.fit(GELU, "a", bits), (*NO_BITS, 1.0)),
     "activation(bits)": (lambda bits: fitact.activation("gelu", bits=bits), NO_BITS),
-    "convert(bits)": (lambda bits: fitact.convert(model(), bits=bits), NO_BITS),
+    "convert(bits)": (lambda bits: fitact.convert(model(), "fewbit", bits=bits), NO_BITS),
     "convert(auto, bits)": (
         lambda bits: fitact.convert(model(), "auto", bits, example_inputs=lambda model: None),
         NO_BITS,
@@ -75,7 +75,7 @@ def test_integers_of_any_type(bits: Any) -> None:
     name = type(fitact.activation("gelu", bits=3)).__name__
     assert type(fitact.activation("gelu", bits=bits)).__name__ == name
     converted = model()
-    fitact.convert(converted, bits=bits)
+    fitact.convert(converted, "fewbit", bits=bits)
     assert type(converted[1]).__name__ == name  # type: ignore[index]
     with fitact.converted_functions(bits=bits) as context:
         assert type(context.modules["gelu"]).__name__ == name

@@ -122,7 +122,7 @@ def test_modules(activation: nn.Module, name: str) -> None:
     model = mlp(activation)
     x = 3 * torch.randn(50, 16)
     stock, state = model(x), model.state_dict()
-    assert sites(fitact.convert(model)) == {"1": name}
+    assert sites(fitact.convert(model, "fewbit")) == {"1": name}
     assert torch.equal(model(x), stock)
     assert model.state_dict().keys() == state.keys()
     assert sites(fitact.revert(model)) == {"1": type(activation).__name__}
@@ -165,7 +165,7 @@ def test_modules_of_libraries(home: str, kind: str, name: str) -> None:
     model = mlp(of_library(home, kind))
     x = 3 * torch.randn(50, 16)
     stock = model(x)
-    (site,) = fitact.convert(model)
+    (site,) = fitact.convert(model, "fewbit")
     assert (site.before, site.after) == (kind, f"{name}_fewbit{1 if name == 'hardsigmoid' else 3}")
     torch.testing.assert_close(model(x), stock, rtol=1e-5, atol=2e-6)
 
@@ -192,7 +192,7 @@ def test_functions_that_modules_hold(function: Callable[[Tensor], Tensor], name:
     model = Holds(function)
     x = torch.randn(50, 16)
     stock, children = model(x), list(model.named_modules())
-    assert sites(fitact.convert(model)) == {"act": name}
+    assert sites(fitact.convert(model, "fewbit")) == {"act": name}
     assert torch.equal(model(x), stock)
     assert list(model.named_modules()) == children
     fitact.revert(model)
@@ -230,12 +230,12 @@ def test_functions_that_are_called_with_more_than_an_input(model: HoldsFunction,
     x = torch.randn(50, 16)
     expected = model(x)
     (gradient,) = torch.autograd.grad(expected.sum(), model.linear.bias)
-    (site,) = fitact.convert(model)
+    (site,) = fitact.convert(model, "fewbit")
     assert site.after
     y = model(x)
     assert torch.equal(y, expected)
     assert torch.equal(torch.autograd.grad(y.sum(), model.linear.bias)[0], gradient) == stock
-    assert fitact.convert(model).sites[0].reason == f"already {site.after}"
+    assert fitact.convert(model, "fewbit").sites[0].reason == f"already {site.after}"
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), expected)
     fitact.revert(twin)
@@ -259,7 +259,7 @@ def test_wherever_modules_are_held() -> None:
     model = nn.Sequential(Hidden(), nn.Sequential(nn.Identity(), nn.Sequential(nn.GELU())))
     x = torch.randn(5, 4)
     stock = model(x)
-    assert sites(fitact.convert(model)) == {
+    assert sites(fitact.convert(model, "fewbit")) == {
         "0.listed.0": "gelu_fewbit3",
         "0.listed.1": "silu_fewbit3",
         "0.named.a": "gelu_fewbit3",
@@ -277,7 +277,7 @@ def test_transformer_of_pytorch() -> None:
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     x = torch.randn(3, 5, 16)
     stock = model(x)
-    after = sites(fitact.convert(model))
+    after = sites(fitact.convert(model, "fewbit"))
     assert after == {
         f"layers.{i}.{name}": None if name == "self_attn" else "relu_fewbit1"
         for i in range(2)
@@ -293,7 +293,7 @@ def test_one_module_at_several_places() -> None:
     model = nn.Sequential(nn.Linear(16, 16), act, nn.Linear(16, 16), act, block, block)
     x = torch.randn(512, 16)
     stock = model(x)
-    conversion = fitact.convert(model, example_inputs=x)
+    conversion = fitact.convert(model, "fewbit", example_inputs=x)
     assert sites(conversion) == {"1": "gelu_fewbit3", "3": "gelu_fewbit3", "4.act": "silu_fewbit3"}
     assert [site.reason for site in conversion] == ["", "the same module as 1", ""]
     assert conversion.sites[0].kept_before == 2 * 512 * 16 * 4
@@ -331,7 +331,7 @@ def test_in_place(activation: nn.Module, name: str | None) -> None:
         y = holder(x)
     alone = y.untyped_storage()._cdata not in saved.storages
     assert alone == (name is not None)
-    (site,) = fitact.convert(holder)
+    (site,) = fitact.convert(holder, "fewbit")
     assert site.after == name
     assert name is not None or "in place" in site.reason
     again = start * 1
@@ -344,10 +344,10 @@ def test_in_place(activation: nn.Module, name: str | None) -> None:
         (got,) = torch.autograd.grad(result.sum(), start)
         plain = type(activation)(1.0, 0.0) if isinstance(activation, nn.Threshold) else type(activation)()
         twin = nn.Sequential(plain)
-        fitact.convert(twin)
+        fitact.convert(twin, "fewbit")
         (expected,) = torch.autograd.grad(twin(start).sum(), start)
         assert torch.equal(got, expected)
-        assert fitact.convert(holder).sites[0].reason == f"already {name}"
+        assert fitact.convert(holder, "fewbit").sites[0].reason == f"already {name}"
     fitact.revert(holder)
     assert holder[0] is activation
 
@@ -468,7 +468,7 @@ LEFT = [
 )
 def test_left_alone(activation: nn.Module, reason: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), activation, nn.GELU())
-    alone, replaced = fitact.convert(model)
+    alone, replaced = fitact.convert(model, "fewbit")
     assert (alone.name, alone.after) == ("1", None) and reason in alone.reason
     assert replaced.after == "gelu_fewbit3"
     assert model[1] is activation
@@ -512,7 +512,7 @@ def test_softplus_keeps_its_value() -> None:
     for activation in (nn.Softplus(), nn.Softplus(threshold=1.0), nn.Softplus(2.0), nn.Softplus(2.0, 0.5)):
         model = nn.Sequential(activation, nn.GELU())
         stock = model(x)
-        fitact.convert(model)
+        fitact.convert(model, "fewbit")
         assert torch.equal(model(x), stock)
 
 
@@ -525,7 +525,7 @@ def test_a_class_of_the_same_name_is_not_taken_for_it() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * torch.sigmoid(self.beta * x)
 
-    assert sites(fitact.convert(nn.Sequential(Swish(), nn.GELU()))) == {"1": "gelu_fewbit3"}
+    assert sites(fitact.convert(nn.Sequential(Swish(), nn.GELU()), "fewbit")) == {"1": "gelu_fewbit3"}
 
 
 def of_ones_own(compute: Callable[[Tensor], Tensor], **held: Any) -> nn.Module:
@@ -574,7 +574,7 @@ OWN: dict[str, tuple[nn.Module, str | None]] = {
 def test_modules_of_ones_own_are_known_by_what_they_compute(activation: nn.Module, name: str | None) -> None:
     model = nn.Sequential(nn.Linear(4, 4), activation, nn.GELU())
     x, random_state = torch.randn(5, 4), torch.random.get_rng_state()
-    conversion = fitact.convert(model)
+    conversion = fitact.convert(model, "fewbit")
     assert torch.equal(torch.random.get_rng_state(), random_state)
     found = {site.name: site.after for site in conversion}
     assert found.get("1") == name and found["2"] == "gelu_fewbit3"
@@ -592,7 +592,7 @@ def test_modules_of_ones_own_without_memory() -> None:
     for context in (FakeTensorMode(), torch.device("meta"), fitact.converted_functions(), torch.inference_mode()):
         with context:
             model = nn.Sequential(nn.Linear(4, 4), of_ones_own(lambda x: x * torch.sigmoid(x)))
-            assert sites(fitact.convert(model)) == {"1": "silu_fewbit3"}
+            assert sites(fitact.convert(model, "fewbit")) == {"1": "silu_fewbit3"}
 
 
 class Experts(nn.Module):
@@ -622,19 +622,19 @@ def test_what_is_not_seen_is_named() -> None:
     assert unseen.kept == sum(one.bytes for one in kept) > 2 * 512 * 64 * 4
     assert f"not seen: * keeps {unseen.kept / 2**20:.1f} MiB through" in str(conversion)
     with pytest.raises(UsageError, match=r"holds an activation; not seen: 0 keeps .* sigmoid.*; for calls of"):
-        fitact.convert(nn.Sequential(Experts()), example_inputs=x)
-    assert fitact.convert(Holds(nn.GELU()), example_inputs=x).unseen == ()
+        fitact.convert(nn.Sequential(Experts()), "fewbit", example_inputs=x)
+    assert fitact.convert(Holds(nn.GELU()), "fewbit", example_inputs=x).unseen == ()
 
 
 def test_fewer_bits_are_told() -> None:
     model = nn.Sequential(nn.GELU(), nn.Mish(), nn.ReLU())
-    four = fitact.convert(model, bits=4, dry_run=True)
+    four = fitact.convert(model, "fewbit", bits=4, dry_run=True)
     assert [(site.after, site.reason) for site in four] == [
         ("gelu_fewbit4", ""),
         ("mish_fewbit3", "3 bits: none of 4 is shipped"),
         ("relu_fewbit1", "1 bit: none of 4 is shipped"),
     ]
-    two = fitact.convert(model, bits=2, dry_run=True)
+    two = fitact.convert(model, "fewbit", bits=2, dry_run=True)
     assert [site.after for site in two] == ["gelu_fewbit2", None, "relu_fewbit1"]
     assert "fitact fit --fn mish --bits 2" in two.sites[1].reason
 
@@ -672,7 +672,7 @@ def test_the_command_in_a_reason_makes_what_is_missing(
     (site,) = fitact.convert(model, method, replace={nn.LeakyReLU: kind})
     assert site.after == name
     torch.testing.assert_close(torch.autograd.grad(model(x).sum(), x), stock)
-    assert fitact.convert(model).sites[0].reason == f"already {name}"
+    assert fitact.convert(model, "fewbit").sites[0].reason == f"already {name}"
 
 
 def test_replace_comes_before_the_method() -> None:
@@ -773,12 +773,12 @@ def test_wrong_input(given: dict[str, Any], message: str) -> None:
         (nn.GELU(), "the model is itself an activation, GELU: use fitact.activation"),
         (nn.Linear(2, 2), "no module holds an activation; for calls of functions such as F.gelu, use"),
         (nn.Sequential(nn.LazyLinear(4), nn.GELU()), "not initialised yet"),
-        (nn.Sequential(nn.Linear(16, 2), nn.GELU()).requires_grad_(False), "nothing is kept"),
+        (nn.Sequential(nn.Linear(16, 2), nn.GELU()).requires_grad_(False), "nothing is saved"),
     ],
 )
 def test_wrong_model(model: nn.Module, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        fitact.convert(model, example_inputs=X)
+        fitact.convert(model, "fewbit", example_inputs=X)
 
 
 def test_lazy_models_are_not_rebuilt() -> None:
@@ -808,7 +808,7 @@ def test_inputs_that_only_fake_tensors_take() -> None:
 
 def test_what_is_no_model() -> None:
     with pytest.raises(UsageError, match=r"expected a model, an nn\.Module, got list"):
-        fitact.convert([nn.GELU()])  # type: ignore[arg-type]
+        fitact.convert([nn.GELU()], "fewbit")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"expected a model, an nn\.Module, got function"):
         fitact.revert(mlp)  # type: ignore[arg-type]
 
@@ -816,7 +816,7 @@ def test_what_is_no_model() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript() -> None:
     with pytest.raises(UsageError, match="TorchScript's modules cannot be changed"):
-        fitact.convert(torch.jit.script(mlp(nn.GELU())))
+        fitact.convert(torch.jit.script(mlp(nn.GELU())), "fewbit")
 
 
 def test_sharded_models_are_not_run() -> None:
@@ -830,7 +830,7 @@ def test_sharded_models_are_not_run() -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(UsageError, match="the model is sharded"):
             auto(model, example_inputs=X)
-        assert sites(fitact.convert(model)) == {"1": "gelu_fewbit3"}
+        assert sites(fitact.convert(model, "fewbit")) == {"1": "gelu_fewbit3"}
         model(X).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
@@ -841,7 +841,7 @@ def test_sharded_models_are_not_run() -> None:
 
 def test_converting_twice() -> None:
     model = mlp(nn.GELU())
-    fitact.convert(model)
+    fitact.convert(model, "fewbit")
     replacement = model[1]
     for method in ("fewbit", "inverted", "auto"):
         (site,) = fitact.convert(model, method, example_inputs=X)
@@ -854,7 +854,7 @@ def test_converting_twice() -> None:
 
 def test_mode_is_kept() -> None:
     model = nn.Sequential(nn.GELU(), Holds(nn.SiLU()).eval())
-    fitact.convert(model)
+    fitact.convert(model, "fewbit")
     assert [module.training for module in model.modules()] == [True, True, False, False, False, False]
     model.eval()
     fitact.revert(model)
@@ -867,7 +867,7 @@ def test_copies(way: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), act, nn.Linear(16, 16), act, Holds(F.silu), nn.SiLU(inplace=True))
     x = torch.randn(4, 16)
     stock, text = model(x), repr(model)
-    fitact.convert(model)
+    fitact.convert(model, "fewbit")
     if way == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     elif way == "save":
@@ -887,7 +887,7 @@ def test_originals_are_kept_once() -> None:
     act = nn.GELU()
     many = nn.Sequential(*[act] * 50)
     one = nn.Sequential(act)
-    fitact.convert(many), fitact.convert(one)
+    fitact.convert(many, "fewbit"), fitact.convert(one, "fewbit")
     assert [*many.state_dict()] == []
     assert len(list(many.modules())) == 2
     assert len(pickle.dumps(many)) - len(pickle.dumps(one)) < 50 * 20
@@ -895,7 +895,7 @@ def test_originals_are_kept_once() -> None:
 
 def test_state_goes_to_and_fro() -> None:
     stock, converted = Holds(nn.GELU()), Holds(nn.GELU())
-    fitact.convert(converted)
+    fitact.convert(converted, "fewbit")
     converted.load_state_dict(stock.state_dict())
     x = torch.randn(3, 16)
     assert torch.equal(converted(x), stock(x))
@@ -956,7 +956,7 @@ def test_inputs_are_not_overwritten() -> None:
     looking = nn.Sequential(model, Stateful(True).eval())
     looking[1].linear = nn.Linear(4, 16)
     looking[1].forward = lambda y: y if y.sum().item() < 1e9 else -y
-    fitact.convert(looking, dry_run=True, example_inputs=x)
+    fitact.convert(looking, "fewbit", dry_run=True, example_inputs=x)
     assert torch.equal(x, before)
 
 
@@ -1120,13 +1120,13 @@ def test_no_method_keeps_more_than_stock(
 
 
 def test_codes_of_few_elements_are_padded() -> None:
-    (site,) = fitact.convert(nn.Sequential(nn.Linear(4, 4), nn.GELU()), example_inputs=torch.randn(2, 4))
+    (site,) = fitact.convert(nn.Sequential(nn.Linear(4, 4), nn.GELU()), "fewbit", example_inputs=torch.randn(2, 4))
     assert site.after is None and "it has few elements, and codes are padded to 8192" in site.reason
 
 
 def test_a_replacement_of_ones_own_may_keep_more() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    (site,) = fitact.convert(model, replace={nn.ReLU: GeluFewbit3}, example_inputs=torch.randn(8 * ROWS, 64))
+    (site,) = fitact.convert(model, "fewbit", replace={nn.ReLU: GeluFewbit3}, example_inputs=torch.randn(8 * ROWS, 64))
     assert site.after == "gelu_fewbit3" and site.kept_after > site.kept_before
 
 
@@ -1311,7 +1311,7 @@ def test_what_has_no_likes_is_measured_until_chance_takes_it(draw: Callable[[], 
 def test_what_is_left_alone_leaves_its_likes_alone() -> None:
     random.seed(1)
     conversion = fitact.convert(
-        Sometimes(random.random), exclude=["blocks.0.*", "blocks.7.*"], example_inputs=torch.randn(1024, 16)
+        Sometimes(random.random), "fewbit", exclude=["blocks.0.*", "blocks.7.*"], example_inputs=torch.randn(1024, 16)
     )
     assert [site.after for site in conversion] == [None, *["gelu_fewbit3"] * 6, None]
     assert [site.reason for site in conversion][::7] == ["excluded", "excluded"]
@@ -1411,7 +1411,7 @@ def convert(model: nn.Module, method: str, x: Tensor, **given: Any) -> None:
     ids=["tensor", "tuple", "list", "mapping", "function"],
 )
 def test_kinds_of_inputs(inputs: Any) -> None:
-    (site,) = fitact.convert(mlp(nn.GELU()), example_inputs=inputs)
+    (site,) = fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=inputs)
     assert site.kept_before == 2 * 64 * 4
 
 
@@ -1452,13 +1452,13 @@ def test_checkpointed_activations_keep_nothing() -> None:
 def test_table() -> None:
     model = nn.Sequential(*(Holds(nn.GELU()) for _ in range(3)), nn.PReLU())
     x = torch.randn(2048, 16)
-    assert str(fitact.convert(model, dry_run=True)).splitlines() == [
+    assert str(fitact.convert(model, "fewbit", dry_run=True)).splitlines() == [
         "site       was    would be      note",
         "*.act  ×3  GELU   gelu_fewbit3",
         "3          PReLU  left alone    its parameters are learned: only rebuild and coded keep less",
         "3 of 4 would be replaced",
     ]
-    assert str(fitact.convert(model, example_inputs=x)).splitlines() == [
+    assert str(fitact.convert(model, "fewbit", example_inputs=x)).splitlines() == [
         "site       was    is                     kept           then  shared  note",
         "*.act  ×3  GELU   gelu_fewbit3        1.5 MiB  147,456 bytes  yes",
         "3          PReLU  left alone    131,072 bytes  131,072 bytes  no      "
@@ -1492,7 +1492,7 @@ def test_converted_after_compiling() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(500, 16)
     stock = compiled(x)
-    assert sites(fitact.convert(compiled, example_inputs=x)) == {"1": "gelu_fewbit3"}
+    assert sites(fitact.convert(compiled, "fewbit", example_inputs=x)) == {"1": "gelu_fewbit3"}
     with count_saved(model) as saved:
         assert torch.equal(compiled(x), stock)
     assert saved.bytes < x.nbytes + 500 * 64 * 4 * 1.2
@@ -1544,7 +1544,7 @@ def test_generated_classes_are_no_longer_needed_to_revert() -> None:
     """A replacement that was moved to another model knows its original."""
     model, other = mlp(nn.GELU()), mlp(nn.GELU())
     original = model[1]
-    fitact.convert(model)
+    fitact.convert(model, "fewbit")
     other[1] = model[1]
     fitact.revert(other)
     assert other[1] is original and isinstance(model[1], GeluFewbit3)
@@ -1668,7 +1668,7 @@ def test_the_error_of_the_gradient(dry_run: bool) -> None:
         {path: dict(vars(one)) for path, one in model.named_modules()},
     )
     random_state = torch.random.get_rng_state()
-    conversion = fitact.convert(model, bits=3, dry_run=dry_run, example_inputs=x, gradients=True)
+    conversion = fitact.convert(model, "fewbit", bits=3, dry_run=dry_run, example_inputs=x, gradients=True)
     assert torch.equal(torch.random.get_rng_state(), random_state)
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -1691,7 +1691,7 @@ def test_the_error_of_the_gradient(dry_run: bool) -> None:
     assert (
         str(conversion).splitlines()[-1].startswith(f"the gradient is off by {100 * gradient.error:.3g} % of its")
     )
-    assert fitact.convert(TwoLayers(), example_inputs=x).gradient is None
+    assert fitact.convert(TwoLayers(), "fewbit", example_inputs=x).gradient is None
 
 
 def test_gradients_that_are_stocks_or_cannot_be_measured() -> None:
@@ -1702,14 +1702,14 @@ def test_gradients_that_are_stocks_or_cannot_be_measured() -> None:
     assert str(conversion).endswith("the gradient equals stock's, bit for bit")
     with torch.device("meta"):
         model, empty = mlp(nn.GELU()), torch.empty(512, 16)
-    without = fitact.convert(model, example_inputs=empty, gradients=True)
+    without = fitact.convert(model, "fewbit", example_inputs=empty, gradients=True)
     assert str(without).endswith("the gradient could not be measured: the model's tensors have no values")
 
     def run(model: nn.Module) -> object:
         model(x)
         return None
 
-    nothing = fitact.convert(Holds(nn.GELU()), example_inputs=run, gradients=True).gradient
+    nothing = fitact.convert(Holds(nn.GELU()), "fewbit", example_inputs=run, gradients=True).gradient
     assert nothing is not None and nothing.error is None and nothing.note
 
 
@@ -1780,4 +1780,4 @@ def test_activations_that_may_take_more_are_not_replaced() -> None:
     assert computes(Named()) == "gelu"
     assert computes(MayTakeMore()) is None
     with pytest.raises(UsageError, match="no module holds an activation"):
-        fitact.convert(mlp(MayTakeMore()))
+        fitact.convert(mlp(MayTakeMore()), "fewbit")

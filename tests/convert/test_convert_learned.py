@@ -492,7 +492,7 @@ def test_every_name_of_transformers() -> None:
     names = imported("transformers").activations.ACT2FN
     assert {*NAMES.split()} <= {*names}
     for name in names:
-        (site,) = fitact.convert(mlp(names[name]))
+        (site,) = fitact.convert(mlp(names[name]), "fewbit")
         (rebuilt,) = fitact.convert(mlp(names[name]), error="exact")
         if name in COMMANDS:
             assert site.after is None and f'fitact fit --fn "{COMMANDS[name]}' in site.reason

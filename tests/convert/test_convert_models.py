@@ -137,7 +137,7 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
 
 def test_in_place_activations_of_timm() -> None:
     """MobileNet has Hardswish in place, Hardsigmoid gates, and ReLU in place, which keeps its output."""
-    conversion = fitact.convert(model_of("mobilenetv3_small_050"))
+    conversion = fitact.convert(model_of("mobilenetv3_small_050"), "fewbit")
     counts: dict[tuple[str, str | None], int] = {}
     for site in conversion:
         counts[site.before, site.after] = counts.get((site.before, site.after), 0) + 1
@@ -341,7 +341,7 @@ def test_norms_in_autocast(name: str) -> None:
         model = copy.deepcopy(stock)
         with converting:
             logits(model, inputs)
-            fitact.convert(model, norms=True, example_inputs=inputs)
+            fitact.convert(model, "fewbit", norms=True, example_inputs=inputs)
         torch.testing.assert_close(logits(model, inputs), before, rtol=1e-5, atol=1e-5)
         with reverting:
             logits(model, inputs)
@@ -355,8 +355,8 @@ def test_norms_in_autocast(name: str) -> None:
 def test_filters_of_norms() -> None:
     model, inputs = model_of("llama"), batch_of("llama")
     with pytest.raises(UsageError, match="absent"):
-        fitact.convert(model, norms=True, include="*absent*", example_inputs=inputs)
-    done = fitact.convert(model, norms=True, include="model.layers.0.*", example_inputs=inputs)
+        fitact.convert(model, "fewbit", norms=True, include="*absent*", example_inputs=inputs)
+    done = fitact.convert(model, "fewbit", norms=True, include="model.layers.0.*", example_inputs=inputs)
     assert [site.name for site in done.replaced] == [
         "model.layers.0.mlp.act_fn",
         "model.layers.0.input_layernorm",
@@ -452,7 +452,7 @@ def test_activations_of_a_models_own() -> None:
     config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     with pytest.raises(UsageError, match=r"not seen: model\.layers\.\*\.mlp\.experts keeps .* through .*sigmoid"):
-        fitact.convert(model, example_inputs=inputs)
+        fitact.convert(model, "fewbit", example_inputs=inputs)
 
 
 @pytest.mark.parametrize(("name", "more"), [(TIMM_CONV, 10), pytest.param("bert", 1, marks=pytest.mark.full)])

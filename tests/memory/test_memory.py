@@ -391,7 +391,7 @@ def test_modules_of_a_user_are_no_activations_for_a_constant(text: str, monkeypa
         net(torch.randn(3, 4))
     assert saved.by_kind() == {"linear": 3 * 4 * 4}
     model = nn.Sequential(net, nn.GELU())
-    assert [site.name for site in fitact.convert(model, dry_run=True)] == ["1"]
+    assert [site.name for site in fitact.convert(model, "fewbit", dry_run=True)] == ["1"]
 
 
 def test_copies_of_weights_are_told_apart() -> None:
