@@ -9,12 +9,12 @@ from typing import Literal
 
 from fitact.text import columns
 
-Kind = Literal["activation", "gate", "norm", "calls", "module"]
+Kind = Literal["activation", "module"]
 
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What was done at one site of a model: an activation, a gate, a norm, a module that calls functions or any other.
+    """What was done at one site of a model: an activation, or a module that runs in a context.
 
     Attributes:
         name: path of the module in the model, e.g. `"encoder.layer.0.intermediate.intermediate_act_fn"`.
@@ -107,6 +107,7 @@ class Conversion:
         kept_before, kept_after: bytes that autograd keeps for the whole model; None if not measured.
         unseen: activations that no module holds, those that keep most first, if measured.
         gradient: how far the gradient is from stock's; None if not requested.
+        note: why there are no sites; `""` if there are some.
         modules: what each module saves in a context, if that was measured; those that saved most first.
 
     """
@@ -117,6 +118,7 @@ class Conversion:
     kept_after: int | None = None
     unseen: tuple[Unseen, ...] = ()
     gradient: Gradient | None = None
+    note: str = ""
     modules: tuple[ModuleRecord, ...] = ()
 
     @property

@@ -1,17 +1,11 @@
-"""Modules around activations: one for a function, one that overwrites its input, and two that are rebuilt."""
+"""Modules around activations: one for a function, and one that overwrites its input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-from fitact.errors import UsageError, quote
-from fitact.runtime.convert.probe import FUNCTIONS
-from fitact.runtime.ops.gate_ops import generated_gate
-from fitact.runtime.rebuild import functions
 
 
 class Held(nn.Module):
@@ -60,46 +54,3 @@ def overwrite(input: Tensor, activation: nn.Module) -> Tensor:
     """Overwrite input with its activation, and return it; autograd keeps no copy of it."""
     result: Tensor = input.copy_(activation(input))
     return result
-
-
-class _Alone(nn.Module):
-    """A module around a function of the catalog.
-
-    Args:
-        name: of the activation in the catalog.
-
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        if name not in FUNCTIONS:
-            raise UsageError(f"no activation {quote(name)} to rebuild: expected one of {', '.join(FUNCTIONS)}")
-        self.name = name
-
-    def extra_repr(self) -> str:
-        """Return the name."""
-        return repr(self.name)
-
-
-class Rebuilt(_Alone):
-    """An activation that keeps its input alone; layers that `fitact.rebuild` has prepared rebuild its output."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the activation of a tensor of any shape and floating dtype, PyTorch's own bit for bit."""
-        function = FUNCTIONS[self.name]
-        return function(input) if torch.compiler.is_compiling() else functions.again(function, input)
-
-
-class RebuiltGate(_Alone):
-    """f(g)·u that keeps g and u alone; layers that `fitact.rebuild` has prepared rebuild its output."""
-
-    def forward(self, g: Tensor, u: Tensor) -> Tensor:
-        """Return f(g)·u, PyTorch's own bit for bit, of two tensors of any shape and floating dtype."""
-        function = FUNCTIONS[self.name]
-        return function(g) * u if torch.compiler.is_compiling() else functions.gate(function, g, u)
-
-
-def is_exact_gate(module: nn.Module) -> bool:
-    """Whether a module is a gate that keeps g and u, of PyTorch's operations or of generated kernels."""
-    generated = generated_gate(type(module))
-    return isinstance(module, RebuiltGate) or (generated is not None and generated.exact)

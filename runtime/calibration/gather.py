@@ -1,6 +1,6 @@
 """The inputs of a model's activations: modules, functions that modules hold, and functions that they call.
 
-For a gate f(g)·u, in a gated MLP or a module of its own, the input of f is g; u is gathered too.
+For a generated gate f(g)·u, both g and u are gathered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fitact.errors import FitactError, UsageError, quote
-from fitact.runtime.convert.detect import FUNCTIONS, ActivationSite, Found, activation_sites, parametrised
-from fitact.runtime.convert.functional import ARGUMENTS
+from fitact.runtime.convert.detect import FUNCTIONS, SHIPPED, ActivationSite, Found, activation_sites, parametrised
 from fitact.runtime.ops.gate_ops import generated_gate
-from fitact.runtime.rebuild.sites import Swap, gated
 from fitact.runtime.restore import check_model, following, has_no_values, real, runner, untouched
 from fitact.runtime.torch_internals import is_compiled, without_torch_function
-from fitact.runtime.wrappers import RebuiltGate
 from fitact.text import OF_U, one_line
 
 from .sketch import Sketch
@@ -130,24 +127,21 @@ class _Watch:
     def watched(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(following(self._enter, self._leave))
-            keys, gates = set(), [*gated(model)]  # before the activations get hooks
+            keys = set()
             for site in activation_sites(model):
                 if site.key not in keys:  # one module may be at several places
                     keys.add(site.key)
                     self._watch(site, stack)
-            for one in gates:
-                self._watch_u(one, stack)
             for path, module in model.named_modules():
-                if isinstance(module, RebuiltGate) or generated_gate(type(module)) is not None:
+                if generated_gate(type(module)) is not None:
                     self._watch_gate(path, module, stack)
             stack.enter_context(_Calls(self))
             yield
 
     def _watch(self, site: ActivationSite, stack: ExitStack) -> None:
         found, held = site.found, site.held
-        refusal = found.refusal or "its parameters are learned" * (found.learned is not None)
-        if refusal and found.activation is None:
-            self.skipped.append(f"{site.path}: {found.before}: {refusal}")
+        if found.refusal and found.activation is None:
+            self.skipped.append(f"{site.path}: {found.before}: {found.refusal}")
             return
         self.activations[site.path] = _name(found)
         if isinstance(held, nn.Module):
@@ -158,19 +152,6 @@ class _Watch:
         else:
             stack.callback(site.put, held)
             site.put(partial(self._called, held, site.path))
-
-    def _watch_u(self, one: Swap, stack: ExitStack) -> None:
-        """Gather u of a gated MLP: the output of a layer, or half of it."""
-        gate = one.gate
-        assert gate is not None
-        path = f"{one.paths[1].lstrip('.')}{OF_U}"
-        self.activations[path] = IDENTITY
-
-        def left(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            self.add(path, (output if gate.up else output.chunk(2, -1)[not gate.turned],), {})
-
-        hook = one.module.get_submodule(gate.up or gate.gate).register_forward_hook(left)
-        stack.callback(hook.remove)
 
     def _watch_gate(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         """Gather both inputs of a module that is a gate and nothing else."""
@@ -213,7 +194,7 @@ class _Watch:
         """Note that a function was called in the `forward` of a module."""
         if self.inside:
             return
-        given = {**dict(zip(ARGUMENTS[function], args, strict=False)), **kwargs}
+        given = {**dict(zip(("input", *SHIPPED[FUNCTIONS[function]]), args, strict=False)), **kwargs}
         given.pop("input", None)
         activation = _name(parametrised(FUNCTIONS[function], FUNCTIONS[function], given))
         path = f"{self.running[-1] if self.running else ''}:{activation}"

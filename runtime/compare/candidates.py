@@ -1,21 +1,21 @@
-"""The ways to train a model that are measured: activations replaced, outputs rebuilt, blocks checkpointed."""
+"""The ways to train a model that are measured: activations replaced, contexts, blocks checkpointed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fitact.runtime.convert.choices import Policy, codings
+from fitact.runtime.convert.choices import Policy
 from fitact.runtime.convert.detect import REFUSED, ActivationSite, activation_sites
 from fitact.runtime.convert.replacement import putting
 from fitact.runtime.memory.saved import Saved
-from fitact.runtime.rebuild.sites import coded, swapped, swaps
-from fitact.runtime.restore import Run
+from fitact.runtime.saving import ERRORS, saving
+from fitact.runtime.saving.modules import attaching
 
 from .baselines import checkpointed
 
@@ -64,33 +64,11 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
         notes.append(f"{'; '.join(useless)}: cannot replace {', '.join(names) or 'its activations'}")
 
 
-def rebuilding(model: nn.Module, run: Run) -> Iterator[Candidate]:
-    """Yield the rebuilding of outputs if a model has any, and that with codes if there are fits for these.
-
-    What modules compute in their own `forward` is rebuilt too. With fake tensors it cannot be checked whether that
-    gives the same bits.
-
-    Args:
-        model: the model.
-        run: runs it.
-
-    """
-    found, _ = swaps(model, run, checked=False)
-    if not found:
-        return
-    yield Candidate("rebuilt, exact", lambda saved: swapped(found), again=True)
-    (coding,) = codings("coded", "", None)
-    near = coded([replace(one, exact=False) for one in found], coding.codes)
-
-    @contextmanager
-    def done(_: Saved) -> Iterator[int]:
-        with swapped(near), replaced(model, "coded", coding.bits) as count:
-            yield count + sum(one.codes is not None for one in near)
-
-    with done(Saved()) as count:
-        pass
-    if count:
-        yield Candidate(f"coded, {coding.bits} bits", done, count, again=True)
+def contexts(model: nn.Module) -> Iterator[Candidate]:
+    """Yield a context of `saving` of the whole model for each error."""
+    for error in ERRORS:
+        around = {"": partial(saving, error)}
+        yield Candidate(f"saving, {error}", lambda _, around=around: attaching(model, around), again=True)
 
 
 def checkpoints(blocks: Sequence[nn.Module]) -> Iterator[Candidate]:
@@ -118,6 +96,6 @@ def replaced(model: nn.Module, method: str, bits: int | None, _: Saved | None = 
 
     """
     sites = activation_sites(model)
-    replacements = Policy((method,), bits).replacements(sites)
+    replacements = Policy(method, bits).replacements(sites)
     with putting(replacements, sites):
         yield sum(replacement.kind is not None for replacement in replacements)

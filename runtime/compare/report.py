@@ -40,7 +40,7 @@ from fitact.runtime.restore import differentiate, explained
 from fitact.text import one_line
 
 from .baselines import Work, compiled, work_of
-from .candidates import STOCK, Candidate, checkpoints, methods, rebuilding, sites_of
+from .candidates import STOCK, Candidate, checkpoints, contexts, methods, sites_of
 from .capacity import Curve
 from .records import Report, Row, closed_form
 
@@ -171,11 +171,6 @@ class _Measurement:
         with explained(self.prepared.name, "forward"):
             return self.prepared.run(inputs)
 
-    def rebuilt(self) -> list[Candidate]:
-        """Return the ways that rebuild outputs."""
-        with self.prepared.mode or nullcontext(), self.around():
-            return [*rebuilding(self.model, lambda model: model(*self.inputs.args, **self.inputs.kwargs))]
-
     def report(self, training: str, bits: Sequence[int]) -> Report:
         saved, forward, backward = self.step(STOCK)
         sites = sites_of(self.model)
@@ -185,7 +180,7 @@ class _Measurement:
         if len(blocks) == 1:
             self.notes.append("no block repeats, so checkpointing treats the whole model as one block")
         modules = [block for _, block in blocks]
-        candidates = [STOCK, *methods(self.model, bits, self.notes), *self.rebuilt(), *checkpoints(modules)]
+        candidates = [STOCK, *methods(self.model, bits, self.notes), *contexts(self.model), *checkpoints(modules)]
         results = len(self.budgets) + 2 * self.budgets.count(BUDGET)
         compiling = (8.0, *[4.0] * results) if self.budgets else ()  # tracing, and each result
         self.work_in_all = 10 + len(candidates) * (1 + 6 * (self.gib is not None) + 8 * self.peak) + sum(compiling)

@@ -20,7 +20,7 @@ from .partition import Partition
 from .report import CompileReport
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
-BITS = {"rounding": (8,), "few-bit": (4, 6, 8)}  # the default first
+BITS = {"rounding": (8,), "coarse": (4, 6, 8)}  # the default first
 OPTION = "custom_partitioner_fn"
 BUDGET = 0.9
 _reports: WeakKeyDictionary[Any, CompileReport] = WeakKeyDictionary()
@@ -56,8 +56,8 @@ def compile_options(
 
     Args:
         error: `"exact"` codes only masks, so that no value changes; `"rounding"` uses codes of 8 bits, whose error
-            is a few times that of bfloat16's own rounding; `"few-bit"` uses codes of 4 bits.
-        bits: of a code; 8 for `"rounding"`, 4, 6 or 8 for `"few-bit"`, None for `"exact"`.
+            is a few times that of bfloat16's own rounding; `"coarse"` uses codes of 4 bits.
+        bits: of a code; 8 for `"rounding"`, 4, 6 or 8 for `"coarse"`, None for `"exact"`.
         budget: how much the compiler may keep, from 0 (it computes everything again) to 1 (what is fastest): the
             value of `torch._functorch.config.activation_memory_budget` while it chooses. At 0.9 it computes no
             matrix product of a transformer's blocks again.
@@ -146,7 +146,7 @@ def _code(error: str, bits: int | None) -> Compander | None:
             raise UsageError("error='exact' codes only masks: leave out bits")
         return None
     if error not in BITS:
-        raise UsageError(f"error: expected 'exact', 'rounding' or 'few-bit', got {quote(error)}")
+        raise UsageError(f"error: expected 'exact', 'rounding' or 'coarse', got {quote(error)}")
     allowed = BITS[error]
     width = allowed[0] if bits is None else integer("bits", bits, 1)
     if width not in allowed:

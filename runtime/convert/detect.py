@@ -7,14 +7,10 @@ are not seen.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -25,10 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fitact.api import activation
 from fitact.errors import UsageError, quote
-from fitact.runtime.learned.uses import Use, use_of
-from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.registry import is_generated, registered
-from fitact.runtime.rebuild.modules import Rebuilding, activation_of, is_activation, original_class
 from fitact.runtime.torch_internals import has_hooks, modules_in
 from fitact.runtime.wrappers import Held, InPlace
 
@@ -128,8 +121,6 @@ class Found:
         in_place: whether it overwrites its input.
         refusal: why it must not be replaced; `""` if it may.
         converted: whether it is fitact's.
-        rebuilt: whether its output is rebuilt in backward.
-        learned: how it computes a formula with learned numbers; None if it does not.
 
     """
 
@@ -140,8 +131,6 @@ class Found:
     in_place: bool = False
     refusal: str = ""
     converted: bool = False
-    rebuilt: bool = False
-    learned: Use | None = None
 
     @property
     def keeps_input(self) -> bool:
@@ -202,7 +191,7 @@ def _activation_sites(
         return
     seen.add(id(parent))
     for attribute, held in [*modules_in(parent).items(), *vars(parent).items()]:
-        if not isinstance(held, CALLABLE) or attribute == activation_of(parent):
+        if not isinstance(held, CALLABLE):
             continue
         full_path = f"{path}.{attribute}" if path else attribute
         found = recognise(held, own)
@@ -224,8 +213,6 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
     """
     if isinstance(held, nn.Module):
         found = _module(held, own)
-        if found is not None and isinstance(held, Rebuilding):
-            found = replace(found, rebuilt=True)
         if found is not None and not found.refusal and not found.converted:
             return _checked(held, found)
         return found
@@ -241,10 +228,8 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
 
 
 def _module(module: nn.Module, own: frozenset[type]) -> Found | None:
-    kind = original_class(module)
+    kind = type(module)
     name = kind.__name__
-    if isinstance(module, Rebuilding) and not is_activation(module):
-        return None
     if kind in own:
         return Found(name)
     if kind in MODULES:
@@ -253,9 +238,6 @@ def _module(module: nn.Module, own: frozenset[type]) -> Found | None:
         return parametrised(name, activation, given)
     if isinstance(module, (Held, InPlace)) or is_generated(kind):
         return Found(label(module), converted=True)
-    use = use_of(module, kind)
-    if use is not None:
-        return Found(name, refusal=use.refusal, learned=use)
     home = kind.__module__
     if home == "torch.nn.modules.activation" or home in LIBRARIES:
         in_place = bool(getattr(module, "inplace", False))
@@ -298,13 +280,13 @@ def _named(before: str, parameters: Mapping[str, float]) -> str:
 def _checked(module: nn.Module, found: Found) -> Found:
     """Refuse a module with parts that a replacement would lose."""
     refusal = ""
-    if found.learned is None and any(True for _ in module.parameters()):
+    if any(True for _ in module.parameters()):
         refusal = "its parameters are learned"
     elif "forward" in vars(module):
         refusal = "its forward is not that of its class"
     elif has_hooks(module):
         refusal = "it has hooks, which would be lost"
-    return Found(found.before, found.activation, refusal=refusal, rebuilt=found.rebuilt) if refusal else found
+    return Found(found.before, found.activation, refusal=refusal) if refusal else found
 
 
 def label(module: nn.Module) -> str:
@@ -334,28 +316,6 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
     return None
 
 
-def stated_errors(name: str, what: str = "value") -> str:
-    """Return the errors that a shipped coded fit states for normal inputs; `""` for the user's own fits."""
-    error = _errors(files("fitact.generated").joinpath("fits", f"{name}.json"))
-    if not error:
-        return ""
-    value, derivative = (f"{100 * error[one]:.2g} %" for one in ("value_1", "derivative_1"))
-    return f"{what} off by {value}" + f", derivative by {derivative}" * (error["derivative_1"] > 0)
-
-
-def own_errors(gate: Gate) -> str:
-    """Return the errors that a generated gate's fit states for normal inputs; `""` without the fit beside it."""
-    home = Path(gate.a.value.__code__.co_filename).parent
-    error = _errors(home / "fits" / f"{gate.name}.json")
-    return ", ".join(f"{what} off by {100 * error[f'{what}_1']:.2g} %" for what in ("h", "dg", "du") if error)
-
-
-def _errors(file: Traversable) -> dict[str, float]:
-    """Return the errors that a file of a fit states, none if there is no such file."""
-    found: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["error"] if file.is_file() else {}
-    return found
-
-
 def recipe(found: Found, method: str, bits: int | None) -> str:
     """Return the `fitact fit` command for an activation that does not ship; `""` if its formula is unknown."""
     if found.activation is None and not found.formula:
@@ -380,4 +340,4 @@ def recipe(found: Found, method: str, bits: int | None) -> str:
 def _usual_width(activation: str | None, method: str) -> int | None:
     """Return the bits of the shipped fit with the usual parameters."""
     kind = None if activation is None else shipped_class(activation, method, None)
-    return {"fewbit": 3, "relumix": 2, "coded": 8}.get(method) if kind is None else registered(kind).bits or None
+    return {"fewbit": 3, "relumix": 2}.get(method) if kind is None else registered(kind).bits or None

@@ -1,23 +1,21 @@
-"""How far gradients are from stock's when activations are replaced, and values when inputs are coded."""
+"""How far gradients are from the baseline's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.rebuild.codes import Table
 from fitact.runtime.records import Gradient
 from fitact.runtime.restore import Run, generators, has_no_values, loss_of, real, unchanged
 from fitact.runtime.torch_internals import tree_leaves
 from fitact.text import one_line
 
 from .detect import activation_sites
-from .measure import Plan, stock, tensors_of
+from .measure import Plan, stock
 
 Gradients = Sequence[Tensor | None]
 
@@ -86,57 +84,3 @@ def compared(expected: Gradients, found: Gradients) -> Gradient:
     if not squares.isfinite().all() or not one or not other:
         return Gradient(note="the gradient is zero or not finite")
     return Gradient((difference / one) ** 0.5, product / (one * other) ** 0.5)
-
-
-# ------------------------------------------------------------------------------------------- inputs of activations
-
-FAR = 3.0  # codes are not used where the error is this many times that for normal inputs
-NUMBERS = 1 << 16  # elements of an input that are looked at
-
-
-def too_far(model: nn.Module, run: Run, coded: Mapping[nn.Module, Table], *, attempt: int = 0) -> set[nn.Module]:
-    """Return the activations whose codes do not suit their inputs in a run.
-
-    Codes are made for deviations of 0.5 to 4. For inputs that are much smaller, or have elements beyond the reach
-    of the codes, values are off by more: here more than three times as much as for normal inputs of deviation 1.
-
-    Args:
-        model: the model, which is unchanged in the end.
-        run: runs it.
-        coded: the codes for modules of the model.
-        attempt: chooses the random numbers, as in `traces`.
-
-    Returns:
-        The modules; none if the model's tensors have no values.
-
-    """
-    if has_no_values(model):
-        return set()
-    errors: dict[nn.Module, float] = {}
-
-    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            error = _value_error(coded[module], coded[module].coded(args[0]).reshape(-1))
-            errors[module] = max(error, errors.get(module, 0.0))
-
-    with torch.no_grad(), generators(model, attempt), unchanged(model), ExitStack() as hooks:
-        model.train()
-        for module in coded:
-            hooks.callback(module.register_forward_pre_hook(look).remove)
-        tensors_of(real(run), model)
-    return {module for module, error in errors.items() if error > FAR * _normal_error(coded[module])}
-
-
-def _value_error(activation: Table, x: Tensor) -> float:
-    x = x[:: max(len(x) // NUMBERS, 1)].to("cpu", torch.float64)
-    x = x[x.isfinite()]
-    code = torch.bucketize(x, torch.tensor(activation.borders, dtype=x.dtype))
-    values = activation.value(x).to(x.dtype)
-    miss = torch.tensor(activation.values, dtype=x.dtype)[code] - values
-    return float(miss.norm() / values.norm()) if values.any() else 0.0
-
-
-@lru_cache
-def _normal_error(activation: Table) -> float:
-    share = (torch.arange(NUMBERS, dtype=torch.float64) + 0.5) / NUMBERS
-    return _value_error(activation, torch.special.ndtri(share))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from fitact.runtime.learned.uses import EMPTY, PLAIN, Held, by_itself, twin_of
-from fitact.runtime.rebuild.modules import original_class
-from fitact.runtime.restore import unchanged
 from fitact.runtime.torch_internals import unset_fake_temporarily, without_torch_function
 
 # By their names in the catalog, with the parameters that are shipped.
@@ -41,6 +40,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squareplus": _squareplus,
     "threshold": lambda x: F.threshold(x, 1.0, 0.0),
 }
+PLAIN = frozenset((bool, int, float, str, type(None)))  # what a recognised module may hold
+EMPTY = frozenset(vars(nn.Module()))
+Held = tuple[tuple[str, type, Any], ...]  # attributes: name, type and value
 # Tolerances of several float32 roundings: relative to a value, and to the terms of a difference.
 RELATIVE, ABSOLUTE = 1e-5, 2e-6
 
@@ -57,7 +59,7 @@ def computes(module: nn.Module) -> str | None:
         module: the module; a copy of it is run, and it is not changed.
 
     """
-    kind = original_class(module)
+    kind = type(module)
     if kind.__module__.partition(".")[0] == "torch" or next(module.children(), None) is not None:
         return None
     if any(True for _ in (*module.parameters(), *module.buffers())):
@@ -67,19 +69,6 @@ def computes(module: nn.Module) -> str | None:
         return None
     hashable: Any = kind
     return _computed(hashable, kind.forward, tuple((name, type(value), value) for name, value in held.items()))
-
-
-def agree(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a module without parameters computes a function, within several roundings of float32."""
-    with (
-        unchanged(module),
-        unset_fake_temporarily(),
-        without_torch_function(),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        x = _inputs().float()
-        return _near(module(x.clone()), function(x))
 
 
 def argument_of(forward: Callable[..., Any]) -> str | None:
@@ -93,11 +82,27 @@ def argument_of(forward: Callable[..., Any]) -> str | None:
     return parameters[0].name if alone else None
 
 
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Enter a context in which a copy of a module can be tried with real tensors, unseen by modes around it."""
+    with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(without_torch_function())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, Tensor.detach))  # nobody counts what trials save
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield
+
+
 @lru_cache(maxsize=256)
 def _computed(kind: type[nn.Module], _: Any, held: Held) -> str | None:
     """Return what modules of a class with given attributes compute."""
-    with by_itself():
-        twin = twin_of(kind, held)
+    with _by_itself():
+        twin = kind.__new__(kind)
+        nn.Module.__init__(twin)
+        vars(twin).update({name: value for name, _, value in held})
         try:
             return next((name for name, function in FUNCTIONS.items() if _is(twin, function)), None)
         except Exception:  # an activation would run

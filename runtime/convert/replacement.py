@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from fitact.errors import UsageError
-from fitact.runtime.learned.uses import PLAIN
-from fitact.runtime.norms.fold import unmerge_norms
 from fitact.runtime.ops.registry import registered
-from fitact.runtime.rebuild.modules import original_class, restore
 from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.restore import check_model
 from fitact.runtime.saving.modules import detach
@@ -26,8 +23,9 @@ from fitact.text import starred
 
 from .detect import ActivationSite, activation_sites, recognise
 from .measure import Plan, Trace
-from .probe import argument_of, computes
+from .probe import PLAIN, argument_of, computes
 
+Sites = Sequence[ActivationSite]
 ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules
 
 
@@ -61,7 +59,7 @@ class Replacement:
         made = InPlace(self.kind()) if self.in_place else self.kind()
         if not isinstance(held, nn.Module):
             return Held(made, held)
-        forward = original_class(held).forward
+        forward = type(held).forward
         argument = "input" if computes(held) is None else argument_of(forward)
         module = made if argument == "input" else Held(made, partial(forward, held), argument)
         told = {name: value for name, value in vars(held).items() if type(value) in PLAIN}
@@ -100,12 +98,11 @@ def plan(replacements: Sequence[Replacement]) -> Plan:
 
 
 def revert(model: nn.Module) -> Conversion:
-    """Put back in place what `convert` changed: activations, merged norms, classes of modules.
+    """Put back in place what `convert` and `Plan.apply` changed.
 
     Args:
         model: the model, which is changed in place; a model that is not converted stays as it is. Each activation
-            becomes the same module or function as before. `fitact.runtime.norms.fold.unmerge_norms` says what
-            changes in norms.
+            becomes the same module or function as before.
 
     Returns:
         What was put back.
@@ -126,12 +123,6 @@ def revert(model: nn.Module) -> Conversion:
         found = recognise(original)
         after = type(original).__name__ if found is None else found.before
         records.append(SiteRecord(site.path, "activation", site.found.before, after))
-    merged = {name: type(module).__name__ for name, module in model.named_modules()}
-    records += [
-        SiteRecord(name, "norm", merged[name], type(model.get_submodule(name)).__name__)
-        for name in unmerge_norms(model)
-    ]
-    records += restore(model)
     for path, module in model.named_modules():
         if detach(module):
             records.append(SiteRecord(path, "module", "saving", type(module).__name__))
@@ -201,14 +192,3 @@ def as_likes(
 def _like(site: ActivationSite) -> tuple[str, str]:
     """Return a key that the same activation has in every layer."""
     return site.found.before, starred(site.path)
-
-
-def groups_of(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> list[frozenset[int]]:
-    """Return groups of sites, by their places: of the same activation and replacement, and of shared modules."""
-    likes = [(_like(site), one.kind) for site, one in zip(sites, replacements, strict=True)]
-    keys = [site.key for site in sites]
-    found = []
-    for like in dict.fromkeys(likes):
-        shared = {key for key, one in zip(keys, likes, strict=True) if one == like}
-        found.append(frozenset(i for i, key in enumerate(keys) if key in shared))
-    return found

@@ -31,7 +31,7 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
 
     Returns:
         A tensor of the shape, dtype and memory order of x (contiguous if x is not dense). Unless the output is
-        what is kept, it carries a note of how to compute it again, for layers that `fitact.rebuild` has changed.
+        what is kept, it carries a note of how to compute it again, for a context of `fitact.saving`.
 
     Raises:
         TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others

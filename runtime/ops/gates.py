@@ -30,7 +30,7 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
 
     Returns:
         A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
-        note of how to compute it again from what is kept, for layers that `fitact.rebuild` has changed.
+        note of how to compute it again from what is kept, for a context of `fitact.saving`.
 
     Raises:
         TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them

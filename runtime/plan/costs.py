@@ -17,9 +17,9 @@ from fitact.text import one_line
 
 from .devices import Device
 from .short import ROW, cut, filled, skipped
-from .subjects import Run, Subject, hooked, runs_of, with_norms
+from .subjects import Run, Subject, hooked, runs_of
 from .timeline import Mark, Timeline, Work
-from .ways import LOSS, STOCK, Way, changed
+from .ways import REST, STOCK, Way, changed
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Segment:
     Attributes:
         paths: of the blocks; empty for what lies between, which occurs once.
         grads: bytes of the gradients that the backward pass of one block leaves.
-        costs: by way; for what lies between only stock's, and after the last run also that with the loss by rows.
+        costs: by way; for what lies between only stock's, and after the last run also that with less saved there.
 
     """
 
@@ -128,7 +128,7 @@ def measure(
         end += len(run.blocks)
         span = parts.blocks[end - (len(run.blocks) + 1) // 2]
         segments += [Segment(run.paths, span.grads, {STOCK: span.cost}), _between(after)]
-    segments[-1] = _with_loss(subject, device, runs, segments[-1])
+    segments[-1] = _with_rest(subject, device, runs, segments[-1])
     return measure_more(Costs(tuple(segments), _step(marks), tuple(runs)), subject, device, ways, progress)
 
 
@@ -140,10 +140,7 @@ def measure_more(
     progress: Callable[[float], None] = lambda share: None,
 ) -> Costs:
     """Return the costs with those of more ways, as `measure` measures them."""
-    runs, notes = [*costs.runs], [*costs.notes]
-    if any(way.norms for way in ways) and not any(run.norms for run in runs):
-        runs, note = with_norms(subject, runs)
-        notes += [note] if note else []
+    runs, notes = costs.runs, [*costs.notes]
     wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
     progress(1 / (1 + passes))
@@ -157,7 +154,7 @@ def measure_more(
             for at, new in zip(range(1, len(segments), 2), found, strict=True):  # runs, and what lies between
                 segments[at] = replace(segments[at], costs=new | segments[at].costs)
         progress((2 + i) / (1 + passes))
-    return replace(costs, segments=tuple(segments), runs=tuple(runs), notes=tuple(notes))
+    return replace(costs, segments=tuple(segments), notes=tuple(notes))
 
 
 def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], whole: Way = STOCK) -> Step:
@@ -165,15 +162,15 @@ def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[W
     return _step(_marks(subject, device, runs, ways, whole=whole))
 
 
-def _with_loss(subject: Subject, device: Device, runs: Sequence[Run], end: Segment) -> Segment:
-    """Return what lies after the last run, with what it costs if the loss by rows takes less memory."""
+def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segment) -> Segment:
+    """Return what lies after the last run, with what it costs if that takes less memory in a context."""
     if any(block is subject.model for run in runs for block in run.blocks):
         return end
-    marks = _marks(subject, device, runs, _stock(runs), whole=LOSS)
+    marks = _marks(subject, device, runs, _stock(runs), whole=REST)
     cost, stock = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost, end.costs[STOCK]
     if cost.keep >= stock.keep and cost.high >= stock.high:
         return end
-    return replace(end, costs={**end.costs, LOSS: cost})
+    return replace(end, costs={**end.costs, REST: cost})
 
 
 def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
@@ -211,7 +208,7 @@ def _possible(run: Run, ways: Sequence[Way]) -> list[Way]:
     found = []
     for way in ways:
         try:
-            with changed(run.blocks[:1], [way], run.norms[:1]):
+            with changed(run.blocks[:1], [way], run.blocks[0], STOCK):
                 found.append(way)
         except UsageError:  # there is nothing in the block that it changes
             continue
@@ -286,15 +283,10 @@ def _marks(
     without = {place + k for place, count in standing.items() for k in range(1, count + 1)}
     every = dict(enumerate(block for run in runs for block in run.blocks))
     running = {i: block for i, block in every.items() if i not in without}
-    norms = [of_block for run in runs for of_block in run.norms or [{}] * len(run.blocks)]
     with (
         generators(model),
         subject.environment(),
-        changed(
-            [*running.values(), model],
-            [*(ways[i] for i in running), whole],
-            [*(norms[i] for i in running), {}],
-        ),
+        changed([*running.values()], [ways[i] for i in running], model, whole),
         skipped([every[i] for i in without]),
     ):
         timeline = Timeline(device, [*model.parameters(), *model.buffers()])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,8 +17,6 @@ from fitact.runtime.convert.measure import faked_run
 from fitact.runtime.memory.saved import gpu_kernels
 from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
 from fitact.runtime.models.twins import Twins
-from fitact.runtime.norms.dataflow import NormUsage
-from fitact.runtime.norms.structure import look
 from fitact.runtime.restore import check_model, explained, runner
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
@@ -120,14 +118,12 @@ class Run:
         blocks: the modules.
         steady: whether all do the same work, and return a tensor like the first that they are given. Then some of
             them may stand for the others.
-        norms: of each block, the norms that can be merged by the model's structure, by their paths in the model.
 
     """
 
     paths: tuple[str, ...]
     blocks: tuple[nn.Module, ...]
     steady: bool = False
-    norms: tuple[Mapping[str, NormUsage], ...] = ()
 
 
 def runs_of(subject: Subject, device: Device) -> list[Run]:
@@ -156,51 +152,6 @@ def runs_of(subject: Subject, device: Device) -> list[Run]:
         )
         for run in runs
     ]
-
-
-def with_norms(subject: Subject, runs: Sequence[Run]) -> tuple[list[Run], str]:
-    """Return runs with their norms that can be merged, and if there are none, why.
-
-    All blocks of a run merge the same norms. Whether a norm's values allow that is not known.
-
-    Raises:
-        UsageError: the model cannot be run in evaluation mode.
-
-    """
-    outputs: list[Any] = []
-
-    def run() -> Any:
-        with subject.environment():
-            _forward_untrained(subject)
-        return outputs.pop()
-
-    handle = subject.model.register_forward_hook(lambda _, __, output: outputs.append(output))
-    try:
-        seen = look(subject.model, run)
-    finally:
-        handle.remove()
-    possible = {
-        module: usage for module, usage in seen.graph.usages.items() if not seen.reason(module, values=False)
-    }
-    merged = [replace(one, norms=_norms_of(one, possible)) for one in runs]
-    if any(of_block for one in merged for of_block in one.norms):
-        return merged, ""
-    inside = (module for one in runs for block in one.blocks for module in block.modules() if module in seen.found)
-    reasons = (f", {seen.names[module]}: {why}" for module in inside if (why := seen.reason(module, values=False)))
-    return merged, f"no norm of a block can be merged{next(reasons, '')}"
-
-
-def _norms_of(run: Run, possible: Mapping[nn.Module, NormUsage]) -> tuple[Mapping[str, NormUsage], ...]:
-    found: list[dict[str, NormUsage]] = []
-    for block in run.blocks:
-        inside = {module: path for path, module in block.named_modules()}
-        merged = {path: possible[module] for module, path in inside.items() if module in possible}
-        found.append({path: usage for path, usage in merged.items() if inside.keys() >= usage.layers.keys()})
-    every = set.intersection(*({*of_block} for of_block in found))
-    return tuple(
-        {".".join(filter(None, (block, path))): usage for path, usage in of_block.items() if path in every}
-        for block, of_block in zip(run.paths, found, strict=True)
-    )
 
 
 @dataclass(frozen=True)

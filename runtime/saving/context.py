@@ -51,6 +51,11 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         if error not in ERRORS:
             raise UsageError(f"error: expected {' or '.join(map(repr, ERRORS))}, got {error!r}")
 
+        self.error = error
+
+    def __str__(self) -> str:
+        return f'saving("{self.error}")'
+
     def __enter__(self) -> saving:
         if torch.compiler.is_compiling():
             break_graph("saving is for eager code: enter it around the compiled function, or use fitact.compile")
@@ -67,7 +72,7 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
 
 @contextmanager
 def baseline() -> Iterator[None]:
-    """A context inside of `saving` in which autograd saves as without it."""
+    """Enter a context inside of `saving` in which autograd saves as without it."""
     paused = []
     try:
         for capture in reversed(_entered.captures):

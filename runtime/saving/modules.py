@@ -61,7 +61,7 @@ def _empty(own: Any) -> Any:
 def attach(module: nn.Module, context: Context) -> None:
     """Let a module's forward run in a context, in place of one that it has.
 
-    Without gradients, under `torch.compile`, in transforms of `torch.func` and while it is traced, it runs as it is.
+    Without gradients, under `torch.compile`, in `torch.func` and while it is traced, it runs as it is.
     """
     if not isinstance(module, Attached):
         module.__class__ = _class(type(module))

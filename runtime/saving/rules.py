@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitact.runtime.rebuild.attention import steps
 from fitact.runtime.torch_internals import (
     SAFE_SOFTMAX,
     base_of,
@@ -22,6 +21,7 @@ from fitact.runtime.torch_internals import (
 )
 
 from . import cheap
+from .attention import attention
 from .capture import CHANGES, PLAIN, RULES, Capture, Function, note, protect
 from .loss import by_rows
 from .recompute import Reading, Source
@@ -142,7 +142,7 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
                 shared[-1].ours = True
                 mark.add(shared[-1])
 
-    output = steps.attention(capture.call, args, kwargs, share)
+    output = attention(capture.call, args, kwargs, share)
     return capture.plain(func, args, kwargs) if output is None else output
 
 

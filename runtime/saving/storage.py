@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.rebuild.dropout import pack as pack_bits
-from fitact.runtime.rebuild.dropout import unpack as unpack_bits
 from fitact.runtime.torch_internals import (
     after_backward,
     base_of,
@@ -26,6 +24,8 @@ from fitact.runtime.torch_internals import (
     with_torch_function,
     without_torch_function,
 )
+
+from .bits import pack, unpack
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Layout = tuple[torch.Size, tuple[int, ...], int]
@@ -240,7 +240,7 @@ class Bits(Stored):
     """A mask, or the factors 0 and 1/(1 - p) of dropout, in one bit an element."""
 
     def __init__(self, mask: Tensor, hooks: Hooks | None, p: float | None = None) -> None:
-        super().__init__(pack_bits(mask if mask.dtype == torch.bool else mask != 0), hooks)
+        super().__init__(pack(mask if mask.dtype == torch.bool else mask != 0), hooks)
         self.settle()
         self._factor = None if p is None else (mask.dtype, p)
         self.version, self._layout = version_of_saved(mask), layout_of(mask)
@@ -261,7 +261,7 @@ class Bits(Stored):
     def read(self, layout: Layout) -> Tensor:
         """Return the mask, or the factors."""
         bits = self._kept if self._hooks is None else self._handed_back()
-        mask = unpack_bits(bits, *self.layout[:2])
+        mask = unpack(bits, *self.layout[:2])
         if self._factor is not None:
             dtype, p = self._factor
             mask = mask.to(dtype).div_(1 - p)

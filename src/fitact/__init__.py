@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fitact.planning.record import load_plan
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.convert.convert import convert
-    from fitact.runtime.convert.functional import converted_functions
-    from fitact.runtime.convert.rebuild import rebuild
     from fitact.runtime.convert.replacement import revert
     from fitact.runtime.plan.ways import revert_plan
     from fitact.runtime.saving import saving
@@ -39,11 +37,9 @@ __all__ = [
     "compile_options",
     "compile_report",
     "convert",
-    "converted_functions",
     "load_plan",
     "plan",
     "planner",
-    "rebuild",
     "revert",
     "revert_plan",
     "saving",
@@ -56,18 +52,22 @@ LAZY = {
     "compile_options": "fitact.runtime.compile.compile",
     "compile_report": "fitact.runtime.compile.compile",
     "convert": "fitact.runtime.convert.convert",
-    "converted_functions": "fitact.runtime.convert.functional",
     "load_plan": "fitact.planning.record",
     "plan": "fitact.planning.make",
     "planner": "fitact.planning.make",
-    "rebuild": "fitact.runtime.convert.rebuild",
     "revert": "fitact.runtime.convert.replacement",
     "revert_plan": "fitact.runtime.plan.ways",
     "saving": "fitact.runtime.saving",
 }
 
 
+# Names of once, by those that do the same now.
+OLD = {"rebuild": "fitact.convert(model)", "converted_functions": "fitact.saving()"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in OLD:
+        raise AttributeError(f"fitact.{name} is now {OLD[name]}")
     if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(LAZY[name]), name)

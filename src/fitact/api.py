@@ -20,48 +20,29 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(path.name.removesuffix(".json") for path in fits if path.name.endswith(".json")))
 
 
-def activation(name: str, *, method: str | None = None, bits: int | None = None, gate: bool = False) -> nn.Module:
-    """Return an activation, or a gate f(g)·u, as a module.
+def activation(name: str, *, method: str | None = None, bits: int | None = None) -> nn.Module:
+    """Return an activation as a module.
 
     Args:
         name: name of the activation in the catalog, e.g. `"gelu"`, or of a shipped fit, e.g.
             `"gelu_regelu2_published"`.
         method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
             of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; `"exact"`,
-            the derivative as a function of the output; `"rebuild"`, which keeps the input alone; or `"coded"`, the
-            derivative by a code of the input; a layer that `fitact.convert(model, "coded")` has changed looks up
-            the output by the same code. By default `"fewbit"`; for a gate `"rebuild"`, its only method.
+            the derivative as a function of the output; or `"coded"`, the derivative by a code of the input, by
+            which a context of `fitact.saving` looks up the output, too. By default `"fewbit"`.
         bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not; 8 for
-            `"coded"`. None for `"exact"` and `"rebuild"`, which keep no bits.
-        gate: whether to return a module of two tensors g and u of one shape and dtype, which returns f(g)·u and
-            keeps g and u.
+            `"coded"`. None for `"exact"`, which keeps no bits.
 
     Returns:
         An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_exact`.
-        With `"rebuild"` a module whose values and gradients are PyTorch's, bit for bit. The next layer keeps the
-        output, unless it is told to rebuild it: by `fitact.rebuild` of the model that both are in.
 
     Raises:
-        UsageError: no such activation is shipped or can be rebuilt (the message lists those that are), `bits` is
-            not a valid number of bits or the method keeps none, or the method is not for gates.
+        UsageError: no such activation is shipped (the message lists those that are), or `bits` is not a valid
+            number of bits or the method keeps none.
 
     """
-    if gate and method not in (None, "rebuild"):
-        raise UsageError(f"a gate has only the method 'rebuild', got {quote(method)}")
-    from fitact.fitter.expr.catalog import LEARNED  # importing a generated module imports nothing of the fitter
-
-    if gate or (method == "rebuild" and name not in LEARNED):
-        if bits is not None:
-            raise UsageError(f"method='rebuild' keeps no bits: expected bits=None, got {bits!r}")
-        wrappers = import_module("fitact.runtime.wrappers")
-        rebuilt: nn.Module = (wrappers.RebuiltGate if gate else wrappers.Rebuilt)(name)
-        return rebuilt
-    return _shipped(name, method or "fewbit", bits)
-
-
-def _shipped(name: str, method: str, bits: int | None) -> nn.Module:
-    """Return a shipped activation."""
     there = shipped()
+    method = method or "fewbit"
     if bits is not None:
         wanted = [f"{name}_{method}{integer('bits', bits, 0)}"]
     elif method in ("exact", "rebuild"):

@@ -23,7 +23,7 @@ from .options import FILE, advance, progress, say
 )
 @click.option(
     "--error",
-    type=click.Choice(["exact", "rounding", "few-bit"]),
+    type=click.Choice(["exact", "rounding", "coarse"]),
     default="rounding",
     show_default=True,
     help="How far gradients may be off.",
@@ -41,7 +41,6 @@ from .options import FILE, advance, progress, say
     type=click.Choice(["batch", "seq"]),
     help="Plan for the largest batch, or the longest sequence, that fits; takes a few times as long.",
 )
-@click.option("--norms", is_flag=True, help="Let the plan merge norms into the next linear layers, too.")
 @click.option("--no-front", is_flag=True, help="Leave out other ways, and plans for other memories.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
 @click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
@@ -52,14 +51,13 @@ def plan(
     device: str,
     measures: bool,
     largest: str | None,
-    norms: bool,
     no_front: bool,
     output: Path | None,
     picture: Path | None,
 ) -> None:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
-    Each repeated block may be left as it is, convert its activations, gates and norms, or be checkpointed, fully
+    Each repeated block may be left as it is, save less, or be checkpointed, fully
     or selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is predicted
     by a model of the device. MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may
     take batch and seq. If no plan fits, the command says what a step takes at least, writes no file, and exits
@@ -77,10 +75,10 @@ def plan(
     from fitact.planning.make import Planner, Words
     from fitact.planning.record import GIB
     from fitact.runtime.compare.report import DTYPES
-    from fitact.runtime.convert.choices import ERRORS
     from fitact.runtime.models.prepare import prepare
     from fitact.runtime.plan.devices import device_of, measured
     from fitact.runtime.plan.subjects import of_prepared
+    from fitact.runtime.saving import ERRORS
 
     if picture is not None:
         format_of(picture)
@@ -110,7 +108,6 @@ def plan(
                 asked.optimizer,
                 where,
                 Words(str(training), ", ".join(given) or "inputs as given"),
-                norms=norms,
                 error=error if no_front or largest is not None else ERRORS[-1],
                 progress=partial(advance, bar, 0),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from fitact.arguments import flags, positive
 from fitact.errors import UsageError, quote
 from fitact.runtime.compare.report import DTYPES, MOST_GIB, OPTIMIZERS
-from fitact.runtime.convert.choices import ERRORS
 from fitact.runtime.plan.costs import Costs, measure, measure_more
 from fitact.runtime.plan.devices import USUAL, Device, device_of
 from fitact.runtime.plan.subjects import Subject, of_model
-from fitact.runtime.plan.ways import MERGED, OF_BLOCKS, WAYS, Way
+from fitact.runtime.plan.ways import OF_BLOCKS, Way
+from fitact.runtime.saving import ERRORS
 
 from .problem import Problem, chosen, points_of
-from .record import GIB, Group, Plan, Point
+from .record import GIB, Plan, Point
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,29 +32,26 @@ def plan(
     optimizer: str = "adamw",
     device: str | Device = USUAL,
     autocast: str | None = None,
-    norms: bool = False,
     front: bool = True,
 ) -> Plan:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
-    The model is copied as fake tensors: this takes no memory, and does not change the model. Its repeated blocks
-    may each be left as they are, convert their activations, gates and norms (see `fitact.convert`), or be
-    checkpointed, fully or selectively. What each choice keeps, needs at its peak and computes again is counted by
-    running the model. An integer programme finds the choices with the least time.
+    The model is copied as fake tensors: this takes no memory, and does not change the model. Each of its repeated
+    blocks may be left as it is, save less (see `fitact.saving`), or be checkpointed, fully or selectively. What
+    each choice saves, needs at its peak and computes again is counted by running the model. An integer programme
+    finds the choices with the least time.
 
     Args:
         model: the model, with its adapters and frozen layers, in its dtype.
         gib: the memory of a step in GiB: parameters, gradients, the optimizer's state, and what is kept for
             backward and needed meanwhile. PyTorch's allocator and CUDA's context need some more.
-        error: how far gradients may be off: `"exact"`, `"rounding"` or `"few-bit"`, as for `fitact.convert`.
+        error: how far gradients may be off: `"exact"`, `"rounding"` or `"coarse"`, as for `fitact.saving`.
         example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from the
             output's `loss` if there is one, else from all outputs; of a model of transformers keep the loss alone.
         optimizer: `"adamw"`, `"sgd"` (with momentum) or `"none"`.
         device: for which time is predicted: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
             there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
-        norms: whether the plan may also merge norms into the next linear layers, as `fitact.convert(norms=True)`
-            does. This changes parameters, and `Plan.apply` then needs inputs.
         front: whether to find the least time for other memories, too.
 
     Returns:
@@ -72,7 +69,6 @@ def plan(
         optimizer=optimizer,
         device=device,
         autocast=autocast,
-        norms=norms,
         error=ERRORS[-1] if front else error,
     )
     return made.plan(gib, error, front=front)
@@ -85,7 +81,6 @@ def planner(
     optimizer: str = "adamw",
     device: str | Device = USUAL,
     autocast: str | None = None,
-    norms: bool = False,
     error: str = ERRORS[-1],
 ) -> Planner:
     """Measure once what each way to train each block of a model costs, for plans for several memories.
@@ -96,7 +91,6 @@ def planner(
         optimizer: as for `plan`.
         device: as for `plan`.
         autocast: as for `plan`.
-        norms: as for `plan`.
         error: the ways that it allows are measured at once, others when a plan may take them.
 
     Returns:
@@ -106,7 +100,6 @@ def planner(
         UsageError: an argument is not valid, or the model cannot be run with fake tensors.
 
     """
-    flags(norms=norms)
     where = device_of(device) if isinstance(device, str) else device
     if not isinstance(where, Device):
         raise UsageError(f"device {quote(device)}: expected a name or a Device")
@@ -114,7 +107,7 @@ def planner(
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
     subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
-    return Planner(subject, optimizer, where, norms=norms, error=error)
+    return Planner(subject, optimizer, where, error=error)
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,6 @@ class Planner:
         optimizer: as for `plan`.
         device: for which time is predicted.
         words: what plans say about the model.
-        norms: as for `plan`.
         error: the ways that it allows are measured at once, others when a plan may take them.
         progress: called with the share of the measuring that is done.
 
@@ -148,7 +140,6 @@ class Planner:
         optimizer: str,
         device: Device,
         words: Words | None = None,
-        norms: bool = False,
         error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
@@ -165,7 +156,7 @@ class Planner:
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
-        self._ways, self._error = (*OF_BLOCKS, *(MERGED if norms else ())), error
+        self._error = error
         ways = self._allowed(error)
         self._costs = measure(subject, device, ways, progress)
 
@@ -176,7 +167,7 @@ class Planner:
 
     def _allowed(self, error: str) -> list[Way]:
         """Return the ways that an error allows."""
-        return [way for way in self._ways if ERRORS.index(way.error) <= ERRORS.index(error)]
+        return [way for way in OF_BLOCKS if ERRORS.index(way.error) <= ERRORS.index(error)]
 
     def _costs_of(self, error: str) -> Costs:
         """Return the costs, among them those of all ways that an error allows."""
@@ -224,20 +215,8 @@ class Planner:
             stock_peak=self.fixed + stock.peak,
             stock_seconds=stock.work.seconds,
             groups=tuple(groups),
-            norms=self._merged(groups),
             points=self.points if front else (),
             notes=costs.notes,
-        )
-
-    def _merged(self, groups: Sequence[Group]) -> tuple[str, ...]:
-        """Return the paths of the norms that groups merge."""
-        merging = {path for group in groups if WAYS[group.way].norms for path in group.blocks}
-        return tuple(
-            norm
-            for run in self._costs.runs
-            for path, of_block in zip(run.paths, run.norms, strict=False)
-            if path in merging
-            for norm in of_block
         )
 
     @cached_property

@@ -8,7 +8,7 @@ from fitact.pictures import blank, defaults, literal, save
 
 from .record import GIB, Plan
 
-LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "few-bit": "#e09f3e"}
+LINES = {"exact": "#1f4e79", "rounding": "#2a9d8f", "coarse": "#e09f3e"}
 MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 from operator import itemgetter
 
-from fitact.runtime.convert.choices import ERRORS
 from fitact.runtime.plan.costs import Cost, Costs, Step, step
 from fitact.runtime.plan.devices import Device
 from fitact.runtime.plan.subjects import Subject
-from fitact.runtime.plan.ways import FULL, LOSS, MERGED, OF_BLOCKS, SELECTIVE, STOCK, Way
+from fitact.runtime.plan.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, Way
+from fitact.runtime.saving import ERRORS
 
 from .programme import Option, Stage, fastest, least, peak, seconds
 from .record import Group, Point
@@ -36,7 +36,7 @@ class Problem:
         self.costs = costs
         most = ERRORS.index(error)
         self.ways = [
-            [way for way in (*OF_BLOCKS, *MERGED, LOSS) if way in one.costs and ERRORS.index(way.error) <= most]
+            [way for way in (*OF_BLOCKS, REST) if way in one.costs and ERRORS.index(way.error) <= most]
             for one in costs.segments
         ]
         self.stages = [
@@ -62,7 +62,7 @@ class Problem:
         paths = (path for segment in self.costs.segments for path in segment.paths)
         by_way = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
         found = [Group(way.name, tuple(path for _, path in some)) for way, some in by_way]
-        return found if self.whole(answer) == STOCK else [*found, Group(LOSS.name, ("",))]
+        return found if self.whole(answer) == STOCK else [*found, Group(REST.name, ("",))]
 
     def whole(self, answer: Answer) -> Way:
         """Return the way of the whole model, which is that of what follows its last block."""

@@ -17,7 +17,7 @@ from fitact.text import columns
 if TYPE_CHECKING:
     from torch import nn
 
-SCHEMA = "fitact.plan/1"
+SCHEMA = "fitact.plan/2"
 MAX_BYTES = 1 << 25
 GIB = 2**30
 
@@ -42,7 +42,7 @@ class Point:
 
     Attributes:
         name: of the way, such as `"stock"`; `"plan"` for plans.
-        error: what it does to gradients: `"exact"`, `"rounding"` or `"few-bit"`.
+        error: what it does to gradients: `"exact"`, `"rounding"` or `"coarse"`.
         peak: the most bytes of a step, parameters and the optimizer's state among them.
         seconds: of a step, by the model of the device.
 
@@ -74,7 +74,6 @@ class Plan:
         flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the stock model.
         stock_peak, stock_seconds: the same of the stock model.
         groups: how each block is trained; empty if nothing fits.
-        norms: the paths of the norms that are merged.
         points: other ways to train the model, and the least time for other memories.
         notes: further remarks.
 
@@ -98,7 +97,6 @@ class Plan:
     stock_peak: int
     stock_seconds: float
     groups: tuple[Group, ...]
-    norms: tuple[str, ...] = ()
     points: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -144,28 +142,24 @@ class Plan:
             write(Path(path), data)
         return data
 
-    def apply(self, model: nn.Module, example_inputs: Any = None) -> None:
+    def apply(self, model: nn.Module) -> None:
         """Change the blocks of a model as planned, in place; `fitact.revert_plan` puts them back.
 
-        Add adapters, freeze layers, choose the dtype, and load the weights first. A plan that merges norms changes
-        parameters, so make the optimizer afterwards.
+        Add adapters, freeze layers, and choose the dtype first.
 
         Args:
             model: the model that the plan was made for, or one with the same blocks.
-            example_inputs: inputs to run the model with, as for `fitact.convert`, if the plan merges norms. The
-                model is run as it is, so few rows are best.
 
         Raises:
-            UsageError: the plan does not fit its memory, the model has no such block, a block cannot be changed
-                so, or a norm cannot be merged; the model is then unchanged.
-            JobError: with merged norms the model computes something else; it is then unchanged.
+            UsageError: the plan does not fit its memory, the model has no such block, or a block cannot be changed
+                so; the model is then unchanged.
 
         """
         from fitact.runtime.plan.ways import apply
 
         if not self.fits:
             raise UsageError(f"the plan {sentence(self)}: there is nothing to apply")
-        apply(model, [(group.way, group.blocks) for group in self.groups], self.norms, example_inputs)
+        apply(model, [(group.way, group.blocks) for group in self.groups])
 
 
 # ----------------------------------------------------------------------------------------------------------- words
@@ -174,6 +168,7 @@ class Plan:
 def sentence(plan: Plan) -> str:
     """Return in a few words whether a step fits, and what it costs."""
     from fitact.runtime.plan.ways import WAYS
+    from fitact.runtime.saving import ERRORS
 
     if not plan.fits:
         rest = plan.fixed + plan.gradients
@@ -182,11 +177,11 @@ def sentence(plan: Plan) -> str:
             "gradients and optimizer"
         )
     used = [WAYS[group.way] for group in plan.groups]
-    wide = max(used, key=lambda way: ("exact", "rounding", "few-bit").index(way.error))
+    wide = max(used, key=lambda way: ERRORS.index(way.error))
     if all(group.way == "stock" for group in plan.groups):
         return "fits as it is"
     prefix = "fits as it is, and " if plan.stock_peak <= plan.gib * GIB else "fits "
-    words = "exact gradients" if wide.error == "exact" else wide.words
+    words = "exact gradients" if wide.error == "exact" else wide.name
     return f"{prefix}with {words}, {_pace(plan)}"
 
 
@@ -202,12 +197,6 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.groups:
         rows = [(group.way, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
         yield from columns(rows, "<><")
-        yield ""
-    if plan.norms:
-        yield (
-            f"{len(plan.norms)} norms are merged, which changes parameters: "
-            "apply(model, example_inputs), and make the optimizer afterwards"
-        )
         yield ""
     yield (
         f"peak of a step {_gib(plan.peak)}: {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} "
@@ -278,8 +267,6 @@ def from_json(text: str) -> Plan:
 def _checked(kind: type[Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values of a record's fields, each checked by the type that the record states."""
     names = [field.name for field in fields(kind)]
-    if kind is Plan:
-        given = {"norms": [], **given}  # older files have none
     for name in (*given, *names):
         if (name in given) != (name in names):
             problem = "is unknown" if name in given else "is missing"
@@ -309,8 +296,8 @@ def _value(kind: str, value: Any, where: str) -> Any:
 
 
 def _check_ways(plan: Plan) -> None:
-    from fitact.runtime.convert.choices import ERRORS
     from fitact.runtime.plan.ways import WAYS
+    from fitact.runtime.saving import ERRORS
 
     seen: set[str] = set()
     for i, group in enumerate(plan.groups):
@@ -322,16 +309,6 @@ def _check_ways(plan: Plan) -> None:
             seen.add(path)
         if not group.blocks:
             raise UsageError(f"not a plan: groups[{i}].blocks: expected some paths, got none")
-    merging = [path for group in plan.groups if WAYS[group.way].norms for path in group.blocks]
-    blocks = [f"{path}." if path else "" for path in merging]
-    for i, norm in enumerate(plan.norms):
-        if not norm.startswith(tuple(blocks)):
-            raise UsageError(
-                f"not a plan: norms[{i}]: expected a norm in a block that merges norms, got {quote(norm)}"
-            )
-    for path, block in zip(merging, blocks, strict=True):
-        if not any(norm.startswith(block) for norm in plan.norms):
-            raise UsageError(f"not a plan: norms: expected some in {quote(path)}, which merges norms, got none")
     for where, error in (("error", plan.error), *((f"points[{i}]", p.error) for i, p in enumerate(plan.points))):
         if error not in ERRORS:
             raise UsageError(f"not a plan: {where}: expected {', '.join(ERRORS)}, got {quote(error)}")

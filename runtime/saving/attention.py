@@ -13,25 +13,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from fitact.runtime.autocast import active_autocast, without_autocast
-from fitact.runtime.recipes import plain
-from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, storage_id, without_dispatch_modes
+from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, FakeTensor, without_dispatch_modes
 
-from ..functions import recorded
-from ..operation import SHARED
-from ..recipes import owned, shares_cast
+from .storage import is_parameter
 
 Call = Callable[..., Tensor]
+PLAIN = Tensor, nn.Parameter, FakeTensor
 HALVES = torch.float16, torch.bfloat16
 TENSORS = ("query", "key", "value", "attn_mask")
 OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
 def attention(
-    call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], share: Callable[..., object] | None = None
+    call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], share: Callable[..., object]
 ) -> Tensor | None:
     """Return what `F.scaled_dot_product_attention` returns, step by step; None if PyTorch has to compute it.
 
@@ -50,7 +48,7 @@ def attention(
         return None
     low, dtypes = active_autocast(tensors[0].device.type), [one.dtype for one in tensors]
     if low is not None:
-        if any(shares_cast(one, low) or owned(one) for one in tensors):
+        if any(_casts_once(one, low) or is_parameter(one) for one in tensors):
             return None  # PyTorch has to cast it, for all that read its cast
         dtypes = [low if one.is_floating_point and one != torch.float64 else one for one in dtypes]
     if not (_is_usual(tensors, dtypes, **given) and _is_composed(tensors, dtypes, given)):
@@ -59,14 +57,19 @@ def attention(
         return None
     with without_autocast(tensors[0].device.type):
         cast = [_to(call, *both) for both in zip(tensors, dtypes, strict=True)]
-        return _composed(call, share or _share, *cast, **given)
+        return _composed(call, share, *cast, **given)
 
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether tensors are a CPU's, and autograd alone looks at what is computed of them."""
-    if not all(isinstance(one, Tensor) and plain(one) and one.device.type == "cpu" for one in tensors):
+    """Whether tensors are a CPU's matrices, of which one needs a gradient."""
+    if not all(type(one) in PLAIN and one.layout is torch.strided and one.device.type == "cpu" for one in tensors):
         return False
-    return recorded(*tensors) and all(one.numel() and one.dim() > 1 for one in tensors)
+    return any(one.requires_grad for one in tensors) and all(one.numel() and one.dim() > 1 for one in tensors)
+
+
+def _casts_once(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast caches its cast of a tensor for all readers, as it does for a trained leaf."""
+    return x.is_leaf and x.requires_grad and x.dtype != dtype
 
 
 def _is_usual(
@@ -133,15 +136,6 @@ def _composed(
     if dropout_p:
         weights = call(F.dropout, weights, dropout_p)
     return _to(call, call(torch.matmul, weights, _in_rows(call, value)), dtype)
-
-
-def _share(*tensors: Tensor) -> None:
-    """Let queries, keys and values that are views of one tensor keep that, if it is smaller than wider copies."""
-    storages = {storage_id(one): one.untyped_storage() for one in tensors}
-    size = sum(one.nbytes() for one in storages.values())
-    if all(one.requires_grad for one in tensors) and size < sum(4 * one.numel() for one in tensors):
-        for one in storages.values():
-            setattr(one, SHARED, True)
 
 
 def _to(call: Call, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,1 +1,0 @@
-"""Outputs that nobody keeps: they are rebuilt in backward from what is kept anyway, gradients bit for bit."""
