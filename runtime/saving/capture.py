@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from fitact.runtime.recipes import ATTRIBUTE, Noted
 from fitact.runtime.torch_internals import (
     FakeTensor,
     any_autocast,
@@ -44,8 +45,9 @@ class Capture(TorchFunctionMode):
     the context does nothing: only the innermost hooks are called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool) -> None:
         super().__init__()
+        self.exact = exact
         outer = saved_tensor_hooks()
         owner = getattr(outer[0], "__self__", None) if outer else None
         self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else outer or None
@@ -167,6 +169,8 @@ class Capture(TorchFunctionMode):
         recompute = mark.recompute
         if recompute is None and self.autocast:
             recompute = self._cast(tensor, mark)
+        if recompute is None and hasattr(storage, ATTRIBUTE):
+            recompute = self._noted(tensor, getattr(storage, ATTRIBUTE))
         if recompute is not None and recompute.version == version and not mark.is_stored(version):
             computed = recompute.claim(self.hooks)
             if computed is not None:
@@ -211,6 +215,13 @@ class Capture(TorchFunctionMode):
                 with without_torch_function():
                     return Small(tensor, self.hooks, dtype)
         return None
+
+    def _noted(self, tensor: Tensor, noted: Noted) -> Recompute | None:
+        """Return how the output of one of fitact's own ops is computed again, from what it saves."""
+        if noted.version != version_of_saved(tensor) or (self.exact and not noted.exact):
+            return None
+        base = base_of(tensor)
+        return note(self, tensor if base is None else base, noted.function, noted.state, {})
 
     def _cast(self, tensor: Tensor, mark: Mark) -> Recompute | None:
         """Return how to make a copy again that autocast made, of a parameter or of an argument of the call."""

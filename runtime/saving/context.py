@@ -59,7 +59,7 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
     def __enter__(self) -> saving:
         if torch.compiler.is_compiling():
             break_graph("saving is for eager code: enter it around the compiled function, or use fitact.compile")
-        capture = Capture()
+        capture = Capture(self.error == "exact")
         capture.__enter__()
         _entered.captures.append(capture)
         return self
