@@ -45,16 +45,17 @@ class Capture(TorchFunctionMode):
     the context does nothing: only the innermost hooks are called.
     """
 
-    def __init__(self, exact: bool) -> None:
+    exact = True  # what recomputes a tensor must give its bits
+
+    def __init__(self) -> None:
         super().__init__()
-        self.exact = exact
         outer = saved_tensor_hooks()
         owner = getattr(outer[0], "__self__", None) if outer else None
         self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else outer or None
         self._pack = self.pack
         self._context = saved_tensors_hooks(self._pack, _unpack)
         self._first_call = next_call()
-        self._call: tuple[Function, Sequence[Any]] | None = None
+        self.current: tuple[Function, Sequence[Any]] | None = None
         self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
         self.autocast = True
         self.masks: list[tuple[Bits, Mark]] | None = None
@@ -111,11 +112,11 @@ class Capture(TorchFunctionMode):
 
     def plain(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Make a call of which nothing is noted."""
-        self._call = func, args
+        self.current = func, args
         try:
             return func(*args, **kwargs)
         finally:
-            self._call = None
+            self.current = None
 
     def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], again: Any = None) -> Any:
         """Make a cheap call, and note on its output how to compute it again, by the function `again` if given."""
@@ -125,18 +126,18 @@ class Capture(TorchFunctionMode):
             recompute = note(self, output, again or func, args, kwargs)
         for stored, storage in undecided:
             own = recompute is not None and storage is output.untyped_storage()
-            computed = recompute.claim(self.hooks) if own and recompute is not None else None
+            computed = recompute.claim(self.keep) if own and recompute is not None else None
             if computed is not None:
                 stored.recompute_instead(Reading(computed, output, self.hooks is not None))
             else:
-                self.settle(stored, storage)
+                self.settle(stored, storage, output)
         return output
 
     def made(
         self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, list[tuple[Stored, torch.UntypedStorage]]]:
         """Make a call, and return its output, and what it saved that is no argument."""
-        self._call = func, args
+        self.current = func, args
         undecided = self._undecided = []
         try:
             return func(*args, **kwargs), undecided
@@ -145,11 +146,10 @@ class Capture(TorchFunctionMode):
                 self.settle(*both)
             raise
         finally:
-            self._call = self._undecided = None
+            self.current = self._undecided = None
 
-    @staticmethod
-    def settle(stored: Stored, storage: torch.UntypedStorage) -> None:
-        """Store what could not be recomputed."""
+    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
+        """Store what could not be recomputed, after a call that returned the output."""
         mark_of(storage).add(stored.settle())
 
     # ----------------------------------------------------------------------------------------------- saved tensors
@@ -172,7 +172,7 @@ class Capture(TorchFunctionMode):
         if recompute is None and hasattr(storage, ATTRIBUTE):
             recompute = self._noted(tensor, getattr(storage, ATTRIBUTE))
         if recompute is not None and recompute.version == version and not mark.is_stored(version):
-            computed = recompute.claim(self.hooks)
+            computed = recompute.claim(self.keep)
             if computed is not None:
                 return Reading(computed, tensor, self.hooks is not None)
         if not grows:
@@ -182,7 +182,20 @@ class Capture(TorchFunctionMode):
                 stored = Stored(tensor, self.hooks)
                 self._undecided.append((stored, storage))
                 return stored
-            stored = self._stored(tensor)
+            return self.keep(tensor, mark, grows and not tensor.is_leaf)
+        mark.add(stored)
+        return stored
+
+    def keep(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
+        """Store a tensor, and say so on the mark of its memory.
+
+        Args:
+            tensor: what autograd saves or a recomputation reads.
+            mark: of its memory.
+            grows: whether it has a gradient and is no parameter or input of the user.
+
+        """
+        stored = self._stored(tensor)
         mark.add(stored)
         return stored
 
@@ -191,8 +204,8 @@ class Capture(TorchFunctionMode):
         return stored if self.hooks is None else stored.settle()
 
     def _is_argument(self, tensor: Tensor) -> bool:
-        assert self._call is not None
-        for one in self._call[1]:
+        assert self.current is not None
+        for one in self.current[1]:
             if tensor is one or (type(one) in (list, tuple) and any(tensor is part for part in one)):
                 return True
         return False
@@ -207,8 +220,12 @@ class Capture(TorchFunctionMode):
         if tensor.dtype == torch.bool and is_dense(tensor):
             with without_torch_function():
                 return Bits(tensor, self.hooks)
-        if tensor.dtype == torch.int64 and self._call is not None and self._call[0] in cheap.INDEXING_FUNCTIONS:
-            sizes = [one.shape for one in self._call[1] if isinstance(one, Tensor)]
+        if (
+            tensor.dtype == torch.int64
+            and self.current is not None
+            and self.current[0] in cheap.INDEXING_FUNCTIONS
+        ):
+            sizes = [one.shape for one in self.current[1] if isinstance(one, Tensor)]
             largest = max((size for shape in sizes for size in shape), default=0)
             dtype = next((one for one in INTEGERS if largest <= torch.iinfo(one).max + 1), None)
             if dtype is not None and base_of(tensor) is None:
@@ -232,8 +249,8 @@ class Capture(TorchFunctionMode):
         base = base_of(tensor)
         copy = tensor if base is None else base
         variable = getattr(node, "variable", None)
-        if variable is None and self._call is not None:
-            arguments = [one for one in self._call[1] if isinstance(one, Tensor)]
+        if variable is None and self.current is not None:
+            arguments = [one for one in self.current[1] if isinstance(one, Tensor)]
             variable = next((one for one in arguments if one.grad_fn is node and one.output_nr == number), None)
         elif variable is not None and calls_of(copy.grad_fn) < self._first_call:
             return None  # made before the context was entered: the parameter may have been changed since

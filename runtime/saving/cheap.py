@@ -54,13 +54,13 @@ INDEXING = """gather index_select take_along_dim __getitem__ index_add index_add
     index_put index_put_"""
 
 
-def _found(home: str, names: str) -> set[Function]:
+def found(home: str, names: str) -> set[Function]:
     return {inspect.unwrap(getattr(_HOMES[home], name)) for name in names.split() if hasattr(_HOMES[home], name)}
 
 
-CHEAP_FUNCTIONS = frozenset().union(*(_found(home, names) for home, names in CHEAP.items()))
-CAST_FUNCTIONS = frozenset(_found("Tensor", CASTS))
-WITH_IN_PLACE = frozenset(_found("F", IN_PLACE_OPTION))
+CHEAP_FUNCTIONS = frozenset().union(*(found(home, names) for home, names in CHEAP.items()))
+CAST_FUNCTIONS = frozenset(found("Tensor", CASTS))
+WITH_IN_PLACE = frozenset(found("F", IN_PLACE_OPTION))
 PURE: Mapping[Function, Function] = {
     getattr(home, name): getattr(Tensor, pure or name[:-1])
     for names, pure in IN_PLACE.items()
@@ -68,4 +68,4 @@ PURE: Mapping[Function, Function] = {
     for home in (Tensor, torch)
     if hasattr(home, name)
 }
-INDEXING_FUNCTIONS = frozenset().union(*(_found(home, INDEXING) for home in _HOMES))
+INDEXING_FUNCTIONS = frozenset().union(*(found(home, INDEXING) for home in _HOMES))

@@ -20,6 +20,8 @@ from fitact.runtime.torch_internals import (
 
 from .storage import CHANGED, Hooks, Layout, Mark, Stored, in_layout, is_parameter, layout_of, marked, quietly
 
+# Stores a tensor, given the mark on its memory, and whether it has a gradient and is not the user's.
+Keep = Callable[[Tensor, Mark, bool], Stored]
 MOST, WIDER = 30, 12  # bytes that are written again for a byte of a tensor; before a wider copy is made of it
 
 
@@ -30,16 +32,17 @@ class Source:
         mark: of its memory.
         recompute: how to compute it again.
         tensor: the tensor, if neither autograd nor anything else keeps it yet.
+        grows: whether that has a gradient and is no parameter or input of the user.
 
     """
 
-    __slots__ = ("layout", "mark", "recompute", "tensor", "version")
+    __slots__ = ("grows", "layout", "mark", "recompute", "tensor", "version")
 
     def __init__(
         self, mark: Mark, version: int, layout: Layout, recompute: Recompute | None, tensor: Tensor | None
     ) -> None:
         self.mark, self.version, self.layout = mark, version, layout
-        self.recompute, self.tensor = recompute, tensor
+        self.recompute, self.tensor, self.grows = recompute, tensor, False
 
     def is_stored(self) -> bool:
         """Return whether autograd stores the tensor by now."""
@@ -49,10 +52,10 @@ class Source:
         """Return what storing the tensor takes; without end if it may be gone."""
         return inf if self.tensor is None else self.tensor.untyped_storage().nbytes()
 
-    def claim(self, hooks: Hooks | None) -> Stored | Computed | None:
+    def claim(self, keep: Keep) -> Stored | Computed | None:
         """Return what the tensor is read from, which is stored from now on; None if it is gone or was changed."""
         if self.recompute is not None:
-            return self.recompute.claim(hooks)
+            return self.recompute.claim(keep)
         stored = self.mark.stored(self.version, self.layout)
         if stored is not None:
             if not stored.is_current():
@@ -60,9 +63,8 @@ class Source:
             stored.readers += 1
             stored.claimed = True
         elif self.tensor is not None and version_of_saved(self.tensor) == self.version and self._has_memory():
-            stored = Stored(self.tensor, hooks).settle()
+            stored = keep(self.tensor, self.mark, self.grows)
             stored.ours = stored.claimed = True
-            self.mark.add(stored)
         return stored
 
     def _has_memory(self) -> bool:
@@ -153,6 +155,7 @@ class Recompute:
                 again, kept = None, tensor
         source = Source(mark, version, layout, again, kept)
         if kept is not None and not is_parameter(tensor):
+            source.grows = tensor.requires_grad and not tensor.is_leaf
             self.unsaved = {**self.unsaved, id(mark): source} if self.unsaved else {id(mark): source}
         self.sources.append(source)
         return source
@@ -201,7 +204,7 @@ class Recompute:
         self.unsaved = left or None
         return adds < self.size
 
-    def claim(self, hooks: Hooks | None) -> Computed | None:
+    def claim(self, keep: Keep) -> Computed | None:
         """Return what computes the value for one more reader; None if a source is gone or was changed."""
         computed = self._computed and self._computed()
         if computed is None:
@@ -209,7 +212,7 @@ class Recompute:
                 return None
             values = []
             for source in self.sources:
-                value = source.claim(hooks)
+                value = source.claim(keep)
                 if value is None:
                     return None
                 values.append(value)

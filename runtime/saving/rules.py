@@ -77,11 +77,11 @@ def _changing(
     output, undecided = capture.made(call, (), {})
     for stored, storage in undecided:
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
-        computed = recompute.claim(capture.hooks) if own and recompute is not None else None
+        computed = recompute.claim(capture.keep) if own and recompute is not None else None
         if computed is not None:
             stored.recompute_instead(Reading(computed, x, capture.hooks is not None))
         else:
-            capture.settle(stored, storage)
+            capture.settle(stored, storage, output)
     return output
 
 
@@ -135,12 +135,13 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
         size = sum(one.nbytes() for one in {storage_id(one): one for one in storages}.values())
         if not all(one.requires_grad for one in tensors) or size >= sum(4 * one.numel() for one in tensors):
             return
+        capture.current = func, args
         for one, storage in zip(tensors, storages, strict=True):
             mark = marked(storage, capture.hooks)
             if mark.recompute is None and mark.stored(version_of(one), layout_of(one)) is None:
-                shared.append(Stored(one, capture.hooks).settle())
+                shared.append(capture.keep(one, mark, True))
                 shared[-1].ours = True
-                mark.add(shared[-1])
+        capture.current = None
 
     output = attention(capture.call, args, kwargs, share)
     return capture.plain(func, args, kwargs) if output is None else output

@@ -26,6 +26,7 @@ from fitact.runtime.torch_internals import (
 )
 
 from .bits import pack, unpack
+from .blocks import decode, encode
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Layout = tuple[torch.Size, tuple[int, ...], int]
@@ -81,6 +82,10 @@ class Mark:
         return bool(self.known) and any(
             (one := ref()) is not None and one.version == version for ref in self.known
         )
+
+    def alive(self, version: int) -> list[Stored]:
+        """Return all that is stored of the memory in any layout."""
+        return [one for ref in self.known if (one := ref()) is not None and one.version == version]
 
     def claimed(self) -> list[Stored]:
         """Return what is stored of the memory that something is recomputed from."""
@@ -191,12 +196,10 @@ class Stored:
         return tensor.contiguous().as_strided(size, stride, tensor.storage_offset() + offset)
 
     def _handed_back(self) -> Tensor:
-        """Return what the hooks outside give back, asked once in each pass; a checkpoint's run the model again."""
-        assert self._hooks is not None
+        """Return what is given back from elsewhere, asked once in each pass; a checkpoint runs the model again."""
         tensor = self._back
         if tensor is None:
-            with with_torch_function():
-                tensor = self._hooks[1](self._kept)
+            tensor = self._fetch()
             self._left = self.readers
             if self._left > 1 and after_backward(self.release):
                 self._back = tensor
@@ -205,8 +208,14 @@ class Stored:
             self._back = None
         return tensor
 
+    def _fetch(self) -> Tensor:
+        assert self._hooks is not None
+        with with_torch_function():
+            tensor = self._hooks[1](self._kept)
+        return tensor
+
     def release(self) -> None:
-        """Free what the hooks outside gave back, though a reader may not have run."""
+        """Free what was given back, though a reader may not have run."""
         self._back = None
 
     def can_read(self, layout: Layout) -> bool:
@@ -301,6 +310,45 @@ class Small(Stored):
     def can_read(self, layout: Layout) -> bool:
         """Return True: what is stored are all of the memory's indices."""
         return True
+
+
+class Quantised(Stored):
+    """The whole memory of a tensor in block codes, decoded once in each pass for all that read it.
+
+    Attributes:
+        bits: of a code.
+        guard: counts changes of the tensor in place.
+
+    """
+
+    _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
+    guard: Tensor | None = None
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, bits: int, signs: bool) -> None:
+        n, columns = tensor.numel(), next((one for one in tensor.stride()[:-3:-1] if one > 1), 1)
+        self._shape = (n // columns, columns) if n % columns == 0 else (n, 1)
+        self._dtype, self.bits, self.version = tensor.dtype, bits, version_of_saved(tensor)
+        with quietly():
+            parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
+        self._parts = [Stored(one, hooks).settle() for one in parts]
+
+    def read(self, layout: Layout) -> Tensor:
+        """Return a tensor of the memory."""
+        return self._handed_back().as_strided(*layout)
+
+    def _fetch(self) -> Tensor:
+        return decode(*(one.value() for one in self._parts), self._shape, self._dtype)
+
+    def can_read(self, layout: Layout) -> bool:
+        """Return True: the whole memory is stored."""
+        return True
+
+    def is_current(self) -> bool:
+        """Return True: codes are tensors of their own."""
+        return True
+
+    def copy(self) -> None:
+        """Do nothing: codes do not change with the tensor."""
 
 
 @contextmanager

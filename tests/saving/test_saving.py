@@ -305,7 +305,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
 
 
 def test_unknown_error() -> None:
-    with pytest.raises(UsageError, match="error: expected 'exact', got 'none'"):
+    with pytest.raises(UsageError, match="error: expected 'exact', 'rounding' or 'coarse', got 'none'"):
         saving("none")
 
 

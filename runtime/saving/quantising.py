@@ -1,0 +1,222 @@
+"""Policies: which tensors are quantised, and in how many bits, by the function that saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fitact.errors import UsageError
+from fitact.runtime.torch_internals import (
+    GROUPED_MM,
+    base_of,
+    mark_of,
+    storage_id,
+    version_of_saved,
+    without_torch_function,
+)
+
+from . import cheap
+from .blocks import BITS
+from .capture import Capture, Function
+from .recompute import Reading, Recompute
+from .storage import Mark, Quantised, Stored, is_dense, is_parameter
+
+Call = tuple[Function, Sequence[Any]]
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+# By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never.
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "gate": {
+        "F": "glu",
+        "torch": "mul multiply",
+        "Tensor": "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
+    },
+    "activation": {
+        "F": """
+            gelu silu mish hardswish hardsigmoid leaky_relu elu celu selu softplus hardtanh relu relu6 logsigmoid
+            softsign tanhshrink softshrink hardshrink threshold prelu rrelu sigmoid tanh
+        """,
+        "torch": "sigmoid tanh relu celu selu prelu erf pow sigmoid_ tanh_ relu_ celu_ selu_",
+        "Tensor": "sigmoid tanh relu prelu erf pow __pow__ sigmoid_ tanh_ relu_",
+    },
+    "norm": {
+        "F": "layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm",
+        "torch": "layer_norm rms_norm group_norm batch_norm instance_norm square",
+        "Tensor": "square",
+    },
+    "linear": {
+        "F": "linear",
+        "torch": "addmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    },
+    "attention": {
+        "F": "scaled_dot_product_attention",
+        "torch": "matmul bmm mm baddbmm",
+        "Tensor": "matmul bmm mm baddbmm __matmul__ __rmatmul__",
+    },
+}
+POWERS = cheap.found("Tensor", "pow __pow__") | cheap.found("torch", "pow")
+# Activations whose slope jumps at 0: elements that are not 0 keep their sign.
+KINKED = cheap.found("F", "relu relu6 leaky_relu prelu rrelu elu celu selu threshold hardtanh")
+KINKED |= cheap.found("torch", "relu relu_ prelu celu selu celu_ selu_") | cheap.found(
+    "Tensor", "relu relu_ prelu"
+)
+FEW = 4096  # elements: a tensor of fewer is stored as it is
+STATISTIC = 16  # a tensor of so many times fewer elements than what a function reads is a statistic
+SHARP = 8  # bits from which the logits of attention are computed again at least
+
+_NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)
+POLICIES: Mapping[str, Mapping[str, int]] = {
+    "exact": {},
+    "rounding": _NARROW,
+    "coarse": {**dict.fromkeys(_NARROW, 4), "attention": 8},
+}
+
+
+def _either(names: Sequence[object]) -> str:
+    *most, last = map(str, names)
+    return f"{', '.join(most)} or {last}"
+
+
+def policy_of(error: str, bits: int | Mapping[str, int] | None) -> dict[str, int]:
+    """Return the bits of each kind of tensors that is quantised.
+
+    Args:
+        error: a key of POLICIES.
+        bits: of all kinds, or of some.
+
+    Raises:
+        UsageError: there is no such class of errors, kind or number of bits.
+
+    """
+    if error not in POLICIES:
+        raise UsageError(f"error: expected {_either([*map(repr, POLICIES)])}, got {error!r}")
+    given = {} if bits is None else bits if isinstance(bits, Mapping) else dict.fromkeys(KINDS, bits)
+    for kind, number in given.items():
+        if kind not in KINDS:
+            raise UsageError(f"bits: expected the kinds {_either([*KINDS])}, got {kind!r}")
+        if type(number) is not int or number not in BITS:
+            raise UsageError(f"bits: expected {_either(BITS)}, got {number!r}")
+    return {**POLICIES[error], **given}
+
+
+_KIND_OF = {
+    function: kind
+    for kind, homes in KINDS.items()
+    for home, names in homes.items()
+    for function in cheap.found(home, names)
+} | {GROUPED_MM: "linear"}
+
+
+def kind_of(func: Function, args: Sequence[Any]) -> str | None:
+    """Return the kind of the tensors that a call saves; None if they are stored exactly.
+
+    Composed norms begin with squares. Products with a parameter are linear layers, others attention.
+    """
+    kind = _KIND_OF.get(func)
+    if func in POWERS and type(args[-1]) in (int, float) and args[-1] == 2:
+        return "norm"
+    if kind == "attention" and any(isinstance(one, Tensor) and is_parameter(one) for one in args):
+        return "linear"
+    return kind
+
+
+class Quantising(Capture):
+    """A context that also quantises what it stores.
+
+    A tensor's memory is stored once for all that read it: the first function that saves it decides how. But attention
+    reads nothing in fewer than 8 bits, unless the policy says so.
+    """
+
+    exact = False
+
+    def __init__(self, policy: Mapping[str, int]) -> None:
+        super().__init__()
+        self._policy = policy
+        self._sharp = min(SHARP, policy.get("attention", SHARP))
+        self._last: Call | None = None
+
+    def made(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a call as `Capture` does, and remember it until what it saved is stored."""
+        self._last = None
+        made = super().made(func, args, kwargs)
+        self._last = func, args
+        return made
+
+    def pack(self, tensor: Tensor) -> Stored | Reading:
+        """Return how a tensor is stored that autograd saves."""
+        self._last = None
+        stored: Stored | Reading | None = None
+        mark: Mark | None = mark_of(tensor.untyped_storage())
+        if mark is not None and mark.hooks == self.hooks:
+            least = self._sharp if self.current and kind_of(*self.current) == "attention" else 0
+            known = mark.alive(version_of_saved(tensor))
+            stored = next((one for one in known if type(one) is Quantised and one.bits >= least), None)
+            if stored is not None:
+                stored.readers += 1
+            elif tensor.requires_grad and _bits_of(mark.recompute) < least:
+                stored = self.keep(tensor, mark, not tensor.is_leaf)
+        if stored is None:
+            stored = super().pack(tensor)
+        return Reading(stored, tensor, self.hooks is not None) if type(stored) is Quantised else stored
+
+    def keep(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
+        """Store a tensor as `Capture` does, or quantised."""
+        stored = self._quantised(tensor, mark) if grows else None
+        return stored or super().keep(tensor, mark, grows)
+
+    def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
+        """Store what could not be recomputed; the output of an activation quantised."""
+        quantised: Quantised | None = None
+        if isinstance(output, Tensor) and output.requires_grad and storage is output.untyped_storage():
+            quantised = self._quantised(output, mark_of(storage))
+        if quantised is None:
+            super().settle(stored, storage, output)
+        else:
+            stored.recompute_instead(Reading(quantised, output, self.hooks is not None))
+
+    def _quantised(self, tensor: Tensor, mark: Mark) -> Quantised | None:
+        """Return the codes of a tensor's memory; None if it has to be stored as it is."""
+        call = self.current or self._last
+        bits = self._policy.get(kind_of(*call) or "") if call else None
+        base = base_of(tensor)
+        memory = tensor if base is None or is_dense(tensor) else base
+        if call is None or bits is None or tensor.dtype not in DTYPES or memory.numel() < FEW:
+            return None
+        if not is_dense(memory) or memory.dtype != tensor.dtype or (base is not None and base.is_leaf):
+            return None
+        if any(type(one) is not Quantised for one in mark.alive(version_of_saved(tensor))):
+            return None  # it is stored already
+        with without_torch_function():
+            if not _is_read(tensor, *call):
+                return None
+            quantised = Quantised(memory, self.hooks, bits, call[0] in KINKED)
+        mark.add(quantised)
+        return quantised
+
+
+def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
+    """Return whether a tensor is neither a statistic nor a weight of the call."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    largest = max((one.numel() for one in tensors if not is_parameter(one)), default=0)
+    if STATISTIC * tensor.numel() < largest:
+        return False
+    x, *weight = tensors[func is torch.addmm :][:2]
+    if kind_of(func, args) != "linear" or not weight:
+        return True
+    size = weight[0].numel()
+    return storage_id(weight[0]) != storage_id(tensor) and not tensor.numel() == size != x.numel()
+
+
+def _bits_of(recompute: Recompute | None) -> int:
+    """Return in how few bits what a tensor is recomputed from is stored."""
+    least = SHARP
+    for source in () if recompute is None else recompute.sources:
+        stored = source.mark.stored(source.version, source.layout)
+        if source.recompute is not None:
+            least = min(least, _bits_of(source.recompute))
+        elif type(stored) is Quantised:
+            least = min(least, stored.bits)
+    return least
