@@ -55,6 +55,7 @@ INDEXING = """gather index_select take_along_dim __getitem__ index_add index_add
 
 
 def found(home: str, names: str) -> set[Function]:
+    """Return the functions of these names that a home has, apart by spaces; `F`, `torch` or `Tensor`."""
     return {inspect.unwrap(getattr(_HOMES[home], name)) for name in names.split() if hasattr(_HOMES[home], name)}
 
 

@@ -126,8 +126,8 @@ def kind_of(func: Function, args: Sequence[Any]) -> str | None:
 class Quantising(Capture):
     """A context that also quantises what it stores.
 
-    A tensor's memory is stored once for all that read it: the first function that saves it decides how. But attention
-    reads nothing in fewer than 8 bits, unless the policy says so.
+    A tensor's memory is stored once for all that read it: the first function that saves it decides how. But
+    attention reads nothing in fewer than 8 bits, unless the policy says so.
     """
 
     exact = False

@@ -211,8 +211,7 @@ class Stored:
     def _fetch(self) -> Tensor:
         assert self._hooks is not None
         with with_torch_function():
-            tensor = self._hooks[1](self._kept)
-        return tensor
+            return self._hooks[1](self._kept)
 
     def release(self) -> None:
         """Free what was given back, though a reader may not have run."""

@@ -1126,7 +1126,9 @@ def test_codes_of_few_elements_are_padded() -> None:
 
 def test_a_replacement_of_ones_own_may_keep_more() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    (site,) = fitact.convert(model, "fewbit", replace={nn.ReLU: GeluFewbit3}, example_inputs=torch.randn(8 * ROWS, 64))
+    (site,) = fitact.convert(
+        model, "fewbit", replace={nn.ReLU: GeluFewbit3}, example_inputs=torch.randn(8 * ROWS, 64)
+    )
     assert site.after == "gelu_fewbit3" and site.kept_after > site.kept_before
 
 
@@ -1311,7 +1313,10 @@ def test_what_has_no_likes_is_measured_until_chance_takes_it(draw: Callable[[], 
 def test_what_is_left_alone_leaves_its_likes_alone() -> None:
     random.seed(1)
     conversion = fitact.convert(
-        Sometimes(random.random), "fewbit", exclude=["blocks.0.*", "blocks.7.*"], example_inputs=torch.randn(1024, 16)
+        Sometimes(random.random),
+        "fewbit",
+        exclude=["blocks.0.*", "blocks.7.*"],
+        example_inputs=torch.randn(1024, 16),
     )
     assert [site.after for site in conversion] == [None, *["gelu_fewbit3"] * 6, None]
     assert [site.reason for site in conversion][::7] == ["excluded", "excluded"]
