@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fitact import saving
 from fitact.errors import UsageError
 from fitact.runtime.memory.peak import peak_memory
-from tests.convert.test_convert_models import model_of
+from tests.support.models import model_of
 from tests.rebuild.test_rebuild import (
     AROUND,
     HALF,
