@@ -332,7 +332,7 @@ def in_functorch_transform() -> bool:
 
 def is_tracing() -> bool:
     """Return whether `torch.jit.trace` or `torch.fx.symbolic_trace` runs; no public function tells the second."""
-    return torch.jit.is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag
+    return torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace._is_fx_tracing_flag
 
 
 def compiles_ahead_of_time() -> bool:

@@ -67,8 +67,11 @@ def methods(model: nn.Module, bits: Sequence[int], notes: list[str]) -> Iterator
 def contexts(model: nn.Module) -> Iterator[Candidate]:
     """Yield a context of `saving` of the whole model for each error."""
     for error in ERRORS:
-        around = {"": partial(saving, error)}
-        yield Candidate(f"saving, {error}", lambda _, around=around: attaching(model, around), again=True)
+        yield Candidate(f"saving, {error}", partial(_in_context, model, error), again=True)
+
+
+def _in_context(model: nn.Module, error: str, saved: Saved) -> AbstractContextManager[None]:
+    return attaching(model, {"": partial(saving, error)})
 
 
 def checkpoints(blocks: Sequence[nn.Module]) -> Iterator[Candidate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from fitact.errors import JobError
 from fitact.runtime.memory.saved import Saved, count_saved
 from fitact.runtime.records import Conversion, Gradient, ModuleRecord, SiteRecord
 from fitact.runtime.restore import Run, runner
-from fitact.runtime.saving.context import baseline
+from fitact.runtime.saving.context import baseline, saving
 from fitact.runtime.saving.modules import Context, attach, attaching, detach
 from fitact.runtime.torch_internals import is_compiled
 from fitact.text import starred
@@ -24,11 +24,12 @@ from .gradients import gradient_error
 from .measure import run_trained, runs
 
 Contexts = Mapping[str, Context]
+Saving = Callable[[], saving]
 
 
 def attached(
     model: nn.Module,
-    context: Context,
+    context: Saving,
     include: Patterns,
     exclude: Patterns,
     *,
@@ -50,8 +51,8 @@ def attached(
     if not dry_run:
         for module in model.modules():
             detach(module)
-        for path, context in contexts.items():
-            attach(model.get_submodule(path), context)
+        for path, one in contexts.items():
+            attach(model.get_submodule(path), one)
     return conversion
 
 
@@ -96,7 +97,7 @@ def _modules(before: Saved, after: Saved) -> tuple[ModuleRecord, ...]:
     return tuple(sorted(records, key=lambda one: (-one.before, one.name)))
 
 
-def _gradient(model: nn.Module, run: Run, contexts: Contexts, context: Context) -> Gradient:
+def _gradient(model: nn.Module, run: Run, contexts: Contexts, context: Saving) -> Gradient:
     """Compare the gradient with the baseline's; one that is said to be exact must equal it."""
     compare = partial(gradient_error, model, run, frozenset(), baseline=lambda _: attaching(model, {}))
     gradient = compare(lambda _: attaching(model, contexts))

@@ -41,8 +41,8 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         error: how far gradients may be off: `"exact"`, bit for bit PyTorch's; `"rounding"`, about 1 %, where
             inputs of norms, activations and linear layers and the factors of gates are stored in 8 bits; or
             `"coarse"`, about 10 %, where these take 4 bits, and what attention saves 8.
-        bits: 8, 6, 5, 4 or 3 for all of these, or for some by kind, such as `{"gate": 6, "attention": 8}`. The kinds
-            are `gate`, `activation`, `norm`, `linear`, with convolutions, and `attention`.
+        bits: 8, 6, 5, 4 or 3 for all of these, or for some by kind, such as `{"gate": 6, "attention": 8}`. The
+            kinds are `gate`, `activation`, `norm`, `linear`, with convolutions, and `attention`.
 
     Raises:
         UsageError: the error class, a kind or a number of bits is unknown.

@@ -64,7 +64,8 @@ def attach(module: nn.Module, context: Context) -> None:
     Without gradients, under `torch.compile`, in `torch.func` and while it is traced, it runs as it is.
     """
     if not isinstance(module, Attached):
-        module.__class__ = _class(type(module))
+        own: Any = type(module)
+        module.__class__ = _class(own)
     vars(module)[CONTEXT] = context
 
 
@@ -83,16 +84,17 @@ def detach(module: nn.Module) -> bool:
 @contextmanager
 def attaching(model: nn.Module, contexts: Mapping[str, Context]) -> Iterator[None]:
     """Let modules of a model, by path, run in these contexts, and no others in any, until the context ends."""
+    was: dict[nn.Module, Context]
     was = {module: vars(module)[CONTEXT] for module in model.modules() if isinstance(module, Attached)}
     for module in was:
         detach(module)
-    attached = [model.get_submodule(path) for path in contexts]
+    attached = {model.get_submodule(path): context for path, context in contexts.items()}
     try:
-        for module, context in zip(attached, contexts.values(), strict=True):
-            attach(module, context)
+        for one, context in attached.items():
+            attach(one, context)
         yield
     finally:
-        for module in attached:
-            detach(module)
-        for module, context in was.items():
-            attach(module, context)
+        for one in attached:
+            detach(one)
+        for one, context in was.items():
+            attach(one, context)

@@ -18,7 +18,19 @@ from fitact.runtime.torch_internals import (
     without_torch_function,
 )
 
-from .storage import CHANGED, Hooks, Layout, Mark, Stored, in_layout, is_parameter, layout_of, marked, quietly
+from .storage import (
+    CHANGED,
+    Hooks,
+    Layout,
+    Mark,
+    Quantised,
+    Stored,
+    in_layout,
+    is_parameter,
+    layout_of,
+    marked,
+    quietly,
+)
 
 # Stores a tensor, given the mark on its memory, and whether it has a gradient and is not the user's.
 Keep = Callable[[Tensor, Mark, bool], Stored]
@@ -289,7 +301,7 @@ class Reading:
     """A saved tensor that is computed in backward, or a view of one; raises if it was changed in place.
 
     Args:
-        computed: what computes it.
+        computed: what computes or decodes it.
         tensor: what autograd saves.
         outside: whether there are hooks outside of the context; PyTorch checks no changes then.
 
@@ -297,7 +309,7 @@ class Reading:
 
     __slots__ = ("_computed", "_guard", "_layout", "_saved_at")
 
-    def __init__(self, computed: Computed, tensor: Tensor, outside: bool) -> None:
+    def __init__(self, computed: Computed | Quantised, tensor: Tensor, outside: bool) -> None:
         self._computed, self._layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)

@@ -336,7 +336,8 @@ class Quantised(Stored):
         return self._handed_back().as_strided(*layout)
 
     def _fetch(self) -> Tensor:
-        return decode(*(one.value() for one in self._parts), self._shape, self._dtype)
+        codes, scales, shifts = (one.value() for one in self._parts)
+        return decode(codes, scales, shifts, self._shape, self._dtype)
 
     def can_read(self, layout: Layout) -> bool:
         """Return True: the whole memory is stored."""
