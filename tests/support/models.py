@@ -1,8 +1,9 @@
-"""Small models of transformers and timm with random weights, and inputs for them."""
+"""Real models by name, small and with random weights, and a step of training."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.models.prepare import imported
+
+from .saving import cast
 
 WORDS = 61
 LAYERS = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 192, "num_hidden_layers": 2}
@@ -25,7 +28,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": GROUPED,
     "qwen2": GROUPED,
 }
-HEADS = {"bert": "MaskedLM", "roberta": "MaskedLM", "vit": "ImageClassification"}
+MORE: dict[str, dict[str, Any]] = {
+    "t5": {"d_model": 48, "d_ff": 96, "d_kv": 12, "num_heads": 4, "num_layers": 2, "vocab_size": WORDS}
+    | {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0},
+    "phi3": GROUPED | {"pad_token_id": 0},
+    "gemma2": GROUPED | {"head_dim": 12, "hidden_activation": "gelu_pytorch_tanh"},
+    "albert": TEXT | {"embedding_size": 24},
+    "opt": {"hidden_size": 48, "num_attention_heads": 4, "ffn_dim": 192, "num_hidden_layers": 2}
+    | {"vocab_size": WORDS},
+}
+HEADS = {
+    **dict.fromkeys(("bert", "roberta", "albert"), "MaskedLM"),
+    "vit": "ImageClassification",
+    "t5": "Seq2SeqLM",
+}
 TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 48, "num_heads": 4},
     "mobilenetv3_small_050": {},
@@ -33,6 +49,13 @@ TIMM: dict[str, dict[str, Any]] = {
 TIMM_CONV = "mobilenetv3_small_050"  # of convolutions, with activations in place
 MODELS = [*FAMILIES, *TIMM]
 QUICK = ["bert", "gpt2", "llama", "mobilenetv3_small_050"]
+VIT = "vit_tiny_patch16_224"
+ADAPTERS = {  # dropout, adapters in float32
+    "lora": (0.0, False),
+    "lora, dropout": (0.1, False),
+    "lora in float32": (0.0, True),
+    "lora in float32, dropout": (0.1, True),
+}
 
 
 @cache
@@ -42,7 +65,7 @@ def _model(name: str) -> nn.Module:
         model: nn.Module = imported("timm").create_model(name, num_classes=10, **TIMM[name])
         return model
     transformers = imported("transformers")
-    config = transformers.AutoConfig.for_model(name, **FAMILIES[name])
+    config = transformers.AutoConfig.for_model(name, **(FAMILIES | MORE)[name])
     config.use_cache = False
     made: nn.Module = getattr(transformers, f"AutoModelFor{HEADS.get(name, 'CausalLM')}").from_config(config)
     return made
@@ -69,3 +92,36 @@ def batch_of(name: str, seed: int = 0, size: int = 4, seq: int = 32) -> dict[str
 def logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     output = model(**inputs)
     return output if isinstance(output, Tensor) else output.logits
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model by its name, with adapters if that says so."""
+    torch.manual_seed(0)
+    name, _, adapters = name.partition(" ")
+    model = model_of(name).to(dtype)
+    if adapters:
+        peft = imported("peft")
+        p, wide = ADAPTERS[adapters]
+        config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=p, init_lora_weights=False)
+        torch.manual_seed(0)  # the first model draws weights, later ones are copies
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = peft.get_peft_model(model, config, autocast_adapter_dtype=wide)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def inputs_of(name: str, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
+    batch = batch_of(name.partition(" ")[0], **sizes)
+    return {key: one.to(dtype) if one.is_floating_point() else one for key, one in batch.items()}
+
+
+def step(
+    model: nn.Module, inputs: dict[str, Tensor], autocast: torch.dtype | None = None, seed: int = 1
+) -> Tensor:
+    torch.manual_seed(seed)
+    with cast(autocast):
+        output = model(**inputs)
+        loss: Tensor = output.float().square().mean() if isinstance(output, Tensor) else output.loss
+    loss.backward()
+    return loss.detach()

@@ -1,43 +1,97 @@
-"""Models as they are, and models that save less for backward: the one place that says how the second are made."""
+"""Models as they are and models that save less, and what both do: outputs, gradients, errors and bytes."""
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import fitact
+from fitact.runtime.memory.saved import count_saved
 
-Inputs = Mapping[str, Any]
-
-
-def converted(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """Return a model whose layers save less, with the baseline's gradients."""
-    fitact.convert(model, error="exact", example_inputs=inputs)
-    return model
+HALF = torch.bfloat16
+Step = Callable[[Any, Tensor], Any]
+X = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(1))
 
 
-def in_context(model: nn.Module, inputs: Inputs | None = None) -> nn.Module:
-    """Return a model whose forward runs in the context."""
-    kind: Any = type(model)
-
-    @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with fitact.saving():
-            return kind.forward(self, *args, **kwargs)
-
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-    return model
+def cast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype) if dtype else nullcontext()
 
 
-# By name, what makes a model save less; it gets a model and the arguments that the model is called with by name.
-WAYS: dict[str, Callable[[nn.Module, Inputs], nn.Module]] = {"converted": converted, "context": in_context}
+def pair(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Return a model as it is, and a copy that saves less."""
+    torch.manual_seed(0)
+    baseline = make().to(dtype).train()
+    model = copy.deepcopy(baseline)
+    fitact.convert(model)
+    return baseline, model
 
 
-def both(make: Callable[[], nn.Module], inputs: Inputs, way: str) -> tuple[nn.Module, nn.Module]:
-    """Return a model as it is, and one that saves less."""
-    baseline = make()
-    return baseline, WAYS[way](copy.deepcopy(baseline), inputs)
+def loss_of(y: Tensor) -> Tensor:
+    return (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).square().sum()
+
+
+def train(model: nn.Module, x: Tensor, call: Step = lambda model, x: model(x)) -> Tensor:
+    """Go forward and backward."""
+    y: Tensor = call(model, x)
+    loss_of(y).backward()
+    return y.detach()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: one.grad for name, one in model.named_parameters()}
+
+
+def observed(model: nn.Module, step: Step, x: Tensor, seed: int = 3) -> Any:
+    """Return what a step returns, and all gradients; or, as a text, the error that it raises."""
+    x = x.detach().requires_grad_(x.is_floating_point())
+    torch.manual_seed(seed)
+    try:
+        result = step(model, x)
+    except RuntimeError as error:
+        return f"raises {error}"
+    return result, x.grad, gradients(model)
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Return what is not the same to the last bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [path]
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [one for key in a for one in differences(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+        return [one for i in range(len(a)) for one in differences(a[i], b[i], f"{path}.{i}")]
+    return [] if type(a) is type(b) and a == b else [f"{path}: {a!r:.80}, {b!r:.80}"]
+
+
+def agree(
+    make: Callable[[], Any],
+    step: Step = train,
+    x: Tensor = X,
+    dtype: torch.dtype = torch.float32,
+    raises: bool = False,
+) -> None:
+    """Let a model and its copy that saves less do the same.
+
+    Where the baseline raises an error, or if it `raises`, the copy may raise one too.
+    """
+    baseline, model = pair(make, dtype)
+    expected, found = (observed(one, step, x.to(dtype)) for one in (baseline, model))
+    if not (isinstance(expected, str) or (raises and isinstance(found, str))):
+        assert not differences(expected, found)
+
+
+def kept_of(model: nn.Module, call: Callable[[], Any]) -> int:
+    """Return the bytes that autograd saves in a call."""
+    with count_saved(model) as saved:
+        hold = call()
+    assert hold is not None
+    return saved.bytes
+
+
+def kept(model: nn.Module, x: Tensor) -> int:
+    return kept_of(model, lambda: model(x.detach().requires_grad_()))

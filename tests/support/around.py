@@ -1,0 +1,110 @@
+"""What users do around a model's step: checkpoints, hooks, threads and others, by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .saving import HALF, Step, cast, loss_of, train
+
+
+def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _accumulated(model: Any, x: Tensor) -> Tensor:
+    for part in (x, x.cos()):
+        train(model, part)
+    return train(model, x)
+
+
+def _retained(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    loss = loss_of(y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return y.detach()
+
+
+def _partial(model: Any, x: Tensor) -> Any:
+    """Ask for one weight's gradient, then for another's, then for everything."""
+    y: Tensor = model(x)
+    weights = [one for one in model.parameters() if one.ndim == 2]
+    first = [
+        torch.autograd.grad(loss_of(y), one, retain_graph=True)[0]
+        for one in (weights[-1], weights[0], weights[-1])
+    ]
+    loss_of(y).backward()
+    return first
+
+
+def _threaded(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    thread = threading.Thread(target=loss_of(y).backward)
+    thread.start()
+    thread.join()
+    return y.detach()
+
+
+def _inside(context: Callable[[], Any], model: Any, x: Tensor) -> Tensor:
+    with context():
+        return train(model, x)
+
+
+def _backward_in_autocast(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    with cast(HALF):
+        loss_of(y).backward()
+    return y.detach()
+
+
+def _evaluated_before_backward(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    model.eval()
+    loss_of(y).backward()
+    return y.detach()
+
+
+def _hooked(model: Any, x: Tensor) -> Any:
+    """Hooks see what they saw, forward and backward, and may replace outputs."""
+    seen: list[Any] = []
+    for name, one in model.named_modules():
+        if type(one).__name__ in ("GELU", "SiLU", "Dropout", "LayerNorm", "RMSNorm", "Linear"):
+            one.register_forward_hook(
+                lambda _, given, y, name=name: seen.append((name, given[0].shape, y.detach()))
+            )
+            one.register_full_backward_hook(lambda _, dx, dy, name=name: seen.append((name, dx[0], dy[0])))
+    norm = next(one for one in model.modules() if "Norm" in type(one).__name__)
+    norm.register_forward_hook(lambda _, __, y: y * 1.5)
+    return train(model, x), sorted(seen, key=lambda one: one[0])
+
+
+def _checkpointed(model: Any, x: Tensor, **how: Any) -> Tensor:
+    return train(model, x, lambda model, x: checkpoint(model, x, **how))
+
+
+AROUND: dict[str, Step] = {
+    "reentrant": partial(_checkpointed, use_reentrant=True),
+    "checkpoint": partial(_checkpointed, use_reentrant=False),
+    "selective": partial(
+        _checkpointed, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _policy)
+    ),
+    "save_on_cpu": partial(_inside, save_on_cpu),
+    "autocast, backward inside": partial(_inside, partial(cast, HALF)),
+    "backward in autocast": _backward_in_autocast,
+    "anomalies": partial(_inside, torch.autograd.detect_anomaly),
+    "accumulated": _accumulated,
+    "retained": _retained,
+    "partial": _partial,
+    "threaded": _threaded,
+    "evaluated": _evaluated_before_backward,
+    "hooked": _hooked,
+}

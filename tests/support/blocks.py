@@ -1,0 +1,129 @@
+"""Small models of what saving is about: MLPs, norms with several readers, gates; and the settings they run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .saving import HALF
+
+
+class MLP(nn.Module):
+    def __init__(self, act: Callable[[], nn.Module] = nn.GELU, p: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.fc1, self.act, self.drop = nn.Linear(16, 32, bias=bias), act(), nn.Dropout(p)
+        self.fc2 = nn.Linear(32, 16, bias=bias)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.fc1(self.norm(x)))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(self.drop(self.hidden(x)))
+        return y
+
+
+class Read(MLP):
+    """An MLP whose output is a function `reads` of the model, of x and of what the activation returned."""
+
+    def __init__(self, reads: Callable[[Any, Tensor, Tensor], Tensor], **given: Any) -> None:
+        super().__init__(**given)
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reads(self, x, self.hidden(x))
+
+
+class RMSNorm(nn.Module):
+    """As LLaMA's: in float32, with the weight after the cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(16) + 0.5), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.float()
+        return self.weight * (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class QKV(nn.Module):
+    """Three readers of one norm, between a residual; `drop` is an adapter's dropout, of each reader its own."""
+
+    def __init__(self, norm: Callable[[], nn.Module] = RMSNorm, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 16), norm()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=i > 1) for i in range(4))
+        self.drops = nn.ModuleList(nn.Dropout(p) for _ in "qkv")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.norm(x)
+        q, k, v = (layer(drop(y)) for layer, drop in zip((self.q, self.k, self.v), self.drops, strict=True))
+        z: Tensor = self.o(q.sin() * k.cos() + v)
+        return x + z
+
+
+class Gate(nn.Module):
+    """down(drop(f(g) · u)), by names that nobody knows."""
+
+    def __init__(self, act: Callable[[], nn.Module] = nn.SiLU, p: float = 0.0, halves: int = 0) -> None:
+        super().__init__()
+        self.pre, self.halves = RMSNorm(), halves
+        self.inner = self.Inner(act, p, halves)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(self.pre(x))
+        return y
+
+    class Inner(nn.Module):
+        def __init__(self, act: Callable[[], nn.Module], p: float, halves: int) -> None:
+            super().__init__()
+            self.halves, self.zap, self.sieve = halves, act(), nn.Dropout(p)
+            self.wig = nn.Linear(16, 80 if halves else 40, bias=False)
+            if not halves:
+                self.wam = nn.Linear(16, 40, bias=False)
+            self.out = nn.Linear(40, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            g = self.wig(x)
+            if self.halves:
+                g, u = g.chunk(2, dim=-1)[:: self.halves]
+            else:
+                u = self.wam(x)
+            y: Tensor = self.out(self.sieve(self.zap(g) * u))
+            return y
+
+
+class Own(nn.Module):
+    """GELU's approximation, as several operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": MLP,
+    "dropout": lambda: MLP(p=0.3),
+    "no bias": lambda: MLP(bias=False, act=nn.SiLU),
+    "composed": lambda: MLP(Own),
+    "qkv": QKV,
+    "qkv of LayerNorm": lambda: QKV(lambda: nn.LayerNorm(16)),
+    "qkv of nn.RMSNorm": lambda: QKV(lambda: nn.RMSNorm(16)),
+    "plain norm": lambda: QKV(lambda: nn.LayerNorm(16, elementwise_affine=False)),
+    "norm without bias": lambda: QKV(lambda: nn.LayerNorm(16, bias=False)),
+    "adapters": lambda: QKV(p=0.1),
+    "gate": Gate,
+    "gate of GELU, dropout": lambda: Gate(nn.GELU, 0.2),
+    "gate first": lambda: Gate(halves=1),
+    "gate last": lambda: Gate(halves=-1, p=0.2),
+    "block": lambda: nn.Sequential(QKV(), Gate(), MLP(p=0.1)),
+}
+SETTINGS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {  # dtype, autocast
+    **{str(dtype)[6:]: (dtype, None) for dtype in (torch.float32, HALF, torch.float16, torch.float64)},
+    "autocast": (torch.float32, HALF),
+    "float64 in autocast": (torch.float64, HALF),
+}
