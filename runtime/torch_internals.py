@@ -50,6 +50,15 @@ def storage_id(of: Tensor | torch.UntypedStorage) -> int:
     return int((of.untyped_storage() if isinstance(of, Tensor) else of)._cdata)
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Return whether nothing else refers to a tensor's memory, as if it had just been made."""
+
+    def users(of: Tensor) -> int:
+        return torch._C._storage_Use_Count(of.untyped_storage()._cdata)
+
+    return users(tensor) <= users(torch.empty(0))
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor has been changed in place; tensors of inference mode do not count this.
 

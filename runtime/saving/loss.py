@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fitact.runtime.autocast import active_autocast
-from fitact.runtime.torch_internals import in_functorch_transform, mark_of, version_of
+from fitact.runtime.torch_internals import in_functorch_transform, is_alone, mark_of, version_of
 
 PIECES, PIECE = (16, 64), 2**22  # the least and the most pieces of logits; elements of one in between
 ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
@@ -52,7 +52,8 @@ class _CrossEntropy(torch.autograd.Function):
             with around:
                 loss = F.cross_entropy(x, target, ignore_index=ctx.ignored, reduction=ctx.reduction)
             return *torch.autograd.grad(loss, x, grads, create_graph=True), None, None, None
-        grad, gradient = grads[0], torch.empty_like(x)
+        # logits that were just computed again, for nobody else, make room for their gradient
+        grad, gradient = grads[0], x.detach() if is_alone(x) else torch.empty_like(x)
         if ctx.reduction == "mean":  # as PyTorch divides
             grad = grad / (target != ctx.ignored).sum().to(grad.dtype)
         for rows, answers, into, of_losses in _pieces(x, target, gradient, grad.expand(len(x))):

@@ -1,4 +1,4 @@
-"""Dropout's masks: a bit an element, in the layout of codes, and PyTorch's own values from them."""
+"""Dropout's masks: saved in a bit an element, in the layout of codes, and PyTorch's own values from them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fitact
+from fitact import saving
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.ops import reference
-from fitact.runtime.rebuild.dropout import pack, unpack
+from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
 
-from .test_rebuild import agree, differences, observed, pair, train
+from tests.support.saving import agree, differences, observed, pair, train
 
 SIZES = [0, 1, 7, 8, 9, 1023, 1024, 1025, 8191, 8192, 8193, 9216, 9217, 20000, 24576]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,13 +87,12 @@ def test_gradients(read: str, dtype: torch.dtype) -> None:
             agree(make, x=x, dtype=dtype)
 
 
-def test_bits_are_kept() -> None:
+def test_bits_are_saved() -> None:
     """Of three readers, each after a dropout: the output's input, and three masks."""
     x = torch.randn(64, 16, 48)
     model = Dropped(0.1, READ["whole"], readers=3)
     model(x)
-    fitact.rebuild(model)
-    with count_saved(model) as saved:
+    with count_saved(model) as saved, saving():
         y = model(x)
     rows = x.numel() // 48
     assert saved.bytes == 4 * x.numel() + 4 * rows * 24 + 3 * rows * 24 // 8
@@ -105,8 +104,9 @@ def test_training_and_evaluation() -> None:
         return nn.Sequential(nn.Linear(16, 700), nn.SiLU(), nn.Dropout(0.3), nn.Linear(700, 16))
 
     x = torch.randn(31, 16)
-    stock, rebuilt = pair(make)
+    models = pair(make)
     for seed in range(3):
-        assert not differences(observed(stock, train, x, seed), observed(rebuilt, train, x, seed))
-        for one in (stock, rebuilt):
+        expected, found = (observed(one, train, x, seed) for one in models)
+        assert not differences(expected, found)
+        for one in models:
             one.train(seed == 1)
