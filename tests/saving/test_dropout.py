@@ -13,7 +13,6 @@ from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.ops import reference
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
-
 from tests.support.saving import agree, differences, observed, pair, train
 
 SIZES = [0, 1, 7, 8, 9, 1023, 1024, 1025, 8191, 8192, 8193, 9216, 9217, 20000, 24576]

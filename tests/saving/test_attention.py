@@ -1,8 +1,7 @@
-"""Attention that PyTorch composes of other operations: the same bits, and less is kept."""
+"""Attention that is not fused, by PyTorch or by models: the same bits, and less is saved."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -14,16 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fitact
+from fitact import saving
+from fitact.runtime.compare.baselines import checkpointed
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models.prepare import imported
-from fitact.runtime.rebuild.attention.steps import attention
-from fitact.runtime.rebuild.calls import Looking
+from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
+from tests.support.saving import HALF, cast, differences, kept, kept_of, loss_of, observed, pair, train
 
-from .test_attention import SETTINGS, SIZES, inputs_of, step
-from .test_rebuild import HALF, cast, differences
+SETTINGS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (HALF, None),
+    "float16": (torch.float16, None),
+    "autocast": (torch.float32, HALF),
+}
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 6, 8
 DTYPES = {name: SETTINGS[name] for name in SETTINGS} | {
@@ -67,18 +71,22 @@ CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]
 }
 
 
+def contexts() -> tuple[Any, Any]:
+    return nullcontext(), saving()
+
+
 def attend(*given: Any, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(*given, **options)
 
 
-def attended(case: str, setting: str, looking: bool) -> tuple[tuple[Any, ...], int]:
-    """Return output, gradients and a random number that follows, and the bytes that are kept."""
+def attended(case: str, setting: str, context: Any) -> tuple[tuple[Any, ...], int]:
+    """Return output, gradients and a random number that follows, and the bytes that are saved."""
     dtype, autocast = DTYPES[setting]
     torch.manual_seed(0)
     given, biases, options = CASES[case]()
     leaves = [one.to(dtype).requires_grad_() for one in (*given, *([] if biases is None else [biases]))]
     inner = [one * 1 for one in leaves]
-    with count_saved() as saved, cast(autocast), Looking(looking):
+    with count_saved() as saved, cast(autocast), context:
         y = attend(*inner, **options)
     y.backward(torch.randn(y.shape).to(y.dtype))
     return (y.detach(), torch.rand(1), {str(i): one.grad for i, one in enumerate(leaves)}), saved.bytes
@@ -88,20 +96,20 @@ def attended(case: str, setting: str, looking: bool) -> tuple[tuple[Any, ...], i
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str, setting: str) -> None:
     """Also the strides of the output, and the generator's state."""
-    (expected, stock), (found, kept) = (attended(case, setting, looking) for looking in (False, True))
+    (expected, before), (found, after) = (attended(case, setting, context) for context in contexts())
     assert not differences(expected, found)
     assert expected[0].stride() == found[0].stride()
     wide = setting not in ("float32", "float64")
     drops = 0 < CASES[case]()[2].get("dropout_p", 0) < 1
-    assert kept < stock if wide or drops else kept <= stock
+    assert after < before if wide or drops else after <= before
 
 
-def test_what_is_kept() -> None:
+def test_what_is_saved() -> None:
     """By hand: q, k and v as they are, a number of float32 for each weight, and a bit of dropout."""
     dtype, sizes = HALF, (2, 4, 256, 64)
     q, k, v = (turned(*sizes).to(dtype).requires_grad_() * 1 for _ in "qkv")
     mask = torch.randn(1, 4, 256, 256).to(dtype).requires_grad_()
-    with count_saved() as saved, Looking():
+    with count_saved() as saved, saving():
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1)
     del y
     weights = 2 * 4 * 256 * 256
@@ -109,10 +117,10 @@ def test_what_is_kept() -> None:
 
 
 def test_views_of_one_tensor() -> None:
-    """As GPT-2's: that is kept, once, and not each view of it wider."""
+    """As GPT-2's: that is saved, once, and not each view of it wider."""
     x = torch.randn(2, 256, 3 * 4 * 64).to(HALF).requires_grad_() * 1
     q, k, v = (one.view(2, 256, 4, 64).transpose(1, 2) for one in x.split(256, dim=-1))
-    with count_saved() as saved, Looking():
+    with count_saved() as saved, saving():
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
     del y
     weights = 2 * 4 * 256 * 256
@@ -120,57 +128,57 @@ def test_views_of_one_tensor() -> None:
 
 
 def test_halves_are_added_as_such_if_told_so() -> None:
-    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not before)
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not allowed)
     try:
         for case in ("bias, dropout", "groups"):
-            (expected, stock), (found, kept) = (attended(case, "bfloat16", looking) for looking in (False, True))
+            (expected, before), (found, after) = (attended(case, "bfloat16", context) for context in contexts())
             assert not differences(expected, found)
-            assert kept <= stock
+            assert after <= before
     finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
 
 
 def test_a_bias_that_is_wider() -> None:
-    def run(looking: bool) -> list[Tensor | None]:
+    def run(context: Any) -> list[Tensor | None]:
         torch.manual_seed(0)
         leaves = [*(one.to(HALF).requires_grad_() for one in tensors()), bias().requires_grad_()]
-        with Looking(looking):
+        with context:
             y = attend(*leaves)
         y.sum().backward()
         return [y.detach(), *(one.grad for one in leaves)]
 
-    assert not differences(run(False), run(True))
+    assert not differences(*map(run, contexts()))
 
 
 @pytest.mark.parametrize("frozen", ["q", "k", "v", "qk", "qkv"])
 def test_frozen_inputs(frozen: str) -> None:
-    def run(looking: bool) -> list[Tensor | None]:
+    def run(context: Any) -> list[Tensor | None]:
         torch.manual_seed(0)
         leaves = [
             one.to(HALF).requires_grad_(name not in frozen) for name, one in zip("qkv", tensors(), strict=True)
         ]
         leaves.append(bias().to(HALF).requires_grad_())
-        with Looking(looking):
+        with context:
             y = attend(*leaves, dropout_p=0.2)
         y.sum().backward()
         return [y.detach(), *(one.grad for one in leaves)]
 
-    assert not differences(run(False), run(True))
+    assert not differences(*map(run, contexts()))
 
 
 def test_one_tensor_for_all() -> None:
     """Its gradients are added in PyTorch's order."""
 
-    def run(looking: bool) -> list[Tensor | None]:
+    def run(context: Any) -> list[Tensor | None]:
         torch.manual_seed(0)
         x, mask = turned(BATCH, HEADS, ROWS, WIDTH).to(HALF).requires_grad_(), bias().to(HALF).requires_grad_()
-        with Looking(looking):
+        with context:
             y = F.scaled_dot_product_attention(x, x, x, mask) + F.scaled_dot_product_attention(x, x, x, mask)
         y.square().sum().backward()
         return [y.detach(), x.grad, mask.grad]
 
-    assert not differences(run(False), run(True))
+    assert not differences(*map(run, contexts()))
 
 
 # --------------------------------------------------------------------------------------------- what PyTorch fuses
@@ -187,7 +195,7 @@ def test_only_where_pytorch_fuses_nothing(case: str, fake: bool) -> None:
         if case in ("given", "bool", "trained"):
             options["attn_mask"] = bias() > 0 if case == "bool" else bias().requires_grad_(case == "trained")
         node = attend(*given, **options).grad_fn
-        composed = attention(lambda function, *args, **kwargs: function(*args, **kwargs), given, options)
+        composed = attention(lambda call, *args, **kwargs: call(*args, **kwargs), given, options, lambda *_: None)
     assert (composed is None) == type(node).__name__.startswith("ScaledDotProduct")
     assert (composed is None) == (case in ("none", "given", "causal", "bool"))
 
@@ -213,9 +221,9 @@ def test_what_is_wrong_pytorch_says(name: str) -> None:
     q, k, v = (one.requires_grad_() for one in tensors())
     given = {"query": q, "key": k, "value": v} | dict(WRONG[name])
     messages = []
-    for looking in (False, True):
+    for context in contexts():
         allowed = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "nothing allowed" else nullcontext()
-        with pytest.raises((RuntimeError, TypeError)) as raised, Looking(looking), allowed:
+        with pytest.raises((RuntimeError, TypeError)) as raised, context, allowed:
             F.scaled_dot_product_attention(**given)
         messages.append((raised.type, str(raised.value)))
     assert messages[0] == messages[1]
@@ -245,49 +253,130 @@ class Biased(nn.Module):
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_peak(dtype: torch.dtype, p: float) -> None:
-    """Of attention alone, whether it keeps less or not."""
-    torch.manual_seed(0)
-    model, x = Biased(dropout_p=p).to(dtype), torch.randn(2, 64, 32).to(dtype).requires_grad_()
-
-    def step(looking: bool) -> None:
-        model.zero_grad()
-        with Looking(looking):
-            y = model(x)
-        y.sum().backward()
-
-    peaks = [peak_memory(partial(step, looking), model)["total"] for looking in (False, True)]
-    assert peaks[1] <= peaks[0]
+    """Of attention alone, whether it saves less or not."""
+    x = torch.randn(2, 64, 32).to(dtype).requires_grad_()
+    before, after = (
+        peak_memory(lambda model=model: model(x).sum().backward(), model)["total"]
+        for model in pair(partial(Biased, dropout_p=p), dtype)
+    )
+    assert after <= before
 
 
-ONE = {"t5": {"num_layers": 1}, "bert": {"num_hidden_layers": 1}}
+LAYERS = {"vocab_size": 61, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+T5 = {"vocab_size": 61, "d_model": 48, "d_ff": 192, "d_kv": 12, "num_heads": 4, "num_layers": 2}
+GATED = T5 | {"feed_forward_proj": "gated-gelu"}
+GPT2 = {"vocab_size": 61, "n_embd": 48, "n_head": 4, "n_layer": 2, "bos_token_id": 0, "eos_token_id": 0}
+BERT = LAYERS | {"intermediate_size": 192}
+BLOCKS = ("T5Block", "GPT2Block", "BertLayer", "LlamaDecoderLayer")
+EAGER: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5", T5),
+    "t5, gated": ("t5", GATED),
+    "gpt2": ("gpt2", GPT2),
+    "bert": ("bert", BERT),
+    "llama": ("llama", LAYERS | {"intermediate_size": 128, "attention_dropout": 0.1}),
+}
+# Attention that transformers leave to PyTorch, which does not fuse it: with a trained bias, or with dropout.
+SDPA = {
+    "t5, gated, sdpa": ("t5", GATED | {"num_layers": 1}),
+    "bert, sdpa": ("bert", BERT | {"num_hidden_layers": 1}),
+}
+
+
+def model_of(name: str) -> nn.Module:
+    transformers = imported("transformers")
+    kind, sizes = (EAGER | SDPA)[name]
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    config.use_cache = False
+    how = "sdpa" if name in SDPA else "eager"
+    made: nn.Module = transformers.AutoModel.from_config(config, attn_implementation=how)
+    return made
+
+
+def call(name: str, model: Any, x: Tensor) -> Tensor:
+    given = {"decoder_inputs_embeds": x.detach().flip(0)} if name.startswith("t5") else {}
+    y: Tensor = model(inputs_embeds=x, **given).last_hidden_state
+    return y
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["t5, gated", "bert"])
+@pytest.mark.parametrize("name", [*EAGER, *SDPA])
 def test_models(name: str, setting: str) -> None:
-    """Attention that transformers leave to PyTorch: with a trained bias, or with dropout."""
+    """The same bits; less is saved than by selective checkpointing."""
     dtype, autocast = SETTINGS[setting]
-    transformers = imported("transformers")
-    kind, sizes = SIZES[name]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **(sizes | ONE[kind]))
-    config.use_cache = False
-    stock = transformers.AutoModel.from_config(config, attn_implementation="sdpa").to(dtype).train()
-    model, inputs = copy.deepcopy(stock), inputs_of(name, dtype)
+    baseline, model = pair(partial(model_of, name), dtype)
+    run = partial(call, name)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        with cast(autocast):
+            y = run(model, x)
+        loss_of(y).backward()
+        return y.detach()
+
+    x = torch.randn(2, 8, 48).to(dtype)
+    assert not differences(*(observed(one, step, x) for one in (baseline, model)))
+    wide = torch.randn(2 if name in SDPA else 4, 64, 48).to(dtype).requires_grad_()
+    blocks = [one for one in baseline.modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):
-        report = fitact.rebuild(model, example_inputs=inputs)
-    assert any("ttention" in site.before for site in report)
-    found = []
-    for one in (stock, model):
-        given = inputs_of(name, dtype)
-        y = step(one, given, autocast)
-        found.append((y, given["inputs_embeds"].grad, {key: each.grad for key, each in one.named_parameters()}))
-    assert not differences(found[0], found[1])
-    wide = inputs_of(name, dtype, 2, 64)
-    counts = []
-    for one in (stock, model):
-        with cast(autocast), count_saved(one) as saved:
-            z = one(**wide)
-        del z
-        counts.append(saved.bytes)
-    assert counts[1] < 0.5 * counts[0]
+        after, before = (kept_of(one, lambda one=one: run(one, wide)) for one in (model, baseline))
+        with count_saved(baseline) as selective, checkpointed(blocks, selective, selective=True):
+            y = run(baseline, wide)
+    del y
+    assert after < (0.5 * before if name in SDPA else selective.bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("name", EAGER)
+def test_peak_of_models(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 64, 48).to(dtype).requires_grad_()
+    before, after = (
+        peak_memory(lambda one=one: call(name, one, x).sum().backward(), one)["total"]
+        for one in pair(partial(model_of, name), dtype)
+    )
+    assert after < before
+
+
+class Attention(nn.Module):
+    """One head; `weigh` makes weights of scores."""
+
+    def __init__(self, weigh: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.weigh = weigh
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weigh(self.q(x) @ self.k(x).transpose(-1, -2) * 0.25)
+        y: Tensor = self.o(weights.to(x.dtype) @ self.v(x))
+        return y
+
+
+WEIGH: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda scores: F.softmax(scores, -1),
+    "dropout": lambda scores: F.dropout(F.softmax(scores, -1), 0.2),
+    "method": lambda scores: F.dropout(scores.softmax(-1), 0.2),
+    "wide by dtype": lambda scores: F.dropout(F.softmax(scores, -1, dtype=torch.float32).to(scores.dtype), 0.2),
+    "wide by cast": lambda scores: F.dropout(F.softmax(scores.float(), -1).type_as(scores), 0.2),
+    "wide, by type": lambda scores: F.dropout(torch.softmax(scores.float(), -1).type(scores.dtype), 0.2),
+    "dropped before the cast": lambda scores: F.dropout(F.softmax(scores.float(), -1), 0.2),
+    "double": lambda scores: F.softmax(scores.double(), -1).to(scores.dtype),
+    "masked in place": lambda scores: F.softmax(scores.masked_fill_(scores < -1, -1e4), -1),
+    "cast in between changed": lambda scores: F.softmax(scores.float().mul_(0.7), -1),
+    "sigmoid": lambda scores: F.dropout(scores.sigmoid(), 0.2),
+    "relu": lambda scores: F.dropout(F.relu(scores), 0.2) * 2,
+    "changed after": lambda scores: F.dropout(F.softmax(scores, -1).exp(), 0.2).mul_(2),
+    "read again": lambda scores: (lambda y: F.dropout(y, 0.2) + y * y)(F.softmax(scores.float(), -1)),
+}
+# What saves its softmax alone, once.
+NO_LESS = {("plain", "float32"), ("plain", "bfloat16"), ("cast in between changed", "float32")}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("weigh", WEIGH)
+def test_weights(weigh: str, precision: str) -> None:
+    dtype = HALF if precision == "bfloat16" else torch.float32
+    models, x = pair(partial(Attention, WEIGH[weigh]), dtype), torch.randn(3, 5, 16).to(dtype)
+    with cast(HALF if precision == "autocast" else None):
+        expected, found = (observed(one, train, x) for one in models)
+        before, after = (kept(one, torch.randn(2, 200, 16).to(dtype)) for one in models)
+    assert not isinstance(expected, str)
+    assert not differences(expected, found)
+    assert after < before or (after == before and (weigh, precision) in NO_LESS)
