@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fitact import saving
 from fitact.errors import UsageError
 from fitact.runtime.memory.peak import peak_memory
-from tests.support.models import model_of
 from tests.rebuild.test_rebuild import (
     AROUND,
     HALF,
@@ -37,6 +36,7 @@ from tests.rebuild.test_rebuild import (
     train,
 )
 from tests.rebuild.test_rebuild_models import SCRIPT, inputs_of, made, run
+from tests.support.models import model_of
 
 
 def pair(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
