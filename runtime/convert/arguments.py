@@ -30,11 +30,11 @@ def check(
     substitutes: Mapping[Any, Any],
     example_inputs: Any,
     *,
-    gradients: bool,
+    gradients: bool | None,
     dry_run: bool,
 ) -> None:
     """Raise a UsageError if the arguments of `convert` do not go together."""
-    flags(gradients=gradients, dry_run=dry_run)
+    flags(gradients=gradients is not None and gradients, dry_run=dry_run)
     if method in OLD:
         raise UsageError(f"method {quote(method)}: it is now error={quote(OLD[method])}, without a method")
     if method is not None and method not in METHODS:

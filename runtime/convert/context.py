@@ -25,6 +25,7 @@ from .measure import run_trained, runs
 
 Contexts = Mapping[str, Context]
 Saving = Callable[[], saving]
+NOTHING = "it has nothing to save"
 
 
 def attached(
@@ -35,7 +36,7 @@ def attached(
     *,
     dry_run: bool,
     example_inputs: Any,
-    gradients: bool,
+    gradients: bool | None,
 ) -> Conversion:
     """Let a model run in a context, and report what that saves; other arguments are those of `convert`."""
     contexts = _contexts(model, context, include, exclude)
@@ -44,10 +45,10 @@ def attached(
         run = runner(example_inputs)
         conversion = _measured(conversion, model, run, contexts)
         if conversion.kept_before == conversion.kept_after:
-            sites = [replace(site, after=None, reason="it has nothing to save") for site in conversion.sites]
-            return replace(conversion, sites=tuple(sites))
-        if gradients:
-            conversion = replace(conversion, gradient=_gradient(model, run, contexts, context))
+            sites = [replace(site, after=None, reason=site.reason or NOTHING) for site in conversion.sites]
+            conversion, contexts = replace(conversion, sites=tuple(sites)), {}
+        elif context().exact if gradients is None else gradients:
+            conversion = replace(conversion, gradient=_gradient(model, run, contexts, exact=context().exact))
     if not dry_run:
         for module in model.modules():
             detach(module)
@@ -61,11 +62,16 @@ def _contexts(model: nn.Module, context: Context, include: Patterns, exclude: Pa
     paths = [path for path, _ in model.named_modules() if path]
     included = [""] if include is None else _outermost(matching(paths, include, "include", "module"))
     excluded = _outermost(matching(paths, exclude, "exclude", "module"))
+    included = [path for path in included if path not in excluded and not _inside(path, excluded)]
     return dict.fromkeys(included, context) | dict.fromkeys(excluded, baseline)
 
 
+def _inside(path: str, others: Sequence[str]) -> bool:
+    return any(path.startswith(f"{other}.") for other in others)
+
+
 def _outermost(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+    return [path for path in paths if not _inside(path, paths)]
 
 
 def _site(model: nn.Module, path: str, context: Context) -> SiteRecord:
@@ -97,11 +103,11 @@ def _modules(before: Saved, after: Saved) -> tuple[ModuleRecord, ...]:
     return tuple(sorted(records, key=lambda one: (-one.before, one.name)))
 
 
-def _gradient(model: nn.Module, run: Run, contexts: Contexts, context: Saving) -> Gradient:
+def _gradient(model: nn.Module, run: Run, contexts: Contexts, *, exact: bool) -> Gradient:
     """Compare the gradient with the baseline's; one that is said to be exact must equal it."""
     compare = partial(gradient_error, model, run, frozenset(), baseline=lambda _: attaching(model, {}))
     gradient = compare(lambda _: attaching(model, contexts))
-    if not gradient.error or context().error != "exact":
+    if not gradient.error or not exact:
         return gradient
     if compare(lambda _: attaching(model, {})).error:
         return Gradient(note="two runs of the model as it is have different gradients")

@@ -75,10 +75,12 @@ def convert(
 
     """
     model = inner(model)
-    check(model, method, bits, error, replace or {}, example_inputs, gradients=bool(gradients), dry_run=dry_run)
+    check(model, method, bits, error, replace or {}, example_inputs, gradients=gradients, dry_run=dry_run)
     if method is None and not replace:
-        proves = error == "exact" and example_inputs is not None if gradients is None else gradients
-        context, measured = partial(saving, error, bits), {"example_inputs": example_inputs, "gradients": proves}
+        context, measured = (
+            partial(saving, error, bits),
+            {"example_inputs": example_inputs, "gradients": gradients},
+        )
         return attached(model, context, include, exclude, dry_run=dry_run, **measured)
     sites = chosen(activation_sites(model, frozenset(replace or ())), include, exclude)
     check_substitutes(sites, replace or {})

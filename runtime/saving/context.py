@@ -51,11 +51,15 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
 
     def __init__(self, error: str = "exact", bits: int | Mapping[str, int] | None = None) -> None:
         self._policy = policy_of(error, bits)
-
-        self.error = error
+        self._given = f'"{error}"' + (f", bits={bits}" if bits else "")
 
     def __str__(self) -> str:
-        return f'saving("{self.error}")'
+        return f"saving({self._given})"
+
+    @property
+    def exact(self) -> bool:
+        """Whether gradients are PyTorch's, bit for bit."""
+        return not self._policy
 
     def __enter__(self) -> saving:
         if torch.compiler.is_compiling():
