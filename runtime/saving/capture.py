@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Capture(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if not torch.is_grad_enabled():
             if func in CHANGES:
-                protect(args[0])
+                protect(changed(args, kwargs or {}))
             return func(*args, **(kwargs or {}))
         hooks = top_hooks()
         if not hooks or hooks[0] is not self._pack:
@@ -310,6 +310,11 @@ def note(
         return recompute
 
 
+def changed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a call changes in place: its first argument, or the one of such a name."""
+    return args[0] if args else next((kwargs[name] for name in CHANGED if name in kwargs), None)
+
+
 def protect(tensor: Any) -> None:
     """Copy what something is recomputed from, because the tensor is about to be changed in place."""
     mark = mark_of(tensor.untyped_storage()) if type(tensor) in PLAIN else None
@@ -319,6 +324,7 @@ def protect(tensor: Any) -> None:
                 stored.copy()
 
 
+CHANGED = "input", "self", "tensor"
 CHANGING = Tensor.add_  # whose rule is that of all functions that change a tensor in place
 CHANGES: set[Any] = set()  # these functions, as far as they were met
 

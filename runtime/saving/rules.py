@@ -22,7 +22,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .attention import attention
-from .capture import CHANGES, PLAIN, RULES, Capture, Function, note, protect
+from .capture import CHANGES, PLAIN, RULES, Capture, Function, changed, note, protect
 from .loss import by_rows
 from .recompute import Reading, Source
 from .storage import Stored, layout_of, marked
@@ -58,7 +58,7 @@ def _changing(
     call: Function | None = None,
 ) -> Any:
     """Make a call that changes its first argument in place."""
-    x = args[0]
+    x = changed(args, kwargs)
     call = call or partial(func, *args, **kwargs)
     if type(x) not in PLAIN:
         return call()
@@ -68,6 +68,8 @@ def _changing(
     if mark is not None:
         if func in cheap.PURE:
             pure = cheap.PURE[func], args, kwargs
+        if not args:
+            pure = None
         before = mark.recompute
         usable = before is not None and before.version == version_of(x) and base_of(x) is None
         if pure is not None and usable and all(one.dtype == x.dtype for one in args if isinstance(one, Tensor)):
