@@ -57,6 +57,7 @@ class Capture(TorchFunctionMode):
         self._first_call = next_call()
         self.current: tuple[Function, Sequence[Any]] | None = None
         self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
+        self._changed: Tensor | None = None
         self.autocast = True
         self.masks: list[tuple[Bits, Mark]] | None = None
         self.p = 0.0
@@ -134,10 +135,10 @@ class Capture(TorchFunctionMode):
         return output
 
     def made(
-        self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]
+        self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], changed: Tensor | None = None
     ) -> tuple[Any, list[tuple[Stored, torch.UntypedStorage]]]:
-        """Make a call, and return its output, and what it saved that is no argument."""
-        self.current = func, args
+        """Make a call, and return its output, and what it saved that is no argument, or one that it changed."""
+        self.current, self._changed = (func, args), changed
         undecided = self._undecided = []
         try:
             return func(*args, **kwargs), undecided
@@ -146,7 +147,7 @@ class Capture(TorchFunctionMode):
                 self.settle(*both)
             raise
         finally:
-            self.current = self._undecided = None
+            self.current = self._undecided = self._changed = None
 
     def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
         """Store what could not be recomputed, after a call that returned the output."""
@@ -157,6 +158,8 @@ class Capture(TorchFunctionMode):
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
         grows = tensor.requires_grad
+        if self.current and self.current[0] in cheap.ADDING and tensor.is_floating_point():
+            return self._stored(_of_shape(tensor))
         if type(tensor) not in PLAIN or is_parameter(tensor) or not (grows or tensor.numel() >= FEW):
             return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
@@ -205,6 +208,8 @@ class Capture(TorchFunctionMode):
 
     def _is_argument(self, tensor: Tensor) -> bool:
         assert self.current is not None
+        if tensor is self._changed:
+            return False
         for one in self.current[1]:
             if tensor is one or (type(one) in (list, tuple) and any(tensor is part for part in one)):
                 return True
@@ -242,18 +247,20 @@ class Capture(TorchFunctionMode):
 
     def _cast(self, tensor: Tensor, mark: Mark) -> Recompute | None:
         """Return how to make a copy again that autocast made, of a parameter or of an argument of the call."""
-        found = autocast_source(tensor)
-        if found is None:
-            return None
-        node, number = found
         base = base_of(tensor)
         copy = tensor if base is None else base
-        variable = getattr(node, "variable", None)
-        if variable is None and self.current is not None:
-            arguments = [one for one in self.current[1] if isinstance(one, Tensor)]
-            variable = next((one for one in arguments if one.grad_fn is node and one.output_nr == number), None)
-        elif variable is not None and calls_of(copy.grad_fn) < self._first_call:
-            return None  # made before the context was entered: the parameter may have been changed since
+        found = autocast_source(tensor)
+        arguments = [one for one in self.current[1] if isinstance(one, Tensor)] if self.current else []
+        if found is None:
+            variable = None if tensor.requires_grad else self._frozen(copy, arguments)
+        else:
+            node, number = found
+            variable = getattr(node, "variable", None)
+            if variable is None:
+                same = (one for one in arguments if one.grad_fn is node and one.output_nr == number)
+                variable = next(same, None)
+            elif calls_of(copy.grad_fn) < self._first_call:
+                return None  # made before the context was entered: the parameter may have been changed since
         if variable is None or variable.shape != copy.shape or type(variable) not in PLAIN:
             return None
         casts = marked(variable.untyped_storage(), self.hooks)
@@ -270,9 +277,23 @@ class Capture(TorchFunctionMode):
         mark.recompute = recompute
         return recompute
 
+    def _frozen(self, copy: Tensor, arguments: Sequence[Tensor]) -> Tensor | None:
+        """Return the frozen weight that a product reads a copy of; None if it is none."""
+        if self.current is None or self.current[0] not in cheap.PRODUCTS:
+            return None
+        like = [one for one in arguments if one.shape == copy.shape and not one.requires_grad]
+        wide = len(like) == 1 and is_parameter(like[0]) and like[0].dtype == torch.float32
+        return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
+
 
 def _unpack(saved: Stored | Reading) -> Tensor:
     return saved.unpack()
+
+
+def _of_shape(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape without memory, for a backward that reads no more of it."""
+    with quietly():
+        return tensor.new_zeros(()).expand(tensor.shape)
 
 
 PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})

@@ -54,6 +54,17 @@ INDEXING = """gather index_select take_along_dim __getitem__ index_add index_add
     index_put index_put_"""
 
 
+# Products of matrices, whose arguments autocast casts and which save these copies alone.
+_PRODUCTS = {
+    "F": "linear bilinear",
+    "torch": """addmm addbmm baddbmm bmm mm matmul chain_matmul conv1d conv2d conv3d conv_transpose1d
+        conv_transpose2d conv_transpose3d""",
+    "Tensor": "addmm addbmm baddbmm bmm mm matmul __matmul__ __rmatmul__",
+}
+# What adds or copies rows to others: of these rows, backward reads the shape alone.
+_ADDING = "index_add index_add_ index_copy index_copy_"
+
+
 def found(home: str, names: str) -> set[Function]:
     """Return the functions of these names that a home has, apart by spaces; `F`, `torch` or `Tensor`."""
     return {inspect.unwrap(getattr(_HOMES[home], name)) for name in names.split() if hasattr(_HOMES[home], name)}
@@ -70,3 +81,5 @@ PURE: Mapping[Function, Function] = {
     if hasattr(home, name)
 }
 INDEXING_FUNCTIONS = frozenset().union(*(found(home, INDEXING) for home in _HOMES))
+PRODUCTS = frozenset().union(*(found(home, names) for home, names in _PRODUCTS.items()))
+ADDING = frozenset().union(*(found(home, _ADDING) for home in ("torch", "Tensor")))

@@ -116,7 +116,7 @@ def kind_of(func: Function, args: Sequence[Any]) -> str | None:
     Composed norms begin with squares. Products with a parameter are linear layers, others attention.
     """
     kind = _KIND_OF.get(func)
-    if func in POWERS and type(args[-1]) in (int, float) and args[-1] == 2:
+    if func in POWERS and args and type(args[-1]) in (int, float) and args[-1] == 2:
         return "norm"
     if kind == "attention" and any(isinstance(one, Tensor) and is_parameter(one) for one in args):
         return "linear"
@@ -138,10 +138,12 @@ class Quantising(Capture):
         self._sharp = min(SHARP, policy.get("attention", SHARP))
         self._last: Call | None = None
 
-    def made(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def made(
+        self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], changed: Tensor | None = None
+    ) -> Any:
         """Make a call as `Capture` does, and remember it until what it saved is stored."""
         self._last = None
-        made = super().made(func, args, kwargs)
+        made = super().made(func, args, kwargs, changed)
         self._last = func, args
         return made
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from ctypes import c_float
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from .storage import Stored, layout_of, marked
 
 def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs and "out" in kwargs:
-        return _changing(capture, func, (kwargs["out"], *args), kwargs, call=partial(func, *args, **kwargs))
+        return _changing(capture, func, args, kwargs, x=kwargs["out"])
     if func in cheap.WITH_IN_PLACE and (kwargs.get("inplace") or True in args[1:]):
         pure = [False if one is True else one for one in args], {**kwargs, "inplace": False} if kwargs else kwargs
         return _changing(capture, func, args, kwargs, pure=(func, *pure))
@@ -55,13 +54,12 @@ def _changing(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     pure: tuple[Function, Sequence[Any], dict[str, Any]] | None = None,
-    call: Function | None = None,
+    x: Any = None,
 ) -> Any:
-    """Make a call that changes its first argument in place."""
-    x = changed(args, kwargs)
-    call = call or partial(func, *args, **kwargs)
+    """Make a call that changes x in place, by default its first argument."""
+    x = changed(args, kwargs) if x is None else x
     if type(x) not in PLAIN:
-        return call()
+        return func(*args, **kwargs)
     mark = mark_of(x.untyped_storage())
     recompute = None
     protect(x)
@@ -76,7 +74,7 @@ def _changing(
             recompute = note(capture, x, *pure, version=1)
             if recompute is None:
                 mark.recompute = None
-    output, undecided = capture.made(call, (), {})
+    output, undecided = capture.made(func, args, kwargs, changed=x)
     for stored, storage in undecided:
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
         computed = recompute.claim(capture.keep) if own and recompute is not None else None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fitact
 from fitact.runtime.memory.saved import count_saved
-
-from .test_rebuild import HALF, cast, differences, observed, train
+from tests.support.saving import HALF, cast, differences, kept, observed, pair, train
 
 
 def frozen(model: nn.Sequential, *places: int) -> nn.Sequential:
@@ -59,7 +57,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def copies(model: nn.Module, x: Tensor) -> int:
-    """Return the bytes that are kept of copies of weights, but for one of a layer that reads the input itself."""
+    """Return the bytes that are saved of copies of weights."""
     with cast(HALF), count_saved(model, detail=True) as saved:
         y = model(x)
     del y
@@ -68,29 +66,20 @@ def copies(model: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_cast_again(name: str) -> None:
-    torch.manual_seed(0)
-    stock = MODELS[name]()
-    model, x = copy.deepcopy(stock), torch.randn(3, 16) if name != "convolutions" else torch.randn(3, 3, 16)
+    x = torch.randn(3, 16) if name != "convolutions" else torch.randn(3, 3, 16)
+    baseline, model = pair(MODELS[name])
     with cast(HALF):
-        fitact.rebuild(model)
-        expected, found = (observed(one, train, x) for one in (stock, model))
+        expected, found = (observed(one, train, x) for one in (baseline, model))
     assert not isinstance(expected, str)
     assert not differences(expected, found)
-    assert copies(model, x) == 0 < copies(stock, x)
-
-
-def test_in_float32_nothing_changes() -> None:
-    model, x = frozen(mlp(), 3), torch.randn(3, 16, requires_grad=True)
-    fitact.rebuild(model)
-    assert type(model(x).grad_fn).__name__ == "AddmmBackward0"  # of the frozen layer, which is PyTorch's
+    assert copies(model, x) == 0 < copies(baseline, x)
 
 
 def test_a_weight_that_changes_is_noticed() -> None:
-    """Between the passes: stock would take the copy from before, but the weight is what is kept."""
-    model, x = mlp(), torch.randn(3, 16)
-    fitact.rebuild(model)
+    """Between the passes: PyTorch would take the copy from before, but the weight is what is saved."""
+    _, model = pair(mlp)
     with cast(HALF):
-        y = model(x)
+        y = model(torch.randn(3, 16))
     with torch.no_grad():
         model[3].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -114,16 +103,11 @@ class Scattered(nn.Module):
 @pytest.mark.parametrize(
     "onto", [torch.zeros_like, lambda x: x * 2, lambda x: (x * 2)[:, :]], ids=["zeros", "another's", "a view"]
 )
-def test_rows_that_are_added_are_not_kept(onto: Callable[[Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
-    stock = Scattered(onto)
-    model, x = copy.deepcopy(stock), torch.randn(6, 16)
-    fitact.rebuild(model, example_inputs=x)
-    expected, found = (observed(one, train, x) for one in (stock, model))
+def test_rows_that_are_added_are_not_saved(onto: Callable[[Tensor], Tensor]) -> None:
+    models, x = pair(partial(Scattered, onto)), torch.randn(6, 16)
+    expected, found = (observed(one, train, x) for one in models)
     assert not isinstance(expected, str)
     assert not differences(expected, found)
-    with count_saved(model, detail=True) as saved:
-        y = model(x.requires_grad_())
-    del y
-    floats = [one for one in saved.kept.values() if one.operation == "index_add" and one.bytes > 6 * 8]
-    assert bool(floats) == (onto(x)._is_view())
+    wide = torch.randn(512, 16)
+    index = 512 * 2
+    assert kept(models[1], wide) == 2 * wide.nbytes + index + 2 * 4  # the input, the first layer's output
