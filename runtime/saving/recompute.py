@@ -144,7 +144,7 @@ class Recompute:
                 self.sources.append(one)
                 taken.append(one)
             elif kind is tuple or kind is list:
-                taken.append(self._taken(one))
+                taken.append(kind(self._taken(one)))
             else:
                 taken.append(one)
         return taken
@@ -253,8 +253,8 @@ class Recompute:
 def _filled(argument: Any, tensors: Any) -> Any:
     if type(argument) is Source:
         return next(tensors)
-    if type(argument) is list:
-        return [_filled(one, tensors) for one in argument]
+    if type(argument) in (list, tuple):
+        return type(argument)(_filled(one, tensors) for one in argument)
     return argument
 
 

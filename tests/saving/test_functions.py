@@ -1,10 +1,11 @@
-"""Calls in a module's own `forward`: the output and all gradients are stock's, bit for bit, and less is kept."""
+"""Functions that a forward calls: outputs and all gradients are PyTorch's, bit for bit, and less is saved."""
 
 from __future__ import annotations
 
-import copy
+import gc
+import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-import fitact
-from fitact.errors import UsageError
-from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.rebuild.calls import HANDLERS, _handlers, here
+from fitact import saving
+from fitact.runtime.memory.peak import peak_memory
+from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.torch_internals import innermost_mode
-
-from .test_rebuild import AROUND, HALF, SETTINGS, RMSNorm, Step, X, cast, differences, kept, observed, train
+from tests.support.around import AROUND
+from tests.support.blocks import SETTINGS, RMSNorm
+from tests.support.lifetimes import HELD, lifetimes
+from tests.support.saving import (
+    HALF,
+    X,
+    agree,
+    cast,
+    differences,
+    kept,
+    loss_of,
+    observed,
+    pair,
+    train,
+)
 
 WIDE = 48
 
@@ -137,53 +152,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def pair(
-    make: Callable[[], Any], dtype: torch.dtype = torch.float32, x: Tensor = X, gains: bool = True
-) -> tuple[Any, Any]:
-    """Return a model as it is and rebuilt; if it gains, at least one module's calls keep less."""
-    torch.manual_seed(0)
-    stock = make().to(dtype).train()
-    rebuilt = copy.deepcopy(stock)
-    done = fitact.rebuild(rebuilt, example_inputs=(x.to(dtype),))
-    calls = [site.after for site in done if site.kind == "calls"]
-    assert all(calls) and (calls or not gains)
-    return stock, rebuilt
-
-
-def agree(
-    make: Callable[[], Any],
-    step: Step = train,
-    x: Tensor = X,
-    dtype: torch.dtype = torch.float32,
-    gains: bool = True,
-) -> None:
-    stock, rebuilt = pair(make, dtype, x, gains)
-    expected, found = (observed(one, step, x.to(dtype)) for one in (stock, rebuilt))
-    assert not isinstance(expected, str) and not differences(expected, found)
-    assert not here.on and not here.pushed and innermost_mode() is None
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_bytes(name: str, setting: str) -> None:
-    dtype, autocast, early = SETTINGS[setting]
-    with cast(autocast if early else None):
-        stock, rebuilt = pair(MODELS[name], dtype, gains=dtype != torch.float64)
-    x = X.to(dtype)
-    for seed in range(2):  # the second gradient is added to the first
-        with cast(autocast):
-            expected, found = (observed(one, train, x, seed) for one in (stock, rebuilt))
-        assert not isinstance(expected, str)
-        assert not differences(expected, found)
-    if dtype == torch.float64:  # the norms keep nothing of float64 themselves
-        return
-    wide = torch.randn(16, 32, 16).to(dtype)
-    modules = copy.deepcopy(stock)
-    with suppress(UsageError):  # experts have no linear layers
-        fitact.rebuild(modules)
+    dtype, autocast = SETTINGS[setting]
+    models, x, wide = pair(MODELS[name], dtype), X.to(dtype), torch.randn(16, 32, 16).to(dtype)
     with cast(autocast):
-        before, without, after = (kept(one, wide) for one in (stock, modules, rebuilt))
-    assert after < without <= before
+        for seed in range(2):  # the second gradient is added to the first
+            expected, found = (observed(one, train, x, seed) for one in models)
+            assert not isinstance(expected, str)
+            assert not differences(expected, found)
+        before, after = (kept(one, wide) for one in models)
+    assert after < before
 
 
 # ----------------------------------------------------------------------------------------------- each function
@@ -258,7 +238,12 @@ class One(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("name", UNARY)
 def test_functions(name: str, dtype: torch.dtype) -> None:
-    agree(partial(One, UNARY[name]), dtype=dtype)
+    models, x = pair(partial(One, UNARY[name]), dtype), X.to(dtype)
+    expected, found = (observed(one, train, x) for one in models)
+    assert not isinstance(expected, str)
+    assert not differences(expected, found)
+    before, after = (kept(one, x) for one in models)
+    assert after < before
 
 
 class Multiplied(nn.Module):
@@ -298,31 +283,184 @@ def test_products(product: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtyp
 
 @pytest.mark.parametrize("product", [lambda x, w: F.linear(x[:, 1:], w, w[0]), lambda x, w: x.transpose(0, 1) @ w])
 def test_products_of_copies(product: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """PyTorch multiplies a copy that it makes itself and keeps: nothing is gained, and nothing said to be."""
-    with pytest.raises(UsageError, match="nothing to rebuild"):
-        fitact.rebuild(Multiplied(product), example_inputs=(X,))
+    """PyTorch multiplies a copy that it makes itself and saves."""
+    models = pair(partial(Multiplied, product))
+    before, after = (kept(one, X) for one in models)
+    assert after <= before
+    assert not differences(*(observed(one, train, X) for one in models))
 
 
-# ------------------------------------------------------------------------------------------ what surrounds it
+# ---------------------------------------------------------------------------------------------- what surrounds it
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize(
-    "name",
-    ["experts", "attention", "gelu, dropout"]
-    + [
-        pytest.param(one, marks=pytest.mark.full)
-        for one in ("clamped experts", "masked attention", "adapter", "block")
-    ],
-)
+@pytest.mark.parametrize("name", ["clamped experts", "attention", "gelu, dropout", "adapter"])
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_surroundings(name: str, around: str) -> None:
     if around == "partial" and "experts" in name:  # it asks for weights of two dimensions
         return
     agree(MODELS[name], AROUND[around])
+    assert innermost_mode() is None
 
 
-def test_functions_are_found_whatever_stands_in_their_place() -> None:
-    with gpu_kernels():
-        assert F.scaled_dot_product_attention not in HANDLERS
-        assert _handlers().keys() == HANDLERS.keys()
+class Inside(Feed):
+    """A checkpoint within a module's own forward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(p=0.3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.gelu(self.fc1(self.norm(x)))
+
+        def rest(a: Tensor) -> Tensor:
+            y: Tensor = self.fc2(F.dropout(F.gelu(a) * a, self.p))
+            return F.linear(F.silu(y) * y, self.fc1.weight)
+
+        return F.gelu(a) + checkpoint(rest, a, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside(reentrant: bool) -> None:
+    agree(lambda: nn.Sequential(Inside(reentrant), nn.Linear(WIDE, 16), Inside(reentrant)))
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", ["gelu, dropout", "attention", "attention after LayerNorm", "adapter"])
+def test_nothing_lives_longer(name: str, held: str) -> None:
+    before, before_later, after, later = lifetimes(pair(MODELS[name]), held)
+    shared = {"v"} if name == "attention after LayerNorm" else set()  # PyTorch saves a copy for each head instead
+    assert after <= before | shared and later <= before_later
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_peak(name: str, dtype: torch.dtype) -> None:
+    wide = torch.randn(16, 32, 16).to(dtype)
+    before, after = (
+        peak_memory(lambda one=one: one(wide).sum().backward(), one)["total"]
+        for one in pair(lambda: nn.Sequential(*(MODELS[name]() for _ in range(4))), dtype)
+    )
+    assert after <= before
+
+
+def tensors() -> int:
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_garbage(name: str) -> None:
+    """Nothing waits for the collector of garbage, forward or backward."""
+    found = []
+    for model in pair(MODELS[name]):
+        train(model, X)
+        gc.collect()
+        gc.disable()
+        before = tensors()
+        y = model(X)
+        del y
+        forward = tensors()
+        train(model, X)
+        found.append((forward - before, tensors() - before))
+        gc.enable()
+    assert found == [(0, 0), (0, 0)]
+
+
+class Scaled(nn.Module):
+    """A residual block, whose output can be recomputed from its input and so from all blocks before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.full((16,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("blocks", [3, 60, pytest.param(250, marks=pytest.mark.full)])
+def test_chains(blocks: int) -> None:
+    """A chain is recomputed in parts, so that none is too long for Python's stack."""
+
+    def make() -> nn.Module:
+        chain = (Scaled() for _ in range(blocks))
+        return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), *chain, nn.Linear(16, 16))
+
+    agree(make)
+    models, wide = pair(make), torch.randn(32, 16, 16)
+    peaks = [peak_memory(lambda one=one: one(wide).sum().backward(), one)["total"] for one in models]
+    assert peaks[1] <= peaks[0]
+    before, after = (kept(one, wide) for one in models)
+    assert after < 0.6 * before
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        self.names += [name] if name in ("gelu", "mul", "scaled_dot_product_attention") else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_other_modes(inside: bool) -> None:
+    """Modes of one's own, around the model or in its forward, see what they saw."""
+
+    class Moded(Feed):
+        def forward(self, x: Tensor) -> Tensor:
+            mode = self.mode = Seen()
+            if not inside:
+                return super().forward(x)
+            with mode:
+                return super().forward(x)
+
+    def step(model: Any, x: Tensor) -> Any:
+        with Seen() as seen:
+            train(model, x)
+        return seen.names, model.mode.names
+
+    agree(partial(Moded, lambda x: F.gelu(x) * x), step)
+
+
+def test_threads() -> None:
+    def step(model: Any, x: Tensor) -> Any:
+        found: dict[int, Tensor] = {}
+
+        def run(i: int) -> None:
+            y = model(x + i)
+            found[i] = torch.autograd.grad(loss_of(y), model.fc1.weight)[0]
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        return [found[i] for i in range(4)]
+
+    agree(Feed, step)
+
+
+# What changes a tensor in place, and the number of tensors that are stored in 8 bits and as they are.
+CHANGED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, int]] = {
+    "product": (lambda h, u: h.mul_(u), 1, 1),  # PyTorch copies h, which is about to be changed
+    "activation": (lambda h, u: (h + u).relu_(), 1, 0),
+    "by keyword": (lambda h, u: torch.pow(input=h + u, exponent=2), 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_quantised(name: str) -> None:
+    """Functions that change a tensor have the kinds of those that do not."""
+    call, quantised, whole = CHANGED[name]
+    x, v, w = torch.randn(64, 32), *(torch.randn(32, 128, requires_grad=True) for _ in "vw")
+    found = []
+    for context in nullcontext(), saving("rounding"):
+        with count_saved() as saved, context:
+            y = call(x @ v, x @ w)
+        found.append(torch.autograd.grad(y.sum(), [v, w]))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 0.02 * a.norm()
+    bits, scales = y.numel(), 5 * 64
+    assert saved.bytes == x.nbytes + quantised * (bits + scales) + whole * y.nbytes
