@@ -37,6 +37,16 @@ MORE: dict[str, dict[str, Any]] = {
     "opt": {"hidden_size": 48, "num_attention_heads": 4, "ffn_dim": 192, "num_hidden_layers": 2}
     | {"vocab_size": WORDS},
 }
+EXPERTS = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+MANY = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+NEWER: dict[str, dict[str, Any]] = {  # with norms of q and k, or experts
+    "qwen3": GROUPED | {"head_dim": 16},
+    "gemma3_text": GROUPED | {"head_dim": 16},
+    "mixtral": EXPERTS,
+    "gpt_oss": EXPERTS | {"head_dim": 16},
+    "qwen2_moe": MANY | {"shared_expert_intermediate_size": 96},
+    "qwen3_moe": MANY | {"head_dim": 16},
+}
 HEADS = {
     **dict.fromkeys(("bert", "roberta", "albert"), "MaskedLM"),
     "vit": "ImageClassification",
@@ -65,9 +75,16 @@ def _model(name: str) -> nn.Module:
         model: nn.Module = imported("timm").create_model(name, num_classes=10, **TIMM[name])
         return model
     transformers = imported("transformers")
-    config = transformers.AutoConfig.for_model(name, **(FAMILIES | MORE)[name])
+    name, _, each = name.partition(", ")
+    config = transformers.AutoConfig.for_model(name, **(FAMILIES | MORE | NEWER)[name])
     config.use_cache = False
-    made: nn.Module = getattr(transformers, f"AutoModelFor{HEADS.get(name, 'CausalLM')}").from_config(config)
+    how = {"experts_implementation": "eager"} if each else {}
+    head = getattr(transformers, f"AutoModelFor{HEADS.get(name, 'CausalLM')}")
+    made: nn.Module = head.from_config(config, **how)
+    if name in NEWER:  # some weights are drawn by nobody
+        with torch.no_grad():
+            for one in made.parameters():
+                one.copy_(0.05 * torch.randn_like(one) + (one.ndim == 1))
     return made
 
 
@@ -97,11 +114,11 @@ def logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model by its name, with adapters if that says so."""
     torch.manual_seed(0)
-    name, _, adapters = name.partition(" ")
+    name, lora, kind = name.partition(" lora")
     model = model_of(name).to(dtype)
-    if adapters:
+    if lora:
         peft = imported("peft")
-        p, wide = ADAPTERS[adapters]
+        p, wide = ADAPTERS[f"lora{kind}"]
         config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=p, init_lora_weights=False)
         torch.manual_seed(0)  # the first model draws weights, later ones are copies
         with warnings.catch_warnings():

@@ -1,15 +1,15 @@
-"""What users do around a model that saves less: one table of cases, which every model goes through.
+"""What users do around a model: one table of cases, which every model goes through.
 
 A case does something with a model and returns what it saw. It must see the same, to the last bit, of a model as it
-is and of one that saves less.
+is and of a converted one.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -25,11 +25,14 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.convert.test_convert_models import batch_of
-from tests.support.saving import WAYS, Inputs, both
+import fitact
+from tests.support.blocks import MLP, MODELS, RMSNorm
+from tests.support.calls import CALLS, Attention, repeated
+from tests.support.convolutions import IMAGES, UNITS
+from tests.support.models import NEWER, inputs_of, made
+from tests.support.saving import HALF, X, cast, differences, gradients, kept_of, loss_of
 
-from . import test_calls, test_calls_models, test_convolutions, test_rebuild, test_rebuild_models
-from .test_rebuild import HALF, X, cast, differences, gradients, loss_of
+from .test_models import SHARES
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Subject:
     """
 
     make: Callable[[], nn.Module]
-    inputs: Inputs
+    inputs: Mapping[str, Any]
 
     def loss(self, model: nn.Module) -> Tensor:
         output = model(**self.inputs)
@@ -58,15 +61,15 @@ class Subject:
 def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Subject:
     """Return a model of one tensor."""
 
-    def made() -> nn.Module:
+    def fresh() -> nn.Module:
         torch.manual_seed(0)
         return make().train()
 
-    name = next(iter(inspect.signature(made().forward).parameters))
-    return Subject(made, {name: x.clone().requires_grad_()})
+    name = next(iter(inspect.signature(fresh().forward).parameters))
+    return Subject(fresh, {name: x.clone().requires_grad_()})
 
 
-class Scores(test_calls.Attention):
+class Scores(Attention):
     """Attention whose scores are changed in place after a softmax in float32 has read them."""
 
     def __init__(self) -> None:
@@ -74,14 +77,14 @@ class Scores(test_calls.Attention):
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q @ k.transpose(-1, -2)).bfloat16()
+        scores = (q @ repeated(k).transpose(-1, -2)).bfloat16()
         weights = F.softmax(scores, -1, dtype=torch.float32)
         with torch.no_grad():
             scores.zero_()
-        return weights.to(v.dtype) @ v
+        return weights.to(v.dtype) @ repeated(v)
 
 
-class Repeated(test_rebuild.MLP):
+class Repeated(MLP):
     """A tensor is changed in place after its repetition has been read."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,33 +96,34 @@ class Repeated(test_rebuild.MLP):
         return y
 
 
-UNITS: dict[str, Callable[[], Subject]] = {
-    **{name: partial(unit, make) for name, make in test_rebuild.MODELS.items()},
-    **{f"calls: {name}": partial(unit, make) for name, make in test_calls.MODELS.items()},
-    **{name: partial(unit, make, test_convolutions.X[2]) for name, make in test_convolutions.UNITS.items()},
-    "leaky relu": partial(unit, partial(test_rebuild.MLP, nn.LeakyReLU)),
-    "softplus": partial(unit, partial(test_rebuild.MLP, nn.Softplus)),
+SMALL: dict[str, Callable[[], Subject]] = {
+    **{name: partial(unit, make) for name, make in MODELS.items()},
+    **{f"calls: {name}": partial(unit, make) for name, make in CALLS.items()},
+    **{name: partial(unit, make, IMAGES[2]) for name, make in UNITS.items()},
+    "leaky relu": partial(unit, partial(MLP, nn.LeakyReLU)),
+    "softplus": partial(unit, partial(MLP, nn.Softplus)),
     "scores changed": partial(unit, Scores),
     "repetition changed": partial(unit, Repeated),
 }
-NAMES = (*test_rebuild_models.SHARES, *test_calls_models.SIZES)
-
-
-def model_of(name: str) -> Subject:
-    """Return a model of transformers or timm, perhaps with adapters."""
-    if name in test_calls_models.SIZES:
-        return Subject(partial(test_calls_models.model_of, name), batch_of("llama"))
-    return Subject(partial(test_rebuild_models.made, name), test_rebuild_models.inputs_of(name, torch.float32))
+REAL = (*SHARES, *NEWER)
 
 
 @cache
 def subject(name: str) -> Subject:
-    return UNITS[name]() if name in UNITS else model_of(name)
+    return SMALL[name]() if name in SMALL else Subject(partial(made, name), inputs_of(name, torch.float32))
+
+
+def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Return a model as it is, and a converted copy."""
+    baseline = make()
+    model = copy.deepcopy(baseline)
+    fitact.convert(model)
+    return baseline, model
 
 
 @cache
-def _pair(name: str, way: str) -> tuple[nn.Module, nn.Module]:
-    return both(subject(name).make, subject(name).inputs, way)
+def _pair(name: str) -> tuple[nn.Module, nn.Module]:
+    return both(subject(name).make)
 
 
 # ---------------------------------------------------------------------------------------------------- the cases
@@ -240,7 +244,7 @@ PATCHED = (
     nn.Conv2d,
     nn.GroupNorm,
 )
-PATCHED += (nn.BatchNorm2d, test_rebuild.RMSNorm)
+PATCHED += (nn.BatchNorm2d, RMSNorm)
 
 
 def patched(of: Subject, model: nn.Module) -> Any:
@@ -354,50 +358,22 @@ def seen(case: Case, of: Subject, model: nn.Module) -> Any:
         return f"raises {type(error).__name__}: {error}"
 
 
-# What conversion does that PyTorch does not: its layers have classes and nodes of their own.
-CONVERTED = {
-    "attributes changed after forward": "attributes are read again in backward",
-    "attributes changed between two calls": "attributes are read again in backward",
-    "two steps in one autocast": "weights are cast again in backward",
-    "weights replaced between the passes": "weights are read again in backward",
-    "weights replaced between the passes, autocast": "weights are read again in backward",
-    "a step between the passes, autocast": "weights are cast again in backward",
-    "one gradient asked for": "all gradients of a layer are computed",
-    "gradient penalty": "there are no second derivatives",
-    "quantize_dynamic": "classes differ",
-    "prepare_qat": "classes differ",
-    "forward patched": "classes differ",
-    "side effects": "activations run again in backward",
-    "parametrised later": "classes differ",
-    "FlopCounterMode": "nodes differ",
-    "jit.trace": "nodes differ",
-    "fx.symbolic_trace": "classes differ",
-    "forward_ad": "nodes differ",
-}
-IN_CONTEXT = {  # what the context does that PyTorch does not
-    ("gradient penalty", "gemma2"): "second derivatives differ by rounding, 1e-7 of the largest",
-}
-MAY_RAISE = "a step between the passes, autocast"  # what is cast again must not change
+MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in backward
 
 
-def quick(case: str, name: str) -> bool:
+def quick(name: str) -> bool:
     return name in ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed")
 
 
+def some(names: Mapping[str, Any] | tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=() if quick(name) else pytest.mark.full) for name in names]
+
+
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own deprecations
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        pytest.param(case, name, marks=() if quick(case, name) else pytest.mark.full)
-        for case in CASES
-        for name in (*UNITS, *NAMES)
-    ],
-)
-def test_table(case: str, name: str, way: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", some((*SMALL, *REAL)))
+def test_table(case: str, name: str) -> None:
     of = subject(name)
-    if way == "converted" and name.endswith("changed"):
-        pytest.xfail("what a converted layer reads again in backward was changed in place")
     if CASES[case] is first_forward:
 
         def make() -> nn.Module:
@@ -405,20 +381,33 @@ def test_table(case: str, name: str, way: str) -> None:
             model.register_forward_pre_hook(marked)
             return model
 
-        models = both(make, of.inputs, way)
+        models = both(make)
     else:
-        models = copy.deepcopy(_pair(name, way))
+        models = copy.deepcopy(_pair(name))
     expected, found = (seen(CASES[case], of, model) for model in models)
     if isinstance(expected, str):
         pytest.skip(f"PyTorch {expected.splitlines()[0]}")
     if case == MAY_RAISE and isinstance(found, str):
-        assert "modified by an inplace operation" in found or way == "converted"
+        assert "modified by an inplace operation" in found
         return
     if differences(expected, expected):
         pytest.skip("PyTorch returns NaN")
-    unequal = differences(expected, found)
-    if unequal and way == "converted" and case in CONVERTED:
-        pytest.xfail(CONVERTED[case])
-    if unequal and way == "context" and (case, name) in IN_CONTEXT:
-        pytest.xfail(IN_CONTEXT[case, name])
-    assert not unequal
+    assert not differences(expected, found)
+
+
+@pytest.mark.parametrize("name", some((*SMALL, *REAL)))
+def test_bytes_of_the_context(name: str) -> None:
+    """A converted model saves as much as the model does in the bare context, and less than the baseline."""
+    of = subject(name)
+    baseline, model = copy.deepcopy(_pair(name))
+
+    def loss(one: nn.Module, context: AbstractContextManager[Any]) -> Tensor:
+        torch.manual_seed(3)
+        with context:
+            return of.loss(one)
+
+    before, bare, converted = (
+        kept_of(one, partial(loss, one, context))
+        for one, context in ((baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()))
+    )
+    assert before > bare == converted
