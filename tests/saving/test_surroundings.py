@@ -386,7 +386,8 @@ def test_table(case: str, name: str) -> None:
         models = copy.deepcopy(_pair(name))
     expected, found = (seen(CASES[case], of, model) for model in models)
     if isinstance(expected, str):
-        pytest.skip(f"PyTorch {expected.splitlines()[0]}")
+        assert isinstance(found, str) and found.partition(":")[0] == expected.partition(":")[0]
+        return
     if case == MAY_RAISE and isinstance(found, str):
         assert "modified by an inplace operation" in found
         return
