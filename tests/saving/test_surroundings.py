@@ -358,20 +358,17 @@ def seen(case: Case, of: Subject, model: nn.Module) -> Any:
         return f"raises {type(error).__name__}: {error}"
 
 
+ROUNDED = {("gradient penalty", "gemma2")}  # second derivatives of the cross entropy of logits that are recomputed
 MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in backward
 
 
-def quick(name: str) -> bool:
-    return name in ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed")
-
-
-def some(names: Mapping[str, Any] | tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if quick(name) else pytest.mark.full) for name in names]
+QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed")
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in (*SMALL, *REAL)]
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own deprecations
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", some((*SMALL, *REAL)))
+@pytest.mark.parametrize("name", NAMES)
 def test_table(case: str, name: str) -> None:
     of = subject(name)
     if CASES[case] is first_forward:
@@ -391,12 +388,14 @@ def test_table(case: str, name: str) -> None:
     if case == MAY_RAISE and isinstance(found, str):
         assert "modified by an inplace operation" in found
         return
-    if differences(expected, expected):
-        pytest.skip("PyTorch returns NaN")
+    if (case, name) in ROUNDED:
+        largest = max(one.abs().max() for one in expected.values())
+        assert all((one - found[key]).abs().max() <= 1e-6 * largest for key, one in expected.items())
+        return
     assert not differences(expected, found)
 
 
-@pytest.mark.parametrize("name", some((*SMALL, *REAL)))
+@pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_the_context(name: str) -> None:
     """A converted model saves as much as the model does in the bare context, and less than the baseline."""
     of = subject(name)
