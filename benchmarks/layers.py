@@ -1,13 +1,13 @@
-"""Bytes that a layer of a transformer keeps for a token, with each way to keep less.
+"""Bytes that a layer of a transformer saves for a token, with each way to save less.
 
     python -m benchmarks.layers [-o RESULTS.json]
 
 Layers of transformers, with the ratios of sizes that the published models have, narrower, in bfloat16, with
 attention that is fused, and a GPU's masks of dropout. A layer is the difference between models of two layers and
-of one. What is kept is counted in numbers of two bytes for each of the hidden state's, so the width drops out,
+of one. What is saved is counted in numbers of two bytes for each of the hidden state's, so the width drops out,
 except for statistics of a few bytes a token.
 
-- stock, auto, exact: the models as they are, after `convert(model, "auto")`, and with `error="exact"`.
+- baseline, exact, rounding, coarse: the models as they are, and in `fitact.saving` with each error.
 - selective checkpointing: PyTorch's, which keeps the results of matrix products and of attention.
 - compiler: the graphs of PyTorch's partitioner with activation memory budgets of 1 and 0.7, where everything is
   trained. With 0.7 it may compute matrix products again: `again` says by how much the FLOPs grow.
@@ -23,6 +23,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.runtime.compare.baselines import checkpointed, compiled
-from fitact.runtime.memory.saved import count_saved, gpu_kernels
+from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
 from fitact.runtime.models.prepare import Inputs, blocks_of, imported, prepare
 from fitact.runtime.models.sources import from_callable
+from fitact.runtime.saving import ERRORS
 
 RESULTS = Path(__file__).parent / "results" / "layers.json"
 BATCH, SEQ = 8, 256
@@ -70,6 +72,7 @@ LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 UNTRACED = ("Qwen-MoE",)  # what goes to each expert depends on numbers
+Around = Callable[[nn.Module, Saved], AbstractContextManager[Any]]
 TRAININGS = ("everything", "LoRA", "LoRA, dropout")
 
 
@@ -107,24 +110,23 @@ def tokens(name: str) -> int:
     return BATCH * (197 if LAYERS[name][0] == "vit" else SEQ)
 
 
-def kept(model: nn.Module, inputs: Mapping[str, Tensor], selective: bool = False) -> int:
-    """Return the bytes that are kept."""
-    blocks = [block for _, block in blocks_of(model)]
-    with gpu_kernels(), count_saved(model) as saved:
-        if selective:
-            with checkpointed(blocks, saved, selective=True):
-                y = model(**inputs)
-        else:
-            y = model(**inputs)
+def bytes_saved(name: str, training: str, layers: int, around: Around) -> int:
+    """Return the bytes that a model saves in a context."""
+    model, inputs = model_of(name, training, layers), inputs_of(name)
+    with gpu_kernels(), count_saved(model) as saved, around(model, saved):
+        y = model(**inputs)
     del y
     return saved.bytes
 
 
-def converted(name: str, training: str, layers: int, **how: Any) -> int:
-    """Return the bytes that are kept after `fitact.convert`."""
-    model, inputs = model_of(name, training, layers), inputs_of(name)
-    fitact.convert(model, example_inputs=inputs, **how)
-    return kept(model, inputs)
+def selective(model: nn.Module, saved: Saved) -> AbstractContextManager[Any]:
+    """Return a context in which each block is checkpointed, and keeps the results of its products."""
+    return checkpointed([block for _, block in blocks_of(model)], saved, selective=True)
+
+
+def saving(error: str) -> Around:
+    """Return what enters `fitact.saving`."""
+    return lambda model, saved: fitact.saving(error)
 
 
 def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -156,37 +158,42 @@ def counted(name: str, training: str) -> dict[str, float]:
     return found
 
 
+WAYS: dict[str, Around] = {
+    "baseline": lambda model, saved: nullcontext(),
+    "selective checkpointing": selective,
+    **{error: saving(error) for error in ERRORS},
+}
+
+
 def row(name: str, training: str) -> dict[str, Any]:
     """Measure one layer in one kind of training."""
     _, width, sizes = LAYERS[name]
-    ways: dict[str, Callable[[int], int]] = {
-        "stock": lambda n: kept(model_of(name, training, n), inputs_of(name)),
-        "auto": lambda n: converted(name, training, n, method="auto"),
-        "exact": lambda n: converted(name, training, n, error="exact"),
-        "selective checkpointing": lambda n: kept(model_of(name, training, n), inputs_of(name), selective=True),
-    }
     numbers = tokens(name) * sizes[width] * 2
-    found = {way: round((measure(2) - measure(1)) / numbers, 3) for way, measure in ways.items()}
+    found: dict[str, float] = {}
+    for way, around in WAYS.items():
+        one, two = (bytes_saved(name, training, layers, around) for layers in (1, 2))
+        found[way] = round((two - one) / numbers, 3)
     again: dict[str, float] = {}
     if training == TRAININGS[0] and name not in UNTRACED:
-        (one, _), (two, flops) = traced(name, 1), traced(name, 2)
+        (first, _), (both, flops) = traced(name, 1), traced(name, 2)
         whole = f"compiler, {BUDGETS[0]:g}"
-        rest = 2 * one[whole] - two[whole]  # of what is no layer; a smaller budget is for the model as a whole
-        found |= {key: round((two[key] - rest) / 2 / numbers, 3) for key in one}
+        rest = 2 * first[whole] - both[whole]  # of what is no layer; a smaller budget is for the model as a whole
+        found |= {key: round((both[key] - rest) / 2 / numbers, 3) for key in both}
         least = min(flops.values())
         again = {key: round(of / least - 1, 3) for key, of in flops.items() if of > least}
     found |= {key: round(value, 3) for key, value in counted(name, training).items()}
-    return {"layer": name, "training": training, "kept": found, "again": again}
+    return {"layer": name, "training": training, "saved": found, "again": again}
 
 
-COLUMNS = ("stock", "selective checkpointing", "compiler, 1", "compiler, 0.7", "Liger", "unsloth", "exact", "auto")
+OTHERS = "baseline", "selective checkpointing", "compiler, 1", "compiler, 0.7", "Liger", "unsloth"
+COLUMNS = (*OTHERS, *ERRORS)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the documents' table."""
     lines = [f"| {' | '.join(('layer', 'trained', *COLUMNS))} |", f"|---|---|{'---:|' * len(COLUMNS)}"]
     for one in rows:
-        numbers = [f"{one['kept'][key]:.1f}" if key in one["kept"] else "" for key in COLUMNS]
+        numbers = [f"{one['saved'][key]:.1f}" if key in one["saved"] else "" for key in COLUMNS]
         numbers[COLUMNS.index("exact")] = f"**{numbers[COLUMNS.index('exact')]}**"
         lines.append(f"| {' | '.join((one['layer'], one['training'], *numbers))} |".replace("  ", " "))
     return lines

@@ -1,4 +1,4 @@
-"""benchmarks/layers: what layers keep, in the documents and again."""
+"""benchmarks/layers: what layers save, in the documents and again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import layers
 from tests.conftest import ROOT
 
 ROWS: list[dict[str, Any]] = json.loads(layers.RESULTS.read_text("utf-8"))["rows"]
-DOCUMENT = (ROOT / "docs" / "rebuilding.md").read_text("utf-8")
+DOCUMENT = (ROOT / "docs" / "saving.md").read_text("utf-8")
 
 
 def test_the_documents_table() -> None:
@@ -20,28 +20,29 @@ def test_the_documents_table() -> None:
     assert [(row["layer"], row["training"]) for row in ROWS] == [
         (name, training) for name in layers.LAYERS for training in layers.TRAININGS
     ]
-    assert "Everywhere *exact* keeps least" in DOCUMENT
+    assert "Everywhere *exact* saves least" in DOCUMENT
     assert not any(row["again"] for row in ROWS)  # so says the text of the compiler's products
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['layer']}-{row['training']}")
-def test_nothing_that_computes_no_product_again_keeps_less(row: dict[str, Any]) -> None:
-    exact = row["kept"]["exact"]
-    assert {way for way, kept in row["kept"].items() if kept < exact and way not in row["again"]} == {"auto"}
+def test_nothing_that_computes_no_product_again_saves_less(row: dict[str, Any]) -> None:
+    saved = row["saved"]
+    assert saved["coarse"] < saved["rounding"] < saved["exact"]
+    assert {way for way in saved if saved[way] < saved["exact"] and way not in row["again"]} == {
+        "rounding",
+        "coarse",
+    }
 
 
 @pytest.mark.parametrize("name", ["LLaMA-7B", pytest.param("BERT", marks=pytest.mark.full)])
 def test_the_figures_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer tokens: what is kept for one is nearly the same."""
+    """With fewer tokens: what is saved for one is nearly the same."""
     monkeypatch.setattr(layers, "BATCH", 2)
     monkeypatch.setattr(layers, "SEQ", 64)
-    (row,) = (row["kept"] for row in ROWS if (row["layer"], row["training"]) == (name, "everything"))
+    (row,) = (row["saved"] for row in ROWS if (row["layer"], row["training"]) == (name, "everything"))
     numbers = layers.tokens(name) * layers.LAYERS[name][2]["hidden_size"] * 2
-    found = {
-        "stock": [layers.kept(layers.model_of(name, "everything", n), layers.inputs_of(name)) for n in (1, 2)],
-        "exact": [layers.converted(name, "everything", n, error="exact") for n in (1, 2)],
-    }
-    for way, (one, two) in found.items():
+    for way in ("baseline", "exact", "rounding", "coarse"):
+        one, two = (layers.bytes_saved(name, "everything", n, layers.WAYS[way]) for n in (1, 2))
         assert (two - one) / numbers == pytest.approx(row[way], rel=0.01)
 
 
