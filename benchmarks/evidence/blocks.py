@@ -1,0 +1,213 @@
+"""How far the gradient of a whole model is off when what it saves is quantised, beside float8 and int8.
+
+    python -m benchmarks.evidence.blocks [--steps N] [-o RESULTS.json]
+
+from the root of the repository; two minutes. The small transformers of benchmarks/convergence are trained on
+characters, one with GELU, one with SwiGLU. Then the gradient of all parameters at a batch that they have not seen
+is compared with the baseline's in the same dtype: the norm of the difference over that of the gradient. With
+*outliers*, four features of each norm are multiplied by 30 to 100, and the next layer's weights divided by it. The
+other codes stand in the same places, for the same tensors. Then the times of coding, for a million numbers on one
+thread, as multiples of that of PyTorch's GELU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fitact
+from fitact.runtime.saving import blocks, storage
+
+from ..convergence.models import Block
+from ..convergence.tasks import SMALL, TASKS, Batch, Recipe
+from ..convergence.training import loss_of
+
+RESULTS = Path(__file__).parents[1] / "results" / "blocks.json"
+STEPS, RATE = 300, 4e-3
+FACTORS = 30.0, 50.0, 70.0, 100.0  # of features
+MODELS = {"GELU": "characters", "SwiGLU": "gated"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Policy = Mapping[str, Any]  # arguments of fitact.saving
+POLICIES: Mapping[str, Policy] = {
+    "rounding": {"error": "rounding"},
+    "coarse": {"error": "coarse"},
+    **{f"{bits} bits": {"bits": bits} for bits in (8, 6, 5, 4, 3)},
+}
+Coded = tuple[Tensor, Tensor, Tensor]
+REPEATS, SIZE = 20, 2**20
+
+
+def float8(x: Tensor, bits: int, signs: bool) -> Coded:
+    """Return e4m3 with a float32 scale for 128 numbers, in place of codes of 8 bits."""
+    return _scaled(x, 128, 448, lambda z: z.to(torch.float8_e4m3fn))
+
+
+def int8(x: Tensor, bits: int, signs: bool) -> Coded:
+    """Return int8 with a float32 scale for 64 numbers, in place of codes of 8 bits."""
+    return _scaled(x, 64, 127, lambda z: z.round().to(torch.int8))
+
+
+def _scaled(x: Tensor, block: int, most: float, code: Callable[[Tensor], Tensor]) -> Coded:
+    parts = F.pad(x.detach().float().flatten(), (0, -x.numel() % block)).view(-1, block)
+    scales = parts.abs().amax(1, keepdim=True).clamp(min=1e-30) / most
+    return code(parts / scales), scales, scales[:0]
+
+
+def descaled(codes: Tensor, scales: Tensor, _: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the tensor that was scaled."""
+    return (codes.float() * scales).flatten()[: torch.Size(shape).numel()].view(shape).to(dtype)
+
+
+OTHERS: Mapping[str, Callable[[Tensor, int, bool], Coded]] = {"e4m3, 1×128": float8, "int8, 1×64": int8}
+
+
+def trained(task: str, recipe: Recipe) -> tuple[nn.Module, Batch]:
+    """Return a trained model, and a batch that it has not seen."""
+    torch.manual_seed(0)
+    model = TASKS[task].model(recipe)
+    data = TASKS[task].data(recipe, 0, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, recipe.steps, pct_start=0.1)
+    for _ in range(recipe.steps):
+        optimizer.zero_grad()
+        loss_of(model, next(data.training), SMALL).backward()
+        optimizer.step()
+        schedule.step()
+    return model, data.validation[0]
+
+
+@torch.no_grad()
+def with_outliers(model: nn.Module) -> nn.Module:
+    """Return a model that computes the same, with norms of which some features are far larger than the others."""
+    model = copy.deepcopy(model)
+    for block in model.modules():
+        if isinstance(block, Block):
+            readers = [[block.qkv], [block.up, *([] if block.gate is None else [block.gate])]]
+            for norm, layers in zip((block.attention_norm, block.mlp_norm), readers, strict=True):
+                width = norm.weight.numel()
+                chosen = torch.randperm(width, generator=torch.Generator().manual_seed(1))[: len(FACTORS)]
+                factors = torch.ones(width).index_put_((chosen,), torch.tensor(FACTORS))
+                norm.weight *= factors
+                norm.bias *= factors
+                for layer in layers:
+                    layer.weight /= factors
+    return model
+
+
+def gradient(model: nn.Module, batch: Batch, policy: Policy | None) -> Tensor:
+    """Return the gradient of all parameters, float64 (parameters,)."""
+    model = copy.deepcopy(model)
+    with nullcontext() if policy is None else fitact.saving(**policy):
+        loss = loss_of(model, batch, SMALL)
+    loss.backward()
+    return torch.cat([one.grad.double().flatten() for one in model.parameters() if one.grad is not None])
+
+
+def errors(model: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
+    """Yield policies and relative errors of the gradient."""
+    baseline = gradient(model, batch, None)
+
+    def error(policy: Policy) -> float:
+        off = (gradient(model, batch, policy) - baseline).norm() / baseline.norm()
+        return float(f"{float(off):.3g}")
+
+    for name, policy in POLICIES.items():
+        yield name, error(policy)
+    for name, encode in OTHERS.items():
+        with mock.patch.multiple(storage, encode=encode, decode=descaled):
+            yield name, error({"error": "rounding", "bits": 8})
+
+
+def rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield the errors of each model, with and without outliers, in each dtype."""
+    for name, task in MODELS.items():
+        model, batch = trained(task, recipe)
+        for variant, changed in {"trained": model, "outliers": with_outliers(model)}.items():
+            for dtype, kind in DTYPES.items():
+                yield {
+                    "model": name,
+                    "inputs": variant,
+                    "dtype": dtype,
+                    "error": dict(errors(changed.to(kind), batch)),
+                }
+        model.float()
+
+
+def least(call: Callable[[], object]) -> float:
+    """Return the least time of a call, in seconds of this thread."""
+    found = []
+    for _ in range(REPEATS):
+        start = time.thread_time()
+        call()
+        found.append(time.thread_time() - start)
+    return min(found)
+
+
+def times() -> Iterator[dict[str, Any]]:
+    """Yield the times of coding, as multiples of GELU's forward, and in nanoseconds a number."""
+    for dtype, kind in DTYPES.items():
+        x = torch.randn(SIZE // 1024, 1024).to(kind)
+        unit = least(partial(F.gelu, x))
+        for bits in blocks.BITS:
+            codes = blocks.encode(x, bits)
+            found = {
+                "encode": least(partial(blocks.encode, x, bits)),
+                "decode": least(partial(blocks.decode, *codes, x.shape, kind)),
+            }
+            yield {
+                "dtype": dtype,
+                "bits": bits,
+                **{name: round(seconds / unit, 2) for name, seconds in found.items()},
+                "nanoseconds": {name: round(seconds / SIZE * 1e9, 2) for name, seconds in found.items()},
+            }
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the documents' table."""
+    names = [*POLICIES, *OTHERS]
+    lines = [f"| errors in % | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    for row in found:
+        numbers = " | ".join(f"{100 * row['error'][name]:.2g}" for name in names)
+        outliers = ", outliers" * (row["inputs"] == "outliers")
+        lines.append(f"| {row['model']}, {row['dtype']}{outliers} | {numbers} |")
+    return lines
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    recipe = replace(SMALL.recipes["characters"], steps=arguments.steps, rate=RATE, validation=8)
+    record = {
+        "machine": f"{platform.machine()}, {platform.system()}",
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "steps": arguments.steps,
+        "rows": list(rows(recipe)),
+        "times": list(times()),
+    }
+    arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(table(record["rows"])))
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

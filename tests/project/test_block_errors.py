@@ -1,0 +1,47 @@
+"""benchmarks/evidence/blocks: errors of quantised gradients, in the document and again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.convergence.tasks import SMALL
+from benchmarks.evidence import blocks
+from tests.conftest import ROOT
+
+RECORD: dict[str, Any] = json.loads(blocks.RESULTS.read_text("utf-8"))
+DOCUMENT = (ROOT / "docs" / "storage.md").read_text("utf-8")
+
+
+def test_the_documents_numbers() -> None:
+    assert "\n".join(blocks.table(RECORD["rows"])) in DOCUMENT
+    for way, said in {"encode": "coding takes 3.6 to 4.8 ns", "decode": "decoding 1.5 to 3.0,"}.items():
+        found = [row["nanoseconds"][way] for row in RECORD["times"]]
+        assert f"{min(found):.1f} to {max(found):.1f}" in said
+        assert said in DOCUMENT
+        assert max(found) < 5
+    ratios = {way: [row[way] for row in RECORD["times"]] for way in ("encode", "decode")}
+    said = " times and ".join(f"{min(one):.0f} to {max(one):.0f}" for one in ratios.values())
+    assert f"{said} times as long as PyTorch's GELU" in DOCUMENT.replace("\n", " ")
+
+
+def test_what_the_document_says_of_them() -> None:
+    errors = [row["error"] for row in RECORD["rows"]]
+    assert max(error["rounding"] for error in errors) < 0.01
+    assert (0.07, 0.11) == tuple(round(of(error["coarse"] for error in errors), 2) for of in (min, max))
+    assert all(3.5 < error["e4m3, 1×128"] / error["8 bits"] < 5 for error in errors)
+
+
+@pytest.mark.long
+def test_the_numbers_again() -> None:
+    """A model that was trained for less time; errors are of the same order."""
+    recipe = replace(SMALL.recipes["characters"], steps=60, rate=blocks.RATE, validation=8)
+    for row in blocks.rows(recipe):
+        (stated,) = (
+            one for one in RECORD["rows"] if all(one[key] == row[key] for key in ("model", "inputs", "dtype"))
+        )
+        for policy, error in row["error"].items():
+            assert stated["error"][policy] / 2 < error < 2 * stated["error"][policy], (row, policy)
