@@ -8,6 +8,7 @@ tried on PyTorch 2.9.1, 2.11.0, 2.13.0 and 2.15.0; differences are noted. Slow i
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -104,8 +105,17 @@ def version_guard(tensor: Tensor) -> Tensor:
     return guard
 
 
-def after_backward(call: Callable[[], None]) -> bool:
-    """Have a function called when the backward pass that runs now ends; returns False if none runs."""
+def after_backward(method: Callable[[], None]) -> bool:
+    """Have a method called when the backward pass that runs now ends; returns False if none runs.
+
+    Its object is not held until then.
+    """
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (method := held()) is not None:
+            method()
+
     try:
         torch.autograd.Variable._execution_engine.queue_callback(call)
     except RuntimeError:

@@ -51,7 +51,7 @@ class Capture(TorchFunctionMode):
         super().__init__()
         outer = saved_tensor_hooks()
         owner = getattr(outer[0], "__self__", None) if outer else None
-        self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else outer or None
+        self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else Hooks(*outer) if outer else None
         self._pack = self.pack
         self._context = saved_tensors_hooks(self._pack, _unpack)
         self._first_call = next_call()
@@ -75,6 +75,7 @@ class Capture(TorchFunctionMode):
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
             self._context.__exit__(*error)
+            del self._pack, self._context  # which refer to this object: what it holds is freed with it
 
     def pause(self) -> bool:
         """Let autograd save tensors as they are, if these hooks are the innermost; returns whether they are.

@@ -152,7 +152,7 @@ class Quantising(Capture):
         self._last = None
         stored: Stored | Reading | None = None
         mark: Mark | None = mark_of(tensor.untyped_storage())
-        if mark is not None and mark.hooks == self.hooks:
+        if mark is not None and mark.is_inside(self.hooks):
             least = self._sharp if self.current and kind_of(*self.current) == "attention" else 0
             known = mark.alive(version_of_saved(tensor))
             stored = next((one for one in known if type(one) is Quantised and one.bits >= least), None)

@@ -132,7 +132,7 @@ class Recompute:
         self._computed: Callable[[], Computed | None] | None = None
         self._args = self._taken(args)
         self._kwargs = dict(zip(kwargs, self._taken(kwargs.values()), strict=True)) if kwargs else kwargs
-        del self._storage
+        del self._storage, self._hooks
 
     def _taken(self, arguments: Iterable[Any]) -> list[Any]:
         taken: list[Any] = []

@@ -28,7 +28,6 @@ from fitact.runtime.torch_internals import (
 from .bits import pack, unpack
 from .blocks import decode, encode
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Layout = tuple[torch.Size, tuple[int, ...], int]
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
@@ -36,24 +35,43 @@ CHANGED = (
 )
 
 
+class Hooks:
+    """The hooks outside of a context: what is stored by them can be read inside of them alone."""
+
+    __slots__ = ("__weakref__", "pack", "unpack")
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self.pack, self.unpack = pack, unpack
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hooks) and (self.pack, self.unpack) == (other.pack, other.unpack)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Mark:
     """What is known of a tensor's memory.
 
+    It holds the hooks outside weakly: those of a checkpoint hold the tensors that it computes again.
+
     Attributes:
-        hooks: those outside of the context; what is stored by them can be read inside of them alone.
         known: weak references to what is stored of it.
         recompute: how to compute it again.
         casts: weak references to how to compute autocast's copies, by dtype and layout.
 
     """
 
-    __slots__ = ("casts", "hooks", "known", "recompute")
+    __slots__ = ("_hooks", "casts", "known", "recompute")
 
     def __init__(self, hooks: Hooks | None) -> None:
-        self.hooks = hooks
+        self._hooks = None if hooks is None else weakref.ref(hooks)
         self.known: list[Callable[[], Stored | None]] = []
         self.recompute: Any = None
         self.casts: dict[tuple[torch.dtype, Layout], Callable[[], Any]] | None = None
+
+    def is_inside(self, hooks: Hooks | None) -> bool:
+        """Return whether it was made inside of these hooks."""
+        return hooks is None if self._hooks is None else hooks is not None and self._hooks() == hooks
 
     def add(self, stored: Stored) -> None:
         """Remember, weakly, what is stored of the memory."""
@@ -101,7 +119,7 @@ class Mark:
 def marked(storage: torch.UntypedStorage, hooks: Hooks | None) -> Mark:
     """Return the mark on a tensor's memory; makes one if there is none, or only one made inside of other hooks."""
     mark: Mark | None = mark_of(storage)
-    if mark is None or mark.hooks != hooks:
+    if mark is None or not mark.is_inside(hooks):
         mark = Mark(hooks)
         set_mark(storage, mark)
     return mark
@@ -162,7 +180,7 @@ class Stored:
             self._guard = version_guard(tensor)
             if self._whole and not tensor.is_contiguous():
                 tensor = tensor.as_strided((tensor.numel(),), (1,), 0)
-            self._kept = self._hooks[0](tensor)
+            self._kept = self._hooks.pack(tensor)
         return self
 
     def unpack(self) -> Tensor:
@@ -211,7 +229,7 @@ class Stored:
     def _fetch(self) -> Tensor:
         assert self._hooks is not None
         with with_torch_function():
-            return self._hooks[1](self._kept)
+            return self._hooks.unpack(self._kept)
 
     def release(self) -> None:
         """Free what was given back, though a reader may not have run."""
