@@ -18,7 +18,7 @@ from fitact.runtime.convert.replacement import revert
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.restore import check_model
 from fitact.runtime.saving import ERRORS, baseline, saving
-from fitact.runtime.saving.modules import Attached, attach
+from fitact.runtime.saving.modules import attach, has_context
 from fitact.runtime.torch_internals import FakeTensor, is_compiled, tree_iter
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
@@ -167,9 +167,10 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
 
     """
     check_model(model)
-    if any(isinstance(one, (Checkpointed, Attached)) or is_generated(type(one)) for one in model.modules()):
+    modules = [*model.modules()]
+    if any(isinstance(one, Checkpointed) or has_context(one) or is_generated(type(one)) for one in modules):
         raise UsageError("the model is converted or planned already: call fitact.revert_plan(model) first")
-    if any(map(is_compiled, model.modules())):
+    if any(map(is_compiled, modules)):
         raise UsageError("the model is compiled already: apply the plan first, and compile it then")
     there = dict(model.named_modules())
     for path in (path for _, paths in groups for path in paths):

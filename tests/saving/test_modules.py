@@ -1,0 +1,105 @@
+"""Modules that run in a context: their class, own forwards, copies, other modules of it, and turning back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fitact
+from fitact.runtime.saving.context import baseline
+from fitact.runtime.saving.modules import attach, attaching, detach
+from tests.support.blocks import MLP, MODELS
+from tests.support.saving import X, differences, kept, observed, train
+
+WIDE = torch.randn(64, 16, 16)
+
+
+class Locked(MLP):
+    """It cannot be copied but by what it says of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: one for name, one in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.lock = threading.Lock()
+
+
+class Registered(MLP):
+    """It keeps a list of its subclasses, which have to give their names."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, name: str) -> None:
+        Registered.known.append(name)
+
+
+class Own(Registered, name="own"):
+    pass
+
+
+@pytest.mark.parametrize("kind", [MLP, Locked, Own])
+def test_classes(kind: type[nn.Module]) -> None:
+    """The class is a subclass of the same name; a new module of it is one of the user's class."""
+    model = kind()
+    expected, before = observed(copy.deepcopy(model), train, X), kept(model, WIDE)
+    for _ in range(2):
+        fitact.convert(model)
+    assert isinstance(model, kind) and type(model).__name__ == kind.__name__
+    assert kept(model, WIDE) < before
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert kept(one, WIDE) == kept(model, WIDE)
+        assert not differences(expected, observed(one, train, X))
+    assert Registered.known == ["own"]
+    fresh = type(model)()
+    assert kept(fresh, WIDE) == before
+    assert not fitact.revert(fresh) and type(fresh) is kind
+    assert detach(model) and not detach(model)
+    assert type(model) is kind and vars(model).keys() == vars(kind()).keys()
+
+
+def _twice(model: MLP, x: Tensor) -> Tensor:
+    return 2 * MLP.forward(model, x)
+
+
+def test_a_forward_of_the_module_s_own() -> None:
+    """accelerate sets one, for example for autocast or to move the weights of parts."""
+    model = MLP()
+    forward = model.forward = partial(_twice, model)
+    expected, before = observed(copy.deepcopy(model), train, X), kept(model, WIDE)
+    fitact.convert(model)
+    assert kept(model, WIDE) < before
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        one.zero_grad()
+        assert not differences(expected, observed(one, train, X))
+    fitact.revert(model)
+    assert vars(model)["forward"] is forward and kept(model, WIDE) == before
+
+
+def test_parts() -> None:
+    """A part can save as it is, and contexts that are tried leave the module as it was."""
+    model = MODELS["block"]()
+    before = kept(model, WIDE)
+    fitact.convert(model)
+    all_of_it = kept(model, WIDE)
+    fitact.revert(model)
+    attach(model[0], partial(fitact.saving, "exact"))
+    first = kept(model, WIDE)
+    attach(model, partial(fitact.saving, "exact"))
+    attach(model[0], baseline)
+    others = kept(model, WIDE)
+    assert all_of_it < min(first, others) and max(first, others) < before
+    with attaching(model, {"": baseline}):
+        assert kept(model, WIDE) == before
+    assert kept(model, WIDE) == others
