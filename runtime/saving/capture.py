@@ -124,7 +124,7 @@ class Capture(TorchFunctionMode):
         """Make a cheap call, and note on its output how to compute it again, by the function `again` if given."""
         output, undecided = self.made(func, args, kwargs)
         recompute = None
-        if type(output) in PLAIN and output.requires_grad:
+        if is_plain(output) and output.requires_grad:
             recompute = note(self, output, again or func, args, kwargs)
         for stored, storage in undecided:
             own = recompute is not None and storage is output.untyped_storage()
@@ -161,7 +161,7 @@ class Capture(TorchFunctionMode):
         grows = tensor.requires_grad
         if self.current and self.current[0] in cheap.ADDING and tensor.is_floating_point():
             return self._stored(_of_shape(tensor))
-        if type(tensor) not in PLAIN or is_parameter(tensor) or not (grows or tensor.numel() >= FEW):
+        if not is_plain(tensor) or is_parameter(tensor) or not (grows or tensor.numel() >= FEW):
             return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
         mark = marked(storage, self.hooks)
@@ -177,6 +177,8 @@ class Capture(TorchFunctionMode):
             recompute = self._noted(tensor, getattr(storage, ATTRIBUTE))
         if recompute is not None and recompute.version == version and not mark.is_stored(version):
             computed = recompute.claim(self.keep)
+            if self._changed is not None:
+                protect(self._changed)
             if computed is not None:
                 return Reading(computed, tensor, self.hooks is not None)
         if not grows:
@@ -234,7 +236,7 @@ class Capture(TorchFunctionMode):
             sizes = [one.shape for one in self.current[1] if isinstance(one, Tensor)]
             largest = max((size for shape in sizes for size in shape), default=0)
             dtype = next((one for one in INTEGERS if largest <= torch.iinfo(one).max + 1), None)
-            if dtype is not None and base_of(tensor) is None:
+            if dtype is not None and tensor.numel() * dtype.itemsize < tensor.untyped_storage().nbytes():
                 with without_torch_function():
                     return Small(tensor, self.hooks, dtype)
         return None
@@ -300,6 +302,11 @@ def _of_shape(tensor: Tensor) -> Tensor:
 PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor is dense or a view of a dense one, and of no class of the user's."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided
+
+
 def note(
     capture: Capture,
     output: Tensor,
@@ -339,7 +346,7 @@ def changed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def protect(tensor: Any) -> None:
     """Copy what something is recomputed from, because the tensor is about to be changed in place."""
-    mark = mark_of(tensor.untyped_storage()) if type(tensor) in PLAIN else None
+    mark = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
     if mark is not None:
         for stored in mark.claimed():
             with quietly():

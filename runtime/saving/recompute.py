@@ -150,6 +150,8 @@ class Recompute:
         return taken
 
     def _source(self, tensor: Tensor) -> Source:
+        if tensor.layout is not torch.strided:
+            raise Unsuitable
         storage = tensor.untyped_storage()
         if storage is self._storage or tensor.is_inference():
             raise Unsuitable

@@ -21,7 +21,7 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .attention import attention
-from .capture import CHANGES, PLAIN, RULES, Capture, Function, changed, note, protect
+from .capture import CHANGES, RULES, Capture, Function, changed, is_plain, note, protect
 from .loss import by_rows
 from .recompute import Reading, Source
 from .storage import Stored, layout_of, marked
@@ -41,7 +41,7 @@ def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[st
     if (
         isinstance(output, Tensor)
         and output.device == args[0].device
-        and type(output) in PLAIN
+        and is_plain(output)
         and output.requires_grad
     ):
         note(capture, output, Tensor.to, (args[0], output.dtype), {})
@@ -58,7 +58,7 @@ def _changing(
 ) -> Any:
     """Make a call that changes x in place, by default its first argument."""
     x = changed(args, kwargs) if x is None else x
-    if type(x) not in PLAIN:
+    if not is_plain(x):
         return func(*args, **kwargs)
     mark = mark_of(x.untyped_storage())
     recompute = None
@@ -89,7 +89,7 @@ def _dropout(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict
     """Make a call of dropout; its mask is stored in bits, from which the output can be computed again."""
     given = {"p": 0.5, "training": True, "inplace": False} | dict(zip(DROPOUT, args, strict=False)) | kwargs
     x, p = given["input"], given["p"]
-    if given["inplace"] or not (given["training"] and type(x) in PLAIN and x.requires_grad and 0 < p < 1):
+    if given["inplace"] or not (given["training"] and is_plain(x) and x.requires_grad and 0 < p < 1):
         return (_changing if given["inplace"] else Capture.plain)(capture, func, args, kwargs)
     capture.masks, capture.p = [], p
     try:
@@ -164,7 +164,7 @@ def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: d
         function: Function = _batch_norm_again
     else:
         function = F.batch_norm
-    if type(output) in PLAIN and output.requires_grad:
+    if is_plain(output) and output.requires_grad:
         note(capture, output, function, (x,), given)
     return output
 

@@ -176,6 +176,10 @@ class Stored:
         """Hand the tensor to the hooks outside, once it is known that it has to be stored."""
         if self._hooks is not None:
             tensor: Tensor = self._kept
+            if tensor.layout is not torch.strided:
+                self._layout, self._whole = (tensor.size(), (), 0), False
+                self._kept = self._hooks[0](tensor)
+                return self
             self._layout, self._whole = layout_of(tensor), is_dense(tensor)
             self._guard = version_guard(tensor)
             if self._whole and not tensor.is_contiguous():
@@ -302,9 +306,10 @@ class Small(Stored):
     """Indices of int64 in a dtype of fewer bytes."""
 
     def __init__(self, index: Tensor, hooks: Hooks | None, dtype: torch.dtype) -> None:
-        super().__init__(index.to(dtype), hooks)
+        whole = is_dense(index)
+        super().__init__(index.to(dtype) if whole else index.to(dtype).contiguous(), hooks)
         self.settle()
-        self.version, self._layout = version_of_saved(index), layout_of(index)
+        self.version, self._layout, self._whole = version_of_saved(index), layout_of(index), whole
 
     def is_current(self) -> bool:
         """Return True: what is stored is a tensor of its own."""
@@ -322,11 +327,11 @@ class Small(Stored):
     def read(self, layout: Layout) -> Tensor:
         """Return the indices."""
         index: Tensor = self._kept if self._hooks is None else self._handed_back()
-        return in_layout(index.long(), layout)
+        return in_layout(index.long(), layout) if self._whole else index.long()
 
     def can_read(self, layout: Layout) -> bool:
-        """Return True: what is stored are all of the memory's indices."""
-        return True
+        """Return whether what is stored are all of the memory's indices, or those."""
+        return self._whole or layout == self.layout
 
 
 class Quantised(Stored):
