@@ -15,11 +15,11 @@ from torch import nn
 
 import fitact
 from fitact.fitter.plot import EXACT, FITTED
-from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import read
 from fitact.pictures import save
 from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.saving.blocks import decode, encode
 from fitact.runtime.torch_internals import FakeTensorMode
 
 DOCS = Path(__file__).resolve().parent
@@ -30,12 +30,13 @@ DPI = 200
 TOKENS, HIDDEN, WIDE = 8192, 1024, 4096
 BOX, INK, PALE = "#eef2f6", "#2b2d42", "#8d99ae"
 COLORS = {"x": "#8d99ae", "h": EXACT, "y": "#6a994e", "code": FITTED}
-WAYS: tuple[tuple[str, dict[str, Any] | None, tuple[str, ...]], ...] = (
-    ("stock PyTorch", None, ("x", "h", "y")),
-    ("steps of f′, 3 bits", {"method": "fewbit", "bits": 3}, ("x", "code", "y")),
-    ("inverted: output and 1 bit", {"method": "inverted"}, ("x", "y", "code")),
-    ("rebuilt outputs", {"method": "rebuild"}, ("x", "h")),
-    ("codes of 8 bits", {"method": "coded", "bits": 8}, ("x", "code")),
+WAYS: tuple[tuple[str, dict[str, Any] | None], ...] = (
+    ("PyTorch as it is", None),
+    ("steps of f′, 3 bits", {"method": "fewbit", "bits": 3}),
+    ("inverted: output and 1 bit", {"method": "inverted"}),
+    ("y recomputed", {}),
+    ("h in 8 bits, y recomputed", {"error": "rounding"}),
+    ("h in 4 bits, y recomputed", {"error": "coarse"}),
 )
 
 
@@ -46,7 +47,7 @@ def mlp(hidden: int = HIDDEN, wide: int = WIDE) -> nn.Module:
 
 
 def kept(way: dict[str, Any] | None) -> list[int]:
-    """Return the bytes of each storage that the MLP keeps, in order, without allocating any."""
+    """Return the bytes of each storage that the MLP saves, in order, without allocating any."""
     with FakeTensorMode():
         model = mlp()
         if way is not None:
@@ -65,7 +66,7 @@ def error(way: dict[str, Any] | None) -> str:
     report = fitact.convert(mlp(256, 1024), example_inputs=(batch,), gradients=True, **way)
     assert report.gradient is not None and report.gradient.error is not None
     return (
-        "gradients exact" if report.gradient.error == 0 else f"gradients {100 * report.gradient.error:.1g} % off"
+        "gradients exact" if report.gradient.error == 0 else f"gradients {100 * report.gradient.error:.2g} % off"
     )
 
 
@@ -106,7 +107,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 
 
 def draw_mlp() -> Figure:
-    """Draw the MLP, and the three tensors that stock PyTorch keeps of it."""
+    """Draw the MLP, and the three tensors that PyTorch saves of it."""
     figure = canvas(5.4, 2.5)
     axes = blank(figure, 12, 5.6)
     axes.set_ylim(0.75, 5.6)
@@ -130,7 +131,7 @@ def draw_mlp() -> Figure:
         axes.text(x, 3.25 - height / 2, label, ha="center", va="center", color="white", fontsize=9, zorder=4)
         axes.text(x, 3.1 - height, reason, ha="center", va="top", color=INK, fontsize=9)
     axes.text(0, 5.5, "forward", fontsize=9, color=PALE, va="top")
-    axes.text(0, 1.75, "kept until backward", fontsize=9, color=PALE, va="top")
+    axes.text(0, 1.75, "saved until backward", fontsize=9, color=PALE, va="top")
     return figure
 
 
@@ -157,7 +158,7 @@ def draw_steps() -> Figure:
         axes.plot([left, right], [level, level], color=FITTED, linewidth=2.4, label=label, solid_capstyle="butt")
         place = (left + right) / 2
         axes.text(place, -0.36, f"{code}", ha="center", va="center", color=FITTED, fontsize=10, fontweight="bold")
-    axes.text(-reach, -0.5, "  code that is kept: 3 bits", ha="left", va="center", fontsize=9, color=FITTED)
+    axes.text(-reach, -0.5, "  code that is saved: 3 bits", ha="left", va="center", fontsize=9, color=FITTED)
     axes.set(xlim=(-reach, reach), ylim=(-0.6, 1.3), xlabel="x")
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
@@ -165,40 +166,29 @@ def draw_steps() -> Figure:
 
 
 def draw_codes() -> Figure:
-    """Draw a code of x: the cell of one number, and the value and the derivative looked up by it."""
-    fit = read(FITS / "gelu_coded4.json")
-    assert isinstance(fit, CodedFit)
-    figure = canvas(5.4, 4.6)
-    one, reach = 0.82, 2.6
-    code = int(fit.code(np.array([one]))[0])
-    x = np.linspace(-reach, reach, 4001)
-    of = fit.code(x)
-    rows = (
-        ("value", fit.activation.value, fit.values, "F", "f"),
-        ("derivative", fit.activation.derivative, fit.derivatives, "D", "f′"),
-    )
-    edges = np.clip([-reach, *fit.borders, reach], -reach, reach)
-    for i, (what, function, table, letter, name) in enumerate(rows):
-        axes = figure.add_subplot(2, 1, i + 1)
-        for cell in range(len(table)):
-            axes.axvspan(edges[cell], edges[cell + 1], color=BOX if cell % 2 else "#dfe7ef", zorder=0, linewidth=0)
-        axes.axvspan(edges[code], edges[code + 1], color="#f6c177", zorder=0, linewidth=0)
-        axes.plot(x, function(x), color=EXACT, linewidth=1.8, label=f"{name}(x)")
-        axes.plot(x, np.asarray(table)[of], color=FITTED, linewidth=1.8, label=f"{letter}[code of x]")
-        exact = float(function(np.array([one]))[0])
-        axes.plot([one], [exact], "o", color=EXACT, markersize=5, zorder=5)
-        axes.plot([one], [table[code]], "o", color=FITTED, markersize=5, zorder=5)
-        text = f"x = {one}: code {code}\n{letter}[{code}] = {table[code]:.3f}\n{name}(x) = {exact:.3f}"
-        axes.text(edges[code + 1] + 0.06, 0.25, text, fontsize=9, va="center", color=INK)
-        axes.set(xlim=(-reach, reach), ylabel=what)
-        axes.legend(frameon=False, loc="upper left", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("x, in 16 cells")
+    """Draw a block of 64 numbers, its scale, and the places that codes of 4 bits can name."""
+    torch.manual_seed(1)
+    rows = torch.randn(64, 64)
+    x, near = rows[0], decode(*encode(rows, 4), rows.shape, rows.dtype)[0]
+    figure = canvas(5.4, 3.4)
+    axes = figure.add_subplot()
+    top = float(x[x.abs().argmax()])
+    steps = np.arange(-8, 8) / 8
+    for place in -top * steps * (1 + abs(steps)) / 2:
+        axes.axhline(place, color="#dfe7ef", linewidth=1, zorder=0)
+    axes.plot(x, "o", color=EXACT, markersize=4, label="a block of h: 64 numbers")
+    axes.plot(near, "_", color=FITTED, markersize=8, markeredgewidth=2, label="what comes back from 4 bits each")
+    text = "the scale: the number of the\nlargest absolute value, exact"
+    place = int(x.abs().argmax())
+    axes.text(place - 3, top, text, ha="right", fontsize=9, color=INK, va="center")
+    axes.set(xlabel="place in the block", ylabel="value", ylim=(-1.15 * abs(top), 1.55 * abs(top)))
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def draw_rebuild() -> Figure:
-    """Draw forward and backward of a rebuilt output: the next layer keeps h, not y."""
+def draw_recompute() -> Figure:
+    """Draw forward and backward of a recomputed output: the next layer needs h, not y."""
     figure = canvas(5.4, 3.5)
     axes = blank(figure, 12, 7.2)
     for y, name in ((6.3, "forward"), (1.6, "backward")):
@@ -212,7 +202,12 @@ def draw_rebuild() -> Figure:
     axes.text(7.2, 5.6, "freed after forward", ha="center", fontsize=9, color=COLORS["y"])
     box(axes, 1.0, 4.0, "h", COLORS["h"], "white", 1.1)
     axes.text(
-        1.75, 4.0, "of these two, only h is kept: GELU needs it anyway", va="center", fontsize=9, color=COLORS["h"]
+        1.75,
+        4.0,
+        "of these two, only h is saved: GELU needs it anyway",
+        va="center",
+        fontsize=9,
+        color=COLORS["h"],
     )
     arrow(axes, (1.0, 5.85), (1.0, 4.45), COLORS["h"])
     arrow(axes, (1.0, 3.55), (1.0, 2.05), COLORS["h"])
@@ -229,16 +224,12 @@ def draw_rebuild() -> Figure:
 
 
 def draw_ways() -> Figure:
-    """Draw what the MLP keeps each way, as stacked bars, and how far gradients are off."""
+    """Draw what the MLP saves each way, as stacked bars, and how far gradients are off."""
     figure = canvas(5.4, 3.1)
     axes = figure.add_subplot()
-    for i, (name, way, parts) in enumerate(reversed(WAYS)):
-        sizes = [size / MIB for size in kept(way)]
+    for i, (name, way) in enumerate(reversed(WAYS)):
         left = 0.0
-        ordered = sorted(
-            zip(_named(sizes, parts), sizes, strict=True), key=lambda pair: list(COLORS).index(pair[0])
-        )
-        for part, size in ordered:
+        for part, size in _parts(kept(way), name):
             axes.barh(i, size, left=left, height=0.68, color=COLORS[part], edgecolor="white", linewidth=0.8)
             if size > 8:
                 label = f"{part} {size:.0f}" if part != "code" or size > 20 else f"{size:.0f}"
@@ -246,25 +237,28 @@ def draw_ways() -> Figure:
             left += size
         axes.text(left + 1.5, i, f"{left:.0f} MiB\n{error(way)}".strip(), va="center", fontsize=8.5, color=INK)
         axes.text(-2, i, name, ha="right", va="center", fontsize=9, color=INK)
-    axes.set(xlim=(0, 185), yticks=[], xlabel="MiB kept for backward")
+    axes.set(xlim=(0, 185), yticks=[], xlabel="MiB saved for backward")
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 
-def _named(sizes: list[float], parts: tuple[str, ...]) -> list[str]:
-    """Return which tensor each size is of: x is the narrow one, a code is none of the three sizes' tensors."""
-    narrow, wide = TOKENS * HIDDEN * 2 / MIB, TOKENS * WIDE * 2 / MIB
-    tensors = [part for part in parts if part not in ("x", "code")]
-    names = ["x" if size == narrow else tensors.pop(0) if size == wide else "code" for size in sizes]
-    assert sorted(names) == sorted(parts), (names, parts)
-    return names
+def _parts(sizes: list[int], way: str) -> list[tuple[str, float]]:
+    """Return parts and their MiB, in the order of the colours: x is the first, codes are no wide ones."""
+    wide = TOKENS * WIDE * 2
+    wider = iter(("y",) if way.startswith(("steps", "inverted")) else ("h", "y"))
+    named = [("x", sizes[0] / MIB)]
+    named += [(next(wider) if size == wide else "code", size / MIB) for size in sizes[1:]]
+    codes = sum(size for part, size in named if part == "code")
+    found = {part: size for part, size in named if part != "code"} | ({"code": codes} if codes else {})
+    assert len(found) == len({part for part, _ in named})
+    return sorted(found.items(), key=lambda pair: list(COLORS).index(pair[0]))
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "mlp": draw_mlp,
     "steps": draw_steps,
     "codes": draw_codes,
-    "rebuild": draw_rebuild,
+    "recompute": draw_recompute,
     "ways": draw_ways,
 }
 
