@@ -186,6 +186,7 @@ def _on_fakes(
     twin, mode = twins.of(model)
     found = []
     for look in looks:
+        torch.clear_autocast_cache()  # of casts that the look before has made
         with generators(model, attempt) as draws:
             with mode, Statistics(), without_packing(), quiet_fake_tensors(), unchanged(twin):
                 seen = look(_training(twin), faked_run(run, mode))
@@ -196,6 +197,7 @@ def _on_fakes(
 def _on_real(
     model: nn.Module, run: Run, look: Callable[[nn.Module, Run], Look], attempt: int
 ) -> tuple[Look, bool]:
+    torch.clear_autocast_cache()
     with generators(model, attempt) as draws:
         with unchanged(model):
             seen = look(_training(model), real(run))

@@ -161,7 +161,8 @@ class Capture(TorchFunctionMode):
         grows = tensor.requires_grad
         if self.current and self.current[0] in cheap.ADDING and tensor.is_floating_point():
             return self._stored(_of_shape(tensor))
-        if not is_plain(tensor) or is_parameter(tensor) or not (grows or tensor.numel() >= FEW):
+        few = not grows and tensor.numel() < FEW
+        if few or not is_plain(tensor) or is_parameter(tensor) or tensor.is_complex():
             return self._stored(tensor)
         storage, version = tensor.untyped_storage(), version_of_saved(tensor)
         mark = marked(storage, self.hooks)
@@ -326,6 +327,8 @@ def note(
         version: how often the tensor will be changed in place until the function gives its value.
 
     """
+    if output.is_complex():  # views of its memory may be real, and layouts have no dtype
+        return None
     with without_torch_function():
         storage = output.untyped_storage()
         other = None if version else storage

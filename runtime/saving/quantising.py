@@ -151,7 +151,7 @@ class Quantising(Capture):
         """Return how a tensor is stored that autograd saves."""
         self._last = None
         stored: Stored | Reading | None = None
-        mark: Mark | None = mark_of(tensor.untyped_storage())
+        mark: Mark | None = None if tensor.is_complex() else mark_of(tensor.untyped_storage())
         if mark is not None and mark.is_inside(self.hooks):
             least = self._sharp if self.current and kind_of(*self.current) == "attention" else 0
             known = mark.alive(version_of_saved(tensor))

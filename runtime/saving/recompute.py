@@ -86,7 +86,7 @@ class Source:
 
 
 class Unsuitable(Exception):  # noqa: N818  no error
-    """An argument shares the output's memory, or does not count its changes."""
+    """An argument shares the output's memory, does not count its changes, or is complex."""
 
 
 class Recompute:
@@ -107,7 +107,7 @@ class Recompute:
         hooks: those outside of the context.
 
     Raises:
-        Unsuitable: an argument shares the output's memory, or is of inference mode.
+        Unsuitable: an argument shares the output's memory, or is complex or of inference mode.
 
     """
 
@@ -153,7 +153,7 @@ class Recompute:
         if tensor.layout is not torch.strided:
             raise Unsuitable
         storage = tensor.untyped_storage()
-        if storage is self._storage or tensor.is_inference():
+        if storage is self._storage or tensor.is_inference() or tensor.is_complex():
             raise Unsuitable
         mark, version, layout = marked(storage, self._hooks), version_of_saved(tensor), layout_of(tensor)
         again: Recompute | None = None

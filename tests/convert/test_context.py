@@ -1,0 +1,484 @@
+"""`convert` without a method: what is reported, and that the model stays the same but for what it saves."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fitact
+from fitact.errors import JobError, UsageError
+from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.saving.modules import Attached
+from tests.support.models import QUICK, TIMM_CONV, batch_of, model_of
+
+WIDTH, HIDDEN = 32, 128
+X = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(HIDDEN, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.drop = nn.LayerNorm(WIDTH), Gated(), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.mlp(self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Spectrum(nn.Module):
+    """An activation of complex numbers, one of real ones, and one of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(4, 64), nn.Linear(66, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wave = torch.fft.rfft(self.embedding(F.relu(x.argmax(-1) % 4))).tanh()
+        found: Tensor = self.out(F.gelu(torch.view_as_real(wave).flatten(-2)))
+        return found
+
+
+class Calls(nn.Module):
+    """Its activation may be called with more than its input, or by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), nn.LeakyReLU(), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(input=self.up(x)) * self.act.negative_slope)
+        return y
+
+
+def parametrised() -> nn.Module:
+    norm = nn.LayerNorm(WIDTH)
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gates": Model,
+    "complex": Spectrum,
+    "calls": Calls,
+    "parametrised": parametrised,
+    "transformer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, batch_first=True),
+    "in place": lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(inplace=True), nn.Linear(64, 4)),
+    "learned": lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.PReLU(64), nn.Linear(64, 4)),
+}
+ERRORS = {"exact": 0.0, "rounding": 0.02, "coarse": 0.2}  # how far gradients may be off
+SAVED = {"exact": 0.6, "rounding": 0.3, "coarse": 0.15}  # which share is saved at most
+
+
+def made(make: Callable[[], nn.Module] = Model) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def step(model: nn.Module, x: Tensor = X, autocast: bool = False) -> tuple[int, list[Tensor]]:
+    """Return the bytes that are saved, and the output and gradients of x and the parameters."""
+    torch.manual_seed(1)
+    x = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), count_saved(model) as saved:
+        y = model(x)
+    wanted = [x, *(one for one in model.parameters() if one.requires_grad)]
+    gradients = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
+    return saved.bytes, [y.detach(), *(one for one in gradients if one is not None)]
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def off(found: list[Tensor], expected: list[Tensor]) -> float:
+    a, b = (torch.cat([one.double().flatten() for one in some]) for some in (found, expected))
+    return float((a - b).norm() / b.norm())
+
+
+def attached(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if isinstance(module, Attached)]
+
+
+# ------------------------------------------------------------------------------ what is saved, and bits
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, autocast: bool) -> None:
+    """By default the gradient is compared, and equal; the report says what is saved."""
+    model = made(MODELS[name])
+    model(X)  # which leaves running statistics and caches
+    before, expected = step(model, autocast=autocast)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        report = fitact.convert(model, example_inputs=X.clone().requires_grad_())
+    after, found = step(model, autocast=autocast)
+    assert equal(found, expected)
+    assert (report.kept_before, report.kept_after) == (before, after) and after < before
+    assert report.gradient is not None and report.gradient.error == 0
+    assert [sum(getattr(one, key) for one in report.modules) for key in ("before", "after")] == [before, after]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("gradients", [None, True, False])
+def test_classes_of_errors(error: str, gradients: bool | None) -> None:
+    """The gradient is compared if one asks for that, or it is to be exact."""
+    model = made()
+    before, expected = step(model)
+    report = fitact.convert(model, error=error, example_inputs=X, gradients=gradients)
+    after, found = step(model)
+    assert after == report.kept_after < before * SAVED[error]
+    assert (report.gradient is not None) == (error == "exact" if gradients is None else gradients)
+    assert equal(found, expected) == (error == "exact") and off(found, expected) <= ERRORS[error]
+    if report.gradient is not None:
+        assert report.gradient.error is not None and 0 <= report.gradient.error <= ERRORS[error]
+        assert (report.gradient.error == 0) == (error == "exact")
+
+
+def test_numbers_of_bits() -> None:
+    """They are those of `saving`; with them nothing is exact."""
+    model = made()
+    report = fitact.convert(model, bits={"gate": 6}, example_inputs=X)
+    assert report.sites[0].after == "saving(\"exact\", bits={'gate': 6})" and report.gradient is None
+    _, found = step(model)
+
+    class InContext(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with fitact.saving("exact", {"gate": 6}):
+                return super().forward(x)
+
+    assert equal(found, step(made(InContext))[1]) and not equal(found, step(made())[1])
+    four = fitact.convert(model, bits=4, example_inputs=X, gradients=True)
+    assert four.kept_after < report.kept_after and four.gradient is not None and four.gradient.error
+
+
+class Tells(Model):
+    """Computes something else in a context."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + isinstance(self, Attached))
+
+
+def test_gradients_that_are_not_exact() -> None:
+    """The model then stays as it is. In a class of errors the difference is in the report."""
+    model = made(Tells)
+    with pytest.raises(JobError, match=r"the gradient is off by 100 %.* error='exact'.*; the model is unchanged"):
+        fitact.convert(model, example_inputs=X)
+    assert type(model) is Tells
+    assert fitact.convert(model, example_inputs=X, gradients=False).replaced
+    report = fitact.convert(model, error="rounding", example_inputs=X, gradients=True)
+    assert report.gradient is not None and report.gradient.error is not None and report.gradient.error > 0.9
+
+
+def test_gradients_that_cannot_be_compared() -> None:
+    class Counts(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * next(count)
+
+    count = itertools.count(1)
+    report = fitact.convert(made(Counts), example_inputs=X)
+    assert str(report).endswith("two runs of the model as it is have different gradients")
+    with torch.device("meta"):
+        model, x = Model(), torch.empty(512, WIDTH)
+    assert str(fitact.convert(model, example_inputs=x)).endswith("the model's tensors have no values")
+    report = fitact.convert(made(Gated), example_inputs=X.long())  # which fake tensors take
+    assert "could not be measured: RuntimeError" in str(report)
+
+
+# ------------------------------------------------------------------------------ the report
+
+
+def test_the_report() -> None:
+    model = made(lambda: Model(0.0))
+    report = fitact.convert(model, example_inputs=X)
+    assert [(site.name, site.kind, site.before, site.after) for site in report] == [
+        ("", "module", "Model", 'saving("exact")')
+    ]
+    gates, size = 2 * 3 * 512 * HIDDEN * 4, 512 * WIDTH * 4
+    assert (report.modules[0].name, report.modules[0].count, report.modules[0].before) == (
+        "layers.*.mlp",
+        2,
+        gates,
+    )
+    print(report)
+    print(report.modules)
+    assert report.modules[0].after < gates and size
+    assert str(report).splitlines()[0].split() == ["site", "was", "is", "note"]
+
+
+def test_nothing_to_save() -> None:
+    """Then the report says so, and nothing is changed; a context of before is taken away."""
+    model = made(lambda: nn.Sequential(nn.Linear(WIDTH, 4)))
+    for _ in range(2):
+        report = fitact.convert(model, example_inputs=X)
+        assert [(site.after, site.reason) for site in report] == [(None, "it has nothing to save")]
+        assert report.kept_before == report.kept_after and not report.replaced and not attached(model)
+        assert "it has nothing to save" in str(report)
+        fitact.convert(model)  # without inputs it is not known
+        assert attached(model) == [""]
+
+
+PATTERNS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "included": ({"include": "layers.*"}, ["layers.0", "layers.1"]),
+    "two": ({"include": ["layers.0.mlp", "head"]}, ["layers.0.mlp", "head"]),
+    "excluded": ({"exclude": "layers.0"}, [""]),
+    "both": ({"include": "*.mlp", "exclude": ("layers.1",)}, ["layers.0.mlp"]),
+}
+
+
+@pytest.mark.parametrize(("given", "paths"), PATTERNS.values(), ids=PATTERNS)
+def test_patterns(given: dict[str, Any], paths: list[str]) -> None:
+    """What is excluded saves as it does by itself."""
+    model, plain = made(), made()
+    before, expected = step(plain)
+    report = fitact.convert(model, **given, example_inputs=X)
+    assert [site.name for site in report.replaced] == paths
+    left = {site.name: site.reason for site in report if site not in report.replaced}
+    assert left == dict.fromkeys(
+        [given["exclude"]] if isinstance(given.get("exclude"), str) else [*given.get("exclude", ())], "excluded"
+    )
+    after, found = step(model)
+    assert equal(found, expected) and report.kept_after == after < before
+    rows = {one.name: one for one in report.modules}
+    with count_saved(model, detail=True) as saved:
+        model(X)
+    by_module = saved.by_module()
+    assert {name: row.after for name, row in rows.items() if row.after} == {
+        name: size for name, size in by_module.items() if size
+    }
+    fitact.revert(model)
+    assert not attached(model) and step(model)[0] == before
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"include": "a.*"}, "include 'a.*': no module has such a path; there are"),
+    ({"exclude": ["head", "b"]}, "exclude 'b': no module has such a path; there are"),
+    ({"method": "rebuild"}, "method 'rebuild': it is now error='exact', without a method"),
+    ({"method": "auto"}, "method 'auto': it is now error='rounding', without a method"),
+    ({"method": "coded"}, "method 'coded': it is now error='rounding', without a method"),
+    ({"error": "few-bit"}, "error: expected 'exact', 'rounding' or 'coarse', got 'few-bit'"),
+    ({"bits": 9}, "bits: expected 3, 4, 5, 6 or 8, got 9"),
+    ({"bits": {"gates": 8}}, "bits: expected the kinds gate, activation, norm, linear or attention, got 'gates'"),
+    ({"gradients": True}, "gradients=True runs the model: pass example_inputs"),
+    ({"gradients": "no"}, "gradients: expected True or False, got 'no'"),
+    ({"example_inputs": torch.zeros(2, 3)}, "the model cannot be run with example_inputs: RuntimeError"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=[str(i) for i in range(len(BAD))])
+def test_wrong_input(given: dict[str, Any], message: str) -> None:
+    model = made()
+    with pytest.raises(UsageError) as error:
+        fitact.convert(model, **given)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert type(model) is Model
+
+
+def test_names_of_once() -> None:
+    for name, now in (("rebuild", r"fitact\.convert\(model\)"), ("converted_functions", r"fitact\.saving\(\)")):
+        with pytest.raises(AttributeError, match=rf"^fitact\.{name} is now {now}$"):
+            getattr(fitact, name)
+
+
+def test_lazy_and_untrained_models() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.GELU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    with pytest.raises(UsageError, match="not initialised yet: run it once"):
+        fitact.convert(lazy, example_inputs=X)
+    fitact.convert(lazy)
+    lazy(X).sum().backward()
+    with pytest.raises(UsageError, match="nothing is saved"):
+        fitact.convert(made().requires_grad_(False), example_inputs=X)
+
+
+# ------------------------------------------------------------------------------ what stays as it is
+
+
+def test_the_class_is_another_of_the_same_name() -> None:
+    model = made()
+    modules, hooks, text, keys = dict(model.named_modules()), [], repr(model), [*model.state_dict()]
+    model.register_forward_hook(lambda *_: hooks.append(1))
+    fitact.convert(model)
+    assert dict(model.named_modules()) == modules and repr(model) == text and [*model.state_dict()] == keys
+    assert isinstance(model, Model) and type(model) is not Model and type(model).__name__ == "Model"
+    assert attached(model) == [""]
+    other = made()
+    other.load_state_dict(model.state_dict())
+    assert equal(step(model)[1], step(other)[1]) and hooks == [1]
+    (site,) = fitact.revert(model)
+    assert (site.name, site.before, site.after) == ("", "saving", "Model")
+    assert type(model) is Model and not [name for name in vars(model) if "fitact" in name]
+    assert not fitact.revert(model).sites
+
+
+def test_converting_again() -> None:
+    """The last context counts; what it saves is compared with the model as it is without any."""
+    model = made()
+    reports = []
+    for given in ({"error": "rounding"}, {"include": "layers.1"}, {}, {}, {"error": "coarse"}):
+        reports.append(fitact.convert(model, **given, example_inputs=X))
+        assert attached(model) == [given.get("include", "")]
+        assert reports[-1].kept_before == reports[0].kept_before
+        assert reports[-1].kept_after == step(model)[0]
+    assert reports[2] == reports[3]
+    fitact.convert(model, "fewbit", dry_run=True)
+    assert attached(model) == [""]
+    fitact.revert(model)
+    assert type(model) is Model and step(model)[0] == reports[0].kept_before
+
+
+def test_beside_a_method() -> None:
+    """Replaced activations save their bits in a context too, and each kind of conversion leaves the other."""
+    model = made(lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 4)))
+    _, exact = step(model)
+    fitact.convert(model, "fewbit")
+    before, expected = step(model)
+    report = fitact.convert(model, example_inputs=X)
+    after, found = step(model)
+    assert equal(found, expected) and after < before == report.kept_before
+    assert len(fitact.revert(model)) == 2
+    assert type(model) is nn.Sequential and type(model[2]) is nn.GELU and equal(step(model)[1], exact)
+
+
+COPIES: dict[str, Callable[[Any, Path], Any]] = {
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "save": lambda model, path: (torch.save(model, path), torch.load(path, weights_only=False))[1],
+}
+
+
+@pytest.mark.parametrize("given", [{}, {"error": "rounding", "exclude": "layers.0"}], ids=str)
+@pytest.mark.parametrize("way", COPIES)
+def test_copies(way: str, given: dict[str, Any], tmp_path: Path) -> None:
+    model = made()
+    fitact.convert(model, **given)
+    twin = COPIES[way](model, tmp_path / "model.pt")
+    expected, found = step(model), step(twin)
+    assert found[0] == expected[0] and equal(found[1], expected[1])
+    assert type(twin) is type(model) and attached(twin) == attached(model)
+    fitact.revert(twin)
+    assert type(twin) is Model and not attached(twin) and attached(model)
+
+
+def test_modes_without_gradients() -> None:
+    model = made()
+    with torch.no_grad():
+        expected = model.eval()(X)
+    fitact.convert(model)
+    assert not model.training
+    with torch.no_grad(), count_saved(model) as saved:
+        assert torch.equal(model(X), expected)
+    assert not saved.storages
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    found = torch.func.grad(loss)(parameters, X)
+    model(X).square().sum().backward()
+    for name, one in model.named_parameters():
+        torch.testing.assert_close(found[name], one.grad)
+
+
+@pytest.mark.parametrize("first", ["convert", "compile"])
+@pytest.mark.parametrize("how", ["torch.compile", "in place", "a part"])
+def test_compiled_models(how: str, first: str) -> None:
+    """The compiler traces the model as it is; around a part that is compiled, the rest saves less."""
+    torch._dynamo.reset()
+    model = made(lambda: Model(0.0))
+    expected = model(X)
+    if first == "convert":
+        fitact.convert(model)
+    if how == "torch.compile":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    else:
+        compiled = model
+        (model if how == "in place" else model.layers[0]).compile(backend="aot_eager")
+    if first == "compile":
+        fitact.convert(compiled)
+    y = compiled(X)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    fitact.revert(compiled)
+    assert type(model) is Model
+
+
+def test_sharded_models() -> None:
+    """FSDP before or after; a sharded model is not run for a measurement."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _, expected = step(made())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for first in (True, False):
+            model = made()
+            if first:
+                fitact.convert(model)
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=mesh)
+            with pytest.raises(UsageError, match="the model is sharded"):
+                fitact.convert(model, example_inputs=X)
+            if not first:
+                fitact.convert(model)
+            torch.manual_seed(1)
+            x = X.clone().requires_grad_()
+            y = model(x)
+            y.square().sum().backward()
+            gradients = [one.grad.full_tensor() for one in model.parameters()]
+            assert equal([y.detach(), x.grad, *gradients], expected)
+            fitact.revert(model)
+            assert isinstance(model, Model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------ real models
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_models_of_libraries(name: str) -> None:
+    model, inputs = model_of(name), batch_of(name, size=8)
+    report = fitact.convert(model, example_inputs=inputs)
+    assert report.gradient is not None and report.gradient.error == 0
+    with count_saved(model) as saved:
+        model(**inputs)
+    assert report.kept_after == saved.bytes < 0.8 * report.kept_before
+    if name == TIMM_CONV:  # whose many norms of batches make errors of rounding larger
+        return
+    near = fitact.convert(model, error="rounding", example_inputs=inputs, gradients=True)
+    assert near.kept_after < report.kept_after
+    assert near.gradient is not None and near.gradient.error is not None and 0 < near.gradient.error < 0.03
