@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.torch_internals import (
+    FakeTensor,
     after_backward,
     base_of,
     mark_of,
@@ -383,7 +384,12 @@ def quietly() -> Iterator[None]:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Return whether a tensor is a parameter, or a view of one: its memory is the model's in any case."""
-    return type(tensor) is nn.Parameter or type(base_of(tensor)) is nn.Parameter
+    return _is_own(tensor) or _is_own(base_of(tensor))
+
+
+def _is_own(tensor: Tensor | None) -> bool:
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
 
 
 def is_dense(tensor: Tensor) -> bool:
