@@ -72,13 +72,21 @@ def _loss(output: Any) -> Tensor:
     return torch.stack([one.cpu() for one in weighed]).sum()
 
 
+def _numbers(gradient: Tensor | None) -> Tensor:
+    """Return real numbers in float64."""
+    if gradient is None:
+        return torch.zeros(())
+    gradient = gradient.detach().cpu()
+    return (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).double()
+
+
 def compared(expected: Gradients, found: Gradients) -> Gradient:
     """Compare two gradients of all parameters, each as one vector; None counts as zeros."""
     squares = torch.zeros(4, dtype=torch.float64)
     for first, second in zip(expected, found, strict=True):
         if first is None and second is None:
             continue
-        a, b = (torch.zeros(()) if one is None else one.detach().cpu().double() for one in (first, second))
+        a, b = map(_numbers, (first, second))
         squares += torch.stack([(a - b).square().sum(), a.square().sum(), b.square().sum(), (a * b).sum()])
     difference, one, other, product = squares.tolist()
     if not squares.isfinite().all() or not one or not other:

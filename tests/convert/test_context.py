@@ -83,7 +83,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = torch.view_as_complex(self.linear(x).bfloat16().float().unflatten(-1, (-1, 2)))
-        y: Tensor = self.linear((z * self.weight).real.repeat(1, 2))
+        y: Tensor = self.linear(F.gelu((z * self.weight).real.repeat(1, 2)))
         return y
 
 
