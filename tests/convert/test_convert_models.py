@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import cache
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +16,24 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.errors import UsageError
+from fitact.runtime.convert.transformers import register
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.models.prepare import imported
-from fitact.runtime.norms.linear import Norm, recognise
-from tests.support.models import *  # noqa: F403
+from tests.support.models import (
+    GROUPED,
+    LAYERS,
+    MODELS,
+    QUICK,
+    TEXT,
+    TIMM_CONV,
+    WORDS,
+    batch_of,
+    logits,
+    model_of,
+)
 from tests.support.shared import shared
 
+HALF = torch.bfloat16
 SITES = {
     "bert": {"GELUActivation": ("gelu", 3)},  # one of them in the head
     "roberta": {"GELUActivation": ("gelu", 2)},
@@ -37,10 +49,10 @@ some = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for 
 
 def product(*lists: Iterable[str], quick: set[str], without: str = "none") -> list[Any]:
     """Return all combinations; those that are not quick belong to the full product."""
-    ids = ["-".join(row) for row in itertools.product(*lists)]
+    rows = {"-".join(row): row for row in itertools.product(*lists)}
     return [
-        pytest.param(*one.split("-"), id=one, marks=() if one in quick else pytest.mark.full)
-        for one in ids
+        pytest.param(*row, id=one, marks=() if one in quick else pytest.mark.full)
+        for one, row in rows.items()
         if not one.startswith(without)
     ]
 
@@ -121,23 +133,18 @@ def _stock_losses(name: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
-    product(
-        MODELS,
-        ["fewbit", "auto"],
-        quick={"bert-auto", "gpt2-fewbit", "llama-auto"},
-        without=f"{TIMM_CONV}-auto",  # the same as Few-Bit
-    ),
+    ("name", "way"),
+    product(MODELS, ["fewbit", "rounding", "coarse"], quick={"gpt2-fewbit", "bert-rounding", "llama-coarse"}),
 )
-def test_training_goes_as_before(name: str, method: str) -> None:
+def test_training_goes_as_before(name: str, way: str) -> None:
     """After 20 steps the loss is off by less than it is between runs of the original on other batches."""
     stock = _stock_losses(name)
     ends = [sum(run[-5:]) / 5 for run in stock]
     assert all(run[-1] < run[0] for run in stock)
     noise = max(abs(a - b) for a, b in itertools.combinations(ends, 2))
     model = model_of(name)
-    error = "few-bit" if method == "auto" else None
-    fitact.convert(model, method, example_inputs=batch_of(name), error=error)
+    given: dict[str, Any] = {"method": way} if way == "fewbit" else {"error": way}
+    fitact.convert(model, **given, example_inputs=batch_of(name))
     converted = [sum(losses(copy.deepcopy(model), name, seed)[-5:]) / 5 for seed in SEEDS]
     difference = abs(sum(converted) - sum(ends)) / len(ends)
     assert difference < noise
@@ -166,9 +173,6 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
-SETTINGS = {"everything": lambda model: model, "lora": lora, "frozen": frozen}
-
-
 def kept(model: nn.Module, inputs: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
     """Return the bytes that a forward pass keeps, of real tensors."""
     with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext(), count_saved(model) as saved:
@@ -183,40 +187,35 @@ KEPT = {
 }
 
 
+SETTINGS = {"everything": lambda model: model, "lora": lora, "frozen": frozen}
+WAYS: list[dict[str, Any]] = [
+    *({"method": method} for method in ("fewbit", "inverted", "exact")),
+    *({"error": error} for error in ("exact", "rounding", "coarse")),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "precision"),
     product(MODELS, SETTINGS, ["float32", "autocast"], quick=KEPT, without=f"{TIMM_CONV}-lora"),
 )
-def test_auto_keeps_least(name: str, setting: str, precision: str) -> None:
+def test_reports_say_what_is_kept(name: str, setting: str, precision: str) -> None:
+    """That is at most what stock keeps, and for errors that may be larger, less."""
     dtype = HALF if precision == "autocast" else None
     inputs = batch_of(name, size=8)
     base = SETTINGS[setting](model_of(name))
-    counts = {"stock": kept(copy.deepcopy(base), inputs, dtype)}
-    for method in ("fewbit", "inverted", "exact", "auto"):
+    counts = [kept(copy.deepcopy(base), inputs, dtype)]
+    for given in WAYS:
         model = copy.deepcopy(base)
         with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
             try:
-                bits = None if method == "exact" else 3
-                error = "few-bit" if method == "auto" else None
-                conversion = fitact.convert(model, method, bits, example_inputs=inputs, error=error)
+                conversion = fitact.convert(model, **given, example_inputs=inputs)
             except UsageError as error:
                 assert "nothing is shipped" in str(error)
                 continue
-        counts[method] = kept(model, inputs, dtype)
-        assert (conversion.kept_before, conversion.kept_after) == (counts["stock"], counts[method])
-    assert counts["auto"] == min(counts.values()) < counts["stock"]
-
-
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
-def test_relumix_at_equal_bits(name: str) -> None:
-    inputs = batch_of(name, size=8)
-    counts = {
-        method: fitact.convert(
-            model_of(name), method, 2, dry_run=True, example_inputs=inputs, error=error
-        ).kept_after
-        for method, error in (("relumix", None), ("auto", "few-bit"))
-    }
-    assert counts["auto"] <= counts["relumix"]
+        counts.append(kept(model, inputs, dtype))
+        assert (conversion.kept_before, conversion.kept_after) == (counts[0], counts[-1])
+        assert counts[-1] <= counts[0]
+    assert counts[0] > counts[-3] > counts[-2] > counts[-1]
 
 
 def test_autocast_shares_one_storage() -> None:
@@ -244,69 +243,6 @@ def test_autocast_shares_one_storage() -> None:
     output.loss.backward()
 
 
-# ---------------------------------------------------------------------------------------------------------- norms
-
-
-@pytest.mark.parametrize("name", ["llama", pytest.param("vit", marks=pytest.mark.full)])
-def test_norms_too(name: str) -> None:
-    model, inputs = model_of(name).eval(), batch_of(name, size=8)
-    with torch.no_grad():
-        stock = logits(model, inputs)
-    plan = fitact.convert(model, "auto", norms=True, dry_run=True, example_inputs=inputs)
-    with torch.no_grad():
-        assert torch.equal(logits(model, inputs), stock)
-    done = fitact.convert(model, "auto", norms=True, example_inputs=inputs)
-    assert [site.name for site in done.replaced] == [site.name for site in plan.replaced]
-    assert "norm" in {site.kind for site in done.replaced} and len({site.kind for site in done.replaced}) > 1
-    with count_saved(model.train()) as saved:
-        logits(model, inputs)
-    assert done.kept_after == plan.kept_after == saved.bytes < done.kept_before
-    torch.testing.assert_close(logits(model.eval(), inputs), stock, rtol=1e-4, atol=1e-5)
-    assert len(fitact.revert(model)) == len(done.replaced)
-    torch.testing.assert_close(logits(model, inputs), stock, rtol=1e-4, atol=1e-5)
-    assert not any(type(module).__module__.startswith("fitact") for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("gpt2", "llama") else pytest.mark.full) for name in MODELS]
-)
-def test_norms_in_autocast(name: str) -> None:
-    """Converted and reverted, inside and outside, a model computes what it did, and has the state that it had."""
-    stock, inputs = model_of(name).eval(), batch_of(name)
-    for norm in filter(None, map(recognise, stock.modules())):
-        if isinstance(norm, Norm):
-            nn.init.uniform_(norm.weight, 0.3, 1.7)
-            if norm.bias is not None:
-                nn.init.normal_(norm.bias)
-    before, state = logits(stock, inputs).detach(), stock.state_dict()
-    autocast = torch.autocast("cpu", dtype=HALF)
-    for converting, reverting in itertools.product((nullcontext(), autocast), repeat=2):
-        model = copy.deepcopy(stock)
-        with converting:
-            logits(model, inputs)
-            fitact.convert(model, "fewbit", norms=True, example_inputs=inputs)
-        torch.testing.assert_close(logits(model, inputs), before, rtol=1e-5, atol=1e-5)
-        with reverting:
-            logits(model, inputs)
-            fitact.revert(model)
-        torch.testing.assert_close(logits(model, inputs), before, rtol=1e-5, atol=1e-5)
-        assert list(model.state_dict()) == list(state)
-        for key, value in model.state_dict().items():
-            torch.testing.assert_close(value, state[key], rtol=2.5e-7, atol=1e-6 if key.endswith("bias") else 0)
-
-
-def test_filters_of_norms() -> None:
-    model, inputs = model_of("llama"), batch_of("llama")
-    with pytest.raises(UsageError, match="absent"):
-        fitact.convert(model, "fewbit", norms=True, include="*absent*", example_inputs=inputs)
-    done = fitact.convert(model, "fewbit", norms=True, include="model.layers.0.*", example_inputs=inputs)
-    assert [site.name for site in done.replaced] == [
-        "model.layers.0.mlp.act_fn",
-        "model.layers.0.input_layernorm",
-        "model.layers.0.post_attention_layernorm",
-    ]
-
-
 def test_layers_that_are_dropped_by_chance() -> None:
     """Wav2Vec2 leaves out whole layers in training; which they are at the measurement decides nothing."""
     transformers = imported("transformers")
@@ -329,27 +265,19 @@ def test_layers_that_are_dropped_by_chance() -> None:
     assert len(seeds) == 4
     for seed in seeds.values():
         torch.manual_seed(seed)
-        conversion = fitact.convert(
-            copy.deepcopy(base), "auto", error="few-bit", example_inputs={"input_values": x}
-        )
+        conversion = fitact.convert(copy.deepcopy(base), "fewbit", example_inputs={"input_values": x})
         after = {site.name: site.after for site in conversion if "intermediate_act_fn" in site.name}
         assert len(after) == 2 and None not in after.values() and len({*after.values()}) == 1
 
 
+TOKENS = {"cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 12}
 MORE: dict[str, dict[str, Any]] = {
     "phi3": GROUPED | {"pad_token_id": 0},
     "mixtral": GROUPED | {"num_local_experts": 4},
-    "qwen3_moe": GROUPED
-    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 12},
-    "opt": {
-        "hidden_size": 48,
-        "num_attention_heads": 4,
-        "ffn_dim": 192,
-        "num_hidden_layers": 2,
-        "vocab_size": WORDS,
-    },
-    "modernbert": TEXT
-    | {"pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
+    "qwen3_moe": GROUPED | EXPERTS,
+    "opt": TEXT | {"ffn_dim": 192},
+    "modernbert": TEXT | {"pad_token_id": 0} | TOKENS,
 }
 
 
@@ -360,12 +288,10 @@ def test_no_method_keeps_more_than_stock(name: str) -> None:
     """In these stock keeps at some activations what is kept next to them anyway."""
     transformers = imported("transformers")
     config = transformers.AutoConfig.for_model(name, **MORE[name])
-    kind = "MaskedLM" if name == "modernbert" else "CausalLM"
     config.use_cache = False
-    base, inputs = (
-        getattr(transformers, f"AutoModelFor{kind}").from_config(config).train(),
-        batch_of("llama", size=8),
-    )
+    kind = "MaskedLM" if name == "modernbert" else "CausalLM"
+    base = getattr(transformers, f"AutoModelFor{kind}").from_config(config).train()
+    inputs = batch_of("llama", size=8)
     stock = kept(copy.deepcopy(base), inputs, None)
     for method in ("fewbit", "inverted"):
         model = copy.deepcopy(base)
@@ -394,20 +320,60 @@ def test_activations_of_a_models_own() -> None:
     config = transformers.AutoConfig.for_model("gpt_oss", **sizes, layer_types=["full_attention"] * 2)
     config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(config).train()
-    with pytest.raises(UsageError, match=r"not seen: model\.layers\.\*\.mlp\.experts keeps .* through .*sigmoid"):
-        fitact.convert(model, "fewbit", example_inputs=inputs)
+    assert not fitact.convert(model, "fewbit", example_inputs=inputs).sites
 
 
-@pytest.mark.parametrize(("name", "more"), [(TIMM_CONV, 10), pytest.param("bert", 1, marks=pytest.mark.full)])
-def test_auto_keeps_the_gradient(name: str, more: float) -> None:
-    """By default errors stay those of rounding; in MobileNet dozens add up, in BERT nothing larger keeps less."""
-    inputs = batch_of(name, size=8)
-    found = {}
-    for error in ("rounding", "few-bit"):
-        conversion = fitact.convert(
-            model_of(name), "auto", dry_run=True, example_inputs=inputs, error=error, gradients=True
-        )
-        assert conversion.replaced and conversion.gradient is not None and conversion.gradient.error is not None
-        found[error] = conversion.gradient.error
-    assert found["rounding"] < 0.01
-    assert found["few-bit"] >= more * found["rounding"]
+ACTIVATIONS = """
+gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace
+leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu
+"""
+REASONS = {
+    "gelu_10": 'fitact fit --fn "clamp(gelu(x), -10, 10)',
+    "laplace": 'fitact fit --fn "0.5*(1 + erf(',
+    "sqrtsoftplus": 'fitact fit --fn "sqrt(softplus(x))',
+    "prelu": "its parameters are learned",
+    "xielu": "its parameters are learned",
+    "linear": "it returns its input and keeps nothing",
+}
+
+
+def test_every_name_of_transformers() -> None:
+    """Each is replaced, or the report says why not: with the command that makes it, where there is a formula."""
+    names = imported("transformers").activations.ACT2FN
+    assert {*ACTIVATIONS.split()} <= {*names}
+    for name in names:
+        site, _ = fitact.convert(nn.Sequential(names[name], nn.GELU()), "fewbit")
+        assert (site.after is None) == (name in REASONS) and REASONS.get(name, "") in site.reason
+
+
+def test_relu2_keeps_its_output_alone() -> None:
+    """By `exact`, which the next layer keeps anyway; stock keeps that of ReLU too."""
+    act = imported("transformers").activations.ACT2FN["relu2"]
+    model, x = nn.Sequential(nn.Linear(32, 64), act, nn.Linear(64, 32)), torch.randn(256, 32)
+    (site,) = report = fitact.convert(model, "exact", example_inputs=x)
+    output = 256 * 64 * 4
+    assert site.after == "relu2_exact"
+    assert (report.kept_before - x.nbytes, report.kept_after - x.nbytes) == (2 * output, output)
+
+
+def test_names_in_transformers() -> None:
+    transformers = imported("transformers")
+    known = dict(transformers.activations.ACT2FN)
+    try:
+        names = register()
+        gates = {name for name in fitact.shipped() if name.startswith(("swiglu_", "geglu_"))}
+        assert register() == names == tuple(name for name in fitact.shipped() if name not in gates)
+        for name in ("gelu_fewbit3", "silu_inverted1", "softplus_exact", "gelu_regelu2_published"):
+            made = transformers.activations.ACT2FN[name]
+            assert type(made).__module__ == f"fitact.generated.{name}"
+        sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 1}
+        config = partial(transformers.AutoConfig.for_model, "bert", **sizes, vocab_size=9)
+        model = transformers.AutoModel.from_config(config(hidden_act="gelu_fewbit3"))
+        twin = transformers.AutoModel.from_config(config(hidden_act="gelu"))
+        twin.load_state_dict(model.state_dict())
+        ids = torch.arange(8)[None]
+        assert torch.equal(model.eval()(ids).pooler_output, twin.eval()(ids).pooler_output)
+        assert {**known} == {name: known[name] for name in known if name not in names}
+    finally:
+        for name in set(transformers.activations.ACT2FN) - set(known):
+            del transformers.activations.ACT2FN[name]
