@@ -319,12 +319,12 @@ def test_reading_a_parametrized_weight_changes_it(inputs: Tensor | None, spectra
         torch.manual_seed(0)
         return nn.Sequential(spectral(nn.Linear(16, 48)), nn.GELU(), spectral(nn.Linear(48, 16)), nn.LayerNorm(16))
 
-    stock, rebuilt = make(), make()
-    fitact.convert(rebuilt, error="exact", example_inputs=inputs)
-    expected, found = stock.state_dict(), rebuilt.state_dict()
+    baseline, model = make(), make()
+    fitact.convert(model, error="exact", example_inputs=inputs)
+    expected, found = baseline.state_dict(), model.state_dict()
     assert any(key.endswith("_u") for key in expected)
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
-    assert not differences(*(observed(one, train, X) for one in (stock, rebuilt)))
+    assert not differences(*(observed(one, train, X) for one in (baseline, model)))
 
 
 def test_reverting_and_dry_runs() -> None:

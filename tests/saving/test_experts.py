@@ -17,27 +17,17 @@ from fitact import saving
 from fitact.runtime.compare.baselines import checkpointed
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import blocks_of, imported
+from fitact.runtime.models.prepare import blocks_of
 from fitact.runtime.torch_internals import storage_id, tree_leaves
-from tests.support.models import GROUPED, batch_of, step
+from tests.support.models import NEWER, batch_of, made, step
 from tests.support.saving import HALF, cast, differences, gradients
 
-MIXED = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
-SPARSE = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("qwen3", GROUPED | {"head_dim": 16}),
-    "gemma3": ("gemma3_text", GROUPED | {"head_dim": 16}),
-    "mixtral": ("mixtral", MIXED),
-    "gpt_oss": ("gpt_oss", MIXED | {"head_dim": 16}),
-    "qwen2_moe": ("qwen2_moe", SPARSE | {"shared_expert_intermediate_size": 96}),
-    "qwen3_moe": ("qwen3_moe", SPARSE | {"head_dim": 16}),
-}
 PRECISIONS = {"float32": (torch.float32, None), "bfloat16": (HALF, None), "autocast": (torch.float32, HALF)}
 # Shares of the baseline's bytes, by precision, and of what the last layer saves under selective checkpointing, a
 # little above what was measured. Of experts, a layer saves also indices and the weights of choices.
 SHARES: dict[str, tuple[tuple[float, float, float], tuple[float, float, float]]] = {
     "qwen3": ((0.48, 0.41, 0.35), (0.94, 0.94, 0.94)),
-    "gemma3": ((0.42, 0.33, 0.32), (1.00, 1.00, 1.13)),  # norms of queries and keys would take too long again
+    "gemma3_text": ((0.42, 0.33, 0.32), (1.00, 1.00, 1.13)),  # norms of queries and keys would take too long again
     "mixtral": ((0.50, 0.47, 0.46), (1.01, 1.02, 1.01)),
     "mixtral, each expert": ((0.50, 0.47, 0.39), (1.02, 1.03, 1.03)),
     "gpt_oss": ((0.36, 0.33, 0.32), (1.01, 1.02, 1.03)),
@@ -49,30 +39,15 @@ SHARES: dict[str, tuple[tuple[float, float, float], tuple[float, float, float]]]
 }
 QUICK = {
     "qwen3-bfloat16",
-    "gemma3-autocast",
+    "gemma3_text-autocast",
     "mixtral, each expert-bfloat16",
     "mixtral-float32",
     "gpt_oss-bfloat16",
 }
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model in training mode; its experts are computed together unless the name says otherwise."""
-    transformers = imported("transformers")
-    kind, sizes = SIZES[name.partition(",")[0]]
-    config = transformers.AutoConfig.for_model(kind, **sizes)
-    config.use_cache = False
-    how = {"experts_implementation": "eager"} if "each" in name else {}
-    torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **how).to(dtype).train()
-    with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(0.05 * torch.randn_like(one) + (one.ndim == 1))
-    return model
-
-
 def converted(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    model = model_of(name, dtype)
+    model = made(name, dtype)
     fitact.convert(model)
     return model
 
@@ -115,7 +90,7 @@ def last_layer(model: nn.Module, inputs: dict[str, Tensor], autocast: torch.dtyp
 )
 def test_gradients_and_bytes(name: str, precision: str) -> None:
     dtype, autocast = PRECISIONS[precision]
-    baseline, model = model_of(name, dtype), converted(name, dtype)
+    baseline, model = made(name, dtype), converted(name, dtype)
     inputs = batch_of("llama")
     for seed in range(2):
         losses = [step(one, inputs, autocast, seed) for one in (baseline, model)]
@@ -142,22 +117,22 @@ def test_gradients_and_bytes(name: str, precision: str) -> None:
     assert after <= SHARES[name][1][place] * checkpoints
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.full) for one in SIZES])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.full) for one in NEWER])
 def test_peak(name: str) -> None:
     for dtype in (torch.float32, HALF):
         inputs = batch_of("llama", size=16)
         before, after = (
             peak_memory(partial(step, one, inputs), one)["total"]
-            for one in (model_of(name, dtype), converted(name, dtype))
+            for one in (made(name, dtype), converted(name, dtype))
         )
         assert after < before
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(one, marks=pytest.mark.full) for one in [*SIZES][1:])])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(one, marks=pytest.mark.full) for one in [*NEWER][1:])])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_models_own_checkpoints(name: str, reentrant: bool) -> None:
     found = []
-    for make in (model_of, converted):
+    for make in (made, converted):
         model: Any = make(name, HALF)
         newest = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         newest({"use_reentrant": reentrant})
@@ -168,12 +143,12 @@ def test_a_models_own_checkpoints(name: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", *(pytest.param(one, marks=pytest.mark.full) for one in [*SIZES] if one != "mixtral")]
+    "name", ["mixtral", *(pytest.param(one, marks=pytest.mark.full) for one in [*NEWER] if one != "mixtral")]
 )
 def test_training(name: str) -> None:
     """Five steps of two batches each: the losses and the weights are the same bits, also of a copy."""
     ends = []
-    for make in (model_of, converted, lambda name: copy.deepcopy(converted(name))):
+    for make in (made, converted, lambda name: copy.deepcopy(converted(name))):
         model = make(name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         losses = []
