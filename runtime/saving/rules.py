@@ -60,8 +60,8 @@ def _changing(
     x = changed(args, kwargs) if x is None else x
     if not is_plain(x):
         return func(*args, **kwargs)
-    mark = mark_of(x.untyped_storage())
-    recompute = None
+    mark, layout = mark_of(x.untyped_storage()), layout_of(x)
+    recompute = before = None
     protect(x)
     if mark is not None:
         if func in cheap.PURE:
@@ -69,17 +69,25 @@ def _changing(
         if not args:
             pure = None
         before = mark.recompute
-        usable = before is not None and before.version == version_of(x) and base_of(x) is None
-        if pure is not None and usable and all(one.dtype == x.dtype for one in args if isinstance(one, Tensor)):
+        if before is not None and (before.version != version_of(x) or base_of(x) is not None):
+            before = None
+        alike = all(one.dtype == x.dtype for one in args if isinstance(one, Tensor))
+        if pure is not None and before is not None and alike:
             recompute = note(capture, x, *pure, version=1)
             if recompute is None:
                 mark.recompute = None
     output, undecided = capture.made(func, args, kwargs, changed=x)
     for stored, storage in undecided:
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
-        computed = recompute.claim(capture.keep) if own and recompute is not None else None
+        computed, value = recompute.claim(capture.keep) if own and recompute is not None else None, x
+        copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
+        if copied and before is not None and pure is not None:  # PyTorch's copy of x before the change
+            computed, value = before.claim(capture.keep), stored.tensor
+            if computed is not None and computed.guard is not None:  # that counts changes of x
+                computed.readers -= 1
+                computed = None
         if computed is not None:
-            stored.recompute_instead(Reading(computed, x, capture.hooks is not None))
+            stored.recompute_instead(Reading(computed, value, capture.hooks is not None))
         else:
             capture.settle(stored, storage, output)
     return output

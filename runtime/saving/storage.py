@@ -173,6 +173,12 @@ class Stored:
             self._layout = layout_of(self._kept)
         return self._layout
 
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor, before it is settled."""
+        tensor: Tensor = self._kept
+        return tensor
+
     def settle(self) -> Stored:
         """Hand the tensor to the hooks outside, once it is known that it has to be stored."""
         if self._hooks is not None:
