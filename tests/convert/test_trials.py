@@ -74,11 +74,12 @@ MARKS: dict[str, Callable[[Any], None]] = {
     "modes": lambda model: model.norm.eval(),
 }
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "exact": lambda model: fitact.convert(model, error="exact", example_inputs=X, gradients=True),
-    "codes": lambda model: fitact.convert(model, error="few-bit", example_inputs=X),
+    "exact": lambda model: fitact.convert(model, example_inputs=X),
+    "coarse": lambda model: fitact.convert(model, error="coarse", example_inputs=X, gradients=True),
+    "modules": lambda model: fitact.convert(model, include="fc1", exclude="norm", example_inputs=X),
+    "fewbit": lambda model: fitact.convert(model, "fewbit", example_inputs=X),
     "dry run": lambda model: fitact.convert(model, "fewbit", example_inputs=X, dry_run=True, gradients=True),
-    "norms": lambda model: fitact.convert(model, "fewbit", norms=True, example_inputs=X),  # which merges none
-    "no inputs": fitact.rebuild,
+    "no inputs": fitact.convert,
     "calibration": lambda model: fitact.calibrate(model, [X, X]),
 }
 
@@ -118,7 +119,7 @@ def test_the_same_steps(mark: str) -> None:
     model = Marked(MARKS[mark])
     torch.manual_seed(0)
     stock = Marked(MARKS[mark])
-    fitact.convert(model, error="exact", example_inputs=X, gradients=True)
+    fitact.convert(model, example_inputs=X)
     for _ in range(2):
         for one in (stock, model):
             one(X).square().sum().backward()
@@ -180,6 +181,10 @@ TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 QUICK = ("llama", "mixtral")
 
 
+def hooks_of(model: nn.Module) -> list[list[str]]:
+    return [[str(hook) for hook in module._forward_hooks.values()] for module in model.modules()]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in TRANSFORMERS]
 )
@@ -187,7 +192,9 @@ def test_models_of_transformers(name: str) -> None:
     """They install recorders of their outputs in their first forward pass."""
     model, inputs = TRANSFORMERS[name]()
     stock = copy.deepcopy(model)
-    conversion = fitact.convert(model, error="exact", example_inputs=inputs, gradients=True)
+    hooks = hooks_of(model)
+    conversion = fitact.convert(model, example_inputs=inputs)
+    assert hooks_of(model) == hooks
     assert conversion.gradient is not None and conversion.gradient.error == 0
     outputs = []
     for one in (stock, model):
