@@ -268,49 +268,11 @@ def test_the_model_stays_as_it_was(train: bool, fails: bool) -> None:
     assert torch.is_grad_enabled()
 
 
-class Gated(nn.Module):
-    """An MLP with a gate: of two layers, or of one whose output has both halves, u first."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.act = nn.SiLU()
-        self.first, self.second = nn.Linear(4, 16 if fused else 8), nn.Identity() if fused else nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-        if fused:
-            del self.second
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "second"):
-            g, u = self.first(x), self.second(x)
-        else:
-            u, g = self.first(x).chunk(2, dim=-1)
-        y: Tensor = self.down(self.act(g) * u)
-        return y
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_gates_have_a_site_of_each_factor(fused: bool) -> None:
-    model, x = Gated(fused), torch.randn(100, 4)
-    inputs = model.first(x).chunk(2, -1)[::-1] if fused else (model.first(x), model.second(x))
-    for whole, prefix in ((model, ""), (nn.Sequential(model), "0.")):
-        found = fitact.calibrate(whole, [x])
-        assert [(one.path, one.activation) for one in found.sites] == [
-            (f"{prefix}act", "silu"),
-            (f"{prefix}act:u", "identity"),
-        ]
-        for one, expected in zip(found.sites, inputs, strict=True):
-            assert (one.count, one.mean) == (800, pytest.approx(expected.double().mean().item(), rel=1e-5))
-            assert one.largest == pytest.approx(expected.max().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "gate", [SwigluCoded8(), fitact.activation("silu", gate=True)], ids=["shipped", "rebuilt"]
-)
-def test_modules_that_are_gates(gate: nn.Module) -> None:
+def test_modules_that_are_gates() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate = gate
+            self.gate = SwigluCoded8()
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.gate(x, u=2 * x)
@@ -374,6 +336,14 @@ def test_converted_models_and_half_precision() -> None:
     fitact.convert(model, "fewbit", bits=3)
     found = fitact.calibrate(model, [batch.bfloat16() for batch in BATCHES])
     assert [(one.path, one.activation) for one in found.sites] == [("1", "gelu_fewbit3"), ("3", "tanh_fewbit3")]
+
+
+def test_models_in_a_context() -> None:
+    """What goes into their activations is seen as without it."""
+    model = net()
+    expected = fitact.calibrate(model, BATCHES)
+    fitact.convert(model, error="coarse")
+    assert fitact.calibrate(model, BATCHES) == expected
 
 
 def test_what_is_not_finite_is_told() -> None:

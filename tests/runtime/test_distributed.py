@@ -91,14 +91,14 @@ TRAIN = """
 x, target = torch.randn(8, 24, generator=torch.Generator().manual_seed(1)), torch.ones(8, 24)
 
 
-def converted(method, norms):
+def converted(given):
     torch.manual_seed(0)
     kinds = (nn.GELU, nn.SiLU, nn.Mish)
     model = nn.Sequential(
         *(nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 96), kind(), nn.Linear(96, 24)) for kind in kinds)
     )
-    report = fitact.convert(model, method=method, norms=norms, example_inputs=(x,))
-    assert len(report.replaced) == (6 if norms else 3), report
+    report = fitact.convert(model, **given, example_inputs=(x,))
+    assert len(report.replaced) == (3 if "method" in given else 1), report
     return model
 
 
@@ -127,14 +127,14 @@ def kept(model, x):
     return sorted(one[1:] for one in storages.values())
 
 
-def compare(kind, method, norms):
-    reference = converted(method, norms)
+def compare(kind, given):
+    reference = converted(given)
     half = slice(4 * rank, 4 * rank + 4)
     expected = kept(reference, x[half])
-    if method == "fewbit":
+    if "method" in given:
         assert [size for dtype, size in expected if dtype == "torch.uint8"] == 3 * [3 * 1024]
     train(reference, x, target)
-    model = converted(method, norms)
+    model = converted(given)
     if kind == "ddp":
         model = DistributedDataParallel(model)
     else:
@@ -150,9 +150,9 @@ def compare(kind, method, norms):
 
 
 for kind in ("ddp", "fsdp"):
-    for method, norms in (("fewbit", False), ("auto", True)):
-        print(kind, method, file=sys.stderr)
-        compare(kind, method, norms)
+    for given in ({"method": "fewbit"}, {"error": "exact"}):
+        print(kind, given, file=sys.stderr)
+        compare(kind, given)
 """
 # Learned numbers are parameters like others: split between the processes, and summed over both.
 LEARNED = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +23,7 @@ from fitact.runtime.norms import kernels, modules
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
 from fitact.runtime.ops import autograd, gate_ops
 from fitact.runtime.ops.registry import find
-from fitact.runtime.rebuild.calls import Looking
+from fitact.runtime.saving import saving
 from tests.conftest import INTERPRETED
 from tests.support import values
 from tests.support.gates import near
@@ -439,13 +439,13 @@ def test_norms_in_a_cuda_graph(centred: bool) -> None:
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize(("rows", "classes"), [(37, 1000), (8192, 1000), (520, 50257)])
 def test_losses(rows: int, classes: int, autocast: bool, reduction: str) -> None:
-    """A loss of which logits are kept, and its gradient, have the bits of PyTorch's."""
+    """A loss of which logits are saved, and its gradient, have the bits of PyTorch's."""
     x = torch.randn(rows, classes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(classes, (rows,), device="cuda")
     target[::5] = -100
     found = []
-    for on in (False, True):
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast), Looking(on=on):
+    for context in (nullcontext(), saving()):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast), context:
             logits = x * 1.5
             loss = F.cross_entropy(logits if autocast else logits.float(), target, reduction=reduction)
         found.append((loss, *torch.autograd.grad(loss, x, torch.full_like(loss, 1.7))))
