@@ -88,7 +88,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm of what is added": lambda: Block(nn.LayerNorm, True, True, 0.1),
     "last": Last,
 }
-# Bytes an element of x that are saved of all blocks, by precision. A CPU composes nn.RMSNorm of operations that are
+# Bytes an element of x that are saved, by precision. A CPU composes nn.RMSNorm of operations that are
 # not seen.
 BYTES = {
     "LayerNorm": (26.7, 13.4, 13.4, 18.7),
