@@ -138,13 +138,17 @@ class Quantising(Capture):
         self._sharp = min(SHARP, policy.get("attention", SHARP))
         self._last: Call | None = None
 
+    def __exit__(self, *error: Any) -> None:
+        self._last = None
+        super().__exit__(*error)
+
     def made(
         self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], changed: Tensor | None = None
     ) -> Any:
         """Make a call as `Capture` does, and remember it until what it saved is stored."""
         self._last = None
         made = super().made(func, args, kwargs, changed)
-        self._last = func, args
+        self._last = (func, args) if made[1] else None
         return made
 
     def pack(self, tensor: Tensor) -> Stored | Reading:
