@@ -77,7 +77,7 @@ class Source:
         elif self.tensor is not None and version_of_saved(self.tensor) == self.version and self._has_memory():
             stored = keep(self.tensor, self.mark, self.grows)
             stored.ours = stored.claimed = True
-        if stored is not None and self.mark.hooks is not None:
+        if stored is not None and not self.mark.is_inside(None):
             self.tensor = None  # the hooks have it, elsewhere or nowhere
         return stored
 
