@@ -185,7 +185,7 @@ class Stored:
             tensor: Tensor = self._kept
             if tensor.layout is not torch.strided:
                 self._layout, self._whole = (tensor.size(), (), 0), False
-                self._kept = self._hooks[0](tensor)
+                self._kept = self._hooks.pack(tensor)
                 return self
             self._layout, self._whole = layout_of(tensor), is_dense(tensor)
             self._guard = version_guard(tensor)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fitact import saving
 from fitact.runtime.memory.saved import count_saved
@@ -113,7 +114,7 @@ def test_experts(name: str, precision: str) -> None:
         before, after = (kept(one, x) for one in (baseline, model))
     assert after < before
     tensors: list[Tensor] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: tensors.append(one) or one, lambda one: one)
+    hooks = saved_tensors_hooks(lambda one: tensors.append(one) or one, lambda one: one)
     with hooks, cast(autocast), saving():
         y = baseline(x.requires_grad_())
     del y
@@ -151,7 +152,7 @@ GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("around", [nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("around", [nullcontext, save_on_cpu])
 def test_layouts_of_indices(given: str, around: Callable[[], AbstractContextManager[Any]]) -> None:
     """Also outside of hooks; and an expanded index is not stored once for each row."""
     x, index = torch.randn(40, 90, requires_grad=True), GIVEN[given](torch.randint(40, (30, 90)))
@@ -245,8 +246,16 @@ def test_a_quotient_after_another_read_raises() -> None:
             (z.sum() + values.sum()).backward()
 
 
-def test_sparse_tensors_pass() -> None:
-    x = torch.eye(3).to_sparse().requires_grad_()
-    with saving():
-        assert (x + x).sum(1, keepdim=True).is_sparse
-        assert (torch.eye(3).long().to_sparse() // 2).is_sparse
+@pytest.mark.parametrize(
+    "around", [nullcontext, partial(saved_tensors_hooks, Tensor.detach, Tensor.detach)], ids=["alone", "in hooks"]
+)
+def test_sparse_tensors_pass(around: Callable[[], AbstractContextManager[Any]]) -> None:
+    x, w = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 2, requires_grad=True)
+    found = []
+    for context in nullcontext(), saving():
+        with around(), context:
+            assert (x + x).sum(1, keepdim=True).is_sparse
+            assert (torch.eye(3).long().to_sparse() // 2).is_sparse
+            y = torch.sparse.mm(x, w * 2)
+        found.append(torch.autograd.grad(y.square().sum(), w)[0])
+    assert not differences(*found)
