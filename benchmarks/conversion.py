@@ -1,7 +1,8 @@
-"""What converting a model saves, beside what the papers report: prints a table, writes results/conversion.json.
+"""What the papers' methods and fitact.saving save, beside what the papers report: prints a table, writes its numbers.
 
 Counted on fake tensors, in the settings of the papers' own scripts as far as they are known: no GPU, some minutes
-on two cores. `kept` is what autograd keeps for backward. `whole` is there where the published share is one of a
+on two cores. Norms are merged as the paper does it; in `fitact.saving` they stay as they are. `kept` is what
+autograd saves for backward. `whole` is there where the published share is one of a
 GPU's peak: the tracked peak of a training step with the optimizer's state (ViT), or what is kept and what QLoRA
 holds beside it (LLaMA). Nothing that is written depends on the machine. Run it as python benchmarks/conversion.py.
 """
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual machines announce AMX, then trap
@@ -28,7 +30,9 @@ from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.memory.saved import count_saved, gpu_kernels
 from fitact.runtime.models.prepare import Example, Inputs, Prepared, Source, Training, prepare
 from fitact.runtime.models.sources import hugging_face
-from fitact.runtime.norms.fold import merge_norms
+from fitact.runtime.norms.merge import merge_norm
+from fitact.runtime.saving import ERRORS, saving
+from fitact.runtime.saving.modules import attaching
 
 RESULTS = Path(__file__).parent / "results" / "conversion.json"
 OPTIMIZER = 2  # AdamW's tensors of a parameter's size
@@ -93,58 +97,50 @@ class Row:
 # ------------------------------------------------------------------------------------------------------- measuring
 
 
-def with_values(source: Source, training: Training, dtype: torch.dtype, *, cast: bool = False) -> Example:
-    """Build a model with values, as it is trained, and a small batch.
-
-    Args:
-        source: of the model.
-        training: what is trained.
-        dtype: of parameters and floating-point inputs.
-        cast: whether peft's adapters cast their input to their own dtype, which is what they do by default.
-
-    """
-    model, inputs = source.build(1, 16)
-    training.apply(model.train().to(dtype))
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.cast_input_dtype_enabled = cast
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.kwargs.items()}
-    return model, Inputs((), given)
+# By kind of model: the path of its layers, and the norms of one with the layers that read them.
+READERS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "vit": (
+        "vit.layers",
+        {"layernorm_before": tuple(f"attention.{name}_proj" for name in "qkv"), "layernorm_after": ("mlp.fc1",)},
+    ),
+    "llama": (
+        "model.layers",
+        {
+            "input_layernorm": tuple(f"self_attn.{name}_proj" for name in "qkv"),
+            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+    ),
+}
 
 
-def merged(source: Source, training: Training, *, norms: bool, dtype: torch.dtype, autocast: bool) -> Source:
-    """Return a source whose models are trained so and, if wanted, have merged norms.
+def merged(source: Source, training: Training, dtype: torch.dtype) -> Source:
+    """Return a source whose models are trained so, and whose layers have merged norms.
 
-    Merging needs values: models are made with them and merged on a small batch; `prepare` makes them fake then.
+    Merging needs values, so models are made with them; `prepare` makes them fake then.
     """
 
     def build(batch: int, seq: int) -> Example:
         with torch.device("cpu"):
-            model, inputs = with_values(source, training, dtype)
-            sites = merge_norms(model, partial(_logits, inputs, autocast)) if norms else []
-        if norms and not any(site.after for site in sites):
-            raise SystemExit(f"{source.name}: no norm is merged: {sites[0].reason}")
+            model, _ = source.build(1, 16)
+            training.apply(model.train().to(dtype))
+            for module in model.modules():
+                if hasattr(module, "lora_A"):
+                    module.cast_input_dtype_enabled = False  # or peft copies the input of adapters in float32
+            path, norms = READERS[source.name]
+            (layers,) = (module for name, module in model.named_modules() if name.endswith(path))
+            for layer, (name, readers) in product(layers.children(), norms.items()):
+                setattr(layer, name, merge_norm(layer.get_submodule(name), list(_linear(layer, readers))))
         return model, source.inputs(model, batch, seq)
 
     return replace(source, build=build)
 
 
-def mergeable() -> dict[str, int]:
-    """Return how many of ViT's norms can be merged in mixed precision, with adapters in float32."""
-    counts = {}
-    for cast in (True, False):
-        model, inputs = with_values(hugging_face("vit"), VIT_LORA, torch.float32, cast=cast)
-        sites = merge_norms(model, partial(_logits, inputs, True), dry_run=True)
-        counts["adapters cast their input" if cast else "adapters do not"] = sum(
-            bool(site.after) for site in sites
-        )
-    return counts
-
-
-def _logits(inputs: Inputs, autocast: bool, model: nn.Module) -> torch.Tensor:
-    with _casting(autocast):
-        logits: torch.Tensor = model(**inputs.kwargs).logits
-    return logits
+def _linear(layer: nn.Module, readers: Sequence[str]) -> Iterator[nn.Linear]:
+    """Yield the linear layers of a layer that read a norm; with adapters, what these begin with, too."""
+    for reader in map(layer.get_submodule, readers):
+        for name, module in reader.named_modules():
+            if isinstance(module, nn.Linear) and not name.startswith("lora_B"):
+                yield module
 
 
 def _casting(autocast: bool) -> AbstractContextManager[object]:
@@ -175,15 +171,29 @@ def peak(prepared: Prepared, inputs: Inputs, autocast: bool) -> int:
 # ---------------------------------------------------------------------------------------------------------- models
 
 
+Around = AbstractContextManager[object]
+
+
+def variants(kind: str, prepared: Prepared, norms: bool) -> Iterator[tuple[str, Around]]:
+    """Yield what a model is with, merged norms or not, and the context that makes it so; "" for PyTorch as it is."""
+    yield NORMS[kind] if norms else "", nullcontext()
+    for method, name in STEPS[kind].items():
+        yield f"{name} and {NORMS[kind]}" if norms else name, replaced(prepared.model, *method)
+    if not norms:
+        for error in ERRORS:
+            yield f"saving, {error}", attaching(prepared.model, {"": partial(saving, error)})
+
+
 def vit(tuning: str) -> Iterator[Row]:
     """Measure ViT-B/16 as Approx-BP trains it: batch 64, mixed precision, AdamW, LoRA of rank 4 or full tuning."""
     training = VIT_LORA if tuning == "LoRA" else Training()
     found: dict[str, tuple[int, int]] = {}
     for norms in (False, True):
-        source = merged(hugging_face("vit"), training, norms=norms, dtype=torch.float32, autocast=True)
-        prepared, inputs = prepare(source, batch=64, seq=1, dtype=torch.float32)
-        for method, what in variants("vit", norms):
-            with replaced(prepared.model, *method) if method else nullcontext():
+        source = hugging_face("vit")
+        given = (merged(source, training, torch.float32), None) if norms else (source, training)
+        prepared, inputs = prepare(*given, batch=64, seq=1, dtype=torch.float32)
+        for what, around in variants("vit", prepared, norms):
+            with around:
                 found[what] = kept(prepared, inputs, True), peak(prepared, inputs, True)
     stock, whole_stock = found.pop("")
     setting = f"{tuning}, batch 64, mixed precision"
@@ -192,42 +202,34 @@ def vit(tuning: str) -> Iterator[Row]:
         yield Row("ViT-B/16", setting, what, stock, bytes_kept, whole_stock, whole, published, "peak")
 
 
-def variants(kind: str, norms: bool) -> Iterator[tuple[tuple[str, int] | None, str]]:
-    """Yield what replaces the activations, and what that is called together with norms; "" for stock."""
-    yield None, NORMS[kind] if norms else ""
-    for method, name in STEPS[kind].items():
-        yield method, f"{name} and {NORMS[kind]}" if norms else name
-
-
 def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
     """Measure LLaMA-7B as Approx-BP trains it with QLoRA: batch 4, 640 tokens, rank 64 on all linear layers.
 
-    Models of one and of two layers, whose difference is a layer: all layers keep the same. That is checked against
-    the model of 32 layers where that needs no values, with stock norms.
+    Models of one and of two layers, whose difference is a layer: all layers save the same. That is checked against
+    the model of 32 layers where that needs no values, without merged norms.
 
     Raises:
-        SystemExit: 32 layers keep something else than composed.
+        SystemExit: 32 layers save something else than composed.
 
     """
     bf16, training = torch.bfloat16, Training(lora=PROJECTIONS, rank=64)
     batch, seq = 4, 640  # 512 tokens of the source and 128 of the target
     found: dict[str, list[int]] = {}
-    for norms in (False, True):
-        for layers in (1, 2):
-            source = hugging_face("llama", {"num_hidden_layers": layers, "dtype": "bfloat16"})
-            source = merged(source, training, norms=norms, dtype=bf16, autocast=False)
-            prepared, inputs = prepare(source, batch=batch, seq=seq, dtype=bf16)
-            for method, what in variants("llama", norms):
-                with replaced(prepared.model, *method) if method else nullcontext():
-                    found.setdefault(what, []).append(kept(prepared, inputs))
+    for norms, layers in product((False, True), (1, 2)):
+        source = hugging_face("llama", {"num_hidden_layers": layers, "dtype": "bfloat16"})
+        given = (merged(source, training, bf16), None) if norms else (source, training)
+        prepared, inputs = prepare(*given, batch=batch, seq=seq, dtype=bf16)
+        for what, around in variants("llama", prepared, norms):
+            with around:
+                found.setdefault(what, []).append(kept(prepared, inputs))
     composed = {what: one + (LLAMA_LAYERS - 1) * (two - one) for what, (one, two) in found.items()}
     prepared, inputs = prepare(hugging_face("llama"), training, batch=batch, seq=seq, dtype=bf16)
     checks = {}
-    for method, what in variants("llama", norms=False):
-        with replaced(prepared.model, *method) if method else nullcontext():
+    for what, around in variants("llama", prepared, norms=False):
+        with around:
             checks[what or "stock"] = {"composed": composed[what], "measured": kept(prepared, inputs)}
     if any(check["composed"] != check["measured"] for check in checks.values()):
-        raise SystemExit(f"32 layers do not keep what one and two layers say: {checks}")
+        raise SystemExit(f"32 layers do not save what one and two layers say: {checks}")
     beside = held_by_qlora(prepared.model)
     stock = composed.pop("")
     setting = "QLoRA, batch 4, 640 tokens, bfloat16"
@@ -299,9 +301,8 @@ def main() -> None:
     def progress(text: str) -> None:
         sys.stderr.write(f"{text} ...\n")
 
-    progress("1/5 BERT and Mistral, inverted; norms of ViT that can be merged")
+    progress("1/5 BERT and Mistral, inverted")
     rows += inverted()
-    counts = mergeable()
     progress("2/5 ViT-B/16, LoRA")
     rows += vit("LoRA")
     progress("3/5 ViT-B/16, full tuning")
@@ -315,7 +316,6 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         "rows": [asdict(row) for row in rows],
         "llama_of_32_layers": checks,
-        "norms_of_vit_merged_in_mixed_precision": counts,
     }
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
     print("\n".join(table(rows)))

@@ -1,1 +1,1 @@
-"""Norms that keep their output, and folding a model's norms into the linear layers that follow."""
+"""Norms that keep their output, and merging a norm into the linear layers that follow."""

@@ -3,7 +3,7 @@
     LayerNorm: σ = √(mean((x − mean(x))²) + ε), z = (x − mean(x))/σ, dx = (dz − mean(dz) − z·mean(z·dz))/σ
     RMSNorm:   σ = √(mean(x²) + ε),             z = x/σ,             dx = (dz − z·mean(z·dz))/σ
 
-They have no weight and no bias: these go into the next linear layers (`fitact.runtime.norms.fold`). Such a layer
+They have no weight and no bias: these go into the next linear layers (`fitact.runtime.norms.merge`). Such a layer
 keeps its input, which is z. So norm and layer together keep one tensor and one number per row, while PyTorch's
 norm also keeps x. Nothing is saved where the next operation does not keep the same storage: a frozen layer,
 dropout, a residual sum.
@@ -85,21 +85,12 @@ def ms_rms_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float
 
 
 class _Norm(nn.Module):
-    """A norm without parameters.
-
-    `merged` is what `fitact.runtime.norms.fold` has merged into the next layers. Then `weight` and `bias` are
-    constants, ones and zeros, for models that read the dtype of a norm's weight. Otherwise they are None, as in
-    PyTorch's norms without affine parameters. They do not take part in the computation.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
+    """A norm without parameters; `weight` and `bias` are None, as in PyTorch's norms without them."""
 
     def __init__(self, normalized_shape: int | Sequence[int], eps: float | None) -> None:
         super().__init__()
         self.normalized_shape = _shape(normalized_shape)
         self.eps = eps
-        self.merged: Any = None
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
 

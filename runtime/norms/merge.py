@@ -1,0 +1,63 @@
+"""A norm merged into the linear layers that read it, with which it then shares memory (Approx-BP, section 5)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fitact.errors import UsageError
+
+from .modules import MSLayerNorm, MSRMSNorm
+
+Norm = MSLayerNorm | MSRMSNorm
+
+
+@torch.no_grad()
+def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
+    """Put a norm's α and β into the linear layers that read it: W·diag(α) and b + W·β.
+
+    The caller puts what is returned where the norm stood. Norm and layers then compute what they did, up to
+    rounding. Only these layers may read the norm's output.
+
+    Args:
+        norm: over the last dimension: `nn.LayerNorm`, `nn.RMSNorm`, or a module that computes one of them with
+            `weight` or 1 + `weight`, such as those of transformers' LLaMA and Gemma.
+        layers: all that read its output, adapters included; changed in place. One without bias gets one for β.
+
+    Returns:
+        The norm without α and β, which keeps its output for backward.
+
+    Raises:
+        UsageError: the module computes neither norm, or a layer does not fit it; nothing is changed then.
+
+    """
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    made = _made(norm, weight, bias) if isinstance(weight, Tensor) and weight.dim() == 1 else None
+    if made is None:
+        raise UsageError(f"norm: expected a LayerNorm or RMSNorm over the last dimension, got {norm}")
+    shared, alpha = made
+    for layer in layers:
+        if not isinstance(layer, nn.Linear) or layer.in_features != alpha.numel():
+            raise UsageError(f"layers: expected linear layers of {alpha.numel()} inputs, got {layer}")
+    for layer in layers:
+        if bias is not None:
+            moved, trained = layer.weight @ bias.to(layer.weight), layer.weight.requires_grad
+            layer.bias = nn.Parameter(moved if layer.bias is None else layer.bias + moved, trained)
+        layer.weight *= alpha.to(layer.weight)
+    return shared
+
+
+def _made(norm: nn.Module, weight: Tensor, bias: Tensor | None) -> tuple[Norm, Tensor] | None:
+    """Return the norm without α and β, and α; None if the module computes something else."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    x = torch.randn(4, weight.numel(), device=weight.device)
+    expected = copy.deepcopy(norm).float()(x)
+    for shared in (MSLayerNorm(weight.numel(), 1e-5 if eps is None else eps), MSRMSNorm(weight.numel(), eps)):
+        for alpha in (weight, 1 + weight):
+            found = shared(x) * alpha.float() + (0 if bias is None else bias.float())
+            if torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+                return shared, alpha
+    return None
