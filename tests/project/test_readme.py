@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,17 @@ from fitact.planning.problem import Problem
 from fitact.planning.programme import peak
 from fitact.planning.record import GIB
 from fitact.runtime.compare.report import measure
-from fitact.runtime.models.prepare import Training, imported, prepare
+from fitact.runtime.models.prepare import Training, prepare
 from fitact.runtime.models.reference import gelu_mlp
 from fitact.runtime.models.sources import hugging_face
 from fitact.runtime.plan.devices import USUAL, device_of
 from fitact.runtime.plan.subjects import of_prepared
 from fitact.runtime.plan.ways import FULL, STOCK
-from fitact.runtime.rebuild.modules import Rebuilding
-from fitact.runtime.torch_internals import FakeTensor
+from fitact.runtime.saving.modules import Attached
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
-PAGES = ("converting", "evidence", "measuring", "methods", "rebuilding", "speed")
+PAGES = ("converting", "evidence", "measuring", "methods", "saving", "speed")
 TEXT = "\n".join([README, *((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in PAGES)])
 
 
@@ -50,12 +48,13 @@ def test_saved_bytes() -> None:
     """The table of the first screen is what the command above it counts."""
     rows = {row.name: row.bytes for row in measure(gelu_mlp, batch=2, seq=4096).rows}
     names = {
-        "stock": "stock",
+        "PyTorch as it is": "stock",
         "Few-Bit, 3 bits": "fewbit, 3 bits",
         "ReLU mixture, 2 bits": "relumix, 2 bits",
         "Inverted, output and 1 bit": "inverted",
-        "Rebuilt outputs, exact gradients": "rebuilt, exact",
-        "Codes of 8 bits, for value and derivative": "coded, 8 bits",
+        "Saving, exact": "saving, exact",
+        "Saving, rounding: 8 bits": "saving, rounding",
+        "Saving, coarse: 4 bits": "saving, coarse",
         "PyTorch's compiler with a memory budget of 0.9, exact gradients": "compiler, budget 0.9",
         "The same with `fitact.compile`, codes of 8 bits": "compiler, 0.9 and codes",
     }
@@ -74,13 +73,13 @@ def test_saved_bytes() -> None:
             "llama",
             Training(lora=("q_proj", "v_proj")),
             {"seq": 2048},
-            r"LLaMA-7B with LoRA on q and v keeps (\d+) % less .* they keep (\d+) to (\d+) % and \d+ to ",
+            r"LLaMA-7B with LoRA on q and v saves (\d+) % less .* alone save (\d+) to (\d+) % and \d+ to ",
         ),
         (
             "bert",
             Training(),
             {"batch": 8},
-            r"and BERT (\d+) % less.* they keep \d+ to \d+ % and (\d+) to (\d+) % less",
+            r"and BERT (\d+) % less.* alone save \d+ to \d+ % and (\d+) to (\d+) % less",
         ),
     ],
     ids=["llama", "bert"],
@@ -90,9 +89,7 @@ def test_saved_shares(model: str, training: Training, sizes: dict[str, int], sai
     kept = {row.name: 100 - 100 * row.bytes / rows[0].bytes for row in rows}
     found = re.search(said, flat())
     assert found is not None
-    assert (
-        tuple(f"{kept[name]:.0f}" for name in ("rebuilt, exact", "fewbit, 3 bits", "inverted")) == found.groups()
-    )
+    assert tuple(f"{kept[name]:.0f}" for name in ("saving, exact", "fewbit, 3 bits", "inverted")) == found.groups()
 
 
 def test_python_runs() -> None:
@@ -100,7 +97,7 @@ def test_python_runs() -> None:
     block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(block, names)
-    assert isinstance(names["model"][1], Rebuilding)
+    assert isinstance(names["model"], Attached)
     assert names["model"][0].weight.grad.abs().sum() > 0
 
 
@@ -112,11 +109,11 @@ def test_the_first_screen() -> None:
     for row in rows:
         assert list(row["ways"]) == list(kept.WAYS)
         ways = row["ways"]
-        exact, codes, compiled = (ways[label]["share"] for label in list(kept.WAYS)[2:])
-        assert codes < exact < min(1, ways["selective checkpointing"]["share"])
+        exact, rounding, coarse, compiled = (ways[label]["share"] for label in list(kept.WAYS)[2:])
+        assert coarse < rounding < exact < min(1, ways["selective checkpointing"]["share"])
         assert exact < 1.0001 * ways["compiler, budget 0.9"]["share"]
         assert compiled < ways["compiler, budget 0.9"]["share"]
-        assert all(way["share"] == way["bytes"] / row["stock"] for way in ways.values())
+        assert all(way["share"] == way["bytes"] / row["baseline"] for way in ways.values())
         assert all(way["again"] < 0.005 for way in ways.values())  # so the README says of products
 
 
@@ -125,8 +122,8 @@ def test_the_picture_again(name: str) -> None:
     source, training, sizes, _ = kept.MODELS[name]
     rows = {row.name: row.bytes for row in measure(source, training=training, budgets=(), **sizes).rows}
     (row,) = (row for row in json.loads(kept.RESULTS.read_text("utf-8"))["rows"] if row["model"] == name)
-    assert rows["stock"] == row["stock"]
-    for label in ("selective checkpointing", "fitact, exact gradients", "fitact, codes of 8 bits"):
+    assert rows["stock"] == row["baseline"]
+    for label in ("selective checkpointing", *list(kept.WAYS)[2:5]):
         assert rows[kept.WAYS[label][0]] == row["ways"][label]["bytes"]
 
 
@@ -174,92 +171,6 @@ def test_errors_of_inverted_fits() -> None:
         ] + [fit.error["float32"]]
         for text, number in zip(stated, numbers, strict=True):
             assert f"{number:.{len(text.partition('.')[2])}f}" == text, (name, text, number)
-
-
-def _small(name: str, dropout: float | None) -> Any:
-    """Two layers of a model of transformers, width 256, in bfloat16; with LoRA if a dropout is given."""
-    transformers, peft = imported("transformers"), imported("peft")
-    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
-    sizes["intermediate_size"] = 688 if name == "llama" else 1024
-    config = transformers.AutoConfig.for_model(name, **sizes)
-    config.use_cache = False
-    model = transformers.AutoModel.from_config(config).to(torch.bfloat16).train()
-    if dropout is None:
-        return model
-    lora = peft.LoraConfig(r=8, lora_dropout=dropout, target_modules="all-linear")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft's, of what transformers has renamed
-        return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
-
-
-def _words(model: Any) -> Any:
-    """Run a model with two rows of 512 words without memory, where bytes are counted, and of 64 with values."""
-    fake = any(isinstance(one, FakeTensor) for one in model.parameters())
-    return model(input_ids=torch.arange(2 * (512 if fake else 64)).view(2, -1) % 1000)
-
-
-@pytest.mark.parametrize(
-    ("title", "name", "dropout"),
-    [
-        ("LLaMA, everything trained", "llama", None),
-        ("LLaMA, LoRA with dropout 0.1", "llama", 0.1),
-        pytest.param("LLaMA, LoRA on all linear layers", "llama", 0.0, marks=pytest.mark.full),
-        pytest.param("GPT-2, everything trained", "gpt2", None, marks=pytest.mark.full),
-        pytest.param("BERT, everything trained", "bert", None, marks=pytest.mark.full),
-    ],
-)
-def test_rebuilt(title: str, name: str, dropout: float | None) -> None:
-    (row,) = re.findall(rf"^\| {title} \| ([\d,]+) \| ([\d.]+) % \| ([\d.]+) % \|$", TEXT, re.MULTILINE)
-    rebuilt = fitact.rebuild(_small(name, dropout), example_inputs=_words)
-    auto = fitact.convert(_small(name, dropout), "auto", norms=True, example_inputs=_words)
-    inverted = fitact.convert(_small(name, dropout), "inverted", norms=True, example_inputs=_words)
-    assert rebuilt.kept_before == inverted.kept_before == int(row[0].replace(",", ""))
-    assert auto.kept_after < rebuilt.kept_after  # by codes; norms that are rebuilt are not merged
-    for stated, found in zip(row[1:], (rebuilt, inverted), strict=True):
-        assert f"{100 * found.kept_after / found.kept_before:.1f}" == stated
-
-
-MIXED = {"num_local_experts": 8, "num_experts_per_tok": 2}
-SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 344}
-CALLS: dict[str, tuple[str, dict[str, int]]] = {
-    "Qwen3": ("qwen3", {}),
-    "Gemma 3": ("gemma3_text", {}),
-    "Mixtral": ("mixtral", MIXED),
-    "gpt-oss": ("gpt_oss", MIXED),
-    "Qwen3-MoE": ("qwen3_moe", SPARSE),
-}
-
-
-@pytest.mark.parametrize(
-    "title", [pytest.param(one, marks=() if one == "gpt-oss" else pytest.mark.full) for one in CALLS]
-)
-def test_rebuilt_calls(title: str) -> None:
-    name, sizes = CALLS[title]
-    transformers = imported("transformers")
-    sizes = sizes | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    sizes |= {"num_hidden_layers": 2, "intermediate_size": 688, "vocab_size": 1000}
-    config = transformers.AutoConfig.for_model(name, **sizes)
-    config.use_cache = False
-    model = transformers.AutoModel.from_config(config).to(torch.bfloat16).train()
-    found = fitact.rebuild(model, example_inputs=_words, gradients=True)
-    assert found.gradient is not None and found.gradient.error == 0
-    (stated,) = re.findall(rf"(?:keeps|,) {title} (?:keeps )?(\d+) %", flat())
-    assert f"{100 * found.kept_after / found.kept_before:.0f}" == stated
-
-
-@pytest.mark.full
-def test_rebuilt_convolutions() -> None:
-    names = ("convnext_atto", "mobilenetv3_small_100", "efficientnet_b0", "resnet50")
-    found = re.search(
-        r"ConvNeXt-Atto keeps (\d+) %, MobileNetV3-Small (\d+) %, "
-        r"EfficientNet-B0 (\d+) %, ResNet-50 (\d+) %",
-        flat(),
-    )
-    assert found is not None
-    for name, stated in zip(names, found.groups(), strict=True):
-        model = imported("timm").create_model(name).train()
-        rebuilt = fitact.rebuild(model, example_inputs=torch.randn(2, 3, 224, 224))
-        assert f"{100 * rebuilt.kept_after / rebuilt.kept_before:.0f}" == stated
 
 
 def test_values_of_composed_activations() -> None:
@@ -350,12 +261,6 @@ def test_conversion() -> None:
         assert f"| {label} |" in TEXT
         row = next(line for line in TEXT.splitlines() if line.startswith(f"| {label} |"))
         assert row.split(" | ")[-1].removesuffix(" |") == " / ".join(numbers)
-    kept = next(row for row in rows if row["setting"].startswith("LoRA") and row["what"] == "ReGELU2 and MS-LN")
-    share = 100 - 100 * kept["kept"] / kept["stock"]
-    assert (
-        "With ReLU mixtures and [memory-sharing norms](docs/converting.md#memory-sharing-norms), "
-        f"ViT-B with LoRA keeps {share:.0f} % less" in flat()
-    )
 
 
 def test_training() -> None:
@@ -406,17 +311,19 @@ def test_no_model_of_the_picture_keeps_more_than_is_said() -> None:
     for row in rows:
         exact, selective, compiler = (
             row["ways"][way]["bytes"]
-            for way in ("fitact, exact gradients", "selective checkpointing", "compiler, budget 0.9")
+            for way in ("fitact, exact", "selective checkpointing", "compiler, budget 0.9")
         )
         assert exact < selective and exact < 1.00015 * compiler
         above |= {row["model"].partition("-")[0]} if exact > compiler else set()
     assert above == {"LLaMA"}
-    assert "for every model of the picture, and no more than the compiler, except for 0.01 % in LLaMA" in flat()
+    assert (
+        "for every model of the picture, and no more than the compiler saves, except for 0.01 % in LLaMA" in flat()
+    )
 
 
 def test_codes_under_the_compiler_save_what_is_said() -> None:
     rows = json.loads(kept.RESULTS.read_text("utf-8"))["rows"]
-    compiler, codes = "compiler, budget 0.9", "fitact.compile, codes of 8 bits"
+    compiler, codes = "compiler, budget 0.9", "fitact.compile, 8 bits"
     saved = [100 * (1 - row["ways"][codes]["bytes"] / row["ways"][compiler]["bytes"]) for row in rows]
     table = re.findall(r"^\| .* \| ([\d,]+) \| [\d.]+ % \|$", README, re.MULTILINE)
     bytes_of = [int(text.replace(",", "")) for text in table]
