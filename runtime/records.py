@@ -20,10 +20,10 @@ class SiteRecord:
         name: path of the module in the model, e.g. `"encoder.layer.0.intermediate.intermediate_act_fn"`.
         kind: which of these it is.
         before: name of its class or function, e.g. `"GELUActivation"`.
-        after: what stands there now, e.g. `"gelu_fewbit3"` or `"rebuilt"`; None if it is left alone.
+        after: what stands there now, e.g. `"gelu_fewbit3"`, or the context that it runs in; None if left alone.
         reason: why it is left alone, or another note; `""` for neither.
-        kept_before, kept_after: bytes that autograd keeps for it, before and after; None if not measured.
-        shared: whether a later operation keeps the same storage as its output; None if not measured.
+        saved_before, saved_after: bytes that autograd saves for it, before and after; None if not measured.
+        shared: whether a later operation saves the same storage as its output; None if not measured.
 
     """
 
@@ -32,8 +32,8 @@ class SiteRecord:
     before: str
     after: str | None
     reason: str = ""
-    kept_before: int | None = None
-    kept_after: int | None = None
+    saved_before: int | None = None
+    saved_after: int | None = None
     shared: bool | None = None
 
 
@@ -43,17 +43,17 @@ class Unseen:
 
     Attributes:
         name: path of the module, or of several with a star for numbers, e.g. `"model.layers.*.mlp.experts"`.
-        kept: bytes that only its pointwise operations keep, for all such modules together.
-        operations: PyTorch's functions that keep them, those that keep most first.
+        saved: bytes that only its pointwise operations save, for all such modules together.
+        operations: PyTorch's functions that save them, those that save most first.
 
     """
 
     name: str
-    kept: int
+    saved: int
     operations: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"not seen: {self.name} keeps {_size([self.kept])} through {', '.join(self.operations)}"
+        return f"not seen: {self.name} saves {_size([self.saved])} through {', '.join(self.operations)}"
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class Gradient:
-    """How far the gradient of all parameters is from stock's, in one forward and backward pass.
+    """How far the gradient of all parameters is from the baseline's, in one forward and backward pass.
 
     Attributes:
-        error: norm of the difference, as a share of the norm of stock's gradient; None if not measured.
+        error: norm of the difference, as a share of the norm of the baseline's; None if not measured.
         cosine: cosine of the angle between both gradients; None if not measured.
         note: why it could not be measured; `""` if it was.
 
@@ -93,7 +93,7 @@ class Gradient:
         if self.error is None or self.cosine is None:
             return f"the gradient could not be measured: {self.note}"
         if self.error == 0:
-            return "the gradient equals stock's, bit for bit"
+            return "the gradient equals the baseline's, bit for bit"
         return f"the gradient is off by {100 * self.error:.3g} % of its norm, cosine {self.cosine:.6f}"
 
 
@@ -104,9 +104,9 @@ class Conversion:
     Attributes:
         sites: one record for each site, in the model's own order.
         dry_run: whether the model was left unchanged.
-        kept_before, kept_after: bytes that autograd keeps for the whole model; None if not measured.
-        unseen: activations that no module holds, those that keep most first, if measured.
-        gradient: how far the gradient is from stock's; None if not requested.
+        saved_before, saved_after: bytes that autograd saves for the whole model; None if not measured.
+        unseen: activations that no module holds, those that save most first, if measured.
+        gradient: how far the gradient is from the baseline's; None if not requested.
         note: why there are no sites; `""` if there are some.
         modules: what each module saves in a context, if that was measured; those that saved most first.
 
@@ -114,8 +114,8 @@ class Conversion:
 
     sites: tuple[SiteRecord, ...]
     dry_run: bool = False
-    kept_before: int | None = None
-    kept_after: int | None = None
+    saved_before: int | None = None
+    saved_after: int | None = None
     unseen: tuple[Unseen, ...] = ()
     gradient: Gradient | None = None
     note: str = ""
@@ -138,7 +138,7 @@ class Conversion:
 
 MIB = 2**20
 UNKNOWN = "-"
-SMALL = 100  # modules that saved less than a hundredth have no row of their own
+ROWS = 12  # of the modules that saved most; one row for all others
 
 
 def _lines(conversion: Conversion) -> Iterator[str]:
@@ -147,24 +147,28 @@ def _lines(conversion: Conversion) -> Iterator[str]:
     for site in conversion.sites:
         like = (_starred(site.name), site.before, site.after, _starred(site.reason), site.shared)
         groups.setdefault(like, []).append(site)
-    measured = any(site.kept_before is not None for site in conversion.sites)
+    measured = any(site.saved_before is not None for site in conversion.sites)
     head = ("site", "", "was", "would be" if conversion.dry_run else "is")
-    rows = [head + (("kept", "then", "shared") if measured else ()) + ("note",)]
+    rows = [head + (("saved", "now", "shared") if measured else ()) + ("note",)]
     rows += [_row(group, measured) for group in groups.values()]
-    yield from columns(rows, "<><<>>" if measured else "<>")
+    if len(conversion) != 1 or conversion.sites[0].kind != "module" or conversion.sites[0].reason:
+        yield from columns(rows, "<><<>>" if measured else "<>")
+    else:
+        (site,) = conversion.sites
+        verb = "would run" if conversion.dry_run else "runs"
+        yield f"{site.name or 'the model'}, {site.before}, {verb} in {site.after}"
     if conversion.modules:
         yield from columns([("module", "", "saved", "now"), *_module_rows(conversion.modules)], "<>>>")
     yield from map(str, conversion.unseen)
-    yield _summary(conversion)
+    if summary := "; ".join(_summary(conversion)):
+        yield summary
     if conversion.gradient is not None:
         yield str(conversion.gradient)
 
 
 def _module_rows(modules: Sequence[ModuleRecord]) -> Iterator[tuple[str, ...]]:
     """Yield rows of the modules that saved most, and one of all others."""
-    total = sum(one.before for one in modules)
-    large = [one for one in modules if one.before * SMALL >= total]
-    rest = [one for one in modules if one not in large]
+    large, rest = list(modules[:ROWS]), modules[ROWS:]
     if rest:
         count, before, after = (sum(getattr(one, name) for one in rest) for name in ("count", "before", "after"))
         large.append(ModuleRecord("all others", count, before, after))
@@ -181,7 +185,7 @@ def _row(group: Sequence[SiteRecord], measured: bool) -> tuple[str, ...]:
     row: tuple[str, ...] = (name or "the model", times, site.before, site.after or "left alone")
     if measured:
         shared = UNKNOWN if site.shared is None else "yes" if site.shared else "no"
-        row += (_size([one.kept_before for one in group]), _size([one.kept_after for one in group]), shared)
+        row += (_size([one.saved_before for one in group]), _size([one.saved_after for one in group]), shared)
     return (*row, reason)
 
 
@@ -190,14 +194,15 @@ def _starred(text: str) -> str:
     return re.sub(r"(?<![^\s.])\d+(?=\.\d*\.|\.[^\W\d]|$)", "*", text)
 
 
-def _summary(conversion: Conversion) -> str:
-    verb = "would be replaced" if conversion.dry_run else "replaced"
-    text = f"{len(conversion.replaced)} of {len(conversion)} {verb}"
-    if conversion.kept_before is None or conversion.kept_after is None:
-        return text
-    share = 100 * conversion.kept_after / max(conversion.kept_before, 1)
-    before, after = _size([conversion.kept_before]), _size([conversion.kept_after])
-    return f"{text}; the model keeps {after} for backward instead of {before}, {share:.1f} %"
+def _summary(conversion: Conversion) -> Iterator[str]:
+    """Yield how many activations were replaced, and what the model saves, as far as that is known."""
+    if not any(site.kind == "module" for site in conversion.sites):
+        yield f"{len(conversion.replaced)} of {len(conversion)} {'would be ' * conversion.dry_run}replaced"
+    if conversion.saved_before is not None and conversion.saved_after is not None:
+        share = 100 * conversion.saved_after / max(conversion.saved_before, 1)
+        before, after = _size([conversion.saved_before]), _size([conversion.saved_after])
+        saves = "would save" if conversion.dry_run else "saves"
+        yield f"the model {saves} {after} for backward instead of {before}, {share:.1f} %"
 
 
 def _size(counts: Sequence[int | None]) -> str:

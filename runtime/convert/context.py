@@ -44,7 +44,7 @@ def attached(
     if example_inputs is not None:
         run = runner(example_inputs)
         conversion = _measured(conversion, model, run, contexts)
-        if conversion.kept_before == conversion.kept_after:
+        if conversion.saved_before == conversion.saved_after:
             sites = [replace(site, after=None, reason=site.reason or NOTHING) for site in conversion.sites]
             conversion, contexts = replace(conversion, sites=tuple(sites)), {}
         elif context().exact if gradients is None else gradients:
@@ -91,7 +91,7 @@ def _measured(conversion: Conversion, model: nn.Module, run: Run, contexts: Cont
         return saved
 
     (before, _), (after, _) = runs(model, run, [partial(look, contexts={}), partial(look, contexts=contexts)])
-    return replace(conversion, kept_before=before.bytes, kept_after=after.bytes, modules=_modules(before, after))
+    return replace(conversion, saved_before=before.bytes, saved_after=after.bytes, modules=_modules(before, after))
 
 
 def _modules(before: Saved, after: Saved) -> tuple[ModuleRecord, ...]:

@@ -138,5 +138,5 @@ def _records(
             record = replaced(record, reason="; ".join(filter(None, reasons)))
         elif before is not None and after is not None and after.usages[i].shared is not None:
             now = after.usages[i]
-            record = replaced(record, kept_before=before.usages[i].kept, kept_after=now.kept, shared=now.shared)
+            record = replaced(record, saved_before=before.usages[i].kept, saved_after=now.kept, shared=now.shared)
         yield record

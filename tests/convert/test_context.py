@@ -178,7 +178,7 @@ def test_models(name: str, autocast: bool) -> None:
         report = fitact.convert(model, example_inputs=X.clone().requires_grad_())
     after, found = step(model, autocast=autocast)
     assert equal(found, expected)
-    assert (report.kept_before, report.kept_after) == (before, after) and after < before
+    assert (report.saved_before, report.saved_after) == (before, after) and after < before
     assert report.gradient is not None and report.gradient.error == 0
     assert [sum(getattr(one, key) for one in report.modules) for key in ("before", "after")] == [before, after]
 
@@ -191,7 +191,7 @@ def test_classes_of_errors(error: str, gradients: bool | None) -> None:
     before, expected = step(model)
     report = fitact.convert(model, error=error, example_inputs=X, gradients=gradients)
     after, found = step(model)
-    assert after == report.kept_after < before * SAVED[error]
+    assert after == report.saved_after < before * SAVED[error]
     assert (report.gradient is not None) == (error == "exact" if gradients is None else gradients)
     assert equal(found, expected) == (error == "exact") and off(found, expected) <= ERRORS[error]
     if report.gradient is not None:
@@ -213,7 +213,7 @@ def test_numbers_of_bits() -> None:
 
     assert equal(found, step(made(InContext))[1]) and not equal(found, step(made())[1])
     four = fitact.convert(model, bits=4, example_inputs=X, gradients=True)
-    assert four.kept_after < report.kept_after and four.gradient is not None and four.gradient.error
+    assert four.saved_after < report.saved_after and four.gradient is not None and four.gradient.error
 
 
 class Tells(Model):
@@ -288,7 +288,7 @@ def test_nothing_to_save() -> None:
     for _ in range(2):
         report = fitact.convert(model, example_inputs=X)
         assert [(site.after, site.reason) for site in report] == [(None, "it has nothing to save")]
-        assert report.kept_before == report.kept_after and not report.replaced and not attached(model)
+        assert report.saved_before == report.saved_after and not report.replaced and not attached(model)
         assert "it has nothing to save" in str(report)
         fitact.convert(model)  # without inputs it is not known
         assert attached(model) == [""]
@@ -314,7 +314,7 @@ def test_patterns(given: dict[str, Any], paths: list[str]) -> None:
         [given["exclude"]] if isinstance(given.get("exclude"), str) else [*given.get("exclude", ())], "excluded"
     )
     after, found = step(model)
-    assert equal(found, expected) and report.kept_after == after < before
+    assert equal(found, expected) and report.saved_after == after < before
     rows = {one.name: one for one in report.modules}
     with count_saved(model, detail=True) as saved:
         model(X)
@@ -399,13 +399,13 @@ def test_converting_again() -> None:
     for given in ({"error": "rounding"}, {"include": "layers.1"}, {}, {}, {"error": "coarse"}):
         reports.append(fitact.convert(model, **given, example_inputs=X))
         assert attached(model) == [given.get("include", "")]
-        assert reports[-1].kept_before == reports[0].kept_before
-        assert reports[-1].kept_after == step(model)[0]
+        assert reports[-1].saved_before == reports[0].saved_before
+        assert reports[-1].saved_after == step(model)[0]
     assert reports[2] == reports[3]
     fitact.convert(model, "fewbit", dry_run=True)
     assert attached(model) == [""]
     fitact.revert(model)
-    assert type(model) is Model and step(model)[0] == reports[0].kept_before
+    assert type(model) is Model and step(model)[0] == reports[0].saved_before
 
 
 def test_beside_a_method() -> None:
@@ -416,7 +416,7 @@ def test_beside_a_method() -> None:
     before, expected = step(model)
     report = fitact.convert(model, example_inputs=X)
     after, found = step(model)
-    assert equal(found, expected) and after < before == report.kept_before
+    assert equal(found, expected) and after < before == report.saved_before
     assert len(fitact.revert(model)) == 2
     assert type(model) is nn.Sequential and type(model[2]) is nn.GELU and equal(step(model)[1], exact)
 
@@ -568,8 +568,8 @@ def test_real_models(name: str) -> None:
     assert report.gradient is not None and report.gradient.error == 0
     with count_saved(model) as saved:
         model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    assert report.kept_after == saved.bytes < share * report.kept_before
+    assert report.saved_after == saved.bytes < share * report.saved_before
     near = fitact.convert(model, error="rounding", example_inputs=inputs, gradients=True)
-    assert near.kept_after < report.kept_after and near.gradient is not None and near.gradient.error is not None
+    assert near.saved_after < report.saved_after and near.gradient is not None and near.gradient.error is not None
     if name != TIMM_CONV:  # its dozens of norms of batches make errors of rounding larger
         assert 0 < near.gradient.error < error

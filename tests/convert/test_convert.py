@@ -215,8 +215,8 @@ def test_one_module_at_several_places() -> None:
     conversion = fitact.convert(model, "fewbit", example_inputs=x)
     assert sites(conversion) == {"1": "gelu_fewbit3", "3": "gelu_fewbit3", "4.act": "silu_fewbit3"}
     assert [site.reason for site in conversion] == ["", "the same module as 1", ""]
-    assert conversion.sites[0].kept_before == 2 * 512 * 16 * 4
-    assert conversion.sites[1].kept_before is None
+    assert conversion.sites[0].saved_before == 2 * 512 * 16 * 4
+    assert conversion.sites[1].saved_before is None
     assert model[1] is model[3] and type(model[1]).__name__ == "GeluFewbit3"
     assert model[4] is model[5]
     assert torch.equal(model(x), stock)
@@ -277,11 +277,11 @@ def test_an_input_that_another_activation_keeps(method: str) -> None:
     report = fitact.convert(model, method, exclude="*.0", example_inputs=x)
     with count_saved(model) as saved:
         model(x)
-    assert report.kept_after == report.kept_before == saved.bytes
+    assert report.saved_after == report.saved_before == saved.bytes
     assert [site.after for site in report] == [None, None] and "neighbouring" in report.sites[1].reason
     both = mlp(nn.Sequential(nn.SiLU(), nn.GELU()))
     pays = fitact.convert(both, method, example_inputs=x)
-    assert pays.kept_before and pays.kept_after and pays.replaced and pays.kept_after < pays.kept_before
+    assert pays.saved_before and pays.saved_after and pays.replaced and pays.saved_after < pays.saved_before
 
 
 def test_what_computes_a_parameter() -> None:
@@ -319,7 +319,7 @@ def test_numbers_that_are_not_real() -> None:
         "index": "its output is torch.int64, which no replacement takes",
         "bend": "its output is torch.complex64, which no replacement takes",
     }
-    assert report.kept_before and report.kept_after and report.kept_after <= report.kept_before
+    assert report.saved_before and report.saved_after and report.saved_after <= report.saved_before
     assert torch.equal(model(i), expected)
 
 
@@ -663,7 +663,7 @@ def test_converting_twice() -> None:
     for method in ("fewbit", "inverted"):
         site, _ = fitact.convert(model, method, example_inputs=X)
         assert (site.before, site.after, site.reason) == ("gelu_fewbit3", None, "already gelu_fewbit3")
-        assert site.kept_before == site.kept_after
+        assert site.saved_before == site.saved_after
         assert model[0][1] is replacement
     model.eval()
     assert len(fitact.revert(model)) == 2 and not any(module.training for module in model.modules())
@@ -753,7 +753,7 @@ def test_a_dry_run_changes_nothing(looks: bool, given: dict[str, Any]) -> None:
 def test_fake_and_real_runs_agree(given: dict[str, Any]) -> None:
     x = torch.randn(1000, 16)
     first, second = (fitact.convert(Stateful(looks), **given, example_inputs=x) for looks in (False, True))
-    assert first == second and first.kept_after < first.kept_before
+    assert first == second and first.saved_after < first.saved_before
 
 
 def test_inputs_and_buffers_stay() -> None:
@@ -776,7 +776,7 @@ def test_models_without_memory(of: str, given: dict[str, Any]) -> None:
         model, x = mlp(nn.GELU()), torch.empty(1000, 16)
     real = fitact.convert(mlp(nn.GELU()), **given, example_inputs=torch.randn(1000, 16))
     found = fitact.convert(model, **given, example_inputs=x)
-    assert (found.sites, found.kept_after, found.modules) == (real.sites, real.kept_after, real.modules)
+    assert (found.sites, found.saved_after, found.modules) == (real.sites, real.saved_after, real.modules)
 
 
 class Consumer(Holds):
@@ -815,12 +815,12 @@ def test_consumers(kind: str, shared: bool) -> None:
         fitact.revert(model)
         with count_saved(model) as before:
             model(x)
-        assert (conversion.kept_before, conversion.kept_after) == (before.bytes, after.bytes)
-        assert site.kept_before == 4 * ELEMENTS
-        assert before.bytes - after.bytes == site.kept_before - site.kept_after
+        assert (conversion.saved_before, conversion.saved_after) == (before.bytes, after.bytes)
+        assert site.saved_before == 4 * ELEMENTS
+        assert before.bytes - after.bytes == site.saved_before - site.saved_after
         assert (site.after is None) == (method == "inverted" and not shared)
         expected = {"gelu_fewbit3": 3 * ELEMENTS // 8, "gelu_inverted1": ELEMENTS // 8, "None": 4 * ELEMENTS}
-        assert site.kept_after == expected[str(site.after)]
+        assert site.saved_after == expected[str(site.after)]
 
 
 MORE: list[tuple[list[nn.Module], str, str | None, str]] = [  # None: then it would keep more, for that reason
@@ -844,7 +844,7 @@ def test_no_method_keeps_more_than_stock(
     assert site.after == name and reason in site.reason
     with count_saved(model) as saved:
         model(x)
-    assert conversion.kept_after == saved.bytes <= stock.bytes == conversion.kept_before
+    assert conversion.saved_after == saved.bytes <= stock.bytes == conversion.saved_before
     fitact.revert(model)
     assert fitact.convert(model, method, dry_run=True).sites[0].after
     given = {type(one): GeluFewbit3 for one in layers if isinstance(one, (nn.ReLU, nn.GELU))}
@@ -869,8 +869,8 @@ def test_autocast_keeps_one_storage() -> None:
             result = model(x)
     weight = 2 * 64 * 64
     statistics = 2 * 8 * ROWS * 4
-    assert conversion.kept_before == (4 + 2) * ELEMENTS + weight + statistics + x.nbytes
-    assert conversion.kept_after == saved.bytes == 2 * ELEMENTS + ELEMENTS // 8 + weight + statistics + x.nbytes
+    assert conversion.saved_before == (4 + 2) * ELEMENTS + weight + statistics + x.nbytes
+    assert conversion.saved_after == saved.bytes == 2 * ELEMENTS + ELEMENTS // 8 + weight + statistics + x.nbytes
     result.sum().backward()
 
 
@@ -903,7 +903,7 @@ def test_overwritten_outputs_are_not_kept(real: bool, autocast: bool) -> None:
     inputs = run if real else x
     with torch.autocast("cpu", dtype=HALF, enabled=autocast):
         (site,) = fitact.convert(model, "inverted", example_inputs=inputs)
-        assert site.after is None and site.kept_after == site.kept_before
+        assert site.after is None and site.saved_after == site.saved_before
         assert site.reason.startswith("a later operation overwrites its output")
         assert sites(fitact.convert(model, "fewbit", example_inputs=inputs)) == {"act": "silu_fewbit3"}
         y = model(x)
@@ -956,12 +956,12 @@ def test_what_chance_leaves_out(draw: Callable[[], Any], blocks: int, exclude: l
         kept = [site for site in conversion if site.reason != "excluded"]
         assert len(kept) == blocks - len(exclude) and {site.after for site in kept} == {"gelu_inverted1"}
         assert not any(site.after for site in conversion if site not in kept)
-        missed = [site for site in kept if site.kept_before is None]
+        missed = [site for site in kept if site.saved_before is None]
         assert bool(missed) == (blocks > 1) and len(missed) < len(kept)
         if missed:
-            (reached,) = {site.name for site in kept if site.kept_before} & {missed[0].reason.split()[-1]}
+            (reached,) = {site.name for site in kept if site.saved_before} & {missed[0].reason.split()[-1]}
             assert {site.reason for site in missed} == {f"example_inputs do not reach it: treated as {reached}"}
-        sizes = {(site.kept_before, site.kept_after) for site in kept if site not in missed}
+        sizes = {(site.saved_before, site.saved_after) for site in kept if site not in missed}
         assert sizes == {(4 * 64 * 1024, 64 * 1024 // 8)}
 
 
@@ -981,7 +981,7 @@ class Twice(nn.Module):
 def test_two_activations_of_one_tensor() -> None:
     conversion = fitact.convert(Twice(), "fewbit", example_inputs=torch.randn(8 * ROWS, 16))
     assert sites(conversion) == {"a": "gelu_fewbit3", "b": "silu_fewbit3"}
-    assert [site.kept_before for site in conversion] == [2 * ELEMENTS, 2 * ELEMENTS]  # of 4 each would keep alone
+    assert [site.saved_before for site in conversion] == [2 * ELEMENTS, 2 * ELEMENTS]  # of 4 each would keep alone
 
 
 ACTS: list[Callable[[], nn.Module]] = [
@@ -1026,7 +1026,7 @@ def test_reports_of_random_models(seed: int, autocast: bool) -> None:
                 continue
             with count_saved(twin) as saved:
                 twin(x)
-        assert (report.kept_before, report.kept_after) == (stock.bytes, saved.bytes)
+        assert (report.saved_before, report.saved_after) == (stock.bytes, saved.bytes)
         assert saved.bytes <= stock.bytes
 
 
@@ -1037,7 +1037,7 @@ def test_reports_of_random_models(seed: int, autocast: bool) -> None:
 )
 def test_kinds_of_inputs(inputs: Any) -> None:
     (site,) = fitact.convert(mlp(nn.GELU()), "fewbit", example_inputs=inputs)
-    assert site.kept_before == 2 * 64 * 4
+    assert site.saved_before == 2 * 64 * 4
 
 
 def test_measured_as_it_trains() -> None:
@@ -1061,10 +1061,10 @@ def test_what_keeps_nothing() -> None:
             y: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
             return y
 
-    kept = [site.kept_before for site in fitact.convert(Unused(), "fewbit", example_inputs=X)]
+    kept = [site.saved_before for site in fitact.convert(Unused(), "fewbit", example_inputs=X)]
     assert kept == [2 * 64 * 4, None]
     (site,) = fitact.convert(Block(nn.GELU()), "fewbit", example_inputs=X)
-    assert site.kept_before == site.kept_after == 0
+    assert site.saved_before == site.saved_after == 0
 
 
 def test_table() -> None:

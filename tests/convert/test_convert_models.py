@@ -213,7 +213,7 @@ def test_reports_say_what_is_kept(name: str, setting: str, precision: str) -> No
                 assert "nothing is shipped" in str(error)
                 continue
         counts.append(kept(model, inputs, dtype))
-        assert (conversion.kept_before, conversion.kept_after) == (counts[0], counts[-1])
+        assert (conversion.saved_before, conversion.saved_after) == (counts[0], counts[-1])
         assert counts[-1] <= counts[0]
     assert counts[0] > counts[-3] > counts[-2] > counts[-1]
 
@@ -225,7 +225,7 @@ def test_autocast_shares_one_storage() -> None:
         conversion = fitact.convert(model, "inverted", example_inputs=inputs)
     assert all(site.shared for site in conversion)
     elements = 8 * 32 * 192
-    assert all(site.kept_before - site.kept_after == 2 * elements - elements // 8 for site in conversion)
+    assert all(site.saved_before - site.saved_after == 2 * elements - elements // 8 for site in conversion)
     returned: list[Tensor] = []
     pointers: list[int] = []
     act = model.get_submodule("model.layers.0.mlp.act_fn")
@@ -300,8 +300,8 @@ def test_no_method_keeps_more_than_stock(name: str) -> None:
         except UsageError as error:
             assert "nothing is shipped" in str(error)
             continue
-        assert all(site.kept_after <= site.kept_before for site in conversion if site.kept_before is not None)
-        assert conversion.kept_after == kept(model, inputs, None) <= stock
+        assert all(site.saved_after <= site.saved_before for site in conversion if site.saved_before is not None)
+        assert conversion.saved_after == kept(model, inputs, None) <= stock
 
 
 def test_activations_of_a_models_own() -> None:
@@ -315,7 +315,7 @@ def test_activations_of_a_models_own() -> None:
     conversion = fitact.convert(model, "inverted", example_inputs=inputs)
     assert [(site.before, site.after) for site in conversion] == [("BloomGelu", "gelu_tanh_inverted1")] * 2
     torch.testing.assert_close(logits(model, inputs), stock, rtol=1e-5, atol=1e-5)
-    assert conversion.kept_after < 0.9 * conversion.kept_before and not conversion.unseen
+    assert conversion.saved_after < 0.9 * conversion.saved_before and not conversion.unseen
     sizes = GROUPED | {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model("gpt_oss", **sizes, layer_types=["full_attention"] * 2)
     config.use_cache = False
@@ -353,7 +353,7 @@ def test_relu2_keeps_its_output_alone() -> None:
     (site,) = report = fitact.convert(model, "exact", example_inputs=x)
     output = 256 * 64 * 4
     assert site.after == "relu2_exact"
-    assert (report.kept_before - x.nbytes, report.kept_after - x.nbytes) == (2 * output, output)
+    assert (report.saved_before - x.nbytes, report.saved_after - x.nbytes) == (2 * output, output)
 
 
 def test_names_in_transformers() -> None:

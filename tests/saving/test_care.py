@@ -342,8 +342,8 @@ def test_reverting_and_dry_runs() -> None:
     assert all(one.grad is None for one in model.parameters())
     assert plan.gradient is not None and plan.gradient.error == 0 and "bit for bit" in str(plan)
     done = fitact.convert(model, example_inputs=(X,))
-    assert (done.kept_before, done.kept_after) == (plan.kept_before, plan.kept_after)
-    assert (done.kept_before, done.kept_after) == (kept(baseline, X), kept(model, X))
+    assert (done.saved_before, done.saved_after) == (plan.saved_before, plan.saved_after)
+    assert (done.saved_before, done.saved_after) == (kept(baseline, X), kept(model, X))
     assert model.training and not differences(*(observed(one, train, X) for one in (baseline, model)))
 
 
