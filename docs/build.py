@@ -44,18 +44,17 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Using activations",
         "What ships, and models converted to it.",
-        ("activation", "convert", "saving", "rebuild", "revert", "converted_functions"),
+        ("activation", "saving", "convert", "revert"),
     ),
     (
         "Norms",
-        "Norms that keep their output and one number per row, and models converted to them.",
+        "Norms that keep their output and one number per row, and one merged into the layers that read it.",
         (
-            "runtime.norms.fold.merge_norms",
-            "runtime.norms.fold.unmerge_norms",
             "runtime.norms.modules.MSLayerNorm",
             "runtime.norms.modules.MSRMSNorm",
             "runtime.norms.modules.ms_layer_norm",
             "runtime.norms.modules.ms_rms_norm",
+            "runtime.norms.merge.merge_norm",
         ),
     ),
     (

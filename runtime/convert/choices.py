@@ -148,7 +148,7 @@ def paying(
 def _more(kind: type[nn.Module], was: Usage, now: Usage) -> str:
     """Return why a replacement keeps more than stock."""
     if registered(kind).keeps_output and not now.shared:
-        return "it would keep more than stock: nothing that follows keeps its output"
+        return "it would save more than the baseline: nothing that follows saves its output"
     if was.alone:
-        return "it would keep more than stock: it has few elements, and codes are padded to 8192"
-    return "it would keep more than stock: neighbouring operations keep its tensor anyway"
+        return "it would save more than the baseline: it has few elements, and codes are padded to 8192"
+    return "it would save more than the baseline: neighbouring operations save its tensor anyway"

@@ -41,8 +41,7 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     imported("peft")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nothing is asked of the network
     torch.manual_seed(0)
-    # weights so large that what goes into the gates is not tiny, where codes are too coarse
-    config = transformers.LlamaConfig(vocab_size=64, initializer_range=0.3, **SIZES)
+    config = transformers.LlamaConfig(vocab_size=64, **SIZES)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "checkpoint")
     data = Texts()
     names: dict[str, Any] = {
@@ -55,10 +54,12 @@ def test_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         exec(compile(block, "transformers.md", "exec"), names)
     report = names["report"]
     assert isinstance(report, Conversion)
-    assert {site.after for site in report} == {"rebuilt"} and len(report) == 11
+    assert report.saved_after is not None and report.saved_before is not None
+    assert report.saved_after < 0.5 * report.saved_before
     printed = capsys.readouterr().out
-    assert len(re.findall("LlamaMLP +silu_coded8", printed)) == 2 and "would be replaced" in printed
-    assert "the gradient is off by" in printed
+    assert 'PeftModelForCausalLM, runs in saving("exact")' in printed
+    assert "the gradient equals the baseline's, bit for bit" in printed
+    assert "would save" in printed and "the gradient is off by" in printed
     adapters = [name for name, _ in names["loaded"].named_parameters() if "lora_B" in name]
     assert adapters and any(bool(names["loaded"].get_parameter(name).any()) for name in adapters)  # it has learned
     assert (tmp_path / "results" / "merged" / "config.json").exists()
