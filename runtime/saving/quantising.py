@@ -27,7 +27,8 @@ from .storage import Mark, Quantised, Stored, is_dense, is_parameter
 Call = tuple[Function, Sequence[Any]]
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
-# By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never.
+# By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never. Batch and
+# instance norms are none of them: a ReLU often follows, whose slope jumps where a decoded input changes its sign.
 KINDS: Mapping[str, Mapping[str, str]] = {
     "gate": {
         "F": "glu",
@@ -43,8 +44,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "Tensor": "sigmoid tanh relu prelu erf pow __pow__ sigmoid_ tanh_ relu_",
     },
     "norm": {
-        "F": "layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm",
-        "torch": "layer_norm rms_norm group_norm batch_norm instance_norm square",
+        "F": "layer_norm rms_norm group_norm local_response_norm",
+        "torch": "layer_norm rms_norm group_norm square",
         "Tensor": "square",
     },
     "linear": {

@@ -500,8 +500,8 @@ def test_what_is_not_seen_is_named() -> None:
         model(x)
     pointwise = ("mul", "sigmoid", "clamp", "add")
     kept = [one for one in saved.kept.values() if one.module in "02" and one.operation in pointwise]
-    assert unseen.kept == sum(one.bytes for one in kept) > 2 * 512 * 64 * 4
-    assert f"not seen: * keeps {unseen.kept / 2**20:.1f} MiB through" in str(conversion)
+    assert unseen.saved == sum(one.bytes for one in kept) > 2 * 512 * 64 * 4
+    assert f"not seen: * saves {unseen.saved / 2**20:.1f} MiB through" in str(conversion)
     assert fitact.convert(Holds(nn.GELU()), "fewbit", example_inputs=x).unseen == ()
 
 
@@ -824,7 +824,7 @@ def test_consumers(kind: str, shared: bool) -> None:
 
 
 MORE: list[tuple[list[nn.Module], str, str | None, str]] = [  # None: then it would keep more, for that reason
-    ([nn.ReLU(), nn.Linear(64, 8)], "fewbit", None, "neighbouring operations keep its tensor anyway"),
+    ([nn.ReLU(), nn.Linear(64, 8)], "fewbit", None, "neighbouring operations save its tensor anyway"),
     ([nn.Linear(64, 8), nn.GELU()], "fewbit", "gelu_fewbit3", ""),
     ([nn.GELU(), nn.Dropout(), nn.Linear(64, 8)], "inverted", None, "nothing that follows"),
     ([nn.GELU(), nn.Linear(64, 8)], "inverted", "gelu_inverted1", ""),
@@ -1077,10 +1077,10 @@ def test_table() -> None:
         "3 of 4 would be replaced",
     ]
     assert str(fitact.convert(model, "fewbit", example_inputs=x)).splitlines() == [
-        "site       was    is                     kept           then  shared  note",
+        "site       was    is                    saved            now  shared  note",
         "*.act  ×3  GELU   gelu_fewbit3        1.5 MiB  147,456 bytes  yes",
         "3          PReLU  left alone    131,072 bytes  131,072 bytes  no      its parameters are learned",
-        "3 of 4 replaced; the model keeps 2.1 MiB for backward instead of 3.5 MiB, 61.2 %",
+        "3 of 4 replaced; the model saves 2.1 MiB for backward instead of 3.5 MiB, 61.2 %",
     ]
 
 
@@ -1194,7 +1194,7 @@ def test_gradients_that_are_stocks_or_cannot_be_measured() -> None:
     x = torch.randn(512, 16)
     conversion = fitact.convert(mlp(nn.Hardtanh()), "fewbit", example_inputs=x, gradients=True)
     assert conversion.replaced and conversion.gradient is not None and conversion.gradient.error == 0
-    assert str(conversion).endswith("the gradient equals stock's, bit for bit")
+    assert str(conversion).endswith("the gradient equals the baseline's, bit for bit")
     with torch.device("meta"):
         model, empty = mlp(nn.GELU()), torch.empty(512, 16)
     without = fitact.convert(model, "fewbit", example_inputs=empty, gradients=True)
