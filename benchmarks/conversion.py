@@ -1,4 +1,4 @@
-"""What the papers' methods and fitact.saving save, beside what the papers report: prints a table, writes its numbers.
+"""What the papers' methods and fitact.saving save, beside what the papers report: a table, and its numbers.
 
 Counted on fake tensors, in the settings of the papers' own scripts as far as they are known: no GPU, some minutes
 on two cores. Norms are merged as the paper does it; in `fitact.saving` they stay as they are. `kept` is what
@@ -175,7 +175,7 @@ Around = AbstractContextManager[object]
 
 
 def variants(kind: str, prepared: Prepared, norms: bool) -> Iterator[tuple[str, Around]]:
-    """Yield what a model is with, merged norms or not, and the context that makes it so; "" for PyTorch as it is."""
+    """Yield what a model has, merged norms or not, and the context that makes it so; "" for PyTorch as it is."""
     yield NORMS[kind] if norms else "", nullcontext()
     for method, name in STEPS[kind].items():
         yield f"{name} and {NORMS[kind]}" if norms else name, replaced(prepared.model, *method)
