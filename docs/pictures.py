@@ -256,9 +256,9 @@ def _parts(sizes: list[int], way: str) -> list[tuple[str, float]]:
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "mlp": draw_mlp,
-    "steps": draw_steps,
-    "codes": draw_codes,
     "recompute": draw_recompute,
+    "codes": draw_codes,
+    "steps": draw_steps,
     "ways": draw_ways,
 }
 
