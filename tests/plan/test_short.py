@@ -17,7 +17,7 @@ from fitact.runtime.plan.subjects import Subject, of_model, of_prepared, runs_of
 from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Way
 
 DEVICE = DEVICES["t4"]
-REBUILT, CODED = WAYS["rebuilt"], WAYS["codes of 8 bits"]
+EXACT, ROUNDING = WAYS["exact"], WAYS["rounding"]
 
 
 class Block(nn.Module):
@@ -56,9 +56,9 @@ def subject(model: nn.Module) -> Subject:
 
 ROWS = {
     "stock": ([STOCK] * 9, 0),
-    "rebuilt": ([REBUILT] * 7 + [STOCK] * 2, 0),
-    "coded": ([FULL] + [CODED] * 8, 0),
-    "selective": ([SELECTIVE] * 5 + [REBUILT] * 4, 0),
+    "exact": ([EXACT] * 7 + [STOCK] * 2, 0),
+    "rounding": ([FULL] + [ROUNDING] * 8, 0),
+    "selective": ([SELECTIVE] * 5 + [EXACT] * 4, 0),
     "frozen": ([FULL] * 9, 5),
 }
 
