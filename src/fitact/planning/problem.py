@@ -99,27 +99,36 @@ def chosen(subject: Subject, device: Device, problem: Problem, room: int) -> tup
 
 def _answer(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer | None, Step]:
     """Return the fastest answer that fits as measured, and its step; else None, and the lowest peak's step."""
+    found = _within(subject, device, problem, room)
+    if found is None:
+        answer = problem.frugal()
+        found = answer, step(subject, device, problem.costs.runs, problem.taken(answer), problem.whole(answer))
+    for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
+        less = _within(subject, device, problem, found[1].peak - 1) if found[1].peak > room else None
+        if less is None:
+            break
+        found = less
+    if found[1].peak <= room:
+        return found
+    return None, min(found[1], problem.costs.stock, key=lambda one: one.peak)
+
+
+def _within(subject: Subject, device: Device, problem: Problem, room: int) -> tuple[Answer, Step] | None:
+    """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
     stock = problem.costs.stock
-    runs = problem.costs.runs
     limit = room
     best: tuple[Answer, Step] | None = (problem.every(STOCK), stock) if stock.peak <= room else None
     for _ in range(TRIES):
         answer = fastest(problem.stages, limit)
         if answer is None:
             break
-        done = step(subject, device, runs, problem.taken(answer), problem.whole(answer))
+        done = step(subject, device, problem.costs.runs, problem.taken(answer), problem.whole(answer))
         if done.peak <= room:
             if best is None or done.work.seconds < best[1].work.seconds * (1 - WORTH):
                 best = answer, done
             break
         limit = peak(problem.stages, answer) - (done.peak - room)  # less than what this answer needs by the sum
-    if best is not None:
-        return best
-    answer = problem.frugal()
-    done = step(subject, device, runs, problem.taken(answer), problem.whole(answer))
-    if done.peak <= room:
-        return answer, done
-    return None, min(done, stock, key=lambda one: one.peak)
+    return best
 
 
 def points_of(costs: Costs, fixed: int) -> list[Point]:
