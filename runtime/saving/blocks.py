@@ -17,18 +17,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fitact.runtime.kernels import blocks as kernels
+from fitact.runtime.ops.launch import options
+from fitact.runtime.ops.library import KERNEL_DEVICES
 
 BLOCK = 64  # elements of a block, rows of a tile
 BITS = 3, 4, 5, 6, 8
 # Elements that are computed at a time: on a CPU tensors of half a MiB, elsewhere enough to keep a GPU busy.
 CHUNK, CHUNK_ELSEWHERE = 2**17, 2**22
-# The bits of a code from the highest on, in parts that fill bytes.
-PARTS = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
+# The parts of a code from the highest bit on: how many bits, and how many come before.
+PARTS = {6: ((4, 0), (2, 4)), 5: ((4, 0), (1, 4)), 4: ((4, 0),), 3: ((2, 0), (1, 2))}
+INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # with as many bits for each of eight elements
 EACH_BYTE = 0x0101010101010101
 LARGE = 2.0**127  # a finite inverse of 0
+BIAS = 2.0**-14  # of a level: so no code depends on the rounding of a root that is hard to round
 
 
 def columns_of(shape: Sequence[int]) -> int:
@@ -67,11 +74,14 @@ def encode(x: Tensor, bits: int, signs: bool = False) -> tuple[Tensor, Tensor, T
     blocks, tiles = sizes(x.shape)
     codes = x.new_empty(blocks, bits, dtype=torch.int64)
     scales = x.new_empty(blocks, dtype=torch.bfloat16)
-    shifts = x.new_empty(tiles, BLOCK // 2, dtype=torch.uint8)
-    for part, *into in _chunks(columns_of(x.shape), x.detach(), codes, scales, shifts):
-        for one, value in zip(into, _encoded(part, bits, signs), strict=True):
-            one.copy_(value)
-    return codes, scales, shifts
+    shifts = x.new_empty(tiles, 4, dtype=torch.int64)
+    parts = codes, scales, shifts
+    if x.device.type in KERNEL_DEVICES:
+        _launch(kernels.encode_tile, x.detach(), *parts, most=_most(x.dtype), signs=signs)
+        return parts
+    for chunk in _chunks(columns_of(x.shape), x.detach(), *parts):
+        _encode(signs, *chunk)
+    return parts
 
 
 def decode(codes: Tensor, scales: Tensor, shifts: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -86,6 +96,9 @@ def decode(codes: Tensor, scales: Tensor, shifts: Tensor, shape: Sequence[int], 
 
     """
     x = codes.new_empty(*shape, dtype=dtype)
+    if x.device.type in KERNEL_DEVICES:
+        _launch(kernels.decode_tile, x, codes, scales, shifts, most=torch.finfo(dtype).max)
+        return x
     for into, *of in _chunks(columns_of(shape), x, codes, scales, shifts):
         into.copy_(_decoded(dtype, *of)[..., : into.shape[-1]])
     return x
@@ -117,89 +130,130 @@ def _chunks(
         yield x[-rest:].view(1, 1, 1, -1), *(one[-1:].view(1, 1, 1, -1) for one in (codes, scales, shifts))
 
 
+def _launch(kernel: Any, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor, **constants: Any) -> None:
+    """Run a program of `kernel` for each tile, and one for the elements that are left over."""
+    columns, x, bits = columns_of(x.shape), x.view(-1), codes.shape[-1]
+    rows, rest = divmod(x.numel(), columns)
+    across = columns // BLOCK
+    constants |= {"bits": bits, "levels": _levels(bits)} | options(kernels.THREADS, x.device)
+    constants["enable_fp_fusion"] = False  # a fused product and sum has other bits
+    with torch.cuda.device_of(x):
+        if rows:
+            parts = {"x": x, "codes": codes, "scales": scales, "shifts": shifts}
+            grid = (-(-rows // BLOCK) * across,)
+            kernel[grid](**parts, rows=rows, across=across, n=0, rest=False, **constants)
+        if rest:
+            parts = {"x": x[-rest:], "codes": codes[-1:], "scales": scales[-1:], "shifts": shifts[-1:]}
+            kernel[1,](**parts, rows=1, across=1, n=rest, rest=True, **constants)
+
+
+def _most(dtype: torch.dtype) -> float:
+    """Return the largest scale of finite elements: of float16, the largest bfloat16 that it can have."""
+    return 65280.0 if dtype == torch.float16 else torch.finfo(torch.bfloat16).max
+
+
 def _levels(bits: int) -> int:
     """Return N."""
     return (1 << bits - 1) - (bits > 4)
 
 
-def _encoded(part: Tensor, bits: int, signs: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _encode(signs: bool, part: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor) -> None:
+    bits = codes.shape[-1]
     levels = _levels(bits)
     x = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if x.shape[-1] < BLOCK:
         x = torch.nn.functional.pad(x, (0, BLOCK - x.shape[-1]))
-    shifts = _shifts(x)
-    x.mul_(_power_of_two(-shifts))
+    d = _shifts(x)
+    if d is None:
+        shifts.zero_()
+    else:
+        x.mul_(_power_of_two(-d))
+        _pack(shifts, d.to(torch.int8))
     if bits > 4:
         top = x.abs().amax(-1, keepdim=True)
     else:
-        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        top = torch.where(high >= -low, -high, -low)
-    most = 65280.0 if part.dtype == torch.float16 else torch.finfo(torch.bfloat16).max
-    scales = top.clamp(-most, most).bfloat16()  # finite for every finite element
-    z = x.mul_((2 * levels**2 / scales.float()).clamp_(-LARGE, LARGE))
-    q = z.abs().add_(levels**2 / 4).sqrt_().sub_((levels - 1) / 2)  # N|y| + 1/2, the fraction is cut off
+        low, high = x.amin(-1, keepdim=True).neg_(), x.amax(-1, keepdim=True)
+        top = torch.where(high > low, high.neg(), low).add_(0.0)  # no -0
+    most = _most(part.dtype)
+    scales.copy_(top.clamp(-most, most))  # finite for every finite element
+    inverse = scales.float().reciprocal_().mul_(2 * levels**2).clamp_(-LARGE, LARGE)
+    finite = math.isfinite(top.sum())
+    if not finite:
+        nan = top.isnan()
+        x.masked_fill_(nan, 0)
+        inverse.masked_fill_(nan, 0)
+        scales.copy_(torch.where(top.isinf(), top, scales).masked_fill_(nan, math.nan))
+    z = x.mul_(inverse)
+    q = z.abs().add_(levels**2 / 4).sqrt_().sub_((levels - 1) / 2 - BIAS)  # N|y| + 1/2, the fraction is cut off
     if signs:
         q.clamp_(min=1)
-    q.mul_(z.sign_()).clamp_(-levels, levels - (bits < 5))
-    return _packed(q.to(torch.int8), bits), torch.where(top.isinf(), top, scales), _packed_shifts(shifts)
+    if not finite:
+        q.clamp_(max=levels)
+    integers = q.mul_(z.sign_()).to(torch.int8)
+    _pack(codes, integers if bits > 4 else integers.clamp_(max=levels - 1))
 
 
 def _decoded(dtype: torch.dtype, codes: Tensor, scales: Tensor, shifts: Tensor) -> Tensor:
     bits = codes.shape[-1]
     levels, most = _levels(bits) << 8 - bits, torch.finfo(dtype).max
-    infinite, scales = scales.isinf(), scales.float().clamp(-most, most)
+    infinite, scales = scales.isinf(), scales.to(torch.float32, copy=True)
     q = _unpacked(codes).float()  # times 2^(8 - k), as the levels
-    x = q.abs().add_(levels).mul_(q).mul_(scales.div_(2 * levels**2))
-    x.mul_(_power_of_two(_unpacked_shifts(shifts))).clamp_(-most, most)
+    x = q.abs().add_(levels).mul_(q).mul_(_power_of_two(_unpacked(shifts).int() >> 4 & 15))
+    x.mul_(scales.mul_(0.5 / levels**2)).clamp_(-most, most)
     return x.mul_(torch.where(infinite, math.inf, 1.0))
 
 
-def _shifts(x: Tensor) -> Tensor:
-    """Return d of each channel of each tile, int32 (tiles, 1, blocks, 64)."""
+def _shifts(x: Tensor) -> Tensor | None:
+    """Return d of each channel of each tile, int32 (tiles, 1, blocks, 64); None if all are 0."""
     exponents = x.view(torch.int32).bitwise_and(255 << 23).bitwise_right_shift_(23)
-    total = exponents.sum(1, keepdim=True, dtype=torch.int32)
-    mean = total / exponents.clamp_(max=1).sum(1, keepdim=True, dtype=torch.int32)  # NaN if all are 0
-    above = mean.sub(mean.nanmean(-1, keepdim=True)).round_()
-    return above.masked_fill_(~(above >= 2), 0).clamp_(max=15).int()
+    sums = exponents.sum(1, keepdim=True, dtype=torch.int32)
+    counts = exponents.clamp_(max=1).sum(1, keepdim=True, dtype=torch.int32)
+    total, count = (one.sum(-1, keepdim=True, dtype=torch.int32) for one in (sums, counts))
+    over, under = sums.mul_(count).sub_(counts * total), counts.mul_(count)  # over/under: above the tile's mean
+    out = 2 * over >= (3 * under).clamp_(min=1)
+    if not out.any():
+        return None
+    return (over.float() / under.float()).add_(0.5).floor_().clamp_(2, 15).masked_fill_(~out, 0).int()
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
     return ((exponents + 127) << 23).view(torch.float32)
 
 
-def _packed_shifts(shifts: Tensor) -> Tensor:
-    low, high = shifts.to(torch.uint8).chunk(2, -1)
-    return low | high << 4
-
-
-def _unpacked_shifts(shifts: Tensor) -> Tensor:
-    return torch.cat([shifts & 15, shifts >> 4], -1).int()
-
-
-def _packed(q: Tensor, bits: int) -> Tensor:
-    """Return the codes of blocks, (..., bits): a word has the same part of the codes of each 64 / p elements."""
-    words, position, parts = q.view(torch.int64), bits, []
-    for width in PARTS[bits]:
-        position -= width
-        part = words >> position & (2**width - 1) * EACH_BYTE if width < 8 else words
+def _pack(codes: Tensor, q: Tensor) -> None:
+    """Write the codes of blocks, (..., bits)."""
+    words, bits = q.view(torch.int64), codes.shape[-1]
+    if bits == 8:
+        codes.copy_(words)
+        return
+    for width, before in PARTS[bits]:
+        after = bits - before - width
+        part = (words >> after if after else words) & (2**width - 1) * EACH_BYTE
         for places in (4, 2, 1):
             if places >= width:
-                low, high = part.chunk(2, -1)
-                part = low | high << places
-        parts.append(part)
-    return torch.cat(parts, -1)
+                part |= part >> 7 * places
+        _words(codes, width, before).copy_(part.view(INTEGERS[width])[..., :: 8 // width])
 
 
 def _unpacked(codes: Tensor) -> Tensor:
     """Return q times 2^(8 - k), int8 (..., 64)."""
-    parts = PARTS[codes.shape[-1]]
+    bits = codes.shape[-1]
+    if bits == 8:
+        return codes.contiguous().view(torch.int8)
     q: Tensor | None = None
-    position = 8
-    for width, words in zip(parts, codes.split(parts, -1), strict=True):
-        position -= width
-        if width < 8:
-            places = torch.arange(0, 8, width, device=codes.device)[:, None]
-            words = (words[..., None, :] >> places & (2**width - 1) * EACH_BYTE).flatten(-2) << position
-        q = words if q is None else q | words
+    for width, before in PARTS[bits]:
+        part = _words(codes, width, before).long().bitwise_and_((1 << 8 * width) - 1)
+        for places in (1, 2, 4):
+            if places >= width:
+                part |= part << 7 * places
+        part.bitwise_and_((2**width - 1) * EACH_BYTE).bitwise_left_shift_(8 - before - width)
+        q = part if q is None else q.bitwise_or_(part)
     assert q is not None
-    return q.contiguous().view(torch.int8)
+    return q.view(torch.int8)
+
+
+def _words(codes: Tensor, width: int, before: int) -> Tensor:
+    """Return the words of a part of the codes, (..., 8)."""
+    words = codes.view(INTEGERS[width])
+    start = 8 * before // width
+    return words[..., start : start + 8]

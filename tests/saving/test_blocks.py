@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -48,26 +49,28 @@ def tiles_of(x: np.ndarray) -> list[np.ndarray]:
 
 
 def shifts_of(tile: np.ndarray) -> np.ndarray:
-    """Return how far each channel stands out: by its mean exponent, from 2 to 15, else 0."""
-    means = [np.mean(np.floor(np.log2(np.abs(one[one != 0])))) if one.any() else math.nan for one in tile.T]
-    if np.isnan(means).all():
-        return np.zeros(64)
-    above = np.nan_to_num(np.round(means - np.nanmean(means)))
-    return np.where(above >= 2, np.minimum(above, 15), 0)
+    """Return how far each channel stands out: by its mean exponent above that of the tile, from 2 to 15, else 0."""
+    exponents = [[int(e) for e in np.floor(np.log2(np.abs(one[one != 0])))] for one in tile.T]
+    every = [e for one in exponents for e in one]
+    means = [Fraction(sum(one), len(one)) if one else None for one in exponents]
+    above = [0 if mean is None else math.floor(mean - Fraction(sum(every), len(every)) + Fraction(1, 2)) for mean in means]
+    return np.array([min(d, 15) if d >= 2 else 0 for d in above])
 
 
 def unpacked(codes: Tensor) -> np.ndarray:
     """Return q of each block: the highest bits first, in parts of 8, 4, 2 and 1 bits."""
     blocks, bits = codes.shape
-    raw = codes.numpy().view(np.uint8).reshape(blocks, bits, 8)
-    q, left, word = np.zeros((blocks, 64), np.int64), bits, 0
+    raw = codes.numpy().view(np.uint8).reshape(blocks, 8 * bits)
+    q, left, first = np.zeros((blocks, 8, 8), np.int64), bits, 0
     for part in (8, 4, 2, 1):
         if part <= left:
             left -= part
+            words = raw[:, first : first + 8 * part].reshape(blocks, 8, part)  # of eight elements each
             for place in range(8 // part):
-                values = raw[:, word : word + part].reshape(blocks, 8 * part) >> place * part & 2**part - 1
-                q[:, place * part * 8 : (place + 1) * part * 8] += values.astype(np.int64) << left
-            word += part
+                values = words >> place * part & 2**part - 1
+                q[:, :, place * part : (place + 1) * part] += values.astype(np.int64) << left
+            first += 8 * part
+    q = q.reshape(blocks, 64)
     return np.where(q < 2 ** (bits - 1), q, q - 2**bits)
 
 
@@ -82,8 +85,7 @@ def test_definition(dtype: torch.dtype, bits: int) -> None:
         assert y.shape == x.shape and y.dtype == dtype
         tiles, decoded = tiles_of(x.double().numpy()), tiles_of(y.double().numpy())
         numbers = tiles_of(np.arange(math.prod(shape)).reshape(shape))
-        raw = shifts.numpy()
-        found = np.concatenate([raw & 15, raw >> 4], -1)
+        found = unpacked(shifts) & 15
         q = unpacked(codes)
         for tile, after, number, kept in zip(tiles, decoded, numbers, found, strict=True):
             d = shifts_of(tile)
@@ -92,7 +94,7 @@ def test_definition(dtype: torch.dtype, bits: int) -> None:
             low = tile / 2**d
             largest = np.abs(low).max(1)
             if bits < 5:
-                largest = -np.where(low.max(1) >= -low.min(1), low.max(1), low.min(1))
+                largest = -np.where(low.max(1) > -low.min(1), low.max(1), low.min(1))
             s = bf16(largest)
             assert np.array_equal(s, scales[blocks].double().numpy())
             z = low / np.where(s == 0, 1, s)[:, None]

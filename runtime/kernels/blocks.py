@@ -1,0 +1,208 @@
+"""The Triton kernels of block codes: a program codes or decodes a tile of 64 rows × 64 features in one pass.
+
+They write and read the bytes of `saving.blocks`, bit for bit. So every rounding is IEEE's: square root and division
+are correctly rounded, and products and sums are not fused. A tile has the shape (64, 8, 8): eight contiguous elements
+are in one thread, or two, which packs their codes alone.
+"""
+
+from __future__ import annotations
+
+from .triton_compat import constexpr, jit, tl
+
+ROWS = constexpr(64)
+THREADS = 64  # of a program: what is done for a channel or a block is done by fewer
+COUNT = constexpr(20)  # in a word, the bits from here on count exponents, and those below are their sum
+MAGNITUDE = constexpr(0x7FFFFFFF)
+INFINITY = constexpr(0x7F800000)
+LARGE = constexpr(2.0**127)
+BIAS = constexpr(2.0**-14)
+
+
+@jit
+def _blocks(rows, across):
+    """Return the indices of this program's tile and of its blocks, and which exist; a row has `across` blocks."""
+    tile = tl.program_id(0)
+    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # offsets pass 2^31 on tensors that fit a GPU
+    return tile.to(tl.int64), row * across + tile % across, row < rows
+
+
+@jit
+def _elements():
+    return (tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
+
+
+@jit
+def _inside(exists, n, rest: tl.constexpr):
+    """Return which elements exist; `rest`: the program has one block, of n elements."""
+    if rest:
+        return exists[:, None, None] & (_elements() < n)
+    else:
+        return exists[:, None, None]
+
+
+@jit
+def _places(width: tl.constexpr):
+    """Return where in a word eight elements have `width` bits of their codes."""
+    element = tl.arange(0, 8)[None, None, :]
+    if width == 4:
+        return (element & 3) * 8 + (element >> 2) * 4
+    elif width == 2:
+        return (element & 1) * 8 + (element >> 1) * 2
+    else:
+        return element
+
+
+@jit
+def _words(base, index, bits: tl.constexpr, width: tl.constexpr, before: tl.constexpr):
+    """Return pointers to the words of blocks, (blocks, 8); `before`: bits of an element that other words have."""
+    words = base.to(tl.pointer_type(tl.int32 if width == 4 else tl.int16 if width == 2 else tl.int8))
+    return words + ((index * (8 * bits // width) + 8 * before // width)[:, None] + tl.arange(0, 8)[None, :])
+
+
+@jit
+def _store(
+    base, code, index, exists, bits: tl.constexpr, width: tl.constexpr, before: tl.constexpr, shift: tl.constexpr
+):
+    """Write `width` bits of codes, (blocks, 8, 8), from `shift` on."""
+    to = _words(base, index, bits, width, before)
+    word = tl.sum(((code >> shift) & ((1 << width) - 1)) << _places(width), 2)
+    tl.store(to, word.to(to.dtype.element_ty), mask=exists[:, None])
+
+
+@jit
+def _load(base, index, exists, bits: tl.constexpr, width: tl.constexpr, before: tl.constexpr):
+    """Return `width` bits of codes."""
+    word = tl.load(_words(base, index, bits, width, before), mask=exists[:, None], other=0).to(tl.int32)
+    return (word[:, :, None] >> _places(width)) & ((1 << width) - 1)
+
+
+@jit
+def _root(v):
+    """Return the square root, rounded as IEEE says for what `encode_tile` asks; `tl.sqrt_rn` takes three times as long."""
+    inverse = tl.rsqrt(v)
+    root = v * inverse
+    return tl.fma(tl.fma(-root, root, v), 0.5 * inverse, root)
+
+
+@jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def encode_tile(
+    x,
+    codes,
+    scales,
+    shifts,
+    rows,
+    across,
+    n,
+    bits: tl.constexpr,
+    levels: tl.constexpr,
+    signs: tl.constexpr,
+    most: tl.constexpr,
+    rest: tl.constexpr,
+):
+    """Encode the tile of this program: x, `rows` rows of `across` blocks → codes, scales and shifts.
+
+    levels: N of `saving.blocks`. most: the largest finite scale. rest: x is one block, of which n elements exist.
+    """
+    tile, index, exists = _blocks(rows, across)
+    inside = _inside(exists, n, rest)
+    value = tl.load(x + index[:, None, None] * 64 + _elements(), mask=inside, other=0.0).to(tl.float32)
+
+    exponent = (value.to(tl.int32, bitcast=True) >> 23) & 255
+    channels = tl.sum(tl.where(exponent > 0, exponent + (1 << COUNT), 0), 0)
+    sums, counts = channels & ((1 << COUNT) - 1), channels >> COUNT
+    total, count = tl.sum(tl.sum(sums, 1), 0), tl.sum(tl.sum(counts, 1), 0)
+    over, under = sums * count - total * counts, counts * count  # over/under: its mean above that of the tile
+    out = 2 * over >= tl.maximum(3 * under, 1)
+    shift = tl.zeros((8, 8), tl.int32)
+    if tl.max(tl.max(out.to(tl.int32), 1), 0) > 0:
+        above = tl.floor(tl.div_rn(over.to(tl.float32), under.to(tl.float32)) + 0.5)
+        shift = tl.where(out, tl.minimum(tl.maximum(above, 2.0), 15.0), 0.0).to(tl.int32)
+        value = value * _power_of_two(-shift)[None, :, :]
+    _store(shifts, shift[None, :, :], tile + tl.arange(0, 1), tl.arange(0, 1) == 0, 4, 4, 0, 0)
+
+    pattern = value.to(tl.int32, bitcast=True)
+    if bits > 4:
+        magnitude = tl.max(tl.max(pattern & MAGNITUDE, 2), 1)
+        top = magnitude
+    else:  # the sign is the lowest bit: of equal magnitudes, that of a negative element is the largest
+        turned = pattern.to(tl.uint32, bitcast=True)
+        turned = tl.max(tl.max((turned << 1) | (turned >> 31), 2), 1)
+        magnitude = (turned >> 1).to(tl.int32, bitcast=True)
+        negative = (turned & 1).to(tl.int32)
+        top = tl.where(magnitude > 0, magnitude | ((negative ^ 1) << 31), 0)
+    top = top.to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.minimum(top, most), -most).to(tl.bfloat16)
+    kept = tl.where(magnitude == INFINITY, top.to(tl.bfloat16), scale)
+    nan = tl.full((ROWS,), 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(scales + index, tl.where(magnitude > INFINITY, nan, kept), mask=exists)
+    inverse = tl.div_rn(1.0, scale.to(tl.float32)) * (2.0 * levels * levels)
+    inverse = tl.maximum(tl.minimum(inverse, LARGE), -LARGE)
+    inverse = tl.where(magnitude > INFINITY, 0.0, inverse)  # as integers, 0 and NaN are 0
+
+    z = value * inverse[:, None, None]
+    size = tl.minimum(tl.abs(z), 2.0 * levels * levels, propagate_nan=tl.PropagateNan.ALL)
+    q = _root(size + levels * levels / 4) - ((levels - 1) / 2 - BIAS)
+    if signs:
+        q = tl.where(z == 0, 0.0, tl.maximum(q, 1.0, propagate_nan=tl.PropagateNan.ALL))
+    sign = z.to(tl.int32, bitcast=True) & -0x80000000
+    code = (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int32)
+    if bits == 8:
+        tl.store(codes.to(tl.pointer_type(tl.int8)) + index[:, None, None] * 64 + _elements(), code.to(tl.int8), mask=exists[:, None, None])
+    elif bits == 6:
+        _store(codes, code, index, exists, 6, 4, 0, 2)
+        _store(codes, code, index, exists, 6, 2, 4, 0)
+    elif bits == 5:
+        _store(codes, code, index, exists, 5, 4, 0, 1)
+        _store(codes, code, index, exists, 5, 1, 4, 0)
+    elif bits == 4:
+        _store(codes, tl.minimum(code, levels - 1), index, exists, 4, 4, 0, 0)
+    else:
+        code = tl.minimum(code, levels - 1)
+        _store(codes, code, index, exists, 3, 2, 0, 1)
+        _store(codes, code, index, exists, 3, 1, 2, 0)
+
+
+@jit
+def decode_tile(
+    codes,
+    scales,
+    shifts,
+    x,
+    rows,
+    across,
+    n,
+    bits: tl.constexpr,
+    levels: tl.constexpr,
+    most: tl.constexpr,
+    rest: tl.constexpr,
+):
+    """Decode the tile of this program; arguments as those of `encode_tile`, most: the dtype's largest number."""
+    tile, index, exists = _blocks(rows, across)
+    inside = _inside(exists, n, rest)
+    shift = _load(shifts, tile + tl.arange(0, 1), tl.arange(0, 1) == 0, 4, 4, 0)
+    scale = tl.load(scales + index, mask=exists, other=0.0).to(tl.float32)
+    if bits == 8:
+        code = tl.load(codes.to(tl.pointer_type(tl.int8)) + index[:, None, None] * 64 + _elements(), mask=exists[:, None, None], other=0).to(tl.int32)
+    else:
+        if bits == 6:
+            code = (_load(codes, index, exists, 6, 4, 0) << 2) | _load(codes, index, exists, 6, 2, 4)
+        elif bits == 5:
+            code = (_load(codes, index, exists, 5, 4, 0) << 1) | _load(codes, index, exists, 5, 1, 4)
+        elif bits == 4:
+            code = _load(codes, index, exists, 4, 4, 0)
+        else:
+            code = (_load(codes, index, exists, 3, 2, 0) << 1) | _load(codes, index, exists, 3, 1, 2)
+        code = (code << (32 - bits)) >> 24  # times 2^(8 - k), as N
+    turned: tl.constexpr = levels << (8 - bits)
+    q = code.to(tl.float32)
+    value = (tl.abs(q) + turned) * q * _power_of_two(shift)
+    value = value * (scale * (0.5 / (turned * turned)))[:, None, None]
+    limit = tl.where(tl.abs(scale) == float("inf"), float("inf"), most)[:, None, None]
+    value = tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+    value = tl.maximum(value, -limit, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(x + index[:, None, None] * 64 + _elements(), value.to(x.dtype.element_ty), mask=inside)
