@@ -1,7 +1,7 @@
 """The Triton kernels of block codes: a program codes or decodes a tile of 64 rows × 64 features in one pass.
 
-They write and read the bytes of `saving.blocks`, bit for bit. So every rounding is IEEE's: square root and division
-are correctly rounded, and products and sums are not fused. A tile has the shape (64, 8, 8): eight contiguous elements
+They write and read the bytes of `saving.blocks`, bit for bit. So division is correctly rounded, and products and sums
+are not fused, but in the root, whose last bits change no code. A tile has the shape (64, 8, 8): eight contiguous elements
 are in one thread, or two, which packs their codes alone.
 """
 
@@ -11,11 +11,10 @@ from .triton_compat import constexpr, jit, tl
 
 ROWS = constexpr(64)
 THREADS = 64  # of a program: what is done for a channel or a block is done by fewer
-COUNT = constexpr(20)  # in a word, the bits from here on count exponents, and those below are their sum
+ONE = constexpr(1 << 20)  # in a word that counts exponents, and has their sum below
 MAGNITUDE = constexpr(0x7FFFFFFF)
 INFINITY = constexpr(0x7F800000)
 LARGE = constexpr(2.0**127)
-BIAS = constexpr(2.0**-14)
 
 
 @jit
@@ -77,11 +76,13 @@ def _load(base, index, exists, bits: tl.constexpr, width: tl.constexpr, before: 
 
 
 @jit
-def _root(v):
-    """Return the square root, rounded as IEEE says for what `encode_tile` asks; `tl.sqrt_rn` takes three times as long."""
+def _root(v, bits: tl.constexpr):
+    """Return the square root, off by less than what can change a code of so many bits."""
     inverse = tl.rsqrt(v)
     root = v * inverse
-    return tl.fma(tl.fma(-root, root, v), 0.5 * inverse, root)
+    if bits == 8:
+        root = tl.fma(tl.fma(-root, root, v), 0.5 * inverse, root)
+    return root
 
 
 @jit
@@ -102,19 +103,22 @@ def encode_tile(
     levels: tl.constexpr,
     signs: tl.constexpr,
     most: tl.constexpr,
+    rounds: tl.constexpr,
+    back: tl.constexpr,
     rest: tl.constexpr,
 ):
     """Encode the tile of this program: x, `rows` rows of `across` blocks → codes, scales and shifts.
 
-    levels: N of `saving.blocks`. most: the largest finite scale. rest: x is one block, of which n elements exist.
+    levels: N of `saving.blocks`. most: the largest finite scale. rounds, back: as its `_grid` has them. rest: x is
+    one block, of which n elements exist.
     """
     tile, index, exists = _blocks(rows, across)
     inside = _inside(exists, n, rest)
     value = tl.load(x + index[:, None, None] * 64 + _elements(), mask=inside, other=0.0).to(tl.float32)
 
     exponent = (value.to(tl.int32, bitcast=True) >> 23) & 255
-    channels = tl.sum(tl.where(exponent > 0, exponent + (1 << COUNT), 0), 0)
-    sums, counts = channels & ((1 << COUNT) - 1), channels >> COUNT
+    channels = tl.sum(tl.where(exponent > 0, exponent + ONE, 0), 0)
+    sums, counts = channels & (ONE - 1), channels // ONE
     total, count = tl.sum(tl.sum(sums, 1), 0), tl.sum(tl.sum(counts, 1), 0)
     over, under = sums * count - total * counts, counts * count  # over/under: its mean above that of the tile
     out = 2 * over >= tl.maximum(3 * under, 1)
@@ -146,7 +150,7 @@ def encode_tile(
 
     z = value * inverse[:, None, None]
     size = tl.minimum(tl.abs(z), 2.0 * levels * levels, propagate_nan=tl.PropagateNan.ALL)
-    q = _root(size + levels * levels / 4) - ((levels - 1) / 2 - BIAS)
+    q = _root((size + rounds) - back, bits) - (levels - 1) / 2
     if signs:
         q = tl.where(z == 0, 0.0, tl.maximum(q, 1.0, propagate_nan=tl.PropagateNan.ALL))
     sign = z.to(tl.int32, bitcast=True) & -0x80000000

@@ -35,7 +35,6 @@ PARTS = {6: ((4, 0), (2, 4)), 5: ((4, 0), (1, 4)), 4: ((4, 0),), 3: ((2, 0), (1,
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # with as many bits for each of eight elements
 EACH_BYTE = 0x0101010101010101
 LARGE = 2.0**127  # a finite inverse of 0
-BIAS = 2.0**-14  # of a level: so no code depends on the rounding of a root that is hard to round
 
 
 def columns_of(shape: Sequence[int]) -> int:
@@ -77,7 +76,9 @@ def encode(x: Tensor, bits: int, signs: bool = False) -> tuple[Tensor, Tensor, T
     shifts = x.new_empty(tiles, 4, dtype=torch.int64)
     parts = codes, scales, shifts
     if x.device.type in KERNEL_DEVICES:
-        _launch(kernels.encode_tile, x.detach(), *parts, most=_most(x.dtype), signs=signs)
+        rounds, back = _grid(bits)
+        constants = {"most": _most(x.dtype), "rounds": rounds, "back": back, "signs": signs}
+        _launch(kernels.encode_tile, x.detach(), *parts, **constants)
         return parts
     for chunk in _chunks(columns_of(x.shape), x.detach(), *parts):
         _encode(signs, *chunk)
@@ -147,6 +148,16 @@ def _launch(kernel: Any, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tenso
             kernel[1,](**parts, rows=1, across=1, n=rest, rest=True, **constants)
 
 
+def _grid(bits: int) -> tuple[float, float]:
+    """Return what to add to 2N²|z|, and then to subtract, to get the square of N|y| + N/2.
+
+    It is between two multiples of a power of two, where no border between codes is. So a code does not depend on the
+    last bit of the root, which even PyTorch's own builds round in several ways.
+    """
+    rounds = 2.0 ** (bits + 9)
+    return rounds, rounds - _levels(bits) ** 2 / 4 - rounds * 2.0**-24
+
+
 def _most(dtype: torch.dtype) -> float:
     """Return the largest scale of finite elements: of float16, the largest bfloat16 that it can have."""
     return 65280.0 if dtype == torch.float16 else torch.finfo(torch.bfloat16).max
@@ -182,9 +193,10 @@ def _encode(signs: bool, part: Tensor, codes: Tensor, scales: Tensor, shifts: Te
         nan = top.isnan()
         x.masked_fill_(nan, 0)
         inverse.masked_fill_(nan, 0)
-        scales.copy_(torch.where(top.isinf(), top, scales).masked_fill_(nan, math.nan))
+        scales.copy_(torch.where(top.isinf(), top, scales)).masked_fill_(nan, math.nan)
     z = x.mul_(inverse)
-    q = z.abs().add_(levels**2 / 4).sqrt_().sub_((levels - 1) / 2 - BIAS)  # N|y| + 1/2, the fraction is cut off
+    rounds, back = _grid(bits)
+    q = z.abs().add_(rounds).sub_(back).sqrt_().sub_((levels - 1) / 2)  # N|y| + 1/2, the fraction is cut off
     if signs:
         q.clamp_(min=1)
     if not finite:

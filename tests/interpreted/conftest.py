@@ -2,6 +2,8 @@
 
 And it works out a type of NumPy's, the shape and name of a block's type, and the shape of a tensor once for each
 kind, not each time. Tensors of one shape share it, so two of them need no broadcasting.
+
+And it rounds to bfloat16, as a GPU does, where Triton's truncates.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from functools import cache
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -20,6 +23,7 @@ _patch_tensor: Callable[..., None] = interpreter._patch_lang_tensor
 _numpy: Callable[[Any], Any] = interpreter._get_np_dtype
 _block: Callable[..., None] = tl.block_type.__init__
 _tensor: Callable[..., None] = tl.tensor.__init__
+_convert_float: Callable[..., Any] = interpreter._convert_float
 _broadcast: Callable[..., Any] = TritonSemantic.broadcast_impl_value
 _dtypes: dict[tuple[type, str], Any] = {}
 _blocks: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -72,6 +76,17 @@ def _tensor_once(self: Any, handle: Any, type: Any) -> None:
         vars(self).update(_shaped[type.name])
 
 
+def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Round float32 to bfloat16, ties to even; read denormal numbers of bfloat16."""
+    if (source, target) == (tl.bfloat16, tl.float32):
+        return data.astype(np.uint32) << 16
+    if (source, target) != (tl.float32, tl.bfloat16):
+        return _convert_float(data, source, target, rounding)
+    raw = data.view(np.uint32)
+    rounded = (raw + 0x7FFF + (raw >> 16 & 1)) >> 16
+    return np.where(np.isnan(data), 0x7FFF, rounded).astype(np.uint16)
+
+
 def _broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
     """Return two tensors of one shape as they are."""
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
@@ -83,6 +98,7 @@ def _patched_tensor(tensor: Any, *scope: Any) -> None:
     tensor.__index__ = lambda self: self.handle.data.item()
 
 
+interpreter._convert_float = _convert
 interpreter._patch_lang = _prepare_once
 interpreter._patch_lang_tensor = _patched_tensor
 interpreter._get_np_dtype = _numpy_once
