@@ -1,7 +1,7 @@
 """What the compiled kernels cost: registers, spills, widths of accesses, instructions an element. Needs no GPU.
 
-One module of each method and width; gates that are rebuilt, with a code of g, and of both; and, to compare
-gradients from the output with, two kernels that evaluate f′ from the input. Run by `make bench`; writes
+One module of each method and width; gates that are rebuilt, with a code of g, and of both; block codes; and, to
+compare gradients from the output with, two kernels that evaluate f′ from the input. Run by `make bench`; writes
 benchmarks/results/instructions.json, which the tests compare with. What is counted, and how:
 tests/support/instructions.py.
 """
@@ -17,7 +17,8 @@ import triton
 from fitact.runtime.kernels.math import erfc
 from fitact.runtime.kernels.tiles import backward_tile
 from fitact.runtime.kernels.triton_compat import jit, tl
-from tests.support.instructions import DTYPES, TARGETS, GateKernel, Kernel, measure
+from fitact.runtime.saving.blocks import BITS
+from tests.support.instructions import DTYPES, TARGETS, BlockKernel, GateKernel, Kernel, measure
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "instructions.json"
@@ -70,10 +71,11 @@ def silu_from_input_backward(dy, x, dx, n):
 
 
 _WITHOUT_CODES = Kernel.of("relu2_exact", "backward").activation  # the references are launched as its kernels are
-KERNELS: tuple[Kernel | GateKernel, ...] = (
+KERNELS: tuple[Kernel | GateKernel | BlockKernel, ...] = (
     *(Kernel.of(module, pass_) for module in MODULES for pass_ in ("forward", "backward")),
     *(Kernel.of(module, pass_) for module in CODED for pass_ in ("forward", "backward", "decode")),
     *(GateKernel.of(module, pass_) for module in GATES for pass_ in ("forward", "backward", "again")),
+    *(BlockKernel(bits, pass_) for bits in BITS for pass_ in ("encode", "decode")),
     Kernel("gelu_from_input", "backward", gelu_from_input_backward, _WITHOUT_CODES),
     Kernel("silu_from_input", "backward", silu_from_input_backward, _WITHOUT_CODES),
 )

@@ -1,8 +1,8 @@
 """What every shipped kernel takes, compiled by several Tritons: registers, spills, widest accesses. Needs no GPU.
 
-All kernels of generated/, and those of norms, in bfloat16. This compiles them by the Triton that Python finds, and
-puts the numbers beside those of other Tritons in benchmarks/results/resources.json. PYTHONPATH=build/triton makes
-that the oldest supported one, which `make test-triton` installs there.
+All kernels of generated/, of block codes and of norms, in bfloat16. This compiles them by the Triton that Python
+finds, and puts the numbers beside those of other Tritons in benchmarks/results/resources.json. By
+PYTHONPATH=build/triton that is the oldest supported one, which `make test-triton` installs there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import triton
 
 from fitact.runtime.learned import ops
-from tests.support.instructions import TARGETS, GateKernel, Kernel, amd, machine_codes, nvidia
+from fitact.runtime.saving.blocks import BITS
+from tests.support.instructions import TARGETS, BlockKernel, GateKernel, Kernel, amd, machine_codes, nvidia
 from tests.support.more_kernels import LearnedKernel, NormKernel
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,8 @@ def kernels() -> Iterator[tuple[str, Any]]:
         else:
             for pass_ in ("forward", "backward", "decode") if method == "coded" else ("forward", "backward"):
                 yield f"{name} {pass_}", Kernel.of(name, pass_)
+    for bits, pass_ in product(BITS, ("encode", "decode")):
+        yield f"blocks{bits} {pass_}", BlockKernel(bits, pass_)
     for kind, columns, pass_ in product(("layer", "rms"), NORMS, ("forward", "backward")):
         yield f"{kind}_norm {pass_} {columns}", NormKernel(kind, pass_, columns)
 

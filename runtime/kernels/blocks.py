@@ -1,8 +1,8 @@
 """The Triton kernels of block codes: a program codes or decodes a tile of 64 rows × 64 features in one pass.
 
-They write and read the bytes of `saving.blocks`, bit for bit. So division is correctly rounded, and products and sums
-are not fused, but in the root, whose last bits change no code. A tile has the shape (64, 8, 8): eight contiguous elements
-are in one thread, or two, which packs their codes alone.
+They write and read the bytes of `saving.blocks`, bit for bit. So division is correctly rounded, and products and
+sums are not fused, but in the root, whose last bits change no code. A tile has the shape (64, 8, 8): eight
+contiguous elements are in one thread, or in two, which packs their codes alone.
 """
 
 from __future__ import annotations
@@ -26,17 +26,25 @@ def _blocks(rows, across):
 
 
 @jit
-def _elements():
-    return (tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
+def _elements(index):
+    """Return the offsets of the elements of blocks, (64, 64)."""
+    return index[:, None] * 64 + tl.arange(0, 64)[None, :]
+
+
+@jit
+def _bytes(codes, index):
+    """Return pointers to codes of 8 bits, (64, 8, 8): eight at a time, as a thread has them."""
+    element = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return codes.to(tl.pointer_type(tl.int8)) + (index[:, None, None] * 64 + element[None, :, :])
 
 
 @jit
 def _inside(exists, n, rest: tl.constexpr):
     """Return which elements exist; `rest`: the program has one block, of n elements."""
+    inside = exists[:, None]
     if rest:
-        return exists[:, None, None] & (_elements() < n)
-    else:
-        return exists[:, None, None]
+        inside = inside & (tl.arange(0, 64) < n)[None, :]
+    return inside
 
 
 @jit
@@ -45,10 +53,9 @@ def _places(width: tl.constexpr):
     element = tl.arange(0, 8)[None, None, :]
     if width == 4:
         return (element & 3) * 8 + (element >> 2) * 4
-    elif width == 2:
+    if width == 2:
         return (element & 1) * 8 + (element >> 1) * 2
-    else:
-        return element
+    return element
 
 
 @jit
@@ -114,7 +121,8 @@ def encode_tile(
     """
     tile, index, exists = _blocks(rows, across)
     inside = _inside(exists, n, rest)
-    value = tl.load(x + index[:, None, None] * 64 + _elements(), mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + _elements(index), mask=inside, other=0.0)  # as a tile of rows, for whole vectors
+    value = tl.reshape(value, (ROWS, 8, 8)).to(tl.float32)
 
     exponent = (value.to(tl.int32, bitcast=True) >> 23) & 255
     channels = tl.sum(tl.where(exponent > 0, exponent + ONE, 0), 0)
@@ -144,7 +152,7 @@ def encode_tile(
     kept = tl.where(magnitude == INFINITY, top.to(tl.bfloat16), scale)
     nan = tl.full((ROWS,), 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True)
     tl.store(scales + index, tl.where(magnitude > INFINITY, nan, kept), mask=exists)
-    inverse = tl.div_rn(1.0, scale.to(tl.float32)) * (2.0 * levels * levels)
+    inverse = tl.div_rn(2.0 * levels * levels, scale.to(tl.float32))  # never denormal: Triton 3.5 makes that 0
     inverse = tl.maximum(tl.minimum(inverse, LARGE), -LARGE)
     inverse = tl.where(magnitude > INFINITY, 0.0, inverse)  # as integers, 0 and NaN are 0
 
@@ -156,7 +164,7 @@ def encode_tile(
     sign = z.to(tl.int32, bitcast=True) & -0x80000000
     code = (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int32)
     if bits == 8:
-        tl.store(codes.to(tl.pointer_type(tl.int8)) + index[:, None, None] * 64 + _elements(), code.to(tl.int8), mask=exists[:, None, None])
+        tl.store(_bytes(codes, index), code.to(tl.int8), mask=exists[:, None, None])
     elif bits == 6:
         _store(codes, code, index, exists, 6, 4, 0, 2)
         _store(codes, code, index, exists, 6, 2, 4, 0)
@@ -191,7 +199,7 @@ def decode_tile(
     shift = _load(shifts, tile + tl.arange(0, 1), tl.arange(0, 1) == 0, 4, 4, 0)
     scale = tl.load(scales + index, mask=exists, other=0.0).to(tl.float32)
     if bits == 8:
-        code = tl.load(codes.to(tl.pointer_type(tl.int8)) + index[:, None, None] * 64 + _elements(), mask=exists[:, None, None], other=0).to(tl.int32)
+        code = tl.load(_bytes(codes, index), mask=exists[:, None, None], other=0).to(tl.int32)
     else:
         if bits == 6:
             code = (_load(codes, index, exists, 6, 4, 0) << 2) | _load(codes, index, exists, 6, 2, 4)
@@ -209,4 +217,4 @@ def decode_tile(
     limit = tl.where(tl.abs(scale) == float("inf"), float("inf"), most)[:, None, None]
     value = tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
     value = tl.maximum(value, -limit, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(x + index[:, None, None] * 64 + _elements(), value.to(x.dtype.element_ty), mask=inside)
+    tl.store(x + _elements(index), tl.reshape(value.to(x.dtype.element_ty), (ROWS, 64)), mask=inside)

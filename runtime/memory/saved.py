@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from fitact.runtime.modes import OperationMode, watching_saved
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.restore import following
-from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import (
     COPY_TO,
     is_operator,
@@ -279,8 +278,7 @@ def gpu_kernels() -> Iterator[None]:
 
     Dropout keeps a mask of one byte per element, as on a GPU; on a CPU it would keep one of its input's dtype.
     Fused attention has no dropout on a CPU: it would be composed of operations that keep the scores. So it runs
-    without dropout; on a GPU its dropout keeps only the generator's state, 16 bytes. Tensors are quantised in the
-    large parts that a GPU takes.
+    without dropout; on a GPU its dropout keeps only the generator's state, 16 bytes.
     """
     dropout, attention = F.dropout, F.scaled_dot_product_attention
 
@@ -305,6 +303,5 @@ def gpu_kernels() -> Iterator[None]:
     with (
         mock.patch.object(F, "dropout", masked),
         mock.patch.object(F, "scaled_dot_product_attention", fused),
-        mock.patch.object(blocks, "CHUNK", blocks.CHUNK_ELSEWHERE),
     ):
         yield

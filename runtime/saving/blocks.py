@@ -76,9 +76,7 @@ def encode(x: Tensor, bits: int, signs: bool = False) -> tuple[Tensor, Tensor, T
     shifts = x.new_empty(tiles, 4, dtype=torch.int64)
     parts = codes, scales, shifts
     if x.device.type in KERNEL_DEVICES:
-        rounds, back = _grid(bits)
-        constants = {"most": _most(x.dtype), "rounds": rounds, "back": back, "signs": signs}
-        _launch(kernels.encode_tile, x.detach(), *parts, **constants)
+        _launch(kernels.encode_tile, x.detach(), *parts, constants("encode", bits, x.dtype, signs))
         return parts
     for chunk in _chunks(columns_of(x.shape), x.detach(), *parts):
         _encode(signs, *chunk)
@@ -98,7 +96,7 @@ def decode(codes: Tensor, scales: Tensor, shifts: Tensor, shape: Sequence[int], 
     """
     x = codes.new_empty(*shape, dtype=dtype)
     if x.device.type in KERNEL_DEVICES:
-        _launch(kernels.decode_tile, x, codes, scales, shifts, most=torch.finfo(dtype).max)
+        _launch(kernels.decode_tile, x, codes, scales, shifts, constants("decode", codes.shape[-1], dtype))
         return x
     for into, *of in _chunks(columns_of(shape), x, codes, scales, shifts):
         into.copy_(_decoded(dtype, *of)[..., : into.shape[-1]])
@@ -131,28 +129,43 @@ def _chunks(
         yield x[-rest:].view(1, 1, 1, -1), *(one[-1:].view(1, 1, 1, -1) for one in (codes, scales, shifts))
 
 
-def _launch(kernel: Any, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor, **constants: Any) -> None:
+def _launch(
+    kernel: Any, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor, constants: dict[str, Any]
+) -> None:
     """Run a program of `kernel` for each tile, and one for the elements that are left over."""
-    columns, x, bits = columns_of(x.shape), x.view(-1), codes.shape[-1]
+    columns, x = columns_of(x.shape), x.view(-1)
     rows, rest = divmod(x.numel(), columns)
     across = columns // BLOCK
-    constants |= {"bits": bits, "levels": _levels(bits)} | options(kernels.THREADS, x.device)
-    constants["enable_fp_fusion"] = False  # a fused product and sum has other bits
+    given = constants | launching(x.device)
     with torch.cuda.device_of(x):
         if rows:
             parts = {"x": x, "codes": codes, "scales": scales, "shifts": shifts}
-            grid = (-(-rows // BLOCK) * across,)
-            kernel[grid](**parts, rows=rows, across=across, n=0, rest=False, **constants)
+            tiles = -(-rows // BLOCK) * across
+            kernel[tiles,](**parts, rows=rows, across=across, n=0, rest=False, **given)
         if rest:
             parts = {"x": x[-rest:], "codes": codes[-1:], "scales": scales[-1:], "shifts": shifts[-1:]}
-            kernel[1,](**parts, rows=1, across=1, n=rest, rest=True, **constants)
+            kernel[1,](**parts, rows=1, across=1, n=rest, rest=True, **given)
+
+
+def launching(device: torch.device) -> dict[str, Any]:
+    """Return Triton's options: a fused product and sum would have other bits than PyTorch's operators."""
+    return options(kernels.THREADS, device) | {"enable_fp_fusion": False}
+
+
+def constants(pass_: str, bits: int, dtype: torch.dtype, signs: bool = False) -> dict[str, Any]:
+    """Return what a kernel is compiled for, but for `rest`."""
+    of_bits = {"bits": bits, "levels": _levels(bits)}
+    if pass_ == "decode":
+        return of_bits | {"most": torch.finfo(dtype).max}
+    rounds, back = _grid(bits)
+    return of_bits | {"most": _most(dtype), "rounds": rounds, "back": back, "signs": signs}
 
 
 def _grid(bits: int) -> tuple[float, float]:
     """Return what to add to 2N²|z|, and then to subtract, to get the square of N|y| + N/2.
 
-    It is between two multiples of a power of two, where no border between codes is. So a code does not depend on the
-    last bit of the root, which even PyTorch's own builds round in several ways.
+    It lies halfway between two multiples of a power of two, and all borders between codes are such multiples. So
+    the last bit of the root changes no code: PyTorch's builds do not agree on it.
     """
     rounds = 2.0 ** (bits + 9)
     return rounds, rounds - _levels(bits) ** 2 / 4 - rounds * 2.0**-24
@@ -187,7 +200,7 @@ def _encode(signs: bool, part: Tensor, codes: Tensor, scales: Tensor, shifts: Te
         top = torch.where(high > low, high.neg(), low).add_(0.0)  # no -0
     most = _most(part.dtype)
     scales.copy_(top.clamp(-most, most))  # finite for every finite element
-    inverse = scales.float().reciprocal_().mul_(2 * levels**2).clamp_(-LARGE, LARGE)
+    inverse = (top.new_full((), 2 * levels**2) / scales.float()).clamp_(-LARGE, LARGE)
     finite = math.isfinite(top.sum())
     if not finite:
         nan = top.isnan()

@@ -49,12 +49,13 @@ def tiles_of(x: np.ndarray) -> list[np.ndarray]:
 
 
 def shifts_of(tile: np.ndarray) -> np.ndarray:
-    """Return how far each channel stands out: by its mean exponent above that of the tile, from 2 to 15, else 0."""
+    """Return how far each channel's mean exponent is above that of the tile, from 2 to 15, else 0."""
     exponents = [[int(e) for e in np.floor(np.log2(np.abs(one[one != 0])))] for one in tile.T]
     every = [e for one in exponents for e in one]
-    means = [Fraction(sum(one), len(one)) if one else None for one in exponents]
-    above = [0 if mean is None else math.floor(mean - Fraction(sum(every), len(every)) + Fraction(1, 2)) for mean in means]
-    return np.array([min(d, 15) if d >= 2 else 0 for d in above])
+    mean = Fraction(sum(every), max(len(every), 1))
+    above = [Fraction(sum(one), len(one)) - mean if one else 0 for one in exponents]
+    rounded = np.array([math.floor(one + Fraction(1, 2)) for one in above])
+    return np.where(rounded >= 2, np.minimum(rounded, 15), 0)
 
 
 def unpacked(codes: Tensor) -> np.ndarray:

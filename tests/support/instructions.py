@@ -29,12 +29,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fitact.codegen.generate import search_steps
+from fitact.runtime.kernels import blocks as block_kernels
 from fitact.runtime.ops import gate_ops, registry
 from fitact.runtime.ops.factors import CodedFactor
 from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.launch import threads_of
 from fitact.runtime.ops.reference import TILE
 from fitact.runtime.ops.registry import Coded, Pointwise
+from fitact.runtime.saving import blocks
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -305,6 +307,11 @@ def full_tile(program: Program, work: Work) -> tuple[Way, int]:
     return max(best, key=lambda one: sum(each.counted for each in one[0].rest))
 
 
+def longest(program: Program) -> Way:
+    """Return the way of the most instructions through a kernel without loops, rare branches included."""
+    return max(ways(program, guarded=True), key=lambda way: sum(one.counted for one in way.rest))
+
+
 def count(way: Way, trips: int, work: Work) -> tuple[float, float]:
     """Return the instructions an element of a full tile, and how many of these are not the loop's.
 
@@ -454,6 +461,50 @@ class GateKernel:
 
 
 @dataclass(frozen=True)
+class BlockKernel:
+    """A kernel of block codes, for a tensor of many rows.
+
+    Attributes:
+        bits: of a code.
+        pass_: encode or decode.
+        rest: whether it is for the elements that are left over.
+
+    """
+
+    bits: int
+    pass_: str
+    rest: bool = False
+
+    @property
+    def module(self) -> str:
+        """Its name in tables."""
+        return f"blocks{self.bits}"
+
+    def work(self, dtype: str) -> Work:
+        """Return how many elements a thread has; each row may end the tensor, so all accesses have a predicate."""
+        return Work(blocks.BLOCK**2 // block_kernels.THREADS, 0, 0)
+
+    def compile(self, dtype: str, target: str) -> Any:
+        """Compile ahead of time, as the runtime's launch would."""
+        function = getattr(block_kernels, f"{self.pass_}_tile")
+        kinds = {"x": f"*{dtype}", "codes": "*i64", "scales": "*bf16", "shifts": "*i64"}
+        kinds |= dict.fromkeys(("rows", "across", "n"), "i32")
+        constants = blocks.constants(self.pass_, self.bits, FLOATS[dtype], signs=False) | {"rest": self.rest}
+        options = blocks.launching(torch.device("cpu"))
+        names, tensors = function.arg_names, ("x", "codes", "scales", "shifts")
+        return triton.compile(
+            ASTSource(
+                fn=function,
+                signature={name: kinds.get(name, "constexpr") for name in names},
+                constexprs={(names.index(name),): value for name, value in constants.items()},
+                attrs={(names.index(name),): [["tt.divisibility", 16]] for name in tensors},
+            ),
+            target=GPUS[target],
+            options=options | {"num_warps": block_kernels.THREADS // GPUS[target].warp_size},
+        )
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a kernel costs.
 
@@ -557,7 +608,7 @@ def _labelled(lines: Sequence[str], start: int, subroutines: Collection[int]) ->
     return "\n".join(labels.get(start + i * _NVIDIA_SIZE, "") + line for i, line in enumerate(lines))
 
 
-def measure(kernels: Sequence[tuple[Kernel | GateKernel, str]], target: str) -> list[Cost]:
+def measure(kernels: Sequence[tuple[Kernel | GateKernel | BlockKernel, str]], target: str) -> list[Cost]:
     """Compile kernels, each for a dtype, and read off what they cost on a target."""
     asms = [kernel.compile(dtype, target).asm for kernel, dtype in kernels]
     found = zip(machine_codes(asms, target), asms, kernels, strict=True)
@@ -565,7 +616,8 @@ def measure(kernels: Sequence[tuple[Kernel | GateKernel, str]], target: str) -> 
 
 
 def _cost(code: Code, asm: Any, work: Work) -> Cost:
-    way, trips = full_tile(nvidia(code.text) if "cubin" in asm else amd(code.text), work)
+    program = nvidia(code.text) if "cubin" in asm else amd(code.text)
+    way, trips = full_tile(program, work) if work.reads else (longest(program), 0)
     return Cost(
         code.registers,
         code.spills,
