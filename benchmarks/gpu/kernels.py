@@ -1,7 +1,8 @@
 """Kernels alone: forward and backward of each function, in replayed CUDA graphs, beside a copy of the same size.
 
-`forward_share` and `backward_share` are shares of the copy's bandwidth, for the bytes that a pass has to move:
-inputs, the output and what is saved besides these, and in backward all that is saved and the gradients.
+Of block codes, coding is called forward, and decoding backward. `forward_share` and `backward_share` are shares of the
+copy's bandwidth, for the bytes that a pass has to move: inputs, the output and what is saved besides these, and in
+backward all that is saved and the gradients.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from benchmarks.gpu.record import Record, Row
 from benchmarks.gpu.timer import copy_bandwidth, milliseconds
 from fitact.runtime.memory.saved import count_saved
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
+from fitact.runtime.saving.blocks import BITS, decode, encode, nbytes
 
 Function = Callable[..., Tensor]
 ACTIVATIONS: dict[str, Function] = {
@@ -56,6 +59,9 @@ def run(record: Record, device: str, tiny: bool) -> None:
                 for variant, made in ({"eager": function} | variants).items():
                     row = {"function": name, "dtype": str(dtype)[6:], "variant": variant}
                     record.measure(row, partial(measured, made, shapes, dtype, device))
+        for dtype, bits in product((torch.bfloat16, torch.float32), (8, 4) if tiny else BITS):
+            row = {"function": "block codes", "dtype": str(dtype)[6:], "variant": f"{bits} bits"}
+            record.measure(row, partial(coded, bits, (64, 256) if tiny else (16384, 4096), dtype, device))
 
 
 Case = tuple[Function, dict[str, Function], list[tuple[int, ...]]]  # the baseline, variants, shapes of inputs
@@ -97,6 +103,25 @@ def liger(name: str, *tensors: Tensor, **options: Any) -> Tensor:
     """Call a function of Liger's."""
     found: Tensor = getattr(import_module("liger_kernel.transformers.functional"), name)(*tensors, **options)
     return found
+
+
+def coded(bits: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Row:
+    """Return the bytes of an element's code, and the times of coding and decoding."""
+    x = torch.randn(shape, device=device).to(dtype)
+    parts = encode(x, bits)
+    size = nbytes(shape, bits)
+    forward = milliseconds(partial(encode, x, bits), device)
+    backward = milliseconds(partial(decode, *parts, shape, dtype), device)
+    copied = copy_bandwidth(x.numel(), dtype, device)
+    return {
+        "elements": x.numel(),
+        "saved_bytes": size / x.numel(),
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "copy_gb_per_s": copied / 1e9,
+        "forward_share": 1e3 * (x.nbytes + size) / forward / copied,
+        "backward_share": 1e3 * (x.nbytes + size) / backward / copied,
+    }
 
 
 def measured(function: Function, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> Row:

@@ -61,7 +61,7 @@ def encode(x: Tensor, bits: int, signs: bool = False) -> tuple[Tensor, Tensor, T
     """Return the codes, scales and shifts of a tensor.
 
     Args:
-        x: float32, bfloat16 or float16, contiguous; features are the last dimension.
+        x: float32, bfloat16 or float16; features are the last dimension. A copy is made if it is not contiguous.
         bits: of a code: 8, 6, 5, 4 or 3.
         signs: whether what is not 0 keeps its sign, however small it is.
 
@@ -70,15 +70,16 @@ def encode(x: Tensor, bits: int, signs: bool = False) -> tuple[Tensor, Tensor, T
         features are no multiple of 64, blocks are cut from several rows in a row.
 
     """
+    x = x.detach().contiguous()
     blocks, tiles = sizes(x.shape)
     codes = x.new_empty(blocks, bits, dtype=torch.int64)
     scales = x.new_empty(blocks, dtype=torch.bfloat16)
     shifts = x.new_empty(tiles, 4, dtype=torch.int64)
     parts = codes, scales, shifts
     if x.device.type in KERNEL_DEVICES:
-        _launch(kernels.encode_tile, x.detach(), *parts, constants("encode", bits, x.dtype, signs))
+        _launch(kernels.encode_tile, x, *parts, constants("encode", bits, x.dtype, signs))
         return parts
-    for chunk in _chunks(columns_of(x.shape), x.detach(), *parts):
+    for chunk in _chunks(columns_of(x.shape), x, *parts):
         _encode(signs, *chunk)
     return parts
 

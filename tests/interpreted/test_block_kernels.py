@@ -43,7 +43,7 @@ def test_shapes(dtype: torch.dtype, bits: int) -> None:
     check(hostile((100, 192), dtype).neg(), bits)
 
 
-@all_bits
+@pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.full) for bits in (4, 5, 6)), 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_number_of_half_precision(dtype: torch.dtype, bits: int) -> None:
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)

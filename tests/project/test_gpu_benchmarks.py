@@ -101,9 +101,11 @@ def test_kernels(tmp_path: Path) -> None:
     assert rows["swiglu", "bfloat16", "swiglu_rebuild"]["saved_bytes"] == 4
     assert rows["identity", "bfloat16", "identity_coded8"]["saved_bytes"] == 1
     assert ("rms_norm", "bfloat16", "memory-sharing") in rows
+    assert rows["block codes", "bfloat16", "8 bits"]["saved_bytes"] == 1 + 0.3125 / 8
     for row in rows.values():  # of the moved bytes, by hand from the record's own columns
         moved = row["forward_share"] * row["forward_ms"] * 1e6 * row["copy_gb_per_s"] / row["elements"]
-        tensors = (3 if row["function"] in ("swiglu", "geglu") else 2) * (4 if row["dtype"] == "float32" else 2)
+        tensors = {"swiglu": 3, "geglu": 3, "block codes": 1}.get(row["function"], 2)
+        tensors *= 4 if row["dtype"] == "float32" else 2
         assert tensors - 0.01 <= moved <= tensors + row["saved_bytes"] + 0.1
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from fitact.runtime.norms import kernels, modules
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
 from fitact.runtime.ops import autograd, gate_ops
 from fitact.runtime.ops.registry import find
-from fitact.runtime.saving import saving
+from fitact.runtime.saving import blocks, saving
+from fitact.runtime.saving.blocks import BITS, decode, encode
 from tests.conftest import INTERPRETED
 from tests.support import values
 from tests.support.gates import near
@@ -31,6 +33,9 @@ from tests.support.generated import patterns, same
 from tests.support.inverses import LOST, inverses
 from tests.support.outputs import outputs
 from tests.support.steps import Shipped, shipped
+
+if INTERPRETED:
+    import tests.interpreted.conftest  # noqa: F401  rounds to bfloat16 as a GPU does
 
 GPU = torch.cuda.is_available() and not INTERPRETED
 pytestmark = [
@@ -451,3 +456,55 @@ def test_losses(rows: int, classes: int, autocast: bool, reduction: str) -> None
         found.append((loss, *torch.autograd.grad(loss, x, torch.full_like(loss, 1.7))))
     assert "CrossEntropy" in type(loss.grad_fn).__name__
     assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("bits", BITS if GPU else (3, 8))
+@each_dtype
+def test_block_codes(dtype: torch.dtype, bits: int) -> None:
+    """The kernels write the bytes of PyTorch's operators on a CPU, and read them."""
+    anything = torch.randint(-(2**31), 2**31, (MANY,)).int().view(torch.float32)
+    every = patterns(dtype) if dtype != torch.float32 else torch.cat([anything, 3 * torch.randn(MANY)])
+    few = every[:: 1 if GPU else 16]
+    finite = torch.where(few.isfinite(), few, 1)
+    outliers = torch.randn(200, 192) * torch.where(torch.arange(192) % 50 == 7, 100, 1)
+    odd = torch.randn(65, 70), torch.randn(1000), torch.randn(0, 64)
+    for x in (
+        few,
+        finite.view(-1, 128),
+        outliers.to(dtype),
+        outliers.relu().to(dtype),
+        *(one.to(dtype) for one in odd),
+    ):
+        parts = encode(x.to(DEVICE), bits, signs=bits % 2 == 1)
+        y = decode(*parts, x.shape, dtype).cpu()
+        with mock.patch.object(blocks, "KERNEL_DEVICES", ()):
+            expected = encode(x, bits, signs=bits % 2 == 1)
+            assert same(y, decode(*expected, x.shape, dtype))
+        for one, other in zip(parts, expected, strict=True):
+            assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+
+
+@needs_gpu
+def test_block_codes_of_more_elements_than_an_int32_counts() -> None:
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB")
+    tail = torch.randn(3 * 64, 4096).bfloat16()
+    x = torch.zeros(2**19 + len(tail), 4096, dtype=torch.bfloat16, device="cuda")
+    x[-len(tail) :] = tail.cuda()
+    codes, scales, shifts = encode(x, 8)
+    for one, other in zip((codes, scales, shifts), encode(tail, 8), strict=True):
+        assert torch.equal(one[-len(other) :].cpu(), other)
+    y = decode(codes, scales, shifts, x.shape, x.dtype)
+    assert same(y[-len(tail) :].cpu(), decode(*encode(tail, 8), tail.shape, tail.dtype))
+    assert not y[: -len(tail)].any()
+
+
+@needs_gpu
+def test_block_codes_take_no_memory_beside() -> None:
+    x = torch.randn(2**12, 2**12, device="cuda", dtype=torch.bfloat16)
+    decode(*encode(x, 4), x.shape, x.dtype)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    parts = encode(x, 4)
+    decode(*parts, x.shape, x.dtype)
+    assert torch.cuda.max_memory_allocated() - before <= blocks.nbytes(x.shape, 4) + x.nbytes + 2**21
