@@ -1,8 +1,8 @@
 """Kernels alone: forward and backward of each function, in replayed CUDA graphs, beside a copy of the same size.
 
 Of block codes, coding is called forward, and decoding backward. `forward_share` and `backward_share` are shares of
-the copy's bandwidth, for the bytes that a pass has to move: inputs, the output and what is saved besides these, and
-in backward all that is saved and the gradients.
+the copy's bandwidth, for the bytes that a pass has to move: inputs, the output and what is saved besides these,
+and in backward all that is saved and the gradients.
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ def test_all_shipped_kernels_by_two_tritons() -> None:
     assert set(rows) == {f"{name} {target}" for name, _ in resources.kernels() for target in TARGETS}
     for name, row in rows.items():
         (_, *pinned), (_, *older) = row[TABLE["triton"]], row["3.6.0"]
-        assert pinned[1:] == older[1:], name
+        if name.startswith("blocks8"):  # a thread has 8 or 16 bytes of codes
+            assert {*pinned[1:], *older[1:]} <= {8, 16}, name
+        else:
+            assert pinned[1:] == older[1:], name
         assert max(pinned[0], older[0]) <= (32 if name.startswith("snake") else 8), name
 
 
