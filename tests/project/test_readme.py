@@ -338,28 +338,19 @@ def test_codes_under_the_compiler_save_what_is_said() -> None:
     assert f"saves {of_mlp:.0f} % of it in the MLP below, and {min(saved):.0f} to {max(saved):.0f} %" in flat()
 
 
-def test_times_of_rebuilding() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "rebuilding_cpu.json").read_text())
-    rows = re.findall(r"^\| (.+), (float32|bfloat16) \| (.+) \| (.+) % \| (.+) \| (.+) % \|$", TEXT, re.MULTILINE)
-    names = {"LLaMA": "llama", "GPT-2 without dropout": "gpt2"}
-    assert [(names[name], dtype) for name, dtype, *_ in rows] == [
-        (one["model"], one["dtype"]) for one in results["layers"]
-    ]
-    for (_, _, *stated), one in zip(rows, results["layers"], strict=True):
+def test_times_in_the_context() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "saving_cpu.json").read_text())
+    names = {"llama": "LLaMA", "gpt2": "GPT-2 without dropout"}
+    for one in results["layers"]:
         assert (one["width"], one["tokens"], results["threads"]) == (512, 1024, 1)
-        found = [
-            text
-            for label in ("rebuilt", "selective checkpointing")
-            for text in (f"{one['time'][label]:.2f}", f"{100 * one['kept'][label]:.0f}")
-        ]
-        assert found == stated
-    longer = [100 * one["time"]["rebuilt"] - 100 for one in results["layers"]]
-    assert f"a block takes {min(longer):.0f} to {max(longer):.0f} % longer" in flat()
-    pair, alone = (results["microseconds"][label]["ratio"] for label in ("GELU, linear", "linear"))
-    assert (
-        f"a GELU and its linear layer take {pair:.1f} times as long as stock's; a linear layer that finds nothing "
-        f"to rebuild takes {alone:.1f} times as long"
-    ) in flat()
+        ways = ("exact", "rounding", "coarse", "selective checkpointing")
+        cells = [text for way in ways for text in (f"{one['time'][way]:.2f}", f"{100 * one['saved'][way]:.0f} %")]
+        assert f"| {names[one['model']]}, {one['dtype']} | {' | '.join(cells)} |" in TEXT
+    longer = [100 * one["time"]["exact"] - 100 for one in results["layers"]]
+    assert f"takes {min(longer):.0f} to {max(longer):.0f} % longer" in flat()
+    gated, linear = (results["microseconds"][label]["ratio"] for label in ("LayerNorm, SwiGLU", "linear"))
+    assert f"takes {gated:.1f} times as long with it" in flat()
+    assert f"of which nothing can be saved, {linear:.1f} times" in flat()
 
 
 @pytest.mark.full

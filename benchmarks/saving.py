@@ -1,13 +1,13 @@
-"""What rebuilding outputs costs in time on a CPU, beside stock and selective checkpointing.
+"""What `fitact.saving` costs in time on a CPU, beside PyTorch as it is and selective checkpointing.
 
-    python -m benchmarks.rebuilding [-o RESULTS.json]
+    python -m benchmarks.saving [-o RESULTS.json]
 
-Forward and backward, in eager mode, of one layer of a LLaMA and of a GPT-2 of transformers: as they are, rebuilt,
-and under PyTorch's selective checkpointing, which keeps the results of matrix products and of attention and runs
-the rest again. They take turns. A time is the least of all rounds, and rounds are added until the ratios of the
-odd and of the even ones agree. There is one thread, and its own time counts, not the clock's: so other programs on
-the machine matter less. Then the same of layers on 16 numbers, where all time is overhead: a linear
-layer after GELU, and one whose input is kept, which only has to find that out.
+Forward and backward, in eager mode, of one layer of a LLaMA and of a GPT-2 of transformers: as they are, in the
+context with each error, and under PyTorch's selective checkpointing, which keeps the results of matrix products
+and of attention and runs the rest again. They take turns. A time is the least of all rounds, and rounds are added
+until the ratios of the odd and of the even ones agree. There is one thread, and its own time counts, not the
+clock's: so other programs on the machine matter less. Then the same of layers on few numbers, where all time is
+overhead: a LayerNorm with a SwiGLU MLP on one row of 64, and a linear layer, of which nothing can be saved.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fitact
@@ -32,11 +33,12 @@ from benchmarks.kernels.activations import keep_freed_memory
 from fitact.runtime.compare.baselines import checkpointed
 from fitact.runtime.memory.saved import Saved, count_saved
 from fitact.runtime.models.prepare import imported
+from fitact.runtime.saving import ERRORS
 
 ROUNDS = 24, 80  # at least and at most
 AGREE = 0.02  # how near the ratios of odd and even rounds have to be
 CALLS = 200  # of a tiny layer in a round
-TINY = 16
+TINY, WIDE = 64, 172
 MODELS: dict[str, Callable[[int], dict[str, Any]]] = {
     "llama": lambda width: {
         "hidden_size": width,
@@ -72,12 +74,17 @@ def step(model: nn.Module, x: Tensor, around: Around = nullcontext) -> None:
     y.sum().backward()
 
 
-def kept(model: nn.Module, x: Tensor, around: Around = nullcontext) -> int:
-    """Return the bytes that are kept for backward."""
+def bytes_saved(model: nn.Module, x: Tensor, around: Around = nullcontext) -> int:
+    """Return the bytes that are saved for backward."""
     with count_saved(model) as saved, around(saved):
         y = model(inputs_embeds=x)
     del y
     return saved.bytes
+
+
+def saving(error: str) -> Around:
+    """Return what enters `fitact.saving`."""
+    return lambda saved: fitact.saving(error)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -114,51 +121,55 @@ def layers(width: int, tokens: int) -> list[dict[str, Any]]:
     found = []
     for name in MODELS:
         for dtype in (torch.float32, torch.bfloat16):
-            stock = layer(name, width, dtype)
-            rebuilt = deepcopy(stock)
-            fitact.rebuild(rebuilt)
+            model = layer(name, width, dtype)
             x = torch.randn(2, tokens // 2, width).to(dtype)
-            selective = partial(checkpointed, blocks(stock), selective=True)
-            times = measured(
-                {
-                    "stock": partial(step, stock, x),
-                    "rebuilt": partial(step, rebuilt, x),
-                    "selective checkpointing": partial(step, stock, x, selective),
-                }
-            )
-            bytes_ = {
-                "stock": kept(stock, x),
-                "rebuilt": kept(rebuilt, x),
-                "selective checkpointing": kept(stock, x, selective),
+            ways: dict[str, Around] = {
+                "baseline": nullcontext,
+                **{error: saving(error) for error in ERRORS},
+                "selective checkpointing": partial(checkpointed, blocks(model), selective=True),
             }
+            times = measured({way: partial(step, model, x, around) for way, around in ways.items()})
+            sizes = {way: bytes_saved(model, x, around) for way, around in ways.items()}
             found.append(
                 {"model": name, "dtype": str(dtype)[6:], "width": width, "tokens": tokens}
-                | {"ms": {label: round(1e3 * one, 2) for label, one in times.items()}}
-                | {"time": {label: round(one / times["stock"], 3) for label, one in times.items()}}
-                | {"kept": {label: round(one / bytes_["stock"], 3) for label, one in bytes_.items()}}
+                | {"ms": {way: round(1e3 * one, 2) for way, one in times.items()}}
+                | {"time": {way: round(one / times["baseline"], 3) for way, one in times.items()}}
+                | {"saved": {way: round(one / sizes["baseline"], 3) for way, one in sizes.items()}}
             )
             print(found[-1], flush=True)
     return found
 
 
+class Tiny(nn.Module):
+    """LayerNorm and a SwiGLU MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(TINY), nn.Linear(WIDE, TINY)
+        self.gate, self.up = nn.Linear(TINY, WIDE), nn.Linear(TINY, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with what the MLP adds."""
+        z = self.norm(x)
+        y: Tensor = x + self.down(F.silu(self.gate(z)) * self.up(z))
+        return y
+
+
 def tiny() -> dict[str, Any]:
-    """Measure layers on few numbers."""
-    stock = nn.Sequential(nn.GELU(), nn.Linear(TINY, TINY))
-    rebuilt = deepcopy(stock)
-    fitact.rebuild(rebuilt)
-    x = torch.randn(1, TINY, requires_grad=True)
-    dy = torch.ones_like(x)
-
-    def calls(model: nn.Module) -> None:
-        for _ in range(CALLS):
-            model(x).backward(dy)
-
-    models = {"GELU, linear": (stock, rebuilt), "linear": (stock[1], rebuilt[1])}
+    """Measure layers on few numbers, in microseconds a call."""
     found: dict[str, Any] = {}
-    for name, (one, other) in models.items():
-        times = measured({"stock": partial(calls, one), "rebuilt": partial(calls, other)})
-        found[name] = {label: round(1e6 * every / CALLS, 1) for label, every in times.items()}
-        found[name]["ratio"] = round(times["rebuilt"] / times["stock"], 2)
+    for name, model in {"LayerNorm, SwiGLU": Tiny(), "linear": nn.Linear(TINY, TINY)}.items():
+        x = torch.randn(1, TINY, requires_grad=True)
+        converted = deepcopy(model)
+        fitact.convert(converted)
+
+        def calls(model: nn.Module, x: Tensor = x) -> None:
+            for _ in range(CALLS):
+                model(x).sum().backward()
+
+        times = measured({"baseline": partial(calls, model), "exact": partial(calls, converted)})
+        found[name] = {way: round(1e6 * every / CALLS, 1) for way, every in times.items()}
+        found[name]["ratio"] = round(times["exact"] / times["baseline"], 2)
         print(name, found[name], flush=True)
     return found
 
@@ -180,7 +191,7 @@ def main() -> None:
         "layers": layers(512, 1024),
         "microseconds": tiny(),
     }
-    path = arguments.output or Path(__file__).parent / "results" / "rebuilding_cpu.json"
+    path = arguments.output or Path(__file__).parent / "results" / "saving_cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"wrote {path}")
