@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .factors import CodedFactor
 from .library import Registry
 
 if TYPE_CHECKING:
@@ -166,45 +165,6 @@ class Inverted(Pointwise):
 
     def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
         launch(self.backward, dy, y, *([codes] if self.bits else []), dx)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coded(Pointwise):
-    """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
-
-    Attributes:
-        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
-        table: for each code a value in place of f(x), and a derivative in place of f′(x).
-        decode: a Triton kernel; its arguments are those of `run_decode`.
-
-    """
-
-    keeps_output = False
-
-    borders: tuple[float, ...]
-    table: tuple[tuple[float, float], ...]
-    decode: Any
-
-    @cached_property
-    def argument(self) -> CodedFactor:
-        """What is kept of x, and what is looked up by that."""
-        return CodedFactor(value=self.value, table=self.table, borders=self.borders)
-
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.argument.encode(x)
-
-    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return reference.backward(dy, None, codes, self.bits, self.argument.levels, dtype)
-
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
-        launch(self.forward, x, y, *self.argument.coding(codes, x))
-
-    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
-        launch(self.backward, dy, codes, self.argument.on(dy.device).derivatives, dx)
-
-    def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
-        """Launch the kernel that writes the values of codes."""
-        launch(self.decode, codes, self.argument.on(y.device).values, y)
 
 
 def _fitted(dtype: torch.dtype) -> torch.dtype:
