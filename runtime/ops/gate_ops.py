@@ -23,7 +23,6 @@ from . import reference
 from .factors import Factor
 from .launch import Launch, threads_of
 from .library import KERNEL_DTYPES, Op, Registry, alone, batched, define, ops, save_key
-from .registry import home_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +51,6 @@ _registry: Registry[Gate] = Registry("gate")
 register_gate = _registry.register
 find = _registry.find
 refuse_second_derivative = _registry.refuse_second_derivative
-
-
-def generated_gate(kind: type) -> Gate | None:
-    """Return the gate of a generated class, None if it is none."""
-    return _registry.by_key.get(home_of(kind).get("_KEY", ""))
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:
