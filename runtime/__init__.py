@@ -7,8 +7,8 @@ Triton, the tile loops and functions that Triton lacks; for PyTorch, the functio
 from typing import NoReturn
 
 from .kernels import GENERATE_AGAIN
-from .kernels.gates import gate_backward_tile, gate_forward_tile, gate_value_tile
-from .kernels.learned import learned_backward_block, learned_forward_tile, learned_value_tile
+from .kernels.gates import gate_backward_tile, gate_forward_tile
+from .kernels.learned import learned_backward_block, learned_forward_tile
 from .kernels.math import (
     asinh,
     atan,
@@ -81,13 +81,11 @@ __all__ = [
     "forward_tile",
     "gate_backward_tile",
     "gate_forward_tile",
-    "gate_value_tile",
     "hypot1",
     "isru",
     "jit",
     "learned_backward_block",
     "learned_forward_tile",
-    "learned_value_tile",
     "log1p",
     "logcosh",
     "ndtr",
@@ -122,6 +120,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name == "composed":  # older generated files import it
+    if name in ("composed", "Coded", "CodedFactor"):  # older generated files import them
         raise ImportError(GENERATE_AGAIN)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

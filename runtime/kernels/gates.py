@@ -49,7 +49,7 @@ def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
 
 
 @jit
-def _value_row(
+def _forward_row(
     g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, a: tl.constexpr,
     b: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _value_row(
 
 
 @jit
-def _value_rows(
+def _forward_rows(
     g, u, h, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, b: tl.constexpr,
     whole: tl.constexpr,
 ):  # fmt: skip
@@ -71,28 +71,28 @@ def _value_rows(
     h += first
     for row in range(HALF):
         offset = row * COLUMNS
-        _value_row(
+        _forward_row(
             g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
         )
         offset += HALF * COLUMNS
-        _value_row(
+        _forward_row(
             g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
         )
 
 
 @jit
 def gate_forward_tile(
-    g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u, stride_u, n,
-    a: tl.constexpr, b: tl.constexpr, bits_g: tl.constexpr, steps_g: tl.constexpr, bits_u: tl.constexpr,
-    steps_u: tl.constexpr,
+    g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, b: tl.constexpr
 ):  # fmt: skip
     """Write h of the tile of this program: g and u (n,) → h (n,).
 
     a, b: device functions, float32 → float32.
     """
-    gate_value_tile(
-        g, u, h, None, None, width_g, stride_g, width_u, stride_u, n, a, b, bits_g, bits_u
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    if first + ROWS * COLUMNS <= n:
+        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, 0, a, b, True)
+    else:
+        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, b, False)
 
 
 @jit
@@ -141,9 +141,8 @@ def _backward_rows(
 
 @jit
 def gate_backward_tile(
-    dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g, width_u, stride_u, n,
-    a: tl.constexpr, da: tl.constexpr, b: tl.constexpr, db: tl.constexpr, bits_g: tl.constexpr,
-    bits_u: tl.constexpr,
+    dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, da: tl.constexpr,
+    b: tl.constexpr, db: tl.constexpr,
 ):  # fmt: skip
     """Backward on the tile of this program: dh, g and u (n,) → dg and du (n,), each None if not wanted.
 
@@ -159,16 +158,3 @@ def gate_backward_tile(
             dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, da, b, db,
             False,
         )  # fmt: skip
-
-
-@jit
-def gate_value_tile(
-    g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, b: tl.constexpr,
-    bits_g: tl.constexpr, bits_u: tl.constexpr,
-):  # fmt: skip
-    """Write h of the tile of this program again; the arguments are those of forward."""
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if first + ROWS * COLUMNS <= n:
-        _value_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, 0, a, b, True)
-    else:
-        _value_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, b, False)

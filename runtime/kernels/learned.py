@@ -110,8 +110,7 @@ def _block(x, y, numbers, channels, n, value: tl.constexpr, count: tl.constexpr)
 
 @jit
 def learned_forward_tile(
-    x, y, codes, table, borders, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr,
-    bits: tl.constexpr, steps: tl.constexpr,
+    x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr
 ):  # fmt: skip
     """Write y of the tile of this program: x (n,) → y (n,).
 
@@ -128,14 +127,6 @@ def learned_forward_tile(
             _tile(x, y, given, channels, inner, n, value, count)
     else:
         _tile(x, y, given, channels, inner, n, value, count)
-
-
-@jit
-def learned_value_tile(
-    kept, points, numbers, y, channels, inner, n, value: tl.constexpr, count: tl.constexpr, bits: tl.constexpr
-):  # fmt: skip
-    """Write y of the tile of this program again; the arguments are those of forward."""
-    learned_forward_tile(kept, y, None, None, None, numbers, channels, inner, n, value, count, bits, 0)
 
 
 @jit
@@ -225,8 +216,8 @@ def _apart(
 
 @jit
 def learned_backward_block(
-    dy, kept, points, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
-    count: tl.constexpr, bits: tl.constexpr,
+    dy, kept, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
+    count: tl.constexpr,
 ):  # fmt: skip
     """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
 

@@ -49,8 +49,7 @@ class Learned:
         value: of x and the numbers, in PyTorch's operators; all are of one dtype, float32 or float64.
         derivative: likewise in x, of what is kept and the numbers.
         gradients: likewise in each number.
-        forward, backward, again: Triton kernels; their arguments are those that the functions below launch them
-            with. `again` is None where the output is what is kept.
+        forward, backward: Triton kernels; their arguments are those that the functions below launch them with.
         keeps_output: whether y is kept in place of x.
 
     """
@@ -63,7 +62,6 @@ class Learned:
     gradients: tuple[Callable[..., Tensor], ...]
     forward: Any
     backward: Any
-    again: Any = None
     keeps_output: bool = False
 
 
@@ -155,7 +153,7 @@ def _forward_triton(x: Tensor, numbers: Tensor, inner: int, key: str) -> Tensor:
         return _forward_reference(x, numbers, inner, key)
     y = torch.empty_like(x)
     channels = _channels(numbers, inner)
-    _launch(x, numbers, inner)(find(key).forward, x, y, None, None, None, numbers, *channels)
+    _launch(x, numbers, inner)(find(key).forward, x, y, numbers, *channels)
     return y
 
 
@@ -177,7 +175,7 @@ def _backward_triton(
         parts = -(-rows * (beside or 1) // (BLOCK.value * TRIPS.value))
         grid = (parts * numbers.shape[1],)
     sums = numbers.new_empty(parts, *numbers.shape) if wants_numbers else None
-    arguments = (dy, kept, None, numbers, dx if wants_x else None, sums, channels, beside, rows)
+    arguments = (dy, kept, numbers, dx if wants_x else None, sums, channels, beside, rows)
     with torch.cuda.device_of(dy):
         formula.backward[grid](*arguments, **options(THREADS, dy.device))
     return dx, found if sums is None else sums.sum(0)

@@ -33,7 +33,7 @@ class Gate:
         key: identifies the fit and the generated text.
         name: its name in messages.
         a, b: the factors, of g and of u.
-        forward, backward, again: Triton kernels; their arguments are those that the functions below launch them
+        forward, backward: Triton kernels; their arguments are those that the functions below launch them
             with. None where the gate is computed by its factors alone.
 
     """
@@ -44,7 +44,6 @@ class Gate:
     b: Factor
     forward: Any = None
     backward: Any = None
-    again: Any = None
 
 
 _registry: Registry[Gate] = Registry("gate")
@@ -93,7 +92,7 @@ def _forward_triton(g: Tensor, u: Tensor, key: str) -> Tensor:
     laid_out = torch.empty_like(g)
     h = laid_out if laid_out.is_contiguous() else laid_out.new_empty(laid_out.shape)
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
-    Launch(h, threads_of(h.dtype))(gate.forward, g, u, h, *(None,) * 6, *rows_g, *rows_u)
+    Launch(h, threads_of(h.dtype))(gate.forward, g, u, h, *rows_g, *rows_u)
     return h if h is laid_out else laid_out.copy_(h)
 
 
@@ -106,7 +105,7 @@ def _backward_triton(
     flat = dh.contiguous()
     dg, du = (torch.empty_like(flat) if wanted else None for wanted in (wants_g, wants_u))
     (g, *rows_g), (u, *rows_u) = _rows(g), _rows(u)
-    Launch(flat, threads_of(flat.dtype))(gate.backward, flat, g, u, dg, du, *(None,) * 4, *rows_g, *rows_u)
+    Launch(flat, threads_of(flat.dtype))(gate.backward, flat, g, u, dg, du, *rows_g, *rows_u)
     found = [dh.new_empty(0) if one is None else like(one, dh) for one in (dg, du)]
     return found[0], found[1]
 

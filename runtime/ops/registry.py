@@ -196,7 +196,7 @@ def _registration(kind: type) -> Pointwise | None:
     Such a module registers its key in its runtime, which is its own copy if it was made with --standalone; and it
     holds the function and the class of what it registers.
     """
-    home = home_of(kind)
+    home = getattr(getattr(kind, "forward", None), "__globals__", {})
     key, ops = home.get("_KEY"), getattr(home.get("_rt"), "ops", None)
     registry = getattr(getattr(getattr(ops, "registry", None), "_registry", None), "by_key", None)
     if not isinstance(key, str) or kind.__module__ != home.get("__name__") or type(registry) is not dict:
@@ -205,9 +205,3 @@ def _registration(kind: type) -> Pointwise | None:
     function = home.get(getattr(activation, "name", ""))
     own = getattr(function, "__globals__", None) is home and kind.__name__ in home.get("__all__", ())
     return activation if own else None
-
-
-def home_of(kind: type) -> Mapping[str, Any]:
-    """Return the namespace of the Python module that defines a class, whether or not it was imported by name."""
-    names: Mapping[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
-    return names
