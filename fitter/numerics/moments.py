@@ -72,7 +72,7 @@ class Moments:
         self._rows = self._integrate(self.grid[:-1], self.grid[1:])
         while len(self.grid) <= cells:
             self._split(cells)
-        self._refuse(~np.isfinite(self._rows).all(axis=0))
+        self._refuse(np.asarray(~np.isfinite(self._rows).all(axis=0)))
         self.sums = running(self._rows)
 
     def _integrate(self, starts: Array, ends: Array) -> Array:

@@ -196,7 +196,7 @@ def _registration(kind: type) -> Pointwise | None:
     Such a module registers its key in its runtime, which is its own copy if it was made with --standalone; and it
     holds the function and the class of what it registers.
     """
-    home = getattr(getattr(kind, "forward", None), "__globals__", {})
+    home: Mapping[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
     key, ops = home.get("_KEY"), getattr(home.get("_rt"), "ops", None)
     registry = getattr(getattr(getattr(ops, "registry", None), "_registry", None), "by_key", None)
     if not isinstance(key, str) or kind.__module__ != home.get("__name__") or type(registry) is not dict:
