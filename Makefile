@@ -120,9 +120,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compiled
 	$(BIN)/python -m benchmarks.compiled --graphs
 	$(BIN)/python benchmarks/conversion.py
-	$(BIN)/python -m benchmarks.evidence.coded_gradients
 	$(BIN)/python -m benchmarks.convergence
-	$(BIN)/python -m benchmarks.convergence --codes
 	$(BIN)/python -m benchmarks.convergence --compiled
 
 ## What only a GPU can show: correctness, steps, kernels, what fits, training; then the tables of docs/gpu.md and README.

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.records.gate import CodedGateFit, GateFit
+from fitact.fitter.records.gate import GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
 
 from .generate import Layout, by_name, class_name, environment, render
@@ -30,10 +30,10 @@ RUNTIME = (
     "autocast.py",
     "recipes.py",
     "torch_internals.py",
-    *(f"kernels/{name}.py" for name in ("__init__", "coded", "gates", "learned", "math", "tiles")),
+    *(f"kernels/{name}.py" for name in ("__init__", "gates", "learned", "math", "tiles")),
     "kernels/triton_compat.py",
     *(f"learned/{name}.py" for name in ("__init__", "function", "ops")),
-    *(f"ops/{name}.py" for name in ("__init__", "autograd", "decode", "factors", "gate_ops", "gates", "inductor")),
+    *(f"ops/{name}.py" for name in ("__init__", "autograd", "factors", "gate_ops", "gates", "inductor")),
     *(f"ops/{name}.py" for name in ("launch", "library", "reference", "reference_math", "registry")),
 )
 MODULE = ("__init__.py", *(f"runtime/{path}" for path in RUNTIME))
@@ -73,7 +73,7 @@ def plan(fits: Iterable[AnyFit], *, hub: bool = False) -> dict[str, str]:
 
 def kernel_name(fit: AnyFit) -> str:
     """Return the name of a fit's kernel, `gelu_fewbit3` → `gelu-fewbit3`; UsageError if it can have none."""
-    if isinstance(fit, GateFit | CodedGateFit):
+    if isinstance(fit, GateFit):
         raise UsageError(
             f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
             "make a folder with --standalone instead"

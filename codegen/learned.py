@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fitact.fitter.records.kinds import AnyLearnedFit
-from fitact.fitter.records.learned import OUTPUT, CodedLearnedFit, ExactLearnedFit
+from fitact.fitter.records.learned import OUTPUT, ExactLearnedFit
 
 from . import dialects, printers
-from .tables import lines, search_steps
 
 
 def context(fit: AnyLearnedFit) -> dict[str, Any]:
@@ -31,9 +30,8 @@ def context(fit: AnyLearnedFit) -> dict[str, Any]:
             halves.append(name)
     if any(name.startswith("by_") for name in halves):
         halves.append("gradient")
-    code = fit.code if isinstance(fit, CodedLearnedFit) else None
     return {
-        "kept": f"a code of x of {code.bits} bits" if code else "the output" if of == OUTPUT else "x",
+        "kept": "the output" if of == OUTPUT else "x",
         "of": of,
         "halves": halves,
         "numbers": [
@@ -50,8 +48,4 @@ def context(fit: AnyLearnedFit) -> dict[str, Any]:
             {"name": name, "of": of, "code": printers.render(one, dialects.TORCH, variable=of)}
             for name, of, one in formulas
         ],
-        "bits": code.bits if code else 0,
-        "steps": search_steps(code.borders) if code else 0,
-        "borders": lines(code.borders) if code else [],
-        "points": lines(code.values) if code else [],
     }

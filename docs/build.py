@@ -22,11 +22,10 @@ from fitact.cli import cli
 from fitact.cli.tables import starts
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.plot import draw
-from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit
-from fitact.fitter.records.learned import CodedLearnedFit, LearnedFit
+from fitact.fitter.records.gate import GateFit
+from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.learned import LearnedFit
 from fitact.fitter.records.reading import read
 
 DOCS = Path(__file__).parent
@@ -35,10 +34,7 @@ GALLERY = DOCS / "gallery"
 DPI = 75
 WIDTH = 100  # of a help text
 ROOMS = ("fitter", "codegen", "runtime", "generated")
-METHODS = (
-    *("fewbit", "relumix", "inverted", "exact", "coded", "gate_rebuild", "gate_coded"),
-    *("learned_rebuild", "learned_exact", "learned_coded"),
-)
+METHODS = ("fewbit", "relumix", "inverted", "exact", "gate_rebuild", "learned_rebuild", "learned_exact")
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -123,13 +119,11 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "fitter.methods.inverted_published.fit",
             "fitter.methods.inverted_published.published",
             "fitter.methods.exact.fit",
-            "fitter.methods.coded.fit",
             "fitter.records.reading.read",
             "fitter.records.reading.from_json",
             "fitter.records.fit.StepFit",
             "fitter.records.fit.InvertedFit",
             "fitter.records.fit.ExactFit",
-            "fitter.records.coded.CodedFit",
             "fitter.plot.draw",
         ),
     ),
@@ -215,8 +209,8 @@ def _package() -> griffe.Object:
 NOTES = {
     "relu2": "`relu2_exact` keeps the output alone, which a trained layer that follows keeps too: 2 bytes an "
     "element in bfloat16. A mask and the packed nonzero outputs would take 1/8 + 2·*d* bytes, where *d* is the "
-    "share of nonzeros: 1.125 at one half, less than the output's 2 below *d* = 94 %, and less than the 1 byte of "
-    "`relu2_coded8` below 44 %. That needs sizes that depend on the data, and fitact does not do it.",
+    "share of nonzeros: 1.125 at one half, less than the output's 2 below *d* = 94 %. "
+    "That needs sizes that depend on the data, and fitact does not do it.",
     "snake": "No step function ships: its derivative is a sine that never ends, and 8 levels on [−10, 10] are off "
     "by 0.53 (rms).",
 }
@@ -231,11 +225,8 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         "draws the picture, and the module is `fitact.generated.NAME`.",
         "*rms* and *largest* are errors of `f′` over the fit's domain. For a fit that keeps the output, *largest* "
         "is over all numbers of bfloat16 or float32, with the output rounded once to that dtype; *floor* is the "
-        "least that any function of that output and code could reach. For a code of `x`, from which `f` and `f′` "
-        "are looked up, the errors of both are for normal `x` of deviation σ, relative to their root mean "
-        "squares; up to `|x|` = *reach* the error of `f` is at most 5 %. Those of a gate `h(g, u)` are of both "
-        "gradients and of `h`, for independent normal `g` and `u`. Those of a formula with learned numbers "
-        "are of `f`, of `f′` and of its derivatives in these, the numbers at their starts.",
+        "least that any function of that output and code could reach. Gates and formulas with learned numbers "
+        "keep their inputs, and are exact.",
     ]
     named: dict[str, list[AnyFit]] = {}
     for fit in fits:
@@ -244,17 +235,18 @@ def gallery(fits: Sequence[AnyFit]) -> str:
     for name, own in named.items():
         entry = CATALOG.get(name)
         formula = own[0].activation.expression if entry is None else entry.filled(entry.expression, {})
-        gates = [fit for fit in own if isinstance(fit, GateFit | CodedGateFit)]
+        gates = [fit for fit in own if isinstance(fit, GateFit)]
         parts += [f"## {name}", f"`{'h(g, u)' if gates else 'f(x)'} = {formula}`"]
-        for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (ExactFit, _exact), (CodedFit, _coded)):
+        for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (ExactFit, _exact)):
             if chosen := [fit for fit in own if isinstance(fit, kind)]:
                 parts.append(table(chosen))
         if name in NOTES:
             parts.append(NOTES[name])
         if gates:
-            parts.append(_gates(gates))
-        if formulas := [fit for fit in own if isinstance(fit, LearnedFit | CodedLearnedFit)]:
-            parts.append(_formulas(formulas))
+            parts.append(_table([("", "keeps"), *((f"`{fit.name}`", "`g` and `u`") for fit in gates)]))
+        if formulas := [fit for fit in own if isinstance(fit, LearnedFit)]:
+            rows = ((f"`{fit.name}`", "`x`", f"`{starts(fit.activation)}`") for fit in formulas)
+            parts.append(_table([("", "keeps", "learned, from"), *rows]))
         parts.append(
             "\n".join(
                 f"![{fit.name}: f′, its approximation, and the error](gallery/{fit.name}.png)" for fit in own
@@ -290,48 +282,6 @@ def _exact(fits: Sequence[ExactFit]) -> str:
     for fit in fits:
         errors = (f"{fit.error[dtype]:.3g}" for dtype in ("bfloat16", "float32"))
         rows.append((f"`{fit.name}`", f"`{fit.derivative}`", *errors))
-    return _table(rows)
-
-
-def _coded(fits: Sequence[CodedFit]) -> str:
-    rows = [("", "bits", *(f"`f`, `f′` at σ = {deviation:g}" for deviation in DEVIATIONS), "reach")]
-    for fit in fits:
-        pairs = (
-            (fit.error[f"value_{deviation:g}"], fit.error[f"derivative_{deviation:g}"]) for deviation in DEVIATIONS
-        )
-        errors = (f"{value:.2g}, {derivative:.2g}" for value, derivative in pairs)
-        rows.append((f"`{fit.name}`", str(fit.bits), *errors, f"{fit.reach:.3g}"))
-    return _table(rows)
-
-
-def _gates(fits: Sequence[AnyGateFit]) -> str:
-    rows = [("", "bits of `g`", "of `u`", *(f"`dg`, `du`, `h` at σ = {deviation:g}" for deviation in DEVIATIONS))]
-    for fit in fits:
-        if isinstance(fit, GateFit):
-            rows.append((f"`{fit.name}`", "kept", "kept", *("exact" for _ in DEVIATIONS)))
-            continue
-        errors = (
-            ", ".join(f"{fit.error[f'{what}_{deviation:g}']:.2g}" for what in ("dg", "du", "h"))
-            for deviation in DEVIATIONS
-        )
-        of_u = "kept" if fit.code_u is None else str(fit.code_u.bits)
-        rows.append((f"`{fit.name}`", str(fit.bits), of_u, *errors))
-    return _table(rows)
-
-
-def _formulas(fits: Sequence[LearnedFit | CodedLearnedFit]) -> str:
-    pairs = (f"`f`, `f′`, learned at σ = {deviation:g}" for deviation in DEVIATIONS)
-    rows = [("", "learned, from", "bits of `x`", *pairs)]
-    for fit in fits:
-        told = f"`{fit.name}`", f"`{starts(fit.activation)}`"
-        if isinstance(fit, LearnedFit):
-            rows.append((*told, "kept", *("exact" for _ in DEVIATIONS)))
-            continue
-        errors = (
-            ", ".join(f"{fit.error[f'{what}_{deviation:g}']:.2g}" for what in ("value", "derivative", "learned"))
-            for deviation in DEVIATIONS
-        )
-        rows.append((*told, str(fit.bits), *errors))
     return _table(rows)
 
 

@@ -10,16 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fitact.errors import UsageError
-from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.expr.evaluate import Array, evaluate
-from fitact.fitter.numerics.coding import Objective
 from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
-from fitact.fitter.records.approximants import Bits
-from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit
-from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
+from fitact.fitter.records.gate import GateFit
+from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
+from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
 from fitact.pictures import blank, check_format, defaults, literal, save
 
 if TYPE_CHECKING:
@@ -32,13 +28,12 @@ COLUMNS = 4
 TITLE = 0.8  # of a column's width, for a title at most
 MARGIN = 0.15  # of the span of the borders, drawn on either side of it
 POINTS = 4001
-CELLS = 400  # of the grid over which a mean is taken
 REACH = 6.0  # of x, where there is no domain
 
 
 @defaults()
 def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
-    """Draw fits beside each other: f′ and its approximation above, the error below; for mixtures and codes also f.
+    """Draw fits beside each other: f′ and its approximation above, the error below; for mixtures also f.
 
     Args:
         fits: the fits to draw, four pairs of panels to a row.
@@ -77,25 +72,19 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
     """Return what draws the pairs of panels of a fit."""
     if isinstance(fit, GateFit):
         return [partial(_draw_factor, fit, name) for name in ("a", "b")]
-    if isinstance(fit, CodedGateFit):
-        of_u = [partial(_draw_factor, fit, "b")] if fit.code_u is None else _panels(fit.code_u)
-        return [*_panels(fit.code_g), *of_u]
-    if isinstance(fit, CodedLearnedFit):
-        return [partial(_draw_formula, fit), partial(_draw_tables, fit.code)]
     if isinstance(fit, StepFit) and fit.method == "relumix":
         return [partial(_draw_primitive, fit), partial(_draw_step, fit)]
     drawn: dict[type[AnyFit], tuple[Callable[..., None], ...]] = {
         StepFit: (_draw_step,),
         ExactFit: (_draw_exact,),
         InvertedFit: (_draw_over_output, _draw_over_input),
-        CodedFit: (_draw_tables, _draw_reach),
         LearnedFit: (_draw_formula,),
         ExactLearnedFit: (_draw_formula,),
     }
     return [partial(panel, fit) for panel in drawn[type(fit)]]
 
 
-def _draw_factor(fit: AnyGateFit, name: str, upper: Axes, lower: Axes) -> None:
+def _draw_factor(fit: GateFit, name: str, upper: Axes, lower: Axes) -> None:
     """Draw a factor that is computed again: its value above, its derivative below."""
     factor, argument = (fit.activation.a, "g") if name == "a" else (fit.activation.b, "u")
     x = np.linspace(-REACH, REACH, POINTS)
@@ -117,8 +106,7 @@ def _draw_formula(fit: AnyLearnedFit, upper: Axes, lower: Axes) -> None:
         _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
     upper.set_xlim(-REACH, REACH)
     lower.legend(fontsize=7, ncols=2, frameon=False)
-    note = "computed at the points" if isinstance(fit, CodedLearnedFit) else "$x$ is kept: no error"
-    _dress(fit, upper, lower, "$y$ is kept" if isinstance(fit, ExactLearnedFit) else note)
+    _dress(fit, upper, lower, "$y$ is kept" if isinstance(fit, ExactLearnedFit) else "$x$ is kept: no error")
     upper.set_ylabel("value")
     lower.set_ylabel("derivatives")
 
@@ -156,66 +144,6 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
     _mark(borders, low, high, upper, lower)
     norm = "$L$" if fit.method == "fewbit" else f"{literal(str(fit.options.get('objective', '')))} objective"
     _dress(fit, upper, lower, f"{norm} = {fit.error['objective']:.4g}\nmax error = {fit.error['max']:.3g}")
-
-
-def _draw_tables(fit: CodedFit, upper: Axes, lower: Axes) -> None:
-    low, high = max(fit.domain[0], -REACH), min(fit.domain[1], REACH)
-    x, code = _coded_inputs(fit, np.linspace(*((low, high) if low < high else fit.domain), POINTS))
-    rows = (("value", "f", EXACT, FITTED), ("derivative", "f\\,'", ERROR, SECOND))
-    for (of, name, color, more), table in zip(rows, (fit.values, fit.derivatives), strict=True):
-        exact, found = getattr(fit.activation, of)(x), np.array(table)[code]
-        _line(upper, x, found, color=more, linewidth=1.6, label=f"table of ${name}$")
-        _line(upper, x, exact, color=color, linewidth=1.0, label=f"${name}$ exact")
-        _line(lower, x, found - exact, color=more, linewidth=0.8)
-    upper.set_xlim(x[0], x[-1])
-    errors = ", ".join(f"{fit.error[f'{of}_1']:.2g} of ${name}$" for of, name, *_ in rows)
-    _dress(fit, upper, lower, f"{2**fit.bits} cells, $J$ = {fit.error['objective']:.4g}\nx normal: error {errors}")
-    upper.set_ylabel("value and derivative")
-
-
-def _draw_reach(fit: CodedFit, upper: Axes, lower: Axes) -> None:
-    low, high = fit.domain
-    spread_out = np.sinh(np.linspace(np.arcsinh(low), np.arcsinh(high), POINTS))
-    x, code = _coded_inputs(fit, spread_out)
-    value, found = fit.activation.value(x), np.asarray(fit.values)[code]
-    _line(upper, x, found, color=FITTED, linewidth=1.6, label="table of $f$")
-    _line(upper, x, value, color=EXACT, linewidth=1.0, label="$f$ exact")
-    floor = np.sqrt(Objective(fit.activation, fit.weight, fit.domain, CELLS).mean_squares[0])
-    _line(lower, x, 100 * (found - value) / np.maximum(np.abs(value), floor), color=FITTED, linewidth=0.8)
-    for level in (-5, 5):
-        lower.axhline(level, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
-    for axes in (upper, lower):
-        _stretch(axes, "x", low, high)
-        for side in (-fit.reach, fit.reach):
-            if low < side < high:
-                axes.axvline(side, color="black", alpha=0.25, linewidth=0.7)
-    seen = value[np.abs(value) <= LARGEST]
-    least, most = np.arcsinh([min(seen.min(initial=0), found.min()), max(seen.max(initial=0), found.max())])
-    _stretch(upper, "y", *np.sinh([least - 0.2, most + 0.2]))
-    lower.set_ylim(-15, 15)
-    reach = f"up to |x| = {fit.reach:.4g}" if fit.reach < REALS else "for all x"
-    _dress(fit, upper, lower, f"error of $f$ within 5 % {reach}")
-    upper.set_ylabel("value")
-    lower.set_ylabel("error, %")
-
-
-def _stretch(axes: Axes, along: str, low: float, high: float) -> None:
-    """Scale an axis by asinh, which keeps 0 and shows each power of ten beyond 1."""
-    powers = 10.0 ** np.arange(0, np.log10(max(-low, high, 1.0)) + 1e-9)
-    ticks = np.concatenate([-powers[::-1], [0.0], powers])
-    ticks = ticks[(low <= ticks) & (ticks <= high)]
-    axes.set(**{f"{along}scale": "asinh", f"{along}lim": (low, high)})
-    axis = axes.xaxis if along == "x" else axes.yaxis
-    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-    axis.set_ticks([], minor=True)
-
-
-def _coded_inputs(fit: CodedFit, x: Array) -> tuple[Array, Bits]:
-    """Return points to draw, each border among them twice, a hair apart; and their codes."""
-    borders = np.array(fit.borders)
-    borders = borders[(x[0] < borders) & (borders < x[-1])]
-    x = np.sort(np.concatenate([x, borders, np.nextafter(borders, np.inf)]))
-    return x, fit.code(x)
 
 
 def _line(axes: Axes, x: Array, y: NDArray[Any], **style: Any) -> None:

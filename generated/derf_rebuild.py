@@ -87,33 +87,25 @@ def _gradient_half(x, alpha, shift, gamma, beta, _which: _rt.constexpr):
 
 
 @_rt.jit
-def derf_rebuild_forward(x, y, codes, table, borders, numbers, channels, inner, n):
+def derf_rebuild_forward(x, y, numbers, channels, inner, n):
     _rt.learned_forward_tile(
-        x, y, codes, table, borders, numbers, channels, inner, n,
-        _value, count=4, bits=0, steps=0,
+        x, y, numbers, channels, inner, n,
+        _value, count=4,
     )  # fmt: skip
 
 
 @_rt.jit
-def derf_rebuild_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
+def derf_rebuild_backward(dy, kept, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative, _gradient, count=4, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=4,
         )  # fmt: skip
     else:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative_half, _gradient_half, count=4, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=4,
         )  # fmt: skip
-
-
-@_rt.jit
-def derf_rebuild_again(kept, points, numbers, y, channels, inner, n):
-    _rt.learned_value_tile(
-        kept, points, numbers, y, channels, inner, n,
-        _value, count=4, bits=0,
-    )  # fmt: skip
 
 
 def _torch_value(x, alpha, shift, gamma, beta):
@@ -142,7 +134,7 @@ def _torch_by_beta(x, alpha, shift, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="derf_rebuild-a1748c40a17c71cc",
+        key="derf_rebuild-030428e33ac08db3",
         name="derf_rebuild",
         numbers=(
             _rt.Number("alpha", 0.5, False),
@@ -160,7 +152,6 @@ _KEY = _rt.register_learned(
         ),
         forward=derf_rebuild_forward,
         backward=derf_rebuild_backward,
-        again=derf_rebuild_again,
     )
 )
 

@@ -83,44 +83,30 @@ def _gradient_half(x, alpha, gamma, beta, _which: _rt.constexpr):
 
 
 @_rt.jit
-def dyt_rebuild_forward(x, y, codes, table, borders, numbers, channels, inner, n):
+def dyt_rebuild_forward(x, y, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n,
-            _value, count=3, bits=0, steps=0,
+            x, y, numbers, channels, inner, n,
+            _value, count=3,
         )  # fmt: skip
     else:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n,
-            _value_half, count=3, bits=0, steps=0,
+            x, y, numbers, channels, inner, n,
+            _value_half, count=3,
         )  # fmt: skip
 
 
 @_rt.jit
-def dyt_rebuild_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
+def dyt_rebuild_backward(dy, kept, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative, _gradient, count=3, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=3,
         )  # fmt: skip
     else:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative_half, _gradient_half, count=3, bits=0,
-        )  # fmt: skip
-
-
-@_rt.jit
-def dyt_rebuild_again(kept, points, numbers, y, channels, inner, n):
-    if y.dtype.element_ty == _tl.float32:
-        _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n,
-            _value, count=3, bits=0,
-        )  # fmt: skip
-    else:
-        _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n,
-            _value_half, count=3, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=3,
         )  # fmt: skip
 
 
@@ -146,7 +132,7 @@ def _torch_by_beta(x, alpha, gamma, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="dyt_rebuild-8528a146a40be9e5",
+        key="dyt_rebuild-69dbe2ae9fe4e69b",
         name="dyt_rebuild",
         numbers=(
             _rt.Number("alpha", 0.5, False),
@@ -162,7 +148,6 @@ _KEY = _rt.register_learned(
         ),
         forward=dyt_rebuild_forward,
         backward=dyt_rebuild_backward,
-        again=dyt_rebuild_again,
     )
 )
 

@@ -38,26 +38,18 @@ def _gradient(x, weight, _which: _rt.constexpr):
 
 
 @_rt.jit
-def prelu_rebuild_forward(x, y, codes, table, borders, numbers, channels, inner, n):
+def prelu_rebuild_forward(x, y, numbers, channels, inner, n):
     _rt.learned_forward_tile(
-        x, y, codes, table, borders, numbers, channels, inner, n,
-        _value, count=1, bits=0, steps=0,
+        x, y, numbers, channels, inner, n,
+        _value, count=1,
     )  # fmt: skip
 
 
 @_rt.jit
-def prelu_rebuild_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
+def prelu_rebuild_backward(dy, kept, numbers, dx, sums, channels, inner, rows):
     _rt.learned_backward_block(
-        dy, kept, points, numbers, dx, sums, channels, inner, rows,
-        _derivative, _gradient, count=1, bits=0,
-    )  # fmt: skip
-
-
-@_rt.jit
-def prelu_rebuild_again(kept, points, numbers, y, channels, inner, n):
-    _rt.learned_value_tile(
-        kept, points, numbers, y, channels, inner, n,
-        _value, count=1, bits=0,
+        dy, kept, numbers, dx, sums, channels, inner, rows,
+        _derivative, _gradient, count=1,
     )  # fmt: skip
 
 
@@ -75,7 +67,7 @@ def _torch_by_weight(x, weight):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="prelu_rebuild-3a20d0799ce8c0af",
+        key="prelu_rebuild-da8fd252ee4f1eab",
         name="prelu_rebuild",
         numbers=(_rt.Number("weight", 0.25, False),),
         value=_torch_value,
@@ -83,7 +75,6 @@ _KEY = _rt.register_learned(
         gradients=(_torch_by_weight,),
         forward=prelu_rebuild_forward,
         backward=prelu_rebuild_backward,
-        again=prelu_rebuild_again,
     )
 )
 

@@ -60,44 +60,30 @@ def _gradient_half(x, beta, _which: _rt.constexpr):
 
 
 @_rt.jit
-def swish_beta_rebuild_forward(x, y, codes, table, borders, numbers, channels, inner, n):
+def swish_beta_rebuild_forward(x, y, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n,
-            _value, count=1, bits=0, steps=0,
+            x, y, numbers, channels, inner, n,
+            _value, count=1,
         )  # fmt: skip
     else:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n,
-            _value_half, count=1, bits=0, steps=0,
+            x, y, numbers, channels, inner, n,
+            _value_half, count=1,
         )  # fmt: skip
 
 
 @_rt.jit
-def swish_beta_rebuild_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
+def swish_beta_rebuild_backward(dy, kept, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative, _gradient, count=1, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=1,
         )  # fmt: skip
     else:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative_half, _gradient_half, count=1, bits=0,
-        )  # fmt: skip
-
-
-@_rt.jit
-def swish_beta_rebuild_again(kept, points, numbers, y, channels, inner, n):
-    if y.dtype.element_ty == _tl.float32:
-        _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n,
-            _value, count=1, bits=0,
-        )  # fmt: skip
-    else:
-        _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n,
-            _value_half, count=1, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=1,
         )  # fmt: skip
 
 
@@ -116,7 +102,7 @@ def _torch_by_beta(x, beta):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="swish_beta_rebuild-f910c963f68188bc",
+        key="swish_beta_rebuild-3392709019491758",
         name="swish_beta_rebuild",
         numbers=(_rt.Number("beta", 1.0, False),),
         value=_torch_value,
@@ -124,7 +110,6 @@ _KEY = _rt.register_learned(
         gradients=(_torch_by_beta,),
         forward=swish_beta_rebuild_forward,
         backward=swish_beta_rebuild_backward,
-        again=swish_beta_rebuild_again,
     )
 )
 

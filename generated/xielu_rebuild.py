@@ -82,44 +82,30 @@ def _gradient_half(x, alpha_p, alpha_n, _which: _rt.constexpr):
 
 
 @_rt.jit
-def xielu_rebuild_forward(x, y, codes, table, borders, numbers, channels, inner, n):
+def xielu_rebuild_forward(x, y, numbers, channels, inner, n):
     if y.dtype.element_ty == _tl.float32:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n,
-            _value, count=2, bits=0, steps=0,
+            x, y, numbers, channels, inner, n,
+            _value, count=2,
         )  # fmt: skip
     else:
         _rt.learned_forward_tile(
-            x, y, codes, table, borders, numbers, channels, inner, n,
-            _value_half, count=2, bits=0, steps=0,
+            x, y, numbers, channels, inner, n,
+            _value_half, count=2,
         )  # fmt: skip
 
 
 @_rt.jit
-def xielu_rebuild_backward(dy, kept, points, numbers, dx, sums, channels, inner, rows):
+def xielu_rebuild_backward(dy, kept, numbers, dx, sums, channels, inner, rows):
     if dy.dtype.element_ty == _tl.float32:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative, _gradient, count=2, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative, _gradient, count=2,
         )  # fmt: skip
     else:
         _rt.learned_backward_block(
-            dy, kept, points, numbers, dx, sums, channels, inner, rows,
-            _derivative_half, _gradient_half, count=2, bits=0,
-        )  # fmt: skip
-
-
-@_rt.jit
-def xielu_rebuild_again(kept, points, numbers, y, channels, inner, n):
-    if y.dtype.element_ty == _tl.float32:
-        _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n,
-            _value, count=2, bits=0,
-        )  # fmt: skip
-    else:
-        _rt.learned_value_tile(
-            kept, points, numbers, y, channels, inner, n,
-            _value_half, count=2, bits=0,
+            dy, kept, numbers, dx, sums, channels, inner, rows,
+            _derivative_half, _gradient_half, count=2,
         )  # fmt: skip
 
 
@@ -147,7 +133,7 @@ def _torch_by_alpha_n(x, alpha_p, alpha_n):
 
 _KEY = _rt.register_learned(
     _rt.Learned(
-        key="xielu_rebuild-8d279fb846dcf1f3",
+        key="xielu_rebuild-d121bb922ecbb943",
         name="xielu_rebuild",
         numbers=(
             _rt.Number("alpha_p", 0.2033823208110246, False),
@@ -161,7 +147,6 @@ _KEY = _rt.register_learned(
         ),
         forward=xielu_rebuild_forward,
         backward=xielu_rebuild_backward,
-        again=xielu_rebuild_again,
     )
 )
 

@@ -7,9 +7,8 @@ Triton, the tile loops and functions that Triton lacks; for PyTorch, the functio
 from typing import NoReturn
 
 from .kernels import GENERATE_AGAIN
-from .kernels.coded import coded_forward_tile, looked_up_tile
-from .kernels.gates import gate_backward_tile, gate_forward_tile, gate_value_tile
-from .kernels.learned import learned_backward_block, learned_forward_tile, learned_value_tile
+from .kernels.gates import gate_backward_tile, gate_forward_tile
+from .kernels.learned import learned_backward_block, learned_forward_tile
 from .kernels.math import (
     asinh,
     atan,
@@ -51,14 +50,12 @@ from .learned.function import LearnedModule, apply_learned
 from .learned.ops import Learned, Number, register_learned
 from .ops import reference_math
 from .ops.autograd import apply
-from .ops.factors import CodedFactor, Factor
+from .ops.factors import Factor
 from .ops.gate_ops import Gate, register_gate
 from .ops.gates import apply_gate
-from .ops.registry import Coded, Exact, Inverted, Step, register
+from .ops.registry import Exact, Inverted, Step, register
 
 __all__ = [
-    "Coded",
-    "CodedFactor",
     "Exact",
     "Factor",
     "Gate",
@@ -73,7 +70,6 @@ __all__ = [
     "asinh",
     "atan",
     "backward_tile",
-    "coded_forward_tile",
     "constexpr",
     "cosh",
     "encode",
@@ -85,16 +81,13 @@ __all__ = [
     "forward_tile",
     "gate_backward_tile",
     "gate_forward_tile",
-    "gate_value_tile",
     "hypot1",
     "isru",
     "jit",
     "learned_backward_block",
     "learned_forward_tile",
-    "learned_value_tile",
     "log1p",
     "logcosh",
-    "looked_up_tile",
     "ndtr",
     "ndtr_half",
     "pick",
@@ -127,6 +120,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name == "composed":  # older generated files import it
+    if name in ("composed", "Coded", "CodedFactor"):  # older generated files import them
         raise ImportError(GENERATE_AGAIN)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

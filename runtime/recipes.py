@@ -1,4 +1,4 @@
-"""How an output is looked up in codes, noted where a context of `fitact.saving` finds it.
+"""How an output is computed again, noted where a context of `fitact.saving` finds it.
 
 Standalone folders have copies of this file, and their outputs are found by the attribute too. So a change of what
 is noted must change the attribute's name.
@@ -13,34 +13,32 @@ from torch import Tensor
 
 from .torch_internals import in_functorch_transform, version_of
 
-ATTRIBUTE = "_fitact_noted"
+ATTRIBUTE = "_fitact_recompute"
 
 
 class Noted(NamedTuple):
     """What is noted on a storage.
 
     Attributes:
-        function: of the state, gives the output, or nearly; called without autograd and without autocast.
+        function: of the state, gives the output bit for bit; called without autograd and without autocast.
         state: tensors that the operation saves for backward.
         version: the output's, when it was noted.
-        exact: whether the function gives the output bit for bit.
 
     """
 
     function: Callable[..., Tensor]
     state: tuple[Tensor, ...]
     version: int
-    exact: bool
 
 
-def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor, exact: bool) -> Tensor:
-    """Note on an output how to look it up, and return it; see `Noted` for the arguments."""
-    if output.grad_fn is not None and plain(output) and not in_functorch_transform():
-        noted = Noted(function, tuple(one.detach() for one in state), version_of(output), exact)
+def note(output: Tensor, function: Callable[..., Tensor], *state: Tensor) -> Tensor:
+    """Note on an output how it is computed again, and return it; see `Noted` for the arguments."""
+    if output.grad_fn is not None and _plain(output) and not in_functorch_transform():
+        noted = Noted(function, tuple(one.detach() for one in state), version_of(output))
         setattr(output.untyped_storage(), ATTRIBUTE, noted)
     return output
 
 
-def plain(tensor: Tensor) -> bool:
+def _plain(tensor: Tensor) -> bool:
     """Return whether a tensor has a storage of its own to note something on, unlike a DTensor or a sparse one."""
     return type(tensor) is Tensor or type(tensor).__name__ in ("FakeTensor", "Parameter")

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
 
-from .keeping import EXACT as WHOLE
-from .keeping import KEEPERS
 from .models import Block, Transformer
 from .quantised import QuantisedGelu
 
@@ -29,8 +27,6 @@ class Method:
         activation: makes what takes the place of GELU; None leaves the activation as it is.
         norm: makes, of a shape and ε, what takes the place of LayerNorm, whose affine part is merged into the next
             linear layer and no longer trained by itself; None leaves norms as they are.
-        keepers: names of what an MLP keeps of its activation's input, for the activation and the next layer, and
-            of the other factor if it is gated; None leaves MLPs as they are.
         compiled: makes, of the model, what is called in training; None calls the model itself.
         conversion: converts the model, whatever its activation and its norms are; None leaves it as it is.
 
@@ -41,7 +37,6 @@ class Method:
     family: str
     activation: Callable[[], nn.Module] | None = None
     norm: Callable[[tuple[int, ...], float], nn.Module] | None = None
-    keepers: tuple[str, str] | None = None
     compiled: Callable[..., Callable[[Tensor], Tensor]] | None = None
     conversion: Callable[[Transformer], object] | None = None
 
@@ -56,9 +51,7 @@ class Method:
         """Change a model in place; it goes on computing the same function, up to rounding."""
         for block in model.blocks:
             assert isinstance(block, Block)
-            if self.keepers is not None:
-                block.keepers = tuple(_KEEPERS[name] for name in self.keepers)
-            elif self.activation is not None:
+            if self.activation is not None:
                 if block.gate is not None:
                     raise ValueError(f"{self.name}: expected an MLP with GELU, got a gated one")
                 block.activation = self.activation()
@@ -96,28 +89,17 @@ def compiling(bits: int, more: bool) -> Callable[..., Callable[[Tensor], Tensor]
     return partial(fitact.compile, error="few-bit", bits=bits, attention=more, inputs=more)
 
 
-def coding(model: Transformer) -> None:
-    """Let activations with learned numbers keep codes of 8 bits; everything else is rebuilt exactly."""
-    others = [path for path, module in model.named_modules() if isinstance(module, nn.GELU)]
-    fitact.convert(model, "coded", bits=8, exclude=others)
-    if others:
-        fitact.convert(model, "rebuild")
-
-
 def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
 
-FAMILIES = FEW_BIT, OTHER, RANDOM, CODES, FACTORS, COMPILED, LEARNED = (
+FAMILIES = FEW_BIT, OTHER, RANDOM, COMPILED, LEARNED = (
     "Few-Bit",
     "other methods",
     "stochastic quantisation of the input",
-    "codes of the input, and float8",
-    "both factors of a gate coded",
     "compiled",
     "with learned numbers",
 )
-_KEEPERS = {**KEEPERS, WHOLE.name: WHOLE}
 EXACT = Method("exact", "exact", "exact")
 METHODS = {
     method.name: method
@@ -139,10 +121,6 @@ METHODS = {
             Method(f"stochastic{k}", f"stochastic, {_plural(k)}", RANDOM, partial(QuantisedGelu, k))
             for k in (1, 2, 3, 4)
         ),
-        *(Method(f"coded{k}", f"codes, {k} bits", CODES, keepers=(f"coded{k}", "exact")) for k in (8, 6, 5, 4)),
-        Method("float8", "float8 e4m3", CODES, keepers=("e4m3", "exact")),
-        Method("coded6-8", "codes, 6 and 8 bits", FACTORS, keepers=("coded6", "coded8")),
-        Method("float8-8", "float8 e4m3, both", FACTORS, keepers=("e4m3", "e4m3")),
         Method("compiled", "compiled, exact", COMPILED, compiled=torch.compile),
         *(
             Method(f"compiled{k}{name}", f"compiled, {k} bits{label}", COMPILED, compiled=compiling(k, bool(name)))
@@ -153,17 +131,12 @@ METHODS = {
                 (6, "-all", ", attention"),
             )
         ),
-        Method("rebuild", "rebuilt", LEARNED, conversion=partial(fitact.convert, method="rebuild")),
-        Method("learned8", "codes, 8 bits", LEARNED, conversion=coding),
+        Method("rebuild", "rebuilt", LEARNED, conversion=fitact.convert),
     )
 }
 
 
-def methods_of(task: str, setting: str) -> tuple[str, ...]:
-    """Return which methods a task is trained with in a setting, by their names."""
-    families = {
-        "codes": (CODES, *([FACTORS] if task == "gated" else [])),
-        "compiled": (COMPILED,),
-        "learned": (LEARNED,),
-    }.get(setting, (FEW_BIT, OTHER, RANDOM))
+def methods_of(setting: str) -> tuple[str, ...]:
+    """Return which methods tasks are trained with in a setting, by their names."""
+    families = {"compiled": (COMPILED,), "learned": (LEARNED,)}.get(setting, (FEW_BIT, OTHER, RANDOM))
     return tuple(name for name, method in METHODS.items() if method.family in (EXACT.family, *families))

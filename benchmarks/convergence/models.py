@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .keeping import Keeper, product
-
 
 class Swish(nn.Module):
     """x·σ(βx), elementwise, with a learned β that starts at 1, as SiLU."""
@@ -61,8 +59,7 @@ class Derf(DyT):
 class Block(nn.Module):
     """Attention and MLP, (batch, length, width) → the same.
 
-    Methods replace its activation and its norms, or say what the MLP keeps of the activation's input and, if it is
-    gated, of the other factor.
+    Methods replace its activation and its norms.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.activation: nn.Module = nn.SiLU() if gated else activation()
         self.gate = nn.Linear(width, hidden) if gated else None
-        self.keepers: tuple[Keeper, Keeper] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with what attention and MLP add to it."""
@@ -97,8 +93,6 @@ class Block(nn.Module):
     def mlp(self, x: Tensor) -> Tensor:
         """Return what the MLP adds for normed x."""
         g, u = (self.up(x), None) if self.gate is None else (self.gate(x), self.up(x))
-        if self.keepers is not None:
-            return product(self.down, "gelu" if u is None else "silu", self.keepers, g, u)
         y = self.activation(g)
         z: Tensor = self.down(y if u is None else y * u)
         return z

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from .methods import CODES, COMPILED, EXACT, FACTORS, FAMILIES, FEW_BIT, LEARNED, METHODS, OTHER, RANDOM
+from .methods import COMPILED, EXACT, FAMILIES, FEW_BIT, LEARNED, METHODS, OTHER, RANDOM
 from .summary import Comparison
 from .tasks import TASKS
 from .training import Run
@@ -24,10 +24,8 @@ COLORS = {
     FEW_BIT: ("#9ecae1", "#6baed6", "#3182bd", "#08306b"),
     OTHER: ("#7b3294", "#1b9e77", "#999999", "#b8860b", "#d6604d"),
     RANDOM: ("#fdbe85", "#fd8d3c", "#d94701", "#7f2704"),
-    CODES: ("#08306b", "#3182bd", "#6baed6", "#9ecae1", "#d94701"),
-    FACTORS: ("#3182bd", "#d94701"),
     COMPILED: ("#999999", "#08306b", "#9ecae1", "#d94701", "#fdbe85"),
-    LEARNED: ("#999999", "#08306b"),
+    LEARNED: ("#08306b",),
 }
 COLOR = {
     method.name: COLORS[family][i]

@@ -245,11 +245,10 @@ LARGE = Setting(
         "lora": Recipe(384, 6, 6, 256, 64, 1500, 1e-3, 512, rank=16),
     },
 )
-CODES = Setting(
-    "codes",
+COMPILED = Setting(
+    "compiled",
     "cpu",
     False,
     {name: Recipe(64, 4, 2, 64, 8, 500, 8e-3, 512) for name in ("characters", "gated")},
 )
-COMPILED = Setting("compiled", "cpu", False, CODES.recipes)
-LEARNED = Setting("learned", "cpu", False, dict.fromkeys(LEARNED_PARTS, CODES.recipes["characters"]))
+LEARNED = Setting("learned", "cpu", False, dict.fromkeys(LEARNED_PARTS, COMPILED.recipes["characters"]))

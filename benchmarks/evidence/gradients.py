@@ -29,9 +29,6 @@ PARTS = {  # of a layer of BERT → what is differentiated by
 }
 COLORS = {
     "stock": "#222222",
-    "coded8": "#08306b",
-    "coded6": "#3182bd",
-    "coded4": "#9ecae1",
     "fewbit3": "#d94701",
     "inverted1": "#1b9e77",
 }

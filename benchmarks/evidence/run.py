@@ -61,9 +61,6 @@ MASKED_FROM = 1  # seed of what is masked of held-out sequences
 METHODS: dict[str, tuple[str, Options]] = {
     STOCK: ("stock", None),
     REBUILT: ("rebuilt outputs", {"error": "exact"}),
-    "coded8": ("codes of 8 bits", {"method": "coded", "bits": 8}),
-    "coded6": ("codes of 6 bits", {"method": "coded", "bits": 6}),
-    "coded4": ("codes of 4 bits", {"method": "coded", "bits": 4}),
     "fewbit3": ("Few-Bit, 3 bits", {"method": "fewbit", "bits": 3}),
     "inverted1": ("inverted, 1 bit", {"method": "inverted", "bits": 1}),
 }

@@ -40,10 +40,9 @@ ACTIVATIONS: dict[str, Function] = {
     "hardswish": F.hardswish,
     "sigmoid": torch.sigmoid,
     "elu": F.elu,
-    "identity": torch.clone,  # codes of a tensor that no activation reads
 }
 GATES: dict[str, Function] = {"swiglu": lambda g, u: F.silu(g) * u, "geglu": lambda g, u: F.gelu(g) * u}
-METHODS = "fewbit|relumix|inverted|exact|coded|rebuild|regelu2|resilu2"
+METHODS = "fewbit|relumix|inverted|exact|rebuild|regelu2|resilu2"
 ALSO_FLOAT32 = ("gelu", "silu")
 EPSILON = 1e-5
 
@@ -71,7 +70,7 @@ def cases(tiny: bool) -> dict[str, Case]:
     """Return what is measured by name of the function."""
     activation, gate, norm = [(2**14,), (8, 2048), (64, 256)] if tiny else [(2**26,), (8192, 11008), (16384, 4096)]
     found: dict[str, Case] = {}
-    for name in ("gelu", "identity") if tiny else ACTIVATIONS:
+    for name in ("gelu",) if tiny else ACTIVATIONS:
         found[name] = ACTIVATIONS[name], shipped(name) | by_compiler(ACTIVATIONS[name], tiny), [activation]
     for name in GATES:
         variants = shipped(name) | by_compiler(GATES[name], tiny) | {"Liger": partial(liger, f"liger_{name}")}

@@ -1,9 +1,8 @@
 """What the compiled kernels cost: registers, spills, widths of accesses, instructions an element. Needs no GPU.
 
-One module of each method and width; gates that are rebuilt, with a code of g, and of both; block codes; and, to
-compare gradients from the output with, two kernels that evaluate f′ from the input. Run by `make bench`; writes
-benchmarks/results/instructions.json, which the tests compare with. What is counted, and how:
-tests/support/instructions.py.
+One module of each method and width; a gate; block codes; and, to compare gradients from the output with, two kernels
+that evaluate f′ from the input. Run by `make bench`; writes benchmarks/results/instructions.json, which the tests
+compare with. What is counted, and how: tests/support/instructions.py.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ MODULES = (
     "gelu_inverted_published",
     "silu_inverted_published",
 )
-CODED = ("gelu_coded6", "gelu_coded8")  # in words, and a byte each
-GATES = ("geglu_rebuild", "swiglu_coded8", "swiglu_coded6_8")
 
 
 @jit
@@ -73,8 +70,7 @@ def silu_from_input_backward(dy, x, dx, n):
 _WITHOUT_CODES = Kernel.of("relu2_exact", "backward").activation  # the references are launched as its kernels are
 KERNELS: tuple[Kernel | GateKernel | BlockKernel, ...] = (
     *(Kernel.of(module, pass_) for module in MODULES for pass_ in ("forward", "backward")),
-    *(Kernel.of(module, pass_) for module in CODED for pass_ in ("forward", "backward", "decode")),
-    *(GateKernel.of(module, pass_) for module in GATES for pass_ in ("forward", "backward", "again")),
+    *(GateKernel.of("geglu_rebuild", pass_) for pass_ in ("forward", "backward")),
     *(BlockKernel(bits, pass_) for bits in BITS for pass_ in ("encode", "decode")),
     Kernel("gelu_from_input", "backward", gelu_from_input_backward, _WITHOUT_CODES),
     Kernel("silu_from_input", "backward", silu_from_input_backward, _WITHOUT_CODES),

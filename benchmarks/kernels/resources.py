@@ -35,14 +35,13 @@ def kernels() -> Iterator[tuple[str, Any]]:
         if method.startswith("learned"):
             formula = ops.find(importlib.import_module(f"fitact.generated.{name}")._KEY)
             wide = any(number.channel for number in formula.numbers)
-            passes = ("forward", "backward", "again") if formula.again else ("forward", "backward")
-            for pass_, place in product(passes, ("last", "image") if wide else ("one",)):
+            for pass_, place in product(("forward", "backward"), ("last", "image") if wide else ("one",)):
                 yield f"{name} {pass_} {place}", LearnedKernel(name, pass_, formula, place)
         elif method.startswith("gate"):
-            for pass_ in ("forward", "backward", "again"):
+            for pass_ in ("forward", "backward"):
                 yield f"{name} {pass_}", GateKernel.of(name, pass_)
         else:
-            for pass_ in ("forward", "backward", "decode") if method == "coded" else ("forward", "backward"):
+            for pass_ in ("forward", "backward"):
                 yield f"{name} {pass_}", Kernel.of(name, pass_)
     for bits, pass_ in product(BITS, ("encode", "decode")):
         yield f"blocks{bits} {pass_}", BlockKernel(bits, pass_)

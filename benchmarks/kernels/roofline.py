@@ -23,10 +23,7 @@ from typing import Any
 import click
 import triton
 
-from fitact.codegen.generate import search_steps
 from fitact.runtime.kernels.triton_compat import constexpr, jit, tl
-from fitact.runtime.ops.factors import CodedFactor
-from fitact.runtime.ops.registry import Coded
 from fitact.runtime.plan.devices import DEVICES
 from tests.support.instructions import (
     DTYPES,
@@ -45,9 +42,7 @@ NOTE = "A model from data sheets and machine code. No GPU has run it, and no tim
 LEFT_OUT = (
     "latency, and whether enough threads are there to hide it (occupancy)",
     "the launch, and tensors too small to fill the device",
-    "caches: all tensors come from the device's memory, all tables from the first cache",
-    "conflicts of gathers: entries of a table in different lines count as one access; `gather_passes` says how "
-    "many accesses a gather may take before it binds",
+    "caches: all tensors come from the device's memory",
     "the width of an access: first caches carry several times what the device's memory does",
     "power, and clocks below the data sheet's; a copy itself reaches about nine tenths of the bandwidth printed",
     "instructions that wait for each other, registers' banks, rare branches",
@@ -58,8 +53,7 @@ MODULES = (
     "softplus_exact",
     "relu2_exact",
 )
-CODED = tuple(f"{name}_coded{bits}" for name in ("gelu", "silu") for bits in (8, 6, 4))
-GATES = ("swiglu_coded8", "swiglu_coded6_8", "swiglu_rebuild", "geglu_coded8", "geglu_rebuild")
+GATES = ("swiglu_rebuild", "geglu_rebuild")
 LEARNED = (("xielu_rebuild", "one"), ("dyt_rebuild", "last"))
 WIDTH = 4096  # elements of the norms' rows
 
@@ -228,14 +222,12 @@ class Traffic:
     """What a kernel moves for an element.
 
     Attributes:
-        reads, writes: bytes of the device's memory; tables and learned numbers are in a cache.
-        gathers: entries of tables that are looked up.
+        reads, writes: bytes of the device's memory; learned numbers are in a cache.
 
     """
 
     reads: float
     writes: float
-    gathers: int = 0
 
 
 def traffic(kernel: AnyKernel, dtype: str) -> Traffic:
@@ -248,31 +240,14 @@ def traffic(kernel: AnyKernel, dtype: str) -> Traffic:
     if isinstance(kernel, PlainKernel):
         return Traffic((1 if forward else 2) * size, size)
     if isinstance(kernel, LearnedKernel):
-        if kernel.formula.bits:
-            raise ValueError(f"{kernel.module}: expected a formula that keeps its input")
         return Traffic((2 if kernel.pass_ == "backward" else 1) * size, size)
     if isinstance(kernel, Kernel):
         codes = kernel.activation.bits / 8
-        looked_up = isinstance(kernel.activation, Coded)
         if forward:
-            gathers = 0 if not looked_up else _encoding(dtype, kernel.activation.borders)
-            return Traffic(size, size + codes, gathers)
+            return Traffic(size, size + codes)
         rows = len({"dy", "x", "y"} & set(kernel.function.arg_names[:-2]))
-        return Traffic(rows * size + codes, size, int(looked_up))
-    factors = (kernel.gate.a, kernel.gate.b)
-    coded = [factor for factor in factors if isinstance(factor, CodedFactor)]
-    codes = sum(factor.bits for factor in factors) / 8
-    if forward:
-        return Traffic(2 * size, size + codes, sum(_encoding(dtype, factor.borders) for factor in coded))
-    kept = size * (2 - len(coded)) + codes
-    if kernel.pass_ == "again":
-        return Traffic(kept, size, len(coded))
-    return Traffic(size + kept, 2 * size, len(coded) + sum(not factor.linear for factor in coded))
-
-
-def _encoding(dtype: str, borders: tuple[float, ...]) -> int:
-    """Return how many entries of tables the code of an element takes."""
-    return 1 if dtype != "fp32" else 1 + search_steps(borders)
+        return Traffic(rows * size + codes, size)
+    return Traffic(2 * size, size) if forward else Traffic(3 * size, 2 * size)
 
 
 def kernels() -> Iterator[tuple[str, AnyKernel]]:
@@ -284,9 +259,7 @@ def kernels() -> Iterator[tuple[str, AnyKernel]]:
     yield "silu backward", PlainKernel("silu", "backward", silu_backward)
     for module, pass_ in product(MODULES, ("forward", "backward")):
         yield f"{module} {pass_}", Kernel.of(module, pass_)
-    for module, pass_ in product(CODED, ("forward", "backward", "decode")):
-        yield f"{module} {pass_}", Kernel.of(module, pass_)
-    for module, pass_ in product(GATES, ("forward", "backward", "again")):
+    for module, pass_ in product(GATES, ("forward", "backward")):
         yield f"{module} {pass_}", GateKernel.of(module, pass_)
     for (module, place), pass_ in product(LEARNED, ("forward", "backward")):
         yield f"{module} {pass_}", LearnedKernel.of(module, pass_, place)
@@ -324,10 +297,6 @@ def row(moves: Traffic, counts: dict[str, dict[str, float]]) -> dict[str, Any]:
             "picoseconds": round(found[limit], 4),
             "share": round(found["bandwidth"] / found[limit], 4),
         }
-        if moves.gathers:
-            part = chip.parts["memory" if "memory" in chip.parts else "lsu"]
-            slots = found["bandwidth"] * 1e-12 * chip.processors * clock(name) * part.rate
-            on[name]["gather_passes"] = round(slots / moves.gathers, 2)
     return asdict(moves) | {"counts": counts, "on": on}
 
 

@@ -14,7 +14,6 @@ nearby stationary point, where f′(s_i) is midway between the levels on its two
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -125,7 +124,7 @@ def _fitted(
     levels = best_levels(moments, borders)
     levels = without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
     smooth = without_noise(borders, max(np.max(np.abs(borders)), (high - low) / 16))
-    borders = round_borders(borders, smooth, breakpoints, (activation.derivative,), high - low)
+    borders = round_borders(borders, smooth, breakpoints, activation.derivative, high - low)
     return StepFit(
         name=name,
         method=METHOD,
@@ -228,22 +227,20 @@ def _sides(function: Function, at: Array, width: float) -> tuple[Array, Array]:
     return function(at - step), function(at + step)
 
 
-def without_noise(numbers: Array, scale: float | Array) -> Array:
+def without_noise(numbers: Array, scale: float) -> Array:
     """Round to 40 bits of the scale: the rest is noise, and a number that is 0 by symmetry becomes 0."""
     unit = 2.0 ** (np.floor(np.log2(np.maximum(scale, 1e-300))) - 40)
     return np.asarray(np.round(numbers / unit) * unit + 0.0)
 
 
-def round_borders(
-    borders: Array, smooth: Array, breakpoints: Array, functions: Sequence[Function], width: float
-) -> Array:
-    """Round to float32; a border on a jump where a function has the upper side's value goes to the float32 below.
+def round_borders(borders: Array, smooth: Array, breakpoints: Array, derivative: Function, width: float) -> Array:
+    """Round to float32; a border on a jump where f′ has the upper side's value goes to the float32 below.
 
     Args:
         borders: inner borders, increasing.
         smooth: the same without noise, in place of those that are no breakpoints.
-        breakpoints: where the functions may jump.
-        functions: what the levels on both sides stand for.
+        breakpoints: where f′ may jump.
+        derivative: f′.
         width: of the domain.
 
     Raises:
@@ -252,12 +249,10 @@ def round_borders(
     """
     on_breakpoint = np.isin(borders, breakpoints)
     rounded = np.where(on_breakpoint, borders, smooth).astype(np.float32)
-    upper = np.zeros(len(borders), dtype=bool)
-    for function in functions:
-        here = function(borders)
-        below, above = _sides(function, borders, width)
-        jumps = np.abs(above - below) > JUMP * np.maximum(np.abs(above), np.abs(below))
-        upper |= on_breakpoint & jumps & (np.abs(here - above) < np.abs(here - below))
+    here = derivative(borders)
+    below, above = _sides(derivative, borders, width)
+    jumps = np.abs(above - below) > JUMP * np.maximum(np.abs(above), np.abs(below))
+    upper = on_breakpoint & jumps & (np.abs(here - above) < np.abs(here - below))
     rounded = np.where(upper, np.nextafter(rounded, np.float32(-np.inf)), rounded)
     if np.any(np.diff(rounded) <= 0):
         raise UsageError(
@@ -271,11 +266,11 @@ def _is_even(weight: Weight, high: float) -> bool:
     return bool(np.allclose(weight(at), weight(-at), rtol=1e-12, atol=0.0))
 
 
-def check_width(low: float, high: float, most: float = MAX_DOMAIN) -> None:
-    """Raise UsageError unless these are ends of a domain, at most `most` in size and not too near each other."""
+def check_width(low: float, high: float) -> None:
+    """Raise UsageError unless these are ends of a domain, at most MAX_DOMAIN in size and not too near."""
     got = f"got {low!r} {high!r}"
-    if not (abs(low) <= most and abs(high) <= most and low < high):
-        raise UsageError(f"domain: expected two numbers A < B of at most {most:g} in size, {got}")
+    if not (abs(low) <= MAX_DOMAIN and abs(high) <= MAX_DOMAIN and low < high):
+        raise UsageError(f"domain: expected two numbers A < B of at most {MAX_DOMAIN:g} in size, {got}")
     if high - low < max(MIN_WIDTH * max(abs(low), abs(high)), 1 / MAX_DOMAIN):
         raise UsageError(f"domain: too narrow for borders in float32, {got}")
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.expr.work import MILLION, budget, stage
-from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import CodedGateFit, GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit, AnyLearnedFit, AnyPlainFit
-from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
+from fitact.fitter.records.gate import GateFit
+from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit, AnyPlainFit
+from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
 
-from . import coded, exact, fewbit, inverted, inverted_published, relumix
+from . import exact, fewbit, inverted, inverted_published, relumix
 
 FITTING = 3 * MILLION  # operations on the formula: its analysis, and its values
 # The methods of activations, of gates and of formulas with learned numbers, each with its options beside the
@@ -29,15 +29,13 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "relumix": ("bits", "objective", "restarts", "seed"),
         "inverted": ("bits", "domain", "tol", "family"),
         "exact": (),
-        "coded": ("bits", "domain", "weight"),
     },
-    "gates": {"rebuild": (), "coded": ("bits", "bits-u", "weight", "weight-u")},
-    "formulas": {"rebuild": (), "exact": (), "coded": ("bits", "domain", "weight")},
+    "gates": {"rebuild": ()},
+    "formulas": {"rebuild": (), "exact": ()},
 }
-BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4", "coded": "3 to 8"}
+BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4"}
 # What the options are by default, where the method has them.
-DOMAINS = {"fewbit": fewbit.DOMAIN, "coded": coded.DOMAIN}
-WEIGHTS = {"coded": coded.WEIGHT}
+DOMAINS = {"fewbit": fewbit.DOMAIN}
 
 
 @contextmanager
@@ -66,54 +64,37 @@ def _made(method: str, activation: Activation, name: str, **options: Any) -> Any
             return inverted_published.fit(activation, name)
         return inverted.fit(activation, name, **options)
     bits = options.pop("bits")
-    if method == "coded":
-        return coded.fit(activation, bits, name, **options)
     if method == "relumix":
         return relumix.fit(activation, bits, name, **options)
     return fewbit.fit(activation, bits, name, **options)
 
 
-def make_gate(method: str, gate: Gate, name: str, **options: Any) -> AnyGateFit:
-    """Fit a gate by the method of that name; `options` are arguments of `coded.fit_gate`."""
-    if method == "rebuild":
-        return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
-    with _fitting(gate):
-        return coded.fit_gate(gate, name=name, **options)
+def make_gate(gate: Gate, name: str) -> GateFit:
+    """Return the fit of a gate, which approximates nothing."""
+    return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
 
 
-def make_learned(method: str, formula: Learned, name: str, **options: Any) -> AnyLearnedFit:
-    """Fit a formula with learned numbers by the method of that name; `options` are arguments of its fit."""
+def make_learned(method: str, formula: Learned, name: str) -> AnyLearnedFit:
+    """Fit a formula with learned numbers by the method of that name; warn if floating point fails on its start."""
+    if (start := formula.start()) is not None:
+        float_check.warn(start)
     if method == "rebuild":
-        coded.warn_at_start(formula)
         return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
     with _fitting(formula):
-        if method == "exact":
-            coded.warn_at_start(formula)
-            return exact.fit_learned(formula, name)
-        return coded.fit_learned(formula, name=name, **options)
+        return exact.fit_learned(formula, name)
 
 
 def again(fit: AnyFit) -> AnyFit:
     """Make a fit again from the options in its record: the same bytes, if nothing has changed."""
-    options: dict[str, Any]
-    if isinstance(fit, CodedGateFit):
-        return coded.fit_gate_again(fit)
     if isinstance(fit, GateFit):
-        return make_gate("rebuild", fit.activation, fit.name)
-    if isinstance(fit, CodedFit):
-        with _fitting(fit.activation):
-            return coded.again(fit)
+        return make_gate(fit.activation, fit.name)
     if isinstance(fit, LearnedFit | ExactLearnedFit):
         return make_learned(fit.method.removeprefix("learned_"), fit.activation, fit.name)
-    if isinstance(fit, CodedLearnedFit):
-        code = fit.code
-        options = {"domain": code.domain, "weight": code.weight, **code.options}
-        return make_learned("coded", fit.activation, fit.name, bits=code.bits, **options)
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
     if fit.name in inverted_published.NAMES:
         return inverted_published.published(fit.name)
-    options = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
+    options: dict[str, Any] = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
     if isinstance(fit, InvertedFit):
         options |= {"domain": fit.domain}
     if isinstance(fit, StepFit) and fit.method == "fewbit":

@@ -1,4 +1,4 @@
-"""Integrals of w, w·g and w·g² over any interval, to float64 accuracy; g is f′, or f and f′ together."""
+"""Integrals of w, w·g and w·g² over any interval, to float64 accuracy; g is f′."""
 
 from __future__ import annotations
 
@@ -34,22 +34,17 @@ def quadrature(function: Function, edges: Array) -> Array:
 class Moments:
     """The running integrals W = ∫w, F = ∫w·g and S = ∫w·g² from the left end of the domain.
 
-    g is one function or several, each with a weight of its own: `function` and `weight` return an array whose last
-    axes are those of their argument, and axes before these, if any, count the functions.
-
     Args:
         function: g, smooth between breakpoints.
         weight: w ≥ 0, smooth between breakpoints.
         low, high: the domain.
         breakpoints: points inside it where g or w jumps or has a corner: always on the grid.
-        cells: about how many cells the grid has. It starts with the points of `first` and is refined where g
-            varies most.
-        first: points to start from; by default even steps, with extra points around 0 and the breakpoints in case
-            the domain is wide.
+        cells: about how many cells the grid has. It starts with even steps, with extra points around 0 and the
+            breakpoints in case the domain is wide, and is refined where g varies most.
 
     Attributes:
         grid: the grid points, (n + 1,), increasing.
-        sums: W, F and S at the grid points, (3, …, n + 1).
+        sums: W, F and S at the grid points, (3, n + 1).
 
     Raises:
         UsageError: g is unbounded somewhere, has a jump that is no breakpoint, or is too steep to be integrated.
@@ -64,14 +59,12 @@ class Moments:
         high: float,
         breakpoints: Array,
         cells: int,
-        first: Array | None = None,
     ) -> None:
         self.function = function
         self.weight = weight
-        if first is None:
-            octaves = (high - low) * 0.5 ** np.arange(1, min(cells // 100, 38))
-            round_each = np.union1d(breakpoints, 0.0)[:, None] + np.concatenate([-octaves, octaves])
-            first = np.union1d(np.linspace(low, high, cells // 4 + 1), round_each)
+        octaves = (high - low) * 0.5 ** np.arange(1, min(cells // 100, 38))
+        round_each = np.union1d(breakpoints, 0.0)[:, None] + np.concatenate([-octaves, octaves])
+        first = np.union1d(np.linspace(low, high, cells // 4 + 1), round_each)
         first = first[(low <= first) & (first <= high)]
         # a cell a few roundings wide at a jump would have nodes on both sides of it
         apart = np.abs(first[:, None] - breakpoints).min(axis=1, initial=np.inf) > NARROWEST * (high - low)
@@ -79,8 +72,7 @@ class Moments:
         self._rows = self._integrate(self.grid[:-1], self.grid[1:])
         while len(self.grid) <= cells:
             self._split(cells)
-        finite = np.isfinite(self._rows).reshape(-1, len(self.grid) - 1)
-        self._refuse(np.asarray(~finite.all(axis=0)))
+        self._refuse(np.asarray(~np.isfinite(self._rows).all(axis=0)))
         self.sums = running(self._rows)
 
     def _integrate(self, starts: Array, ends: Array) -> Array:
@@ -104,8 +96,8 @@ class Moments:
         self._refuse(narrow)
         middle = (starts + ends) / 2
         self.grid = np.insert(self.grid, worst + 1, middle)
-        self._rows[..., worst] = self._integrate(starts, middle)
-        self._rows = np.insert(self._rows, worst + 1, self._integrate(middle, ends), axis=-1)
+        self._rows[:, worst] = self._integrate(starts, middle)
+        self._rows = np.insert(self._rows, worst + 1, self._integrate(middle, ends), axis=1)
 
     def _refuse(self, cells: NDArray[np.bool_]) -> None:
         """Raise if there are cells over which g cannot be integrated."""
@@ -114,22 +106,22 @@ class Moments:
             raise UsageError(f"the derivative is unbounded, or jumps or is too steep, near x = {near:g}")
 
     def at(self, points: Array) -> Array:
-        """Return W, F and S at any points of the domain: (3, …, points)."""
+        """Return W, F and S at any points of the domain: (3, points)."""
         cell = np.clip(np.searchsorted(self.grid, points, side="right") - 1, 0, len(self.grid) - 2)
-        return np.asarray(self.sums[..., cell] + self._integrate(self.grid[cell], points))
+        return np.asarray(self.sums[:, cell] + self._integrate(self.grid[cell], points))
 
     def between(self, borders: Array) -> Array:
-        """Return W, F and S of the intervals into which borders cut the domain: (3, …, borders + 1)."""
+        """Return W, F and S of the intervals into which borders cut the domain: (3, borders + 1)."""
         return np.diff(self.at(np.concatenate([self.grid[:1], borders, self.grid[-1:]])), axis=-1)
 
 
 def running(rows: Array) -> Array:
-    """Return the running sums along the last axis from 0, (…, n + 1), each rounded once.
+    """Return the running sums of each row from 0, (rows, n + 1), each rounded once.
 
     A plain cumulative sum drifts by a rounding per term, and the last digits of a border depend on it.
     """
-    sums = np.zeros((*rows.shape[:-1], rows.shape[-1] + 1))
-    for row, out in zip(rows.reshape(-1, rows.shape[-1]).tolist(), sums.reshape(-1, sums.shape[-1]), strict=True):
+    sums = np.zeros((len(rows), rows.shape[1] + 1))
+    for row, out in zip(rows.tolist(), sums, strict=True):
         total = lost = 0.0
         for i, term in enumerate(row, 1):
             grown = total + term
@@ -140,14 +132,13 @@ def running(rows: Array) -> Array:
 
 
 def spread(moments: Array) -> Array:
-    """Return Σ ∫w·(g − mean)² over all functions g from the moments of intervals, (3, …, n): (n,).
+    """Return ∫w·(g − mean)² from the moments W, F, S of intervals, (3, …): (…).
 
     An interval of mass 0 adds nothing.
     """
     mass, first, second = moments
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        each = np.maximum(np.where(mass > 0, second - first * first / mass, 0.0), 0.0)
-    return np.asarray(each if each.ndim == 1 else each.reshape(-1, each.shape[-1]).sum(axis=0))
+        return np.asarray(np.maximum(np.where(mass > 0, second - first * first / mass, 0.0), 0.0))
 
 
 def about(moments: Array, level: float) -> Array:

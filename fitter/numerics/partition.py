@@ -1,4 +1,4 @@
-"""The best borders on a grid: Few-Bit's dynamic programme, for one function or for several with one code.
+"""The best borders on a grid: Few-Bit's dynamic programme.
 
 Novikov et al., *Few-Bit Backward*, arXiv 2202.00441, eq. 7 and 8. The programme is the plain O(n² K) one: faster
 ones need a monotone function, and the derivatives of GELU, SiLU and Mish are not. It skips intervals that
@@ -23,7 +23,7 @@ def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None =
 
     `best[k, i]` is the least error of k + 1 levels on the first i cells: the recursion
     best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and many k at once. `ends` gives the first
-    and the last level of a single function, and the first and the last interval then cost the error about these.
+    and the last level of the function, and the first and the last interval then cost the error about these.
 
     Raises:
         UsageError: the grid has too few cells.
@@ -34,13 +34,13 @@ def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None =
     if n < levels:
         raise UsageError(f"cells: {n} are too few for {levels} levels")
     most = np.inf if ends is not None else _total(moments, _even_shares(moments, levels))
-    most = most * (1 + 1e-9) + ROUNDING * sums[2, ..., n].sum()
+    most = most * (1 + 1e-9) + ROUNDING * sums[2, n]
     best = np.full((levels, n + 1), np.inf)
     last = np.zeros((levels, n + 1), dtype=np.intp)
     block = np.empty(BLOCK + n)  # one buffer: allocating it anew would take longer than the sums
     start = 0
     for i in range(1, n + 1):
-        cost = spread(sums[..., i, None] - sums[..., start:i])
+        cost = spread(sums[:, i, None] - sums[:, start:i])
         if start == 0:
             best[0, i] = cost[0] if ends is None else about(sums[:, i], ends[0])
         # an interval costs no less than a part of it, so what is too wide for i is too wide for all that follow
@@ -81,4 +81,4 @@ def _even_shares(moments: Moments, levels: int) -> Array:
 
 def _total(moments: Moments, borders: Array) -> float:
     at = np.concatenate([[0], np.searchsorted(moments.grid, borders), [len(moments.grid) - 1]])
-    return float(spread(np.diff(moments.sums[..., at], axis=-1)).sum())
+    return float(spread(np.diff(moments.sums[:, at], axis=-1)).sum())

@@ -59,7 +59,6 @@ from .validate import (
 SCHEMA = "fitact.fit/1"
 # The options that each method may record, and below the check of each option.
 OPTIONS = {
-    "coded": ("cells",),
     "fewbit": ("cells", "seed"),
     "relumix": ("objective", "restarts", "seed", "source"),
     "inverted": ("family", "source", "tol"),
@@ -121,7 +120,6 @@ class Fit:
     METHODS: ClassVar[tuple[str, ...]]
     ERRORS: ClassVar[tuple[str, ...]]
     READ: ClassVar[Mapping[str, Reader]] = {}  # how the fields of this kind alone are read
-    PARTS: ClassVar[tuple[str, ...]] = ()  # the fields that hold fits
 
     name: str
     method: str

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from .coded import CodedFit
 from .fit import ExactFit, InvertedFit, StepFit
-from .gate import CodedGateFit, GateFit
-from .learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
+from .gate import GateFit
+from .learned import ExactLearnedFit, LearnedFit
 
-KINDS = (
-    *(StepFit, ExactFit, InvertedFit, CodedFit),
-    *(GateFit, CodedGateFit, LearnedFit, ExactLearnedFit, CodedLearnedFit),
-)
-AnyPlainFit = StepFit | ExactFit | InvertedFit | CodedFit  # of functions of x alone
-AnyGateFit = GateFit | CodedGateFit
-AnyLearnedFit = LearnedFit | ExactLearnedFit | CodedLearnedFit
-AnyFit = AnyPlainFit | AnyGateFit | AnyLearnedFit
+KINDS = (StepFit, ExactFit, InvertedFit, GateFit, LearnedFit, ExactLearnedFit)
+AnyPlainFit = StepFit | ExactFit | InvertedFit  # of functions of x alone
+AnyLearnedFit = LearnedFit | ExactLearnedFit
+AnyFit = AnyPlainFit | GateFit | AnyLearnedFit

@@ -1,4 +1,4 @@
-"""The records of formulas with learned numbers: x is kept, a code in its place, or the output."""
+"""The records of formulas with learned numbers: x is kept, or the output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.numerics.dtypes import DTYPES, from_output, halves, in_single, rounded
 
 from .approximants import Reader
-from .coded import DEVIATIONS, CodedFit, by_deviation
 from .fit import Fit
 from .validate import label, mapping, text
 
@@ -29,7 +28,6 @@ OUTPUT = "y"  # what formulas in the output call it
 # x in float32 for errors from the output: dense round 0, and out to where activations have met their asymptotes
 SINGLES = np.concatenate([np.linspace(-20.0, 20.0, 40_001), np.geomspace(1e-30, 1e4, 4001)])
 SINGLES = np.concatenate([SINGLES, -SINGLES]).astype(np.float32).astype(np.float64)
-REACH, COUNT = 12.0, 200_000  # of the normal density of the stated errors, in deviations, and its points: not 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,58 +91,6 @@ class ExactLearnedFit(Fit):
             stable(parse(one, what=what, variable=OUTPUT, learned=self.activation.names))
             for what, one in texts.items()
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedLearnedFit(Fit):
-    """A formula that keeps a code of x; a point is looked up by the code, and all is computed again there.
-
-    Attributes:
-        activation: the formula.
-        code: the code of x, and the table of points: a fit of the identity, of the same name as this fit.
-        error: for each of `DEVIATIONS` σ, the relative root mean square error for x normal with deviation σ, the
-            learned numbers at their starts: `value_σ` of f, `derivative_σ` of its derivative in x, and
-            `learned_σ` of its derivatives in the learned numbers, of these the largest.
-
-    """
-
-    METHODS = ("learned_coded",)
-    PARTS = ("code",)
-    ERRORS = by_deviation("derivative", "learned", "value")
-
-    activation: Learned
-    code: CodedFit
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.code.name != self.name:
-            raise UsageError(f"code.name: expected {quote(self.name)}, as the fit's, got {quote(self.code.name)}")
-        if self.code.activation.name != "identity":
-            raise UsageError(f"code.activation: expected 'identity', got {quote(self.code.activation.expression)}")
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code of x."""
-        return self.code.bits
-
-
-def errors(formula: Learned, code: CodedFit) -> dict[str, float]:
-    """Return the errors of a formula at the points of a code, each to four significant digits; see the record."""
-    numbers = {f"learned {name}": one for name, one in zip(formula.names, formula.gradient_formulas, strict=True)}
-    formulas = {"value": formula.formula, "derivative": formula.derivative_formula, **numbers}
-    steps = np.linspace(-REACH, REACH, COUNT)
-    density = np.exp(-(steps**2) / 2)
-    found: dict[str, float] = {}
-    for deviation in DEVIATIONS:
-        at = steps * deviation
-        points = np.asarray(code.values)[np.searchsorted(code.borders, at)]
-        for what, one in formulas.items():
-            exact = formula.at_start(one, at)
-            missed = float(np.sum(density * (formula.at_start(one, points) - exact) ** 2))
-            whole = float(np.sum(density * exact**2))
-            key = f"{what.partition(' ')[0]}_{deviation:g}"
-            found[key] = max(found.get(key, 0.0), float(np.sqrt(missed / whole)) if missed else 0.0)
-    return {key: float(f"{value:.4g}") for key, value in found.items()}
 
 
 def told(formula: Learned, k: int) -> str:

@@ -15,14 +15,14 @@ from fitact.fitter.analysis.learned import MOST, Learned, Number
 from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.work import MILLION, budget, stage
 
-from .coded import CodedFit
 from .fit import SCHEMA, activation_record
-from .gate import CodedGateFit, GateFit
+from .gate import GateFit
 from .kinds import KINDS, AnyFit
-from .learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
+from .learned import ExactLearnedFit, LearnedFit
 from .validate import check_keys, label, mapping, number, objects, record_of, text
 
 MAX_BYTES = 1 << 20
+CODED = ("coded", "gate_coded", "learned_coded")  # methods of once
 READING = 3 * MILLION  # operations: reading formulas, and integrating a weight
 
 
@@ -49,6 +49,8 @@ def from_json(source: str) -> AnyFit:
 def _from_json(source: str) -> AnyFit:
     record = record_of(source, SCHEMA, "a fitact fit")
     method = record.get("method")
+    if method in CODED:
+        raise UsageError(f"method: {method} is not fitted any more: block codes, of fitact.saving, took its place")
     kind = next((kind for kind in KINDS if method in kind.METHODS), None)
     if kind is None:
         methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
@@ -70,22 +72,8 @@ def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
         "activation": _READ.get(kind, _activation)(record["activation"]),
         "error": mapping(record["error"], "error", (int, float)),
         **{name: read(record[name], name) for name, read in kind.READ.items()},
-        **{name: _part(record[name], name) for name in kind.PARTS},
     }
     return kind(name=record["name"], method=record["method"], **own)
-
-
-def _part(value: object, what: str) -> AnyFit | None:
-    """Return a coded fit within a fit; only the code of u may be null, for none."""
-    optional = what == "code_u"
-    if value is None and optional:
-        return None
-    if not isinstance(value, dict):
-        raise UsageError(f"{what}: expected an object{' or null' if optional else ''}, got {quote(value)}")
-    try:
-        return _fit(CodedFit, value)
-    except FitactError as error:
-        raise UsageError(f"{what}.{error}") from None
 
 
 def _gate(value: object) -> Gate:
@@ -152,8 +140,6 @@ def _learned(value: object) -> Learned:
 
 _READ: dict[type, Callable[[object], Activation | Gate | Learned]] = {
     GateFit: _gate,
-    CodedGateFit: _gate,
     LearnedFit: _learned,
     ExactLearnedFit: _learned,
-    CodedLearnedFit: _learned,
 }

@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 25
 MOST_SITES = 10_000
 LONGEST = 500  # characters of a path
 # The weight of a site: TAIL of it is Student's t with FREEDOM degrees and the data's mean and deviation. Its tails
-# fall as a power of x, so that codes reach beyond what was seen.
+# fall as a power of x, so that what was not seen counts too.
 TAIL, FREEDOM = 0.05, 3
 NARROWEST = 2.0**-16  # deviation of that tail
 
@@ -35,9 +35,8 @@ class Site:
     """What goes into one activation of a model.
 
     Attributes:
-        path: of the activation in the model; for a function that a module calls itself `path:function`; for the
-            factor u of a gate f(g)·u `path:u` with the path of f.
-        activation: its name in the catalog, or its formula or class; `identity` for u.
+        path: of the activation in the model; for a function that a module calls itself `path:function`.
+        activation: its name in the catalog, or its formula or class.
         count: how many numbers were seen, at least one.
         left_out: how many were NaN, infinite or huge, and are not counted.
         mean, deviation, least, largest: of the numbers.

@@ -1,7 +1,4 @@
-"""The inputs of a model's activations: modules, functions that modules hold, and functions that they call.
-
-For a generated gate f(g)·u, both g and u are gathered.
-"""
+"""The inputs of a model's activations: modules, functions that modules hold, and functions that they call."""
 
 from __future__ import annotations
 
@@ -18,14 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.runtime.convert.detect import FUNCTIONS, SHIPPED, ActivationSite, Found, activation_sites, parametrised
-from fitact.runtime.ops.gate_ops import generated_gate
 from fitact.runtime.restore import check_model, following, has_no_values, real, runner, untouched
 from fitact.runtime.torch_internals import is_compiled, without_torch_function
-from fitact.text import OF_U, one_line
+from fitact.text import one_line
 
 from .sketch import Sketch
-
-IDENTITY = "identity"  # of u of gates
 
 
 @dataclass(frozen=True)
@@ -33,9 +27,8 @@ class Gathered:
     """What went into one activation.
 
     Attributes:
-        path: of the module in the model; of a function that it calls itself, `path:function`; of the factor u of a
-            gate, `path:u` with the path of its activation.
-        activation: its name in the catalog, or else its formula or class; of u `identity`.
+        path: of the module in the model; of a function that it calls itself, `path:function`.
+        activation: its name in the catalog, or else its formula or class.
         sketch: the distribution of its inputs.
 
     """
@@ -132,9 +125,6 @@ class _Watch:
                 if site.key not in keys:  # one module may be at several places
                     keys.add(site.key)
                     self._watch(site, stack)
-            for path, module in model.named_modules():
-                if generated_gate(type(module)) is not None:
-                    self._watch_gate(path, module, stack)
             stack.enter_context(_Calls(self))
             yield
 
@@ -152,22 +142,6 @@ class _Watch:
         else:
             stack.callback(site.put, held)
             site.put(partial(self._called, held, site.path))
-
-    def _watch_gate(self, path: str, module: nn.Module, stack: ExitStack) -> None:
-        """Gather both inputs of a module that is a gate and nothing else."""
-        self.activations |= {path: type(module).__name__, f"{path}{OF_U}": IDENTITY}
-
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.inside += 1
-            g, u = (*args, *(kwargs[name] for name in ("g", "u") if name in kwargs))
-            self.add(path, (g,), {})
-            self.add(f"{path}{OF_U}", (u,), {})
-
-        for hook in (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(self._after, always_call=True),
-        ):
-            stack.callback(hook.remove)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.running.append(self.names.get(id(module), ""))

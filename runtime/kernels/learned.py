@@ -5,13 +5,11 @@ take x and the numbers, which a program loads once for all elements that share t
 alone is computed once, and what two functions have in common is computed once for an element.
 
 Backward goes by blocks of (rows, channels, inner). A program sums a block's elements that share a channel and
-writes the sums; these are added up afterwards, always in the same order. The layouts of codes and tables are those
-of `coded`.
+writes the sums; these are added up afterwards, always in the same order.
 """
 
 from __future__ import annotations
 
-from .coded import HALF, code_of, store_words
 from .tiles import COLUMNS, ROWS
 from .triton_compat import constexpr, jit, tl
 
@@ -63,37 +61,13 @@ def _store(place, value, inside, whole: tl.constexpr):
 
 
 @jit
-def _point_of(kept, points, at, inside, bits: tl.constexpr, whole: tl.constexpr):
-    """Return x of elements, float32: as it was kept, or a point looked up by its code."""
-    if bits == 0:
-        return _load(kept + at, inside, whole).to(tl.float32)
-    elif bits == 8:
-        return tl.load(points + _load(kept + at, inside, whole).to(tl.int32))
-    else:
-        tile = at // (ROWS * COLUMNS)
-        rest = (at - tile * (ROWS * COLUMNS)).to(tl.int32)
-        bit = rest // COLUMNS * bits
-        byte = kept + tile * (bits * COLUMNS) + (bit // 8 * COLUMNS + rest % COLUMNS)
-        low = tl.load(byte, mask=inside, other=0).to(tl.int32)
-        high = tl.load(byte + COLUMNS, mask=inside & (bit % 8 + bits > 8), other=0).to(tl.int32)
-        return tl.load(points + (((low | high << 8) >> (bit % 8)) & ((1 << bits) - 1)))
-
-
-@jit
-def _forward_row(
-    x, y, start, n, table, borders, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr,
-    bits: tl.constexpr, steps: tl.constexpr,
-):  # fmt: skip
-    """Write y of a row, and return its codes, 0 where the tensor has ended."""
+def _part_of_row(x, y, start, n, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr):
+    """Write y of a row in which the tensor may end."""
     at = tl.arange(0, COLUMNS)
     inside = at < tl.minimum(n - start, COLUMNS).to(tl.int32)
     kept = tl.load(x + start + at, mask=inside, other=0.0)
     own = _of_row(numbers, start, channels, inner, count)
     _store(y + start + at, value(kept.to(tl.float32), *own), inside, False)
-    if bits == 0:
-        return tl.zeros((COLUMNS,), tl.int32)
-    else:
-        return tl.where(inside, code_of(kept, table, borders, steps), 0)
 
 
 @jit
@@ -109,7 +83,7 @@ def _tile(x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.cons
     else:
         for row in range(ROWS):
             start = first + row * COLUMNS
-            _forward_row(x, y, start, n, None, None, numbers, channels, inner, value, count, 0, 0)
+            _part_of_row(x, y, start, n, numbers, channels, inner, value, count)
 
 
 @jit
@@ -136,60 +110,23 @@ def _block(x, y, numbers, channels, n, value: tl.constexpr, count: tl.constexpr)
 
 @jit
 def learned_forward_tile(
-    x, y, codes, table, borders, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr,
-    bits: tl.constexpr, steps: tl.constexpr,
+    x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr
 ):  # fmt: skip
-    """Forward on the tile of this program: x (n,) → y (n,) and the codes of x, if `bits` is not 0.
+    """Write y of the tile of this program: x (n,) → y (n,).
 
-    Without codes, a program has rows as in backward where WIDTH channels or more lie beside each other.
+    A program has rows as in backward where WIDTH channels or more lie beside each other.
 
-    value: device function of x, float32, and of the numbers. table, borders, steps: as `code_of` takes
-    them. channels: columns of `numbers`, None for one. inner: elements of a channel that lie beside each other,
-    None for one. count: rows of `numbers`.
+    value: device function of x, float32, and of the numbers. channels: columns of `numbers`, None for one. inner:
+    elements of a channel that lie beside each other, None for one. count: rows of `numbers`.
     """
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     given = _loaded(numbers, 1, count) if channels is None else numbers
-    if bits == 0 and channels is not None and inner is None:
+    if channels is not None and inner is None:
         if channels >= WIDTH:
             _block(x, y, numbers, channels, n, value, count)
         else:
             _tile(x, y, given, channels, inner, n, value, count)
-    elif bits == 0:
+    else:
         _tile(x, y, given, channels, inner, n, value, count)
-    elif bits == 8:
-        for row in range(ROWS):
-            start = first + row * COLUMNS
-            code = _forward_row(x, y, start, n, table, borders, given, channels, inner, value, count, bits, steps)
-            at = start + tl.arange(0, COLUMNS)
-            tl.store(codes + at, code.to(tl.uint8), mask=at < n)
-    else:
-        low, high = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.int32)
-        for row in range(HALF):
-            start = first + row * COLUMNS
-            code = _forward_row(x, y, start, n, table, borders, given, channels, inner, value, count, bits, steps)
-            low |= code << (bits * row)
-            start += HALF * COLUMNS
-            code = _forward_row(x, y, start, n, table, borders, given, channels, inner, value, count, bits, steps)
-            high |= code << (bits * row)
-        store_words(codes + first // 8 * bits, low, high, bits)
-
-
-@jit
-def learned_value_tile(
-    kept, points, numbers, y, channels, inner, n, value: tl.constexpr, count: tl.constexpr, bits: tl.constexpr
-):  # fmt: skip
-    """Write y of the tile of this program from what is kept: x, or codes if `bits` is not 0."""
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if bits == 0:
-        learned_forward_tile(kept, y, None, None, None, numbers, channels, inner, n, value, count, bits, 0)
-    else:
-        given = _loaded(numbers, 1, count) if channels is None else numbers
-        for row in range(ROWS):
-            start = first + row * COLUMNS
-            at = start + tl.arange(0, COLUMNS)
-            inside = at < n
-            own = _of_row(given, start, channels, inner, count)
-            _store(y + at, value(_point_of(kept, points, at, inside, bits, False), *own), inside, False)
 
 
 @jit
@@ -212,12 +149,12 @@ def _trips(left, size: tl.constexpr, whole: tl.constexpr):
 
 @jit
 def _gradients(
-    dy, kept, points, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
-    count: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr,
+    dy, kept, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
+    count: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Write dx of elements, if it is wanted, and return the sums with dy times each of `count` gradients added."""
     grad = _load(dy + at, inside, whole).to(tl.float32)
-    x = _point_of(kept, points, at, inside, bits, whole)
+    x = _load(kept + at, inside, whole).to(tl.float32)
     if dx is not None:
         _store(dx + at, grad * derivative(x, *numbers), inside, whole)
     added = ()
@@ -229,8 +166,8 @@ def _gradients(
 
 @jit
 def _beside(
-    dy, kept, points, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr,
+    dy, kept, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
+    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on rows of WIDTH channels that lie beside each other; `whole`: none of them is outside."""
     column = (left + tl.arange(0, WIDTH))[None, :]
@@ -243,7 +180,7 @@ def _beside(
     for trip in range(_trips(rows - first, HEIGHT, whole)):
         inside = (row + trip * HEIGHT < rows) & valid
         added = _gradients(
-            dy, kept, points, dx, added, at, inside, own, derivative, gradient, wanted, bits, whole
+            dy, kept, dx, added, at, inside, own, derivative, gradient, wanted, whole
         )  # fmt: skip
         at += HEIGHT * channels
     for which in tl.static_range(wanted):
@@ -253,8 +190,8 @@ def _beside(
 
 @jit
 def _apart(
-    dy, kept, points, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, bits: tl.constexpr, whole: tl.constexpr,
+    dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
+    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on a part of the `size` elements of one channel; `whole`: none of them is outside."""
     own = _loaded(numbers + channel, 1 if channels is None else channels, count)
@@ -270,7 +207,7 @@ def _apart(
             within = (index - row * inner).to(tl.int32) + tl.arange(0, BLOCK)
             at = ((row + within // inner) * channels + channel) * inner + within % inner
         added = _gradients(
-            dy, kept, points, dx, added, at, inside, own, derivative, gradient, wanted, bits, whole
+            dy, kept, dx, added, at, inside, own, derivative, gradient, wanted, whole
         )  # fmt: skip
     for which in tl.static_range(wanted):
         row = part * count + which
@@ -279,8 +216,8 @@ def _apart(
 
 @jit
 def learned_backward_block(
-    dy, kept, points, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
-    count: tl.constexpr, bits: tl.constexpr,
+    dy, kept, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
+    count: tl.constexpr,
 ):  # fmt: skip
     """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
 
@@ -297,13 +234,13 @@ def learned_backward_block(
         left, part = block % beside * WIDTH, (block // beside).to(tl.int64)
         if ((part + 1) * (HEIGHT * TRIPS) <= rows) & (left + WIDTH <= channels):
             _beside(
-                dy, kept, points, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
-                wanted, bits, True,
+                dy, kept, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
+                wanted, True,
             )  # fmt: skip
         else:
             _beside(
-                dy, kept, points, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
-                wanted, bits, False,
+                dy, kept, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
+                wanted, False,
             )  # fmt: skip
     else:
         if channels is None:
@@ -312,11 +249,11 @@ def learned_backward_block(
             part, channel, size = (block // channels).to(tl.int64), block % channels, rows * inner
         if (part + 1) * (BLOCK * TRIPS) <= size:
             _apart(
-                dy, kept, points, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, wanted, bits, True,
+                dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
+                count, wanted, True,
             )  # fmt: skip
         else:
             _apart(
-                dy, kept, points, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, wanted, bits, False,
+                dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
+                count, wanted, False,
             )  # fmt: skip

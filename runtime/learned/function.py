@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.autograd import inverse, may_need_gradient, memory_order
-from ..ops.library import KERNEL_DEVICES, Gradients, check_dtype, ops, with_signature
+from ..ops.library import Gradients, check_dtype, ops, with_signature
 from ..ops.reference import arithmetic_dtype
 from ..recipes import note
-from .ops import Learned, find, prepare
+from .ops import Learned, find
 
 
 def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
-    """Return the formula of x, keeping for backward x, its codes or the output, and the numbers.
+    """Return the formula of x, keeping for backward x or the output, and the numbers.
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
@@ -50,8 +50,6 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
         return _plain(formula, x, numbers, dim, dtype)
     packed = torch.stack([number.to(dtype).reshape(-1).expand(channels) for number in numbers])
-    if x.device.type in KERNEL_DEVICES:
-        prepare(key, str(x.device))
     order = None if x.is_contiguous() else memory_order(x)
     if order is None:
         return _differentiable(x.contiguous(), packed, dim, key)
@@ -113,15 +111,12 @@ def _plain(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, dty
 def _differentiable(x: Tensor, numbers: Tensor, dim: int, key: str) -> Tensor:
     inner = math.prod(x.shape[dim + 1 :]) if numbers.shape[1] > 1 else 1
     if torch.compiler.is_compiling():
-        compiled: Tensor = ops.learned_forward(x, numbers, inner, key)[0]
+        compiled: Tensor = ops.learned_forward(x, numbers, inner, key)
         return compiled
-    y: Tensor
-    y, codes, _ = _Formula.apply(x, numbers, inner, key)
-    formula = find(key)
-    if formula.keeps_output:
+    y: Tensor = _Formula.apply(x, numbers, inner, key)[0]
+    if find(key).keeps_output:
         return y
-    again = partial(ops.learned_value, inner=inner, size=y.shape, dtype=y.dtype, key=key)
-    return note(y, again, formula.kept(x, y, codes), numbers, exact=not formula.bits)
+    return note(y, partial(ops.learned_forward, inner=inner, key=key), x, numbers)
 
 
 def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
@@ -152,15 +147,14 @@ class _Formula(torch.autograd.Function):
 
     @staticmethod
     @with_signature
-    def forward(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor, Tensor]:
-        return *ops.learned_forward(x, numbers, inner, key), x.new_empty(0)
+    def forward(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
+        return ops.learned_forward(x, numbers, inner, key), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (x, numbers, ctx.inner, ctx.key), (y, codes, autograd_anchor) = inputs, output
-        ctx.mark_non_differentiable(codes)
+        (x, numbers, ctx.inner, ctx.key), (y, autograd_anchor) = inputs, output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(find(ctx.key).kept(x, y, codes), numbers, autograd_anchor)
+        ctx.save_for_backward(y if find(ctx.key).keeps_output else x, numbers, autograd_anchor)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -1,14 +1,11 @@
 """The ops of formulas with learned numbers, and which formulas there are.
 
-    fitact::learned_forward(Tensor x, Tensor numbers, SymInt inner, str key) -> (Tensor y, Tensor codes)
+    fitact::learned_forward(Tensor x, Tensor numbers, SymInt inner, str key) -> Tensor y
     fitact::learned_backward(
         Tensor dy, Tensor kept, Tensor numbers, SymInt inner, bool, bool, str key
     ) -> (Tensor dx, Tensor gradients of numbers)
-    fitact::learned_value(
-        Tensor kept, Tensor numbers, SymInt inner, SymInt[] size, ScalarType dtype, str key
-    ) -> Tensor y
 
-They are opaque to PyTorch like those of `ops.autograd`, and see contiguous tensors. `kept` is x, its codes, or y;
+They are opaque to PyTorch like those of `ops.autograd`, and see contiguous tensors. `kept` is x or y;
 the two bools say which gradients are wanted. `numbers` has a row for each number, and a column for each channel or
 one column; it is float64 if x is, else float32. Element i has channel (i // inner) mod channels.
 
@@ -18,20 +15,16 @@ over these, always in the same order and without atomics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.learned import BLOCK, HEIGHT, TRIPS, WIDTH
-from ..ops import reference
-from ..ops.factors import CodedFactor, Factor
 from ..ops.launch import Launch, options, threads_of
 from ..ops.library import KERNEL_DTYPES, Op, Registry, alone, define, ops, save_key
-from ..torch_internals import constant_in_graphs
 
 PART = 1 << 17  # elements whose gradients are added up at once, 512 KiB of float32
 THREADS = 256
@@ -56,11 +49,8 @@ class Learned:
         value: of x and the numbers, in PyTorch's operators; all are of one dtype, float32 or float64.
         derivative: likewise in x, of what is kept and the numbers.
         gradients: likewise in each number.
-        forward, backward, again: Triton kernels; their arguments are those that the functions below launch them
-            with. `again` is None where the output is what is kept.
-        keeps_output: whether y is kept in place of x; then there are no codes.
-        borders: of the codes of x, 2^bits − 1 numbers, increasing; none if x is kept as it is.
-        points: by code, what stands in place of x.
+        forward, backward: Triton kernels; their arguments are those that the functions below launch them with.
+        keeps_output: whether y is kept in place of x.
 
     """
 
@@ -72,31 +62,7 @@ class Learned:
     gradients: tuple[Callable[..., Tensor], ...]
     forward: Any
     backward: Any
-    again: Any = None
     keeps_output: bool = False
-    borders: tuple[float, ...] = ()
-    points: tuple[float, ...] = ()
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code; 0 where x is kept."""
-        return self.argument.bits
-
-    def kept(self, x: Tensor, y: Tensor, codes: Tensor) -> Tensor:
-        """Return what backward needs besides the numbers."""
-        return codes if self.bits else y if self.keeps_output else x
-
-    @cached_property
-    def argument(self) -> Factor:
-        """What is kept of x."""
-        if not self.borders:
-            return Factor(value=_same)
-        table = tuple((point, 1.0) for point in self.points)
-        return CodedFactor(value=_same, borders=self.borders, table=table)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 _registry: Registry[Learned] = Registry("formula")
@@ -131,10 +97,9 @@ def _computed(formula: Learned, x: Tensor, numbers: Tensor, inner: int) -> Tenso
     return y
 
 
-def _forward_reference(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
-    formula = find(key)
+def _forward_reference(x: Tensor, numbers: Tensor, inner: int, key: str) -> Tensor:
     with alone(x):
-        return _computed(formula, x, numbers, inner), formula.argument.encode(x)
+        return _computed(find(key), x, numbers, inner)
 
 
 def _backward_reference(
@@ -146,37 +111,18 @@ def _backward_reference(
         return dx, found.zero_()
     with alone(dy):
         shape = (-1, numbers.shape[1], inner)
-        x = formula.argument.again(kept, dy.shape, numbers.dtype if formula.bits else dy.dtype).view(shape)
-        columns, rows, sums = _columns(numbers), dy.view(shape), []
+        columns, of, rows, sums = _columns(numbers), kept.view(shape), dy.view(shape), []
         for part in _parts(dy.numel(), *shape[1:]):
-            points, grad = x[part].to(numbers.dtype), rows[part].to(numbers.dtype)
+            at, grad = of[part].to(numbers.dtype), rows[part].to(numbers.dtype)
             if wants_x:
-                dx.view(shape)[part] = grad * formula.derivative(points, *columns)
+                dx.view(shape)[part] = grad * formula.derivative(at, *columns)
             if wants_numbers:
-                shares = [(grad * one(points, *columns)).sum((0, 2)) for one in formula.gradients]
+                shares = [(grad * one(at, *columns)).sum((0, 2)) for one in formula.gradients]
                 sums.append(torch.stack(shares))
         return dx, torch.stack(sums).sum(0) if wants_numbers else found
 
 
-def _value_reference(
-    kept: Tensor, numbers: Tensor, inner: int, size: Sequence[int], dtype: torch.dtype, key: str
-) -> Tensor:
-    formula = find(key)
-    with alone(kept):
-        if not formula.bits:
-            return _computed(formula, kept, numbers, inner)
-        points = formula.argument.again(kept, size, numbers.dtype)
-        return _computed(formula, points, numbers, inner).to(dtype)
-
-
 # ------------------------------------------------------------------------------------------------------- by Triton
-
-
-@constant_in_graphs
-def prepare(key: str, device: str) -> None:
-    """Put the tables of a formula on a device, while the compiler traces at the latest; see `decode.prepare`."""
-    if type(torch.empty(0)) is Tensor:
-        find(key).argument.tables(torch.device(device))
 
 
 def _channels(numbers: Tensor, inner: int) -> tuple[int | None, int | None]:
@@ -184,10 +130,10 @@ def _channels(numbers: Tensor, inner: int) -> tuple[int | None, int | None]:
     return (numbers.shape[1], inner if inner > 1 else None) if numbers.shape[1] > 1 else (None, None)
 
 
-def _launch(over: Tensor, numbers: Tensor, inner: int, bits: int) -> Launch:
+def _launch(over: Tensor, numbers: Tensor, inner: int) -> Launch:
     """Return what launches a forward kernel: over tiles, or over blocks as `learned_forward_tile` takes them."""
     channels, beside = _channels(numbers, inner)
-    if channels is not None and channels >= WIDTH.value and beside is None and not bits:
+    if channels is not None and channels >= WIDTH.value and beside is None:
         launch = Launch(over, THREADS)
         launch.grid = (_heights(over.numel() // channels) * _widths(channels),)
         return launch
@@ -202,14 +148,13 @@ def _widths(channels: int) -> int:
     return -(-channels // int(WIDTH.value))
 
 
-def _forward_triton(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
+def _forward_triton(x: Tensor, numbers: Tensor, inner: int, key: str) -> Tensor:
     if x.dtype not in KERNEL_DTYPES:
         return _forward_reference(x, numbers, inner, key)
-    formula = find(key)
-    y, codes = _forward_fake(x, numbers, inner, key)
-    coding = formula.argument.coding(codes, x)
-    _launch(x, numbers, inner, formula.bits)(formula.forward, x, y, *coding, numbers, *_channels(numbers, inner))
-    return y, codes
+    y = torch.empty_like(x)
+    channels = _channels(numbers, inner)
+    _launch(x, numbers, inner)(find(key).forward, x, y, numbers, *channels)
+    return y
 
 
 def _backward_triton(
@@ -230,34 +175,22 @@ def _backward_triton(
         parts = -(-rows * (beside or 1) // (BLOCK.value * TRIPS.value))
         grid = (parts * numbers.shape[1],)
     sums = numbers.new_empty(parts, *numbers.shape) if wants_numbers else None
-    points = formula.argument.tables(dy.device)[0]
-    arguments = (dy, kept, points, numbers, dx if wants_x else None, sums, channels, beside, rows)
+    arguments = (dy, kept, numbers, dx if wants_x else None, sums, channels, beside, rows)
     with torch.cuda.device_of(dy):
         formula.backward[grid](*arguments, **options(THREADS, dy.device))
     return dx, found if sums is None else sums.sum(0)
 
 
-def _value_triton(
-    kept: Tensor, numbers: Tensor, inner: int, size: Sequence[int], dtype: torch.dtype, key: str
-) -> Tensor:
-    if dtype not in KERNEL_DTYPES:
-        return _value_reference(kept, numbers, inner, size, dtype, key)
-    formula, y = find(key), kept.new_empty(size, dtype=dtype)
-    points = formula.argument.tables(kept.device)[0]
-    _launch(y, numbers, inner, formula.bits)(formula.again, kept, points, numbers, y, *_channels(numbers, inner))
-    return y
-
-
 # ----------------------------------------------------------------------------------------------------- for PyTorch
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, numbers, ctx.inner, ctx.key = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(find(ctx.key).kept(x, *output), numbers)
+    ctx.save_for_backward(output if find(ctx.key).keeps_output else x, numbers)
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+def _differentiate(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
     if dy is None:
         return None, None, None, None
     wants_x, wants_numbers = ctx.needs_input_grad[:2]
@@ -266,9 +199,8 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None,
     return dx if wants_x else None, found if wants_numbers else None, None, None
 
 
-def _forward_fake(x: Tensor, numbers: Tensor, inner: int, key: str) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty(reference.bytes_of_codes(x, find(key).bits), dtype=torch.uint8)
-    return torch.empty_like(x), codes
+def _forward_fake(x: Tensor, numbers: Tensor, inner: int, key: str) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _backward_fake(
@@ -276,12 +208,6 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty_like(dy) if wants_x else dy.new_empty(0)
     return dx, torch.empty_like(numbers) if wants_numbers else numbers.new_empty(0)
-
-
-def _value_fake(
-    kept: Tensor, numbers: Tensor, inner: int, size: Sequence[int], dtype: torch.dtype, key: str
-) -> Tensor:
-    return kept.new_empty(size, dtype=dtype)
 
 
 def _by_element(op: str) -> Callable[..., Any]:
@@ -308,7 +234,7 @@ define(
     "learned",
     {
         "learned_forward": Op(
-            "(Tensor x, Tensor numbers, SymInt inner, str key) -> (Tensor, Tensor)",
+            "(Tensor x, Tensor numbers, SymInt inner, str key) -> Tensor",
             _forward_reference,
             _forward_triton,
             _forward_fake,
@@ -323,15 +249,6 @@ define(
             _backward_triton,
             _backward_fake,
             _by_element("learned_backward"),
-            refuse_second_derivative,
-            save_key,
-        ),
-        "learned_value": Op(
-            "(Tensor kept, Tensor numbers, SymInt inner, SymInt[] size, ScalarType dtype, str key) -> Tensor",
-            _value_reference,
-            _value_triton,
-            _value_fake,
-            _by_element("learned_value"),
             refuse_second_derivative,
             save_key,
         ),

@@ -2,7 +2,6 @@
 
     fitact::forward(Tensor x, ScalarType dtype, int[]? dims, str key) -> (Tensor y, Tensor codes)
     fitact::backward(Tensor grad, Tensor? output, Tensor codes, ScalarType dtype, str key) -> Tensor
-    fitact::decode(Tensor codes, SymInt[] size, ScalarType dtype, str key) -> Tensor
 
 In a standalone folder, which has a copy of this file, they have the folder's own namespace. `dtype` is that of y
 in forward, and of the input's gradient in backward.
@@ -28,12 +27,10 @@ import torch
 from torch import Tensor
 
 from ..autocast import active_autocast
-from ..recipes import note
 from ..torch_internals import constant_in_graphs, in_functorch_transform
-from . import decode, reference
+from . import reference
 from .launch import Launch
 from .library import (
-    KERNEL_DEVICES,
     KERNEL_DTYPES,
     Gradients,
     Op,
@@ -44,7 +41,7 @@ from .library import (
     save_key,
     with_signature,
 )
-from .registry import Coded, Pointwise, find, refuse_second_derivative
+from .registry import Pointwise, find, refuse_second_derivative
 
 Dims = Sequence[int] | None
 
@@ -72,9 +69,7 @@ def apply(x: Tensor, key: str) -> Tensor:
     check_dtype(activation.name, x)
     dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
     if not may_need_gradient(x):
-        return _uncoded(activation, x, dtype)
-    if x.device.type in KERNEL_DEVICES:
-        decode.prepare(key, str(x.device))
+        return _without_codes(activation, x, dtype)
     order = None if x.is_contiguous() else memory_order(x)
     if order is None:
         return _differentiable(x.contiguous(), dtype, None, key)
@@ -99,7 +94,7 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _uncoded(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _without_codes(activation: Pointwise, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `apply` returns, bit for bit and in the same memory order, using only PyTorch's operators."""
     if x.is_contiguous() or torch.compiler.is_compiling():  # a compiler rounds and lays out results as it likes
         return _value(activation, x, dtype)
@@ -130,9 +125,7 @@ def _differentiable(x: Tensor, dtype: torch.dtype, dims: Dims, key: str) -> Tens
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
         y: Tensor = ops.forward(x, dtype, dims, key)[0]
     else:
-        y, codes, _ = _Pointwise.apply(x, dtype, dims, key)
-        if isinstance(find(key), Coded):
-            note(y, partial(ops.decode, size=y.shape, dtype=y.dtype, key=key), codes, exact=False)
+        y = _Pointwise.apply(x, dtype, dims, key)[0]
     return y
 
 
@@ -251,16 +244,12 @@ def _backward_fake(grad: Tensor, output: Tensor | None, codes: Tensor, dtype: to
     return torch.empty_like(grad, dtype=dtype)
 
 
-def _in_words(key: str) -> bool:
-    return reference.in_words(find(key).bits)
-
-
 def _forward_vmap(
     info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype, _: Any, key: str
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     size, dim = info.batch_size, in_dims[0]
     shape = x.movedim(dim, 0).shape
-    y, codes = ops.forward(batched(x, dim, size, in_words=_in_words(key)), dtype, None, key)
+    y, codes = ops.forward(batched(x, dim, size, in_tiles=find(key).bits > 0), dtype, None, key)
     y = y[:, : shape[1:].numel()].reshape(shape)
     return (y, codes.view(size, codes.numel() // max(size, 1))), (0, 0)
 
@@ -271,7 +260,7 @@ def _backward_vmap(
     size, (grad_dim, output_dim, codes_dim, *_) = info.batch_size, in_dims
     shape = (size, *grad.shape) if grad_dim is None else grad.movedim(grad_dim, 0).shape
     codes = codes.expand(size, -1) if codes_dim is None else codes.movedim(codes_dim, 0)
-    whole = partial(batched, size=size, in_words=_in_words(key))
+    whole = partial(batched, size=size, in_tiles=find(key).bits > 0)
     y = None if output is None else whole(output, output_dim)
     dx = ops.backward(whole(grad, grad_dim), y, codes.reshape(-1), dtype, key)
     return dx[:, : torch.Size(shape[1:]).numel()].reshape(shape), 0
@@ -298,6 +287,5 @@ define(
             refuse_second_derivative,
             save_key,
         ),
-        "decode": decode.OP,
     },
 )

@@ -8,29 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipes import note, plain
-from ..torch_internals import in_functorch_transform
+from ..recipes import note
 from .autograd import may_need_gradient
-from .gate_ops import Gate, find, kept, like, prepare
-from .library import KERNEL_DEVICES, Gradients, check_dtype, ops, with_signature
+from .gate_ops import Gate, find, like
+from .library import Gradients, check_dtype, ops, with_signature
 
 
 def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
-    """Return the gate of g and u, keeping for backward what its kind keeps of them.
+    """Return the gate of g and u, keeping both for backward.
 
     Args:
         g: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
-            codes its own shard; a partial DTensor is summed over the processes first.
+            computes its own shard; a partial DTensor is summed over the processes first.
         u: of the shape, dtype and device of g; its strides may differ. A DTensor of the same mesh if g is one; it
             gets the placements of g.
         key: the key of a registered gate.
 
-    If g is kept as codes and u as it is, a u that is part of a larger tensor is copied, so that the rest of that
-    tensor is not kept.
-
     Returns:
         A tensor of the shape and dtype of g, laid out like g (if g is not dense, like a copy of it). It carries a
-        note of how to compute it again from what is kept, for a context of `fitact.saving`.
+        note of how to compute it again from g and u, for a context of `fitact.saving`.
 
     Raises:
         TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them
@@ -44,16 +40,11 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
         return _distributed(g, u, key)
     if not (may_need_gradient(g) or may_need_gradient(u)):
         return like(gate.a.value(g) * gate.b.value(u), g)
-    if g.device.type in KERNEL_DEVICES:
-        prepare(key, str(g.device))
-    if gate.a.bits and not gate.b.bits:
-        u = _by_itself(u)
     if torch.compiler.is_compiling():
-        compiled: Tensor = ops.gate_forward(g, u, key)[0]
+        compiled: Tensor = ops.gate_forward(g, u, key)
         return compiled
-    h, of_g, of_u, _ = _Gate.apply(g, u, key)
-    again = partial(ops.gate_value, size=h.shape, dtype=h.dtype, key=key)
-    return note(h, again, *kept(gate, g, u, of_g, of_u), exact=gate.exact)
+    h: Tensor = _Gate.apply(g, u, key)[0]
+    return note(h, partial(ops.gate_forward, key=key), g, u)
 
 
 def _distributed(g: Any, u: Any, key: str) -> Tensor:
@@ -72,13 +63,6 @@ def _distributed(g: Any, u: Any, key: str) -> Tensor:
         stride=laid_out.stride(),
     )
     return h
-
-
-def _by_itself(u: Tensor) -> Tensor:
-    """Return u, or a copy if it is part of a tensor: kept as a view, it would hold the rest, such as g."""
-    if torch.compiler.is_compiling() or in_functorch_transform() or not plain(u):
-        return u
-    return u if u.nbytes == u.untyped_storage().nbytes() else u.clone(memory_format=torch.contiguous_format)
 
 
 def _check(gate: Gate, g: Tensor, u: Tensor) -> None:
@@ -102,28 +86,27 @@ def _check(gate: Gate, g: Tensor, u: Tensor) -> None:
 
 
 class _Gate(torch.autograd.Function):
-    """Saves what is kept, and an empty tensor that ties the gradients to g and u."""
+    """Saves g and u, and an empty tensor that ties the gradients to g and u."""
 
     generate_vmap_rule = True
 
     @staticmethod
     @with_signature
-    def forward(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return *ops.gate_forward(g, u, key), g.new_empty(0)
+    def forward(g: Tensor, u: Tensor, key: str) -> tuple[Tensor, Tensor]:
+        return ops.gate_forward(g, u, key), g.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (g, u, ctx.key), (_, codes_g, codes_u, autograd_anchor) = inputs, output
-        ctx.mark_non_differentiable(codes_g, codes_u)
+        (g, u, ctx.key), (_, autograd_anchor) = inputs, output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept(find(ctx.key), g, u, codes_g, codes_u), autograd_anchor)
+        ctx.save_for_backward(g, u, autograd_anchor)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None]:
         if dh is None:
             return None, None, None
-        kept_g, kept_u, autograd_anchor = ctx.saved_tensors
+        g, u, autograd_anchor = ctx.saved_tensors
         wants_g, wants_u = ctx.needs_input_grad[:2]
         name, op = find(ctx.key).name, "gate_backward"
-        dg, du = Gradients.apply(name, autograd_anchor, op, dh, kept_g, kept_u, wants_g, wants_u, ctx.key)
+        dg, du = Gradients.apply(name, autograd_anchor, op, dh, g, u, wants_g, wants_u, ctx.key)
         return dg if wants_g else None, du if wants_u else None, None

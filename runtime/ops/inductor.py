@@ -19,7 +19,6 @@ from torch import Tensor
 from ..torch_internals import mark_dynamic
 
 VARIABLE = "FITACT_CPU"
-FEW = 15  # borders that are compared one after the other; a search is shorter for more
 _count = itertools.count()
 
 
@@ -58,19 +57,11 @@ def encoder(
         x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         if even:
             x = x.abs()
-        if len(borders) > FEW:
-            numbers = torch.tensor(borders, dtype=x.dtype)
-            code = torch.bucketize(torch.where(x.isnan(), -torch.inf, x), numbers, out_int32=True)
-        else:
-            code = torch.zeros_like(x, dtype=torch.int32)
-            for border in borders:
-                code = code + (x > border).to(torch.int32)
-        if bits == 8:
-            planes.copy_(code.to(torch.uint8))  # as many rows in a tile as planes, in memory order
-            return
-        dtype = torch.int32 if bits <= 4 else torch.int64
-        shifts = torch.arange(0, x.shape[1] * bits, bits, dtype=dtype)[:, None]
-        word = (code.to(dtype) << shifts).sum(1, dtype=dtype)
+        code = torch.zeros_like(x, dtype=torch.int32)
+        for border in borders:
+            code = code + (x > border).to(torch.int32)
+        shifts = torch.arange(0, x.shape[1] * bits, bits, dtype=torch.int32)[:, None]
+        word = (code << shifts).sum(1, dtype=torch.int32)
         planes.copy_(torch.stack([((word >> (8 * plane)) & 0xFF).to(torch.uint8) for plane in range(bits)], 1))
 
     return _compile(encode)
@@ -88,12 +79,11 @@ def multiplier(
     def multiply(dy: Tensor, y: Tensor, planes: Tensor, dx: Tensor) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         code = planes
-        if 0 < bits < 8:
-            word_dtype = torch.int32 if bits <= 4 else torch.int64
-            word = planes[:, 0].to(word_dtype)
+        if bits:
+            word = planes[:, 0].to(torch.int32)
             for plane in range(1, bits):
-                word = word | (planes[:, plane].to(word_dtype) << (8 * plane))
-            shifts = torch.arange(0, dy.shape[1] * bits, bits, dtype=word_dtype)[:, None]
+                word = word | (planes[:, plane].to(torch.int32) << (8 * plane))
+            shifts = torch.arange(0, dy.shape[1] * bits, bits, dtype=torch.int32)[:, None]
             code = (word[:, None] >> shifts) & ((1 << bits) - 1)
         dx.copy_(dy.to(wide) * derivative(y.to(wide), code))
 

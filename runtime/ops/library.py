@@ -156,19 +156,19 @@ def alone(tensor: Tensor) -> Iterator[None]:
         yield
 
 
-def batched(x: Tensor, dim: int | None, size: int, *, in_words: bool) -> Tensor:
+def batched(x: Tensor, dim: int | None, size: int, *, in_tiles: bool = False) -> Tensor:
     """Return a batch as (size, elements), contiguous.
 
     Args:
         x: the batch, or one element that all of the batch share.
         dim: the dimension of the batch, None for one element.
         size: how many elements there are.
-        in_words: whether codes stand in words: each element then has tiles of its own, the last one padded.
+        in_tiles: whether each element has tiles of its own for its codes, the last one padded.
 
     """
     batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     flat = batch.reshape(size, batch.shape[1:].numel())
-    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if in_words else 0))
+    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if in_tiles else 0))
 
 
 class Op(NamedTuple):

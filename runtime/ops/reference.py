@@ -7,7 +7,7 @@ dtype takes a third of the time of one that writes booleans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Protocol
 
@@ -22,7 +22,6 @@ TILE = ROWS * COLUMNS
 CHUNK = 16  # tiles per thread, 512 KiB of float32: with fewer, threads wait for each other; more overflow caches
 LARGEST = 8 * CHUNK  # the most tiles for any number of threads
 PATTERNS = 1 << 16  # how many numbers a half-precision dtype has
-FEW = inductor.FEW
 
 
 def tiles_of(x: Tensor) -> int:
@@ -30,16 +29,9 @@ def tiles_of(x: Tensor) -> int:
     return (x.numel() + TILE - 1) // TILE
 
 
-def in_words(bits: int) -> bool:
-    """Return whether codes stand in words, for whole tiles; those of 8 bits are a byte each, in memory order."""
-    return 0 < bits < 8
-
-
 def bytes_of_codes(x: Tensor, bits: int) -> int:
     """Return the bytes that codes of a tensor take."""
-    if in_words(bits):
-        return tiles_of(x) * bits * COLUMNS
-    return x.numel() if bits else 0
+    return tiles_of(x) * bits * COLUMNS
 
 
 def arithmetic_dtype(x: Tensor) -> torch.dtype:
@@ -61,25 +53,19 @@ def _chunks(x: Tensor, start: int, tiles: int) -> Iterator[tuple[slice, slice]]:
 
 
 @cache
-def _shifts(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _shifts(count: int, width: int, device: torch.device) -> Tensor:
     """Return the bit positions of a word's parts, (count, 1): of the codes of rows, or of the bytes of planes."""
-    return torch.arange(0, count * width, width, dtype=dtype, device=device)[:, None]
-
-
-def _word_dtype(bits: int) -> torch.dtype:
-    """Return a dtype for words of ROWS codes."""
-    return torch.int32 if ROWS * bits <= 32 else torch.int64
+    return torch.arange(0, count * width, width, dtype=torch.int32, device=device)[:, None]
 
 
 def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tensor:
     """Return the codes of a contiguous tensor, uint8: (tiles · bits · COLUMNS,), plane by plane in each tile.
 
-    A code counts the borders strictly below x (below |x| if `even`); that of NaN is 0. Codes of 8 bits are
-    (elements,), in memory order.
+    A code counts the borders strictly below x (below |x| if `even`); that of NaN is 0.
     """
     flat = x.view(-1)
     tiles, done = tiles_of(x), _whole(x)
-    if x.numel() <= COLUMNS and len(borders) <= FEW:
+    if x.numel() <= COLUMNS:
         return _encode_row(flat, borders, bits, even)
     codes = x.new_empty(bytes_of_codes(x, bits), dtype=torch.uint8)
     if done:
@@ -88,14 +74,11 @@ def encode(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) -> Tens
             whole, codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS)
         )
     half = x.dtype.itemsize == 2 and x.device.type == "cpu" and tiles > 1
-    table = first_codes(borders, x.dtype, x.device, even) if half else None
+    table = _by_pattern(borders, x.dtype, even) if half else None
     for tile, element in _chunks(x, done, tiles):
         part = flat[element]
         code = _count(part, borders, even) if table is None else table.index_select(0, _patterns(part))
-        if in_words(bits):
-            _pack(code, codes.view(tiles, bits, COLUMNS)[tile])
-        else:
-            codes[element] = code
+        _pack(code, codes.view(tiles, bits, COLUMNS)[tile])
     return codes
 
 
@@ -111,13 +94,12 @@ def _encode_row(x: Tensor, borders: tuple[float, ...], bits: int, even: bool) ->
 def _pack(code: Tensor, planes: Tensor) -> None:
     """Write codes, integers (elements,) and overwritten, to the planes (tiles, bits, COLUMNS) of their tiles."""
     bits = planes.shape[1]
-    dtype = _word_dtype(bits)
     if missing := len(planes) * TILE - code.numel():
         code = torch.nn.functional.pad(code, (0, missing))
-    rows = code.to(dtype).view(-1, ROWS, COLUMNS)
-    rows.bitwise_left_shift_(_shifts(ROWS, bits, dtype, code.device))
-    word = rows.sum(1, keepdim=True, dtype=dtype)  # no two have a bit in common
-    planes.copy_(word.bitwise_right_shift(_shifts(bits, 8, dtype, code.device)))  # stores the low bytes
+    rows = code.to(torch.int32).view(-1, ROWS, COLUMNS)
+    rows.bitwise_left_shift_(_shifts(ROWS, bits, code.device))
+    word = rows.sum(1, keepdim=True, dtype=torch.int32)  # no two have a bit in common
+    planes.copy_(word.bitwise_right_shift(_shifts(bits, 8, code.device)))  # stores the low bytes
 
 
 @cache
@@ -132,44 +114,14 @@ def _whole(x: Tensor) -> int:
 
 
 def _count(x: Tensor, borders: tuple[float, ...], even: bool) -> Tensor:
-    """Return how many borders are less than each x, int32, the fastest way.
-
-    A few are compared one after the other; of many, a float32 with those alone that have its upper bits.
-    """
+    """Return how many borders are less than each x, int32."""
     x = x.to(arithmetic_dtype(x))
     x = x.abs() if even else x
-    if len(borders) > FEW:
-        return _search(x, borders) if x.dtype == torch.float64 else _look_up(x, borders)
     count, above = torch.empty_like(x), torch.empty_like(x)
     torch.gt(x, borders[0], out=count)
     for border in borders[1:]:
         count += torch.gt(x, border, out=above)
     return count.to(torch.int32)
-
-
-def _search(x: Tensor, borders: tuple[float, ...]) -> Tensor:
-    """Return how many borders are less than each x, int32, by a search, which would put NaN last."""
-    least = torch.where(x.isnan(), -torch.inf, x)
-    return torch.bucketize(least, constant(borders, x.dtype, x.device), out_int32=True)
-
-
-def _look_up(x: Tensor, borders: tuple[float, ...]) -> Tensor:
-    """Return how many borders are less than each float32, int32, (n,) as x: the kernels' `code_of`."""
-    table, padded, steps = _by_upper_bits(borders, x.device)
-    code = table.index_select(0, (x.view(torch.int32) >> 16).bitwise_and_(PATTERNS - 1))
-    for step in (1 << shift for shift in reversed(range(steps))):
-        middle = padded.index_select(0, code + (step - 1) if step > 1 else code)
-        code.add_(torch.gt(x, middle, out=middle).to(torch.int32), alpha=step)
-    return code.mul_(torch.eq(x, x, out=torch.empty_like(x)).to(torch.int32))  # NaN has code 0
-
-
-@cache
-def _by_upper_bits(borders: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return codes by upper bits, int32 (PATTERNS,), borders and infinities, and how many comparisons follow."""
-    upper = (constant(borders, torch.float32, device) + 0.0).view(torch.int32) >> 16  # -0.0 is no other than 0.0
-    steps = int(upper.unique(return_counts=True)[1].max()).bit_length()
-    padded = constant((*borders, *(torch.inf,) * (1 << steps)), torch.float32, device)
-    return first_codes(borders, torch.float32, device).to(torch.int32), padded, steps
 
 
 def _patterns(x: Tensor) -> Tensor:
@@ -183,18 +135,9 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def first_codes(
-    borders: tuple[float, ...], dtype: torch.dtype, device: torch.device, even: bool = False
-) -> Tensor:
-    """Return a table of codes, uint8 (PATTERNS,), by the bits of a number in half precision.
-
-    For float32 the index is the upper bits, and the code is that of the least number with these bits.
-    """
-    if dtype.itemsize == 2:
-        return _count(_numbers(dtype), borders, even).to(device, torch.uint8)
-    upper = torch.arange(PATTERNS, dtype=torch.int32) << 16
-    least = torch.where(upper < 0, upper | (PATTERNS - 1), upper)  # for negative numbers, the largest in size
-    return _search(least.view(torch.float32), borders).to(device, torch.uint8)
+def _by_pattern(borders: tuple[float, ...], dtype: torch.dtype, even: bool) -> Tensor:
+    """Return a table of codes, uint8 (PATTERNS,), by the bits of a number in half precision."""
+    return _count(_numbers(dtype), borders, even).to(torch.uint8)
 
 
 class Derivative(Protocol):
@@ -242,38 +185,11 @@ def backward(
 
 def _unpack(codes: Tensor, bits: int, tile: slice, element: slice) -> Tensor:
     """Return the codes of several tiles, int32 (elements,)."""
-    if not in_words(bits):
-        return codes[element].to(torch.int32)
-    dtype = _word_dtype(bits)
     planes = codes.view(-1, bits, COLUMNS)[tile]
-    parts = planes.to(dtype).bitwise_left_shift_(_shifts(bits, 8, dtype, planes.device))
-    word = parts.sum(1, keepdim=True, dtype=dtype)
-    rows = word.bitwise_right_shift(_shifts(ROWS, bits, dtype, planes.device))
-    code = rows.bitwise_and_((1 << bits) - 1).view(-1)[: element.stop - element.start]
-    return code.to(torch.int32)
-
-
-def look_up(
-    numbers: tuple[float, ...], codes: Tensor, bits: int, size: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """Return the number of each code, rounded to `dtype`, contiguous.
-
-    Args:
-        numbers: 2^bits of them, by code.
-        codes: as `encode` returns them.
-        bits: bits of a code.
-        size: the shape of the result.
-        dtype: its dtype.
-
-    """
-    y = torch.empty(size, dtype=dtype, device=codes.device)
-    table, flat = constant(numbers, dtype, codes.device), y.view(-1)
-    if y.numel() <= COLUMNS:
-        torch.index_select(table, 0, codes[: y.numel()].to(torch.int32), out=flat)
-        return y
-    for tile, element in _chunks(y, 0, tiles_of(y)):
-        torch.index_select(table, 0, _unpack(codes, bits, tile, element), out=flat[element])
-    return y
+    parts = planes.to(torch.int32).bitwise_left_shift_(_shifts(bits, 8, planes.device))
+    word = parts.sum(1, keepdim=True, dtype=torch.int32)
+    rows = word.bitwise_right_shift(_shifts(ROWS, bits, planes.device))
+    return rows.bitwise_and_((1 << bits) - 1).view(-1)[: element.stop - element.start]
 
 
 class Levels:
@@ -287,9 +203,7 @@ class Levels:
         return constant(self.levels, arithmetic_dtype(y), y.device).index_select(0, code)
 
     def traced(self, y: Tensor, code: Tensor) -> Tensor:
-        """Return the levels, a few by selects."""
-        if len(self.levels) > FEW + 1:
-            return torch.tensor(self.levels, dtype=arithmetic_dtype(y))[code.to(torch.int64)]
+        """Return the levels, by selects."""
         return inductor.pick(code, self.levels).to(arithmetic_dtype(y))
 
 

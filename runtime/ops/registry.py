@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .factors import CodedFactor
 from .library import Registry
 
 if TYPE_CHECKING:
@@ -168,45 +167,6 @@ class Inverted(Pointwise):
         launch(self.backward, dy, y, *([codes] if self.bits else []), dx)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coded(Pointwise):
-    """An activation that keeps a code of x, for which a value and a derivative are looked up in backward.
-
-    Attributes:
-        borders: 2^bits − 1 numbers, increasing; a code counts those strictly below x.
-        table: for each code a value in place of f(x), and a derivative in place of f′(x).
-        decode: a Triton kernel; its arguments are those of `run_decode`.
-
-    """
-
-    keeps_output = False
-
-    borders: tuple[float, ...]
-    table: tuple[tuple[float, float], ...]
-    decode: Any
-
-    @cached_property
-    def argument(self) -> CodedFactor:
-        """What is kept of x, and what is looked up by that."""
-        return CodedFactor(value=self.value, table=self.table, borders=self.borders)
-
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.argument.encode(x)
-
-    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return reference.backward(dy, None, codes, self.bits, self.argument.levels, dtype)
-
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
-        launch(self.forward, x, y, *self.argument.coding(codes, x))
-
-    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
-        launch(self.backward, dy, codes, self.argument.on(dy.device).derivatives, dx)
-
-    def run_decode(self, launch: Launch, codes: Tensor, y: Tensor) -> None:
-        """Launch the kernel that writes the values of codes."""
-        launch(self.decode, codes, self.argument.on(y.device).values, y)
-
-
 def _fitted(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype whose fit serves a dtype."""
     return torch.float32 if dtype == torch.float64 else dtype
@@ -236,7 +196,7 @@ def _registration(kind: type) -> Pointwise | None:
     Such a module registers its key in its runtime, which is its own copy if it was made with --standalone; and it
     holds the function and the class of what it registers.
     """
-    home = home_of(kind)
+    home: Mapping[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
     key, ops = home.get("_KEY"), getattr(home.get("_rt"), "ops", None)
     registry = getattr(getattr(getattr(ops, "registry", None), "_registry", None), "by_key", None)
     if not isinstance(key, str) or kind.__module__ != home.get("__name__") or type(registry) is not dict:
@@ -245,9 +205,3 @@ def _registration(kind: type) -> Pointwise | None:
     function = home.get(getattr(activation, "name", ""))
     own = getattr(function, "__globals__", None) is home and kind.__name__ in home.get("__all__", ())
     return activation if own else None
-
-
-def home_of(kind: type) -> Mapping[str, Any]:
-    """Return the namespace of the Python module that defines a class, whether or not it was imported by name."""
-    names: Mapping[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
-    return names

@@ -27,11 +27,10 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
         name: name of the activation in the catalog, e.g. `"gelu"`, or of a shipped fit, e.g.
             `"gelu_regelu2_published"`.
         method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
-            of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; `"exact"`,
-            the derivative as a function of the output; or `"coded"`, the derivative by a code of the input, by
-            which a context of `fitact.saving` looks up the output, too. By default `"fewbit"`.
-        bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not; 8 for
-            `"coded"`. None for `"exact"`, which keeps no bits.
+            of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; or
+            `"exact"`, the derivative as a function of the output. By default `"fewbit"`.
+        bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not. None
+            for `"exact"`, which keeps no bits.
 
     Returns:
         An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_exact`.
@@ -49,8 +48,7 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
         wanted = [f"{name}_{method}"]
     else:
         own = [name] if method == "fewbit" else []  # the whole name of a fit says its method
-        usual = (8,) if method == "coded" else (3, 0, 1, 2, 4)
-        wanted = [*(f"{name}_{method}{k}" for k in usual), *own]
+        wanted = [*(f"{name}_{method}{k}" for k in (3, 0, 1, 2, 4)), *own]
     found = next((one for one in wanted if one in there), None)
     if found is None:
         raise UsageError(

@@ -18,9 +18,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
     """Run a model on batches, and return what goes into each of its activations as a weight for fits.
 
     Activations are modules, functions that modules hold, and calls of PyTorch's functions such as `F.silu` in a
-    `forward`. In a gate f(g)·u, which a gated MLP or a module of two inputs computes, u is a site too, at the path
-    of f and `:u`. Activations that are called in place (`torch.relu_`), or composed of other operations, are not
-    seen.
+    `forward`. Those that are called in place (`torch.relu_`), or composed of other operations, are not seen.
 
         found = fitact.calibrate(model, [(tokens,) for tokens in samples], group=True)
         Path("weights.json").write_text(found.to_json())
@@ -37,8 +35,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
         group: whether activations whose paths differ only in numbers share one weight.
 
     Returns:
-        The sites; `weight(path)` is what `fit` of `fitter.methods.fewbit` and `coded` takes, and
-        `coded.fit_gate` of g and u.
+        The sites; `weight(path)` is what `fit` of `fitter.methods.fewbit` takes.
 
     Raises:
         UsageError: the model cannot be run with a batch, or no activation was seen.

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 LISTED = 8  # the most names that an error lists
-OF_U = ":u"  # after the path of the activation f of a gate f(g)·u: its factor u
 
 
 def starred(path: str) -> str:

@@ -141,15 +141,6 @@ def test_a_fit_with_the_weight_of_a_site(models: Command) -> None:
     assert models("codegen generated/fits/data.json")[0] == 0
 
 
-def test_a_coded_fit(models: Command) -> None:
-    assert models("calibrate calibrated_models:tiny --group")[0] == 0
-    status, _, err = models('fit --fn gelu --method coded --bits 4 --weight "weights.json#*.act" --name a')
-    assert (status, err) == (0, "")
-    fit = read(Path("generated/fits/a.json"))
-    assert fit.weight == read_weights(Path("weights.json")).weight("*.act")
-    assert again(fit).to_json() == Path("generated/fits/a.json").read_text("utf-8")
-
-
 def test_what_lies_beyond_the_domain_is_told(models: Command) -> None:
     assert models("calibrate calibrated_models:wide")[0] == 0
     status, _, err = models("fit --fn gelu --bits 2 --weight weights.json --name a")

@@ -16,7 +16,7 @@ from fitact.codegen import bundle, generate, safety
 from fitact.codegen.dialects import Code
 from fitact.errors import UsageError
 from fitact.fitter.records.reading import from_json
-from tests.support import codes, gates, learned
+from tests.support import gates, learned
 
 # A fit of every method and every form, with every optional field.
 SHIPPED = (
@@ -44,11 +44,8 @@ RECORDS["leaky"] = RECORDS["gelu_fewbit3"] | {
 }
 NUMBERS = {"a": (1.0, True), "b": (0.5, False)}
 RECORDS["gate"] = json.loads(gates.rebuilt("tanh(g)*(u + 1)", "tanh_gate").to_json())
-RECORDS["coded gate"] = json.loads(gates.coded("swiglu", "swiglu_coded3_6", 3, 6).to_json())
 RECORDS["learned"] = json.loads(learned.rebuilt("a*x + tanh(b*x)", "own_learned", NUMBERS).to_json())
-RECORDS["coded learned"] = json.loads(learned.coded("dyt", "dyt_coded3", 3).to_json())
 RECORDS["learned, from the output"] = json.loads(learned.FROM_OUTPUT["sigmoid"].fit.to_json())
-RECORDS["coded"] = json.loads(codes.record(3).to_json())
 
 CALL = '__import__("os").system("touch ran")'
 HOSTILE = (

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from importlib.resources import files
-
 import numpy as np
 import pytest
 import torch
@@ -14,15 +11,14 @@ from fitact.runtime.compile.compander import Compander
 
 
 def test_nearly_the_best_table() -> None:
-    """Its objective for Student's t beside the optimum of the programme, which the shipped fit states."""
+    """Its objective for Student's t beside the least that 256 numbers have, found by a dynamic programme."""
     edges = np.sinh(np.linspace(-np.arcsinh(256), np.arcsinh(256), 400_001)) / 4
     x = (edges[1:] + edges[:-1]) / 2
     weight = student.pdf(x, 3) * np.diff(edges)
     weight /= weight.sum()
     miss = (x - Compander(8).rounded(torch.from_numpy(x)).numpy()) ** 2
     objective = (weight * miss / (x * x + (weight * x * x).sum())).sum()
-    fit = json.loads(files("fitact.generated").joinpath("fits", "identity_coded8.json").read_text())
-    assert 1.03 < objective / fit["error"]["objective"] < 1.04
+    assert 1.03 < objective / 2.420280511e-05 < 1.04
 
 
 @pytest.mark.parametrize("deviation", [0.84, 1.0, 1.68])

@@ -64,17 +64,15 @@ def test_a_quotient_of_exponentials_is_made_stable() -> None:
         assert np.isfinite(formula.at_start(one, np.array([-1e4, 1e4]))).all()
 
 
-@pytest.mark.parametrize("name", ["xielu", "own", "coded3", "coded8"])
+@pytest.mark.parametrize("name", ["xielu", "own"])
 def test_a_record_is_read_as_it_was_written(name: str) -> None:
     fit = CASES[name].fit
     assert from_json(fit.to_json()) == fit
 
 
-@pytest.mark.long
 def test_the_same_fit_again() -> None:
-    for method, options in (("rebuild", {}), ("coded", {"bits": 4, "domain": (-8.0, 8.0)})):
-        fit = make_learned(method, Learned.of("prelu", {"weight": (0.1, True)}), "own", **options)
-        assert again(from_json(fit.to_json())).to_json() == fit.to_json()
+    fit = make_learned("rebuild", Learned.of("prelu", {"weight": (0.1, True)}), "own")
+    assert again(from_json(fit.to_json())).to_json() == fit.to_json()
 
 
 def test_records_that_are_wrong() -> None:

@@ -13,7 +13,7 @@ from scipy import stats
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods import coded, fewbit
+from fitact.fitter.methods import fewbit
 from fitact.fitter.methods.table import again
 from fitact.fitter.numerics.histogram import MOST_CELLS, Histogram, of_counts, parsed
 from fitact.fitter.numerics.weight import Weight
@@ -203,27 +203,8 @@ def test_a_few_bit_fit_is_nearly_that_of_the_density(name: str, bits: int) -> No
     assert data.even == (name == "tanh")
 
 
-def test_a_coded_fit_is_nearly_that_of_the_density() -> None:
-    f = Activation.of("silu")
-    sample = 4 * SAMPLE + 3
-    data, normal = (
-        coded.fit(f, 5, "a", weight=weight) for weight in (calibrated(sample).weight, Weight("normal(0.2, 5.2)"))
-    )
-    default = coded.fit(f, 5, "a")
-
-    def error(fit: Any) -> float:
-        code = fit.code(sample)
-        value, derivative = np.array(fit.values)[code], np.array(fit.derivatives)[code]
-        both = ((f.value(sample), value), (f.derivative(sample), derivative))
-        return float(sum(np.sqrt(np.mean((a - b) ** 2) / np.mean(a**2)) for a, b in both))
-
-    assert error(data) < 1.1 * error(normal)
-    assert error(data) < 0.9 * error(default)
-
-
-@pytest.mark.parametrize("method", [fewbit, coded])
-def test_a_fit_is_made_again_from_its_record_alone(method: Any) -> None:
-    fit = method.fit(Activation.of("gelu"), 3, "a", weight=calibrated(SAMPLE[:5000]).weight)
+def test_a_fit_is_made_again_from_its_record_alone() -> None:
+    fit = fewbit.fit(Activation.of("gelu"), 3, "a", weight=calibrated(SAMPLE[:5000]).weight)
     record = fit.to_json()
     assert json.loads(record)["weight"].startswith("0.95*histogram(")
     assert fit_from_json(record).to_json() == record

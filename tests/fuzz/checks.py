@@ -86,28 +86,22 @@ def check_formula(text: str) -> None:
         again = check_fit(fit)
         warned = any("beyond the domain" not in str(one.message) for one in caught)
         check_values(again, load(fit), reported=warned)
-    for method, options in (("exact", {}), ("coded", {"bits": 4})):
-        fit = None if text.count("x") > 4 else answered(lambda: _quiet(method, activation, options))  # noqa: B023
-        if fit is not None:
-            check_fit(fit)
+    fit = None if text.count("x") > 4 else answered(lambda: _quiet(activation))
+    if fit is not None:
+        check_fit(fit)
 
 
-def _quiet(method: str, activation: Activation, options: dict[str, Any]) -> AnyFit:
+def _quiet(activation: Activation) -> AnyFit:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FitWarning)
-        return make(method, activation, "a", **options)
+        return make("exact", activation, "a")
 
 
 def check_gate(text: str) -> None:
-    """Check that a gate is fitted, written, read and generated, or refused."""
+    """Check that a gate is written, read and generated, or refused."""
     gate = answered(lambda: Gate.of(text))
     if gate is not None:
-        check_fit(make_gate("rebuild", gate, "a"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FitWarning)
-            fit = answered(lambda: make_gate("coded", gate, "a", bits=3))
-        if fit is not None:
-            check_fit(fit)
+        check_fit(make_gate(gate, "a"))
 
 
 def check_fit(fit: AnyFit) -> AnyFit:

@@ -250,8 +250,7 @@ NUMBERS = (
 )
 VALUES = {
     "--bits": NUMBERS,
-    "--bits-u": ("6", "8", "16", *NUMBERS),
-    "--method": ("fewbit", "exact", "coded", "rebuild", "none"),
+    "--method": ("fewbit", "exact", "rebuild", "none"),
     "--weight": (
         "uniform",
         "normal",

@@ -58,50 +58,24 @@ def _b_derivative_half(x):
 
 
 @_rt.jit
-def geglu_rebuild_forward(
-    g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g, width_u, stride_u, n
-):  # fmt: skip
+def geglu_rebuild_forward(g, u, h, width_g, stride_g, width_u, stride_u, n):
     if h.dtype.element_ty == _tl.float32:
-        _rt.gate_forward_tile(
-            g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g,
-            width_u, stride_u, n, _a, _b,
-            bits_g=0, steps_g=0, bits_u=0, steps_u=0,
-        )  # fmt: skip
+        _rt.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a, _b)
     else:
-        _rt.gate_forward_tile(
-            g, u, h, codes_g, first_g, borders_g, codes_u, first_u, borders_u, width_g, stride_g,
-            width_u, stride_u, n, _a_half, _b_half,
-            bits_g=0, steps_g=0, bits_u=0, steps_u=0,
-        )  # fmt: skip
+        _rt.gate_forward_tile(g, u, h, width_g, stride_g, width_u, stride_u, n, _a_half, _b_half)
 
 
 @_rt.jit
-def geglu_rebuild_backward(
-    dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g, width_u, stride_u, n
-):  # fmt: skip
+def geglu_rebuild_backward(dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n):
     if dh.dtype.element_ty == _tl.float32:
         _rt.gate_backward_tile(
-            dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g,
-            width_u, stride_u, n, _a, _a_derivative, _b, _b_derivative, bits_g=0, bits_u=0,
+            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n,
+            _a, _a_derivative, _b, _b_derivative,
         )  # fmt: skip
     else:
         _rt.gate_backward_tile(
-            dh, g, u, dg, du, values_g, derivatives_g, values_u, derivatives_u, width_g, stride_g,
-            width_u, stride_u, n, _a_half, _a_derivative_half, _b_half, _b_derivative_half, bits_g=0, bits_u=0,
-        )  # fmt: skip
-
-
-@_rt.jit
-def geglu_rebuild_again(g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, n):
-    if h.dtype.element_ty == _tl.float32:
-        _rt.gate_value_tile(
-            g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, n,
-            _a, _b, bits_g=0, bits_u=0,
-        )  # fmt: skip
-    else:
-        _rt.gate_value_tile(
-            g, u, h, values_g, values_u, width_g, stride_g, width_u, stride_u, n,
-            _a_half, _b_half, bits_g=0, bits_u=0,
+            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n,
+            _a_half, _a_derivative_half, _b_half, _b_derivative_half,
         )  # fmt: skip
 
 
@@ -115,13 +89,12 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register_gate(
     _rt.Gate(
-        key="geglu_rebuild-d895ead39b9c8fcd",
+        key="geglu_rebuild-241403bff7e8b37e",
         name="geglu_rebuild",
         a=_rt.Factor(value=_torch_a),
         b=_rt.Factor(value=_torch_b),
         forward=geglu_rebuild_forward,
         backward=geglu_rebuild_backward,
-        again=geglu_rebuild_again,
     )
 )
 

@@ -13,7 +13,7 @@ from tests.support.learned import CASES, FROM_OUTPUT
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FULL = pytest.mark.full
 EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}  # the interpreter truncates
-QUICK = ("dyt", "xielu", "coded8", "coded5", "sigmoid")
+QUICK = ("dyt", "xielu", "sigmoid")
 NAMES = [pytest.param(name, marks=[] if name in QUICK else FULL) for name in (*CASES, *FROM_OUTPUT)]
 # Sizes as (rows, channels, inner): rows of channels, images, one channel; whole blocks, and blocks that the tensor
 # ends in.
@@ -28,18 +28,11 @@ def check(name: str, rows: int, channels: int, inner: int, dtype: torch.dtype) -
     start = torch.tensor([number.start for number in formula.numbers])[:, None]
     numbers = (start + 0.1 * torch.randn(shape)).contiguous()
     x, dy = (2 * torch.randn(size)).to(dtype), torch.randn(size).to(dtype)
-    y, codes = ops.learned_forward(x, numbers, inner, key)
-    expected, others = learned_ops._forward_reference(x, numbers, inner, key)
+    y = ops.learned_forward(x, numbers, inner, key)
+    expected = learned_ops._forward_reference(x, numbers, inner, key)
     tolerance = {"rtol": 2 * EPS[dtype], "atol": 2 * EPS[dtype]}
     torch.testing.assert_close(y, expected, **tolerance)
-    assert torch.equal(codes, others)
-    kept = codes if formula.bits else expected if name in FROM_OUTPUT else x
-    if name not in FROM_OUTPUT:
-        again = ops.learned_value(kept, numbers, inner, y.shape, dtype, key)
-        torch.testing.assert_close(
-            again, learned_ops._value_reference(kept, numbers, inner, y.shape, dtype, key), **tolerance
-        )
-        assert formula.bits or torch.equal(again, y)
+    kept = expected if name in FROM_OUTPUT else x
     for wanted in ((True, True), (True, False), (False, True)):
         dx, found = ops.learned_backward(dy, kept, numbers, inner, *wanted, key)
         dx_expected, sums = learned_ops._backward_reference(dy, kept, numbers, inner, *wanted, key)

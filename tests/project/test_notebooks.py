@@ -19,7 +19,7 @@ from fitact.fitter.records.reading import read
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "notebooks"
-NAMES = ["few_bit", "relu_mixtures", "inverted", "activation_memory", "norms", "any_activation", "coded_inputs"]
+NAMES = ["few_bit", "relu_mixtures", "inverted", "activation_memory", "norms", "any_activation"]
 NAMES += ["nothing_kept_twice", "under_the_compiler", "a_plan"]
 LARGEST = 600_000  # bytes of a notebook
 VARIES = "varies"  # the tag of cells whose numbers depend on the machine, such as a training's losses

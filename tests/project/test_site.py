@@ -104,12 +104,12 @@ def test_links_lead_to_the_same(hooks: ModuleType, pages: dict[str, bytes]) -> N
 @pytest.mark.parametrize(
     ("text", "path", "expected"),
     [
-        ("[a](plan.md#time)", "docs/coded.md", "[a](plan.md#time)"),
-        ("[a](../README.md#speed)", "docs/coded.md", "[a](project/README.md#speed)"),
-        ("[a](docs/coded.md) `[b](c.md)`", "README.md", "[a](../coded.md) `[b](c.md)`"),
+        ("[a](plan.md#time)", "docs/storage.md", "[a](plan.md#time)"),
+        ("[a](../README.md#speed)", "docs/storage.md", "[a](project/README.md#speed)"),
+        ("[a](docs/storage.md) `[b](c.md)`", "README.md", "[a](../storage.md) `[b](c.md)`"),
         ("![a](docs/gelu_fewbit3.png)", "README.md", "![a](../gelu_fewbit3.png)"),
-        ("[a](../notebooks/norms.ipynb)", "docs/coded.md", "[a](notebooks/norms.md)"),
-        ("[a](../docs/coded.md)", "notebooks/norms.ipynb", "[a](../coded.md)"),
+        ("[a](../notebooks/norms.ipynb)", "docs/storage.md", "[a](notebooks/norms.md)"),
+        ("[a](../docs/storage.md)", "notebooks/norms.ipynb", "[a](../storage.md)"),
         ("[a](LICENSE) [b](#c) [d](https://e.f/g)", "README.md", "[a](LICENSE.md) [b](#c) [d](https://e.f/g)"),
         ("```text\n[a](b.md)\n```\n", "README.md", "```text\n[a](b.md)\n```\n"),
     ],
@@ -120,18 +120,18 @@ def test_relinked(text: str, path: str, expected: str, hooks: ModuleType) -> Non
 
 @pytest.mark.parametrize("target", ["nowhere.md", "../tests"])
 def test_a_link_that_leads_nowhere(target: str, hooks: ModuleType) -> None:
-    with pytest.raises(ValueError, match=rf"docs/coded.md: links to {target}, which is no file"):
-        hooks.relinked(f"[a]({target})", "docs/coded.md")
+    with pytest.raises(ValueError, match=rf"docs/storage.md: links to {target}, which is no file"):
+        hooks.relinked(f"[a]({target})", "docs/storage.md")
 
 
 def test_notebooks_as_pages(pages: dict[str, bytes]) -> None:
     """Code, what it printed, tables, pictures and formulas, in order."""
-    page = pages["notebooks/coded_inputs.md"].decode()
+    page = pages["notebooks/relu_mixtures.md"].decode()
     pictures = re.findall(r"!\[picture (\d+)\]\((\S+)\)", page)
     assert [int(number) for number, _ in pictures] == list(range(1, len(pictures) + 1)) and len(pictures) > 2
     assert all(pages[f"notebooks/{path}"].startswith(b"\x89PNG") for _, path in pictures)
-    assert page.index("# Coded inputs") < page.index("<math block>J =") < page.index("```python\nimport json")
-    assert "<span><math inline>w</math></span>" in page
+    assert page.index("# ReLU mixtures") < page.index("<math block>") < page.index("```python\nimport matplotlib")
+    assert "<span><math inline>" in page
     assert not re.search(r"^<math inline>", page, re.MULTILINE)  # it would be a paragraph of its own
     assert re.search(r"^\|:---\|---:", page, re.MULTILINE)
     assert "$" not in re.sub(r"```.*?```|`[^`]*`", "", page, flags=re.DOTALL)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.fitter.records.weights import Calibration
-from fitact.generated.swiglu_coded8 import SwigluCoded8
 from fitact.runtime.calibration import sketch
 from fitact.runtime.calibration.sketch import HALF, NEAR, STEPS, Sketch
 from tests.support.refusals import refused
@@ -266,23 +265,6 @@ def test_the_model_stays_as_it_was(train: bool, fails: bool) -> None:
     assert before[1:] == after[1:]
     assert all(map(torch.equal, copies, BATCHES))
     assert torch.is_grad_enabled()
-
-
-def test_modules_that_are_gates() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = SwigluCoded8()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.gate(x, u=2 * x)
-            return y
-
-    x = torch.randn(100, 4)
-    g, u = fitact.calibrate(Own(), [x]).sites
-    assert (g.path, u.path, u.activation) == ("gate", "gate:u", "identity")
-    assert u.mean == pytest.approx(2 * x.double().mean().item(), rel=1e-5)
-    assert g.deviation == pytest.approx(u.deviation / 2, rel=1e-5)
 
 
 def test_the_same_call_gives_the_same_bytes() -> None:

@@ -15,9 +15,7 @@ from tests.support.instructions import TARGETS, Kernel, Work, amd, count, full_t
 
 TABLE: dict[str, Any] = json.loads(instructions.RESULTS.read_text())
 QUICK = [
-    f"{module} {pass_} bf16"
-    for module in ("gelu_fewbit3", "gelu_inverted1", "gelu_coded8")
-    for pass_ in ("forward", "backward")
+    f"{module} {pass_} bf16" for module in ("gelu_fewbit3", "gelu_inverted1") for pass_ in ("forward", "backward")
 ]
 AT_ONCE = 24  # kernels that are disassembled together
 
@@ -57,7 +55,7 @@ def test_no_kernel_costs_more(names: Sequence[str], target: str) -> None:
 
 
 def test_all_shipped_kernels_by_two_tritons() -> None:
-    """The record has all; accesses are as wide by both, and nothing is spilled but what docs/kernels.md says."""
+    """The record has all; accesses are as wide by both, and nothing is spilled, as docs/kernels.md says."""
     rows = json.loads(resources.RESULTS.read_text())
     assert set(rows) == {f"{name} {target}" for name, _ in resources.kernels() for target in TARGETS}
     for name, row in rows.items():
@@ -66,7 +64,7 @@ def test_all_shipped_kernels_by_two_tritons() -> None:
             assert {*pinned[1:], *older[1:]} <= {8, 16}, name
         else:
             assert pinned[1:] == older[1:], name
-        assert max(pinned[0], older[0]) <= (32 if name.startswith("snake") else 8), name
+        assert not pinned[0] and not older[0], name
 
 
 def test_a_quotient_takes_fewer_instructions_than_powers_and_exponentials() -> None:

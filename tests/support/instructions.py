@@ -28,14 +28,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fitact.codegen.generate import search_steps
 from fitact.runtime.kernels import blocks as block_kernels
 from fitact.runtime.ops import gate_ops, registry
-from fitact.runtime.ops.factors import CodedFactor
 from fitact.runtime.ops.gate_ops import Gate
 from fitact.runtime.ops.launch import threads_of
 from fitact.runtime.ops.reference import TILE
-from fitact.runtime.ops.registry import Coded, Pointwise
+from fitact.runtime.ops.registry import Pointwise
 from fitact.runtime.saving import blocks
 
 TARGETS = {
@@ -331,9 +329,8 @@ class Kernel:
 
     Attributes:
         module: name of its module.
-        pass_: forward, backward or decode.
-        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n, and
-            of the tables of a coded activation.
+        pass_: forward or backward.
+        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n.
         activation: the one whose bits and threads are the kernel's.
 
     """
@@ -357,25 +354,15 @@ class Kernel:
         """Return what a thread has to do in a full tile."""
         elements = TILE // self.threads(dtype)
         size = DTYPES[dtype].itemsize
-        in_words = self.activation.bits < 8
-        codes, byte = (elements * self.activation.bits // 8, 0) if in_words else (0, 1)
+        codes = elements * self.activation.bits // 8
         if self.pass_ == "forward":
-            return Work(elements, size + self.looked_up(dtype), size + byte, writes_once=codes)
+            return Work(elements, size, size, writes_once=codes)
         rows = {"dy", "x", "y"} & set(self.function.arg_names[:-2])
-        return Work(elements, size * len(rows) + byte + self.looked_up(dtype), size, reads_once=codes)
-
-    def looked_up(self, dtype: str) -> int:
-        """Return the bytes an element of the numbers that are looked up in memory."""
-        if not isinstance(self.activation, Coded):
-            return 0
-        if self.pass_ != "forward":
-            return 4
-        return 1 if dtype != "fp32" else 1 + 4 * search_steps(self.activation.borders)
+        return Work(elements, size * len(rows), size, reads_once=codes)
 
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
         kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
-        kinds |= {"table": "*u8" if self.pass_ == "forward" else "*fp32", "borders": "*fp32"}
         signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
         warps = self.threads(dtype, output or dtype) // GPUS[target].warp_size
@@ -392,7 +379,7 @@ class GateKernel:
 
     Attributes:
         module: name of its module.
-        pass_: forward, backward or again.
+        pass_: forward or backward.
         gate: the gate.
         view: whether g and u are rows of longer ones, where they are read as they are.
 
@@ -415,38 +402,16 @@ class GateKernel:
     def work(self, dtype: str) -> Work:
         """Return what a thread has to do in a full tile."""
         elements, size = TILE // self.threads(dtype), DTYPES[dtype].itemsize
-        factors = (self.gate.a, self.gate.b)
-        byte = sum(factor.bits == 8 for factor in factors)
-        words = sum(elements * factor.bits // 8 for factor in factors if factor.bits < 8)
-        coded = [factor for factor in factors if isinstance(factor, CodedFactor)]
-        if self.pass_ == "forward":
-            looked_up = sum(1 if dtype != "fp32" else 1 + 4 * search_steps(one.borders) for one in coded)
-            return Work(elements, 2 * size + looked_up, size + byte, writes_once=words)
-        kept = size * (2 - len(coded)) + byte + 4 * len(coded)
-        if self.pass_ == "again":
-            return Work(elements, kept, size, reads_once=words)
-        derivatives = 4 * sum(not one.linear for one in coded)
-        return Work(elements, size + kept + derivatives, 2 * size, reads_once=words)
+        return Work(elements, 2 * size, size) if self.pass_ == "forward" else Work(elements, 3 * size, 2 * size)
 
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""
-        factors = {"g": self.gate.a, "u": self.gate.b}
         function = getattr(self.gate, self.pass_)
-        signature: dict[str, str] = {}
-        for argument in function.arg_names:
-            what, _, of = argument.rpartition("_")
-            factor = factors.get(of)
-            bits = 0 if factor is None else factor.bits
-            if what in ("width", "stride"):
-                read = self.pass_ == "forward" or not bits
-                signature[argument] = "i32" if self.view and read else "constexpr"
-            elif what:
-                there = bits and not (what == "derivatives" and getattr(factor, "linear", False))
-                kind = {"codes": "*u8", "first": "*u8"}.get(what, "*fp32")
-                signature[argument] = kind if there else "constexpr"
-            else:
-                kept_as_codes = self.pass_ != "forward" and bits
-                signature[argument] = "i64" if of == "n" else "*u8" if kept_as_codes else f"*{dtype}"
+        of_rows = "i32" if self.view else "constexpr"
+        signature = {
+            name: of_rows if name.startswith(("width", "stride")) else "i64" if name == "n" else f"*{dtype}"
+            for name in function.arg_names
+        }
         kinds = list(enumerate(signature.values()))
         return triton.compile(
             ASTSource(

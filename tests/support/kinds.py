@@ -9,7 +9,6 @@ import pytest
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import exact, fewbit
-from tests.support.codes import coded
 from tests.support.generated import Generated, each_of, load
 from tests.support.inverses import inverses, made
 from tests.support.outputs import Output, outputs
@@ -36,12 +35,10 @@ OWN = {
     "own_fewbit": own_fewbit,
     "own_exact": own_exact,
     "own_inverted": lambda: made("softplus(x)", None),
-    **{f"own_coded{bits}": partial(coded, bits) for bits in range(3, 9)},
 }
-# Nothing kept but codes, or the output alone, or both; and a byte of codes.
-QUICK = ("gelu_fewbit3", "tanh_exact", "gelu_inverted1", "own_coded8")
+# Nothing kept but codes, or the output alone, or both.
+QUICK = ("gelu_fewbit3", "tanh_exact", "gelu_inverted1")
 USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_exact")
-KINDS = (*USUAL, "own_coded3", "own_coded7")  # codes in words of 32 bits and of 64
 
 
 @cache
@@ -52,7 +49,7 @@ def kind(name: str) -> Generated:
 
 def kinds(*quick: str) -> pytest.MarkDecorator:
     """Parametrise the fixture `one` by each kind; all but the quick ones run in the full product alone."""
-    params = [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in KINDS]
+    params = [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in USUAL]
     return pytest.mark.parametrize("one", params, indirect=True)
 
 

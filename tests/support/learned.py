@@ -1,4 +1,4 @@
-"""Formulas with learned numbers, with codes of equal steps in asinh, and each formula in PyTorch's operators."""
+"""Formulas with learned numbers, and each of them in PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.records.coded import CodedFit
 from fitact.fitter.records.kinds import AnyLearnedFit
-from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit, errors
-from tests.support.gates import part
-from tests.support.shared import shared
+from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
 
 Numbers = dict[str, tuple[float, bool]]
 
@@ -21,21 +17,6 @@ Numbers = dict[str, tuple[float, bool]]
 def rebuilt(text: str, name: str, numbers: Numbers | None = None) -> LearnedFit:
     formula = Learned.of(text, numbers or {})
     return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
-
-
-def _coded(text: str, name: str, bits: int, numbers: Numbers) -> tuple[Learned, CodedFit]:
-    return Learned.of(text, numbers), part(Activation.of("identity"), bits, name)
-
-
-@shared
-def _errors(text: str, name: str, bits: int, *numbers: tuple[str, tuple[float, bool]]) -> dict[str, float]:
-    return errors(*_coded(text, name, bits, dict(numbers)))
-
-
-def coded(text: str, name: str, bits: int, numbers: Numbers | None = None) -> CodedLearnedFit:
-    formula, code = _coded(text, name, bits, numbers or {})
-    error = _errors(text, name, bits, *(numbers or {}).items())  # each process that collects the tests needs them
-    return CodedLearnedFit(name=name, method="learned_coded", activation=formula, code=code, error=error)
 
 
 def from_output(text: str, name: str, numbers: Numbers, derivative: str, **gradients: str) -> ExactLearnedFit:
@@ -89,9 +70,6 @@ CASES: dict[str, Case] = {
     "derf": Case(rebuilt("derf", "own_derf"), lambda x, a, s, g, b: g * torch.erf(a * x + s) + b),
     "own": Case(rebuilt(OWN, "own", {"a": (1.3, True), "b": (0.7, False)}), own),
     "line": Case(rebuilt("a*x + b", "own_line", {"a": (2.0, True), "b": (1.0, True)}), lambda x, a, b: a * x + b),
-    "coded8": Case(coded("dyt", "own_coded8", 8), dyt),
-    "coded5": Case(coded("dyt", "own_coded5", 5), dyt),
-    "coded3": Case(coded("xielu", "own_coded3", 3), xielu),
 }
 # Those that keep the output.
 FROM_OUTPUT = {
@@ -110,8 +88,6 @@ FROM_OUTPUT = {
         lambda x, a, b: torch.sigmoid(a * x + b),
     ),
 }  # fmt: skip
-EXACT = tuple(name for name in CASES if not name.startswith("coded"))
-CODED = tuple(name for name in CASES if name.startswith("coded"))
 
 
 def numbers_of(case: Case, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ class LearnedKernel:
 
     Attributes:
         module: name of its module.
-        pass_: forward, backward or again.
+        pass_: forward or backward.
         formula: the formula.
         place: how the channels lie, of `PLACES`.
 
@@ -49,7 +49,7 @@ class LearnedKernel:
     @property
     def block(self) -> bool:
         """Whether a program has a block of rows and channels, and no tile."""
-        return self.pass_ == "backward" or (self.place == "last" and not self.formula.bits)
+        return self.pass_ == "backward" or self.place == "last"
 
     def elements(self, dtype: str) -> int:
         """Return the elements that a thread has in a full tile, or in a block of backward."""
@@ -58,13 +58,7 @@ class LearnedKernel:
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""
         channels, inner = PLACES[self.place]
-        coded = bool(self.formula.bits)
         kinds = {
-            "codes": "*u8" if coded else "constexpr",
-            "table": "*u8" if coded else "constexpr",
-            "borders": "*fp32" if coded else "constexpr",
-            "points": "*fp32" if coded else "constexpr",
-            "kept": "*u8" if coded else f"*{dtype}",
             "numbers": "*fp32",
             "sums": "*fp32",
             "channels": "i32" if channels else "constexpr",

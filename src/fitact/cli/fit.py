@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.numerics.weight import Weight
     from fitact.fitter.records.kinds import AnyFit
-from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, read_weight_u, say
+from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
@@ -37,45 +37,32 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     type=int,
     multiple=True,
     metavar="K",
-    help="1 to 4; for coded 3 to 8. Required for fewbit, relumix and coded; inverted uses as few as possible by "
-    "default; exact and rebuild have none. Repeatable.",
-)
-@click.option(
-    "--bits-u",
-    type=int,
-    metavar="K",
-    help="For a gate, with coded: 6 or 8 bits for u, or 16 to keep it as it is.  [default: 16]",
+    help="1 to 4. Required for fewbit and relumix; inverted uses as few as possible by default; exact and rebuild "
+    "have none. Repeatable.",
 )
 @click.option(
     "--method",
-    type=click.Choice(["fewbit", "relumix", "inverted", "exact", "coded", "rebuild"]),
+    type=click.Choice(["fewbit", "relumix", "inverted", "exact", "rebuild"]),
     default="fewbit",
     show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
-    "derivative as a function of the output alone. coded: a code of x that stands for value and derivative; "
-    "for a gate, a code of g. rebuild: exact; for a gate, keeping g and u alone; for an expression with learned "
-    "numbers, keeping x alone.",
+    "derivative as a function of the output alone. rebuild: exact; for a gate, keeping g and u alone; for an "
+    "expression with learned numbers, keeping x alone.",
 )
 @click.option(
     "--domain",
     type=Finite(),
     nargs=2,
     metavar="A B",
-    help="Interval to fit on.  [default: -10 10; for coded, -64 64; for inverted, all reals]",
+    help="Interval to fit on.  [default: -10 10; for inverted, all reals]",
 )
 @click.option(
     "--weight",
     metavar="W",
     help="uniform, normal, normal(mean, deviation), student, student(freedom), student(freedom, mean, scale), "
     "histogram(edges; masses), an expression in x, or FILE.json#SITE of fitact calibrate, without #SITE if it has "
-    "one.  [default: uniform; for coded, student(3)]",
-)
-@click.option(
-    "--weight-u",
-    metavar="W",
-    help="For a gate, with --bits-u: the weight of u; --weight is that of g.  [default: with FILE.json#SITE "
-    "that of u there; else student(3)]",
+    "one.  [default: uniform]",
 )
 @click.option(
     "--param",
@@ -90,7 +77,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     multiple=True,
     metavar="K=V",
     help="A learned number of an expression and its start, e.g. beta=1.0, or with one for every channel "
-    "gamma:channel=1.0. The methods are then rebuild, exact and coded. Repeatable.",
+    "gamma:channel=1.0. The methods are then rebuild and exact. Repeatable.",
 )
 @click.option(
     "--objective",
@@ -127,11 +114,9 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 def fit(
     functions: Sequence[str],
     bits: Sequence[int],
-    bits_u: int | None,
     method: str,
     domain: tuple[float, float] | None,
     weight: str | None,
-    weight_u: str | None,
     parameters: Sequence[str],
     learned: Sequence[str],
     objective: str | None,
@@ -154,10 +139,7 @@ def fit(
       fitact fit --fn gelu --bits 2 --method relumix
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
-      fitact fit --fn silu --method coded --bits 8
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
-      fitact fit --fn swiglu --method coded --bits 8 --bits-u 8
-      fitact fit --fn swiglu --method coded --bits 8 --weight "weights.json#act" --name swiglu_act
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
       fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method rebuild --name own_swish
     """
@@ -165,18 +147,16 @@ def fit(
     from fitact.fitter.analysis.activation import Activation
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.analysis.learned import Learned
-    from fitact.fitter.methods.table import DOMAINS, METHODS, WEIGHTS, make, make_gate, make_learned
+    from fitact.fitter.methods.table import DOMAINS, METHODS, make, make_gate, make_learned
     from fitact.fitter.records.fit import ExactFit, check_name
-    from fitact.fitter.records.gate import KEPT
 
     from .tables import fits as show_fits
 
-    default = WEIGHTS.get(method, "uniform")
-    weight, weight_u = (None if one == default else one for one in (weight, weight_u))
+    weight = None if weight == "uniform" else weight
     numbers = named("--learn", map(_learned, learned))
     kind = _kind_of(method, functions, numbers)
-    given: dict[str, Any] = {"bits": bits or None, "bits-u": bits_u, "domain": domain, "weight": weight}
-    given |= {"weight-u": weight_u, "objective": objective, "tol": tol, "family": family}
+    given: dict[str, Any] = {"bits": bits or None, "domain": domain, "weight": weight}
+    given |= {"objective": objective, "tol": tol, "family": family}
     given |= {"restarts": restarts, "seed": seed or None}
     own = METHODS[kind][method]
     _check_options(method, own, [option for option, value in given.items() if value is not None])
@@ -202,7 +182,6 @@ def fit(
         "--learn": bool(learned),
         "--domain": domain not in (None, DOMAINS.get(method)),
         "--weight": weight is not None,
-        "--weight-u": weight_u is not None,
         "--objective": objective == "derivative",
         "--tol": tol is not None,
         "--family": family == "parametric",
@@ -214,28 +193,21 @@ def fit(
     if name is not None:
         check_name(name, "--name")
 
-    coded_u = bits_u not in (None, KEPT)
-    if weight_u is not None and not coded_u:
-        raise UsageError("--weight-u is for a code of u: give --bits-u 6 or 8 with it")
     weighing = None if weight is None else read_weight(weight)
-    weighing_u = read_weight(weight_u) if weight_u else read_weight_u(weight) if weight and coded_u else None
 
-    given |= {"weight": weighing, "weight-u": weighing_u, "seed": seed}
+    given |= {"weight": weighing, "seed": seed}
     made: list[AnyFit] = []
     with progress(len(jobs), "fitting") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FitWarning)
-        for density, given_as in ((weighing, weight), (weighing_u, weight_u)):
-            if density is not None and density.text != given_as:
-                _warn_of_domain(density, domain or DOMAINS[method])
+        if weighing is not None and weighing.text != weight:
+            _warn_of_domain(weighing, domain or DOMAINS[method])
         for i, (activation, k) in enumerate(jobs):
             given["bits"] = k
-            options = {key.replace("-", "_"): given[key] for key in own if given[key] is not None}
+            options = {key: given[key] for key in own if given[key] is not None}
             if isinstance(activation, Gate):
-                named_so = name or _gate_name(activation, method, k, bits_u)
-                made.append(make_gate(method, activation, named_so, **options))
+                made.append(make_gate(activation, name or f"{activation.name}_{method}"))
             elif isinstance(activation, Learned):
-                named_so = name or f"{activation.name}_{method}{k or ''}"
-                made.append(make_learned(method, activation, named_so, **options))
+                made.append(make_learned(method, activation, name or f"{activation.name}_{method}"))
             else:
                 if method in ("relumix", "inverted") and family != "parametric":
                     options["progress"] = partial(advance, bar, i)
@@ -281,18 +253,10 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
             "formulas": "takes no learned numbers",
         }
         *others, last = METHODS[kind]
-        raise UsageError(
-            f"--method {method} {refusals[kind]}, got {quote(function)}: the methods of "
-            f"{kind}{' with learned numbers' * (kind == 'formulas')} are {', '.join(others)} and {last}"
-        )
+        of = f"{kind}{' with learned numbers' * (kind == 'formulas')}"
+        those = f"the methods of {of} are {', '.join(others)} and {last}" if others else f"that of {of} is {last}"
+        raise UsageError(f"--method {method} {refusals[kind]}, got {quote(function)}: {those}")
     return kind
-
-
-def _gate_name(gate: Gate, method: str, bits: int | None, bits_u: int | None) -> str:
-    from fitact.fitter.records.gate import KEPT
-
-    widths = "_".join(str(width) for width in (bits, bits_u) if width not in (None, KEPT))
-    return f"{gate.name}_{method}{widths}"
 
 
 def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:

@@ -106,21 +106,6 @@ def read_weight(given: str) -> Weight:
         raise UsageError(f"{file}: {error}") from None
 
 
-def read_weight_u(given: str) -> Weight | None:
-    """Return the weight of u at the site of `FILE.json#SITE`; None if what is given is no file."""
-    from fitact.fitter.records.weights import read
-    from fitact.text import OF_U
-
-    file, mark, site = given.partition("#")
-    if not file.endswith(".json"):
-        return None
-    found = read(Path(file))
-    try:
-        return found.weight((site if mark else found.sites[0].path) + OF_U)
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}; or give the weight of u with --weight-u") from None
-
-
 STEPS = 1000  # of the progress bar per fit
 
 

@@ -16,13 +16,12 @@ from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
 from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.parser import text_of
 from fitact.fitter.expr.work import MILLION, WorkError, budget
-from fitact.fitter.methods import coded, exact, fewbit, inverted, relumix
+from fitact.fitter.methods import exact, fewbit, inverted, relumix
 from fitact.fitter.numerics.dtypes import DTYPES
-from fitact.fitter.records.coded import DEVIATIONS, CodedFit
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyGateFit
-from fitact.fitter.records.learned import CodedLearnedFit, ExactLearnedFit, LearnedFit
+from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
 from fitact.text import columns
 
 from .options import say
@@ -67,27 +66,17 @@ def learned(shown: Learned) -> None:
             ("f'(x)", text_of(shown.derivative_formula)),
             *((f"by {name}", text_of(formula)) for name, formula in derivatives),
             ("rebuild", "yes: exact, keeping x"),
-            ("coded", "yes: 3 to 8 bits for x"),
         ]
     )
 
 
 def gate(shown: Gate) -> None:
-    """Print the analysis of a gate's factors, both as functions of x, and which methods apply to the gate."""
-    coded_as = []
+    """Print the analysis of a gate's factors, both as functions of x."""
     for name, argument, factor in (("a", "g", shown.a), ("b", "u", shown.b)):
         say(f"{name}({argument}), with x for {argument}:")
         activation(factor)
         say()
-        coded_as.append(_answer(factor, _coded))
-    refused = [text for text in coded_as if text.startswith("no")]
-    _print(
-        [
-            ("h(g, u)", shown.expression),
-            ("rebuild", "yes: exact, keeping g and u"),
-            ("coded", refused[0] if refused else "yes: 3 to 8 bits for g; 6, 8 or 16 for u"),
-        ]
-    )
+    _print([("h(g, u)", shown.expression), ("rebuild", "yes: exact, keeping g and u")])
 
 
 def activation(f: Activation) -> None:
@@ -207,11 +196,6 @@ def _fewbit(f: Activation) -> str:
     return "yes: 1 to 4 bits"
 
 
-def _coded(f: Activation) -> str:
-    coded.check(f)
-    return "yes: 3 to 8 bits, for the value too"
-
-
 def _relumix(f: Activation) -> str:
     left, right = relumix.asymptotes(f)
     if any(point.kind == "jump" for point in f.breakpoints()):
@@ -238,7 +222,6 @@ _METHODS: dict[str, Callable[[Activation], str]] = {
     "relumix": _relumix,
     "inverted": _inverted,
     "exact": _exact,
-    "coded": _coded,
 }
 
 
@@ -253,16 +236,6 @@ def fits(shown: Sequence[AnyFit]) -> None:
         rows = [row(fit) for fit in shown if isinstance(fit, kinds)]
         if rows:
             _print([head, *rows], align)
-
-
-def _at(what: str) -> tuple[str, ...]:
-    """Return the heads of the columns of errors for x normal with each deviation."""
-    return tuple(f"{what} at {deviation:g}" for deviation in DEVIATIONS)
-
-
-def _errors(fit: AnyFit, *whats: str) -> tuple[str, ...]:
-    """Return the errors of these for x normal with each deviation."""
-    return tuple("/".join(f"{fit.error[f'{what}_{at:g}']:.3g}" for what in whats) for at in DEVIATIONS)
 
 
 def _step_row(fit: StepFit) -> tuple[str, ...]:
@@ -286,23 +259,12 @@ def _exact_row(fit: ExactFit | ExactLearnedFit) -> tuple[str, ...]:
     return (fit.name, *both, f" {'; '.join([fit.derivative, *texts])}")
 
 
-def _coded_row(fit: CodedFit) -> tuple[str, ...]:
-    both = _errors(fit, "value", "derivative")
-    return (fit.name, str(fit.bits), f"{fit.error['objective']:.7g}", *both, f"{fit.reach:.4g}")
+def _gate_row(fit: GateFit) -> tuple[str, ...]:
+    return (fit.name, "g and u", fit.activation.expression)
 
 
-def _gate_row(fit: AnyGateFit) -> tuple[str, ...]:
-    if isinstance(fit, GateFit):
-        return (fit.name, "kept", "kept", *("exact" for _ in DEVIATIONS), fit.activation.expression)
-    of_u = "kept" if fit.code_u is None else str(fit.code_u.bits)
-    return (fit.name, str(fit.bits), of_u, *_errors(fit, "dg", "du", "h"), fit.activation.expression)
-
-
-def _formula_row(fit: LearnedFit | CodedLearnedFit) -> tuple[str, ...]:
-    told = starts(fit.activation), fit.activation.expression
-    if isinstance(fit, LearnedFit):
-        return (fit.name, "kept", *("exact" for _ in DEVIATIONS), *told)
-    return (fit.name, str(fit.bits), *_errors(fit, "value", "derivative", "learned"), *told)
+def _formula_row(fit: LearnedFit) -> tuple[str, ...]:
+    return (fit.name, "x", starts(fit.activation), fit.activation.expression)
 
 
 # Kinds of fit, the heads of their table, its alignment, and the row of a fit.
@@ -315,12 +277,6 @@ _TABLES: tuple[tuple[Any, tuple[str, ...], str, Callable[[Any], tuple[str, ...]]
     ),
     (InvertedFit, ("", "bits", *DTYPES, *(f"floor {dtype}" for dtype in DTYPES)), "<>>>>>>>", _inverted_row),
     (ExactFit | ExactLearnedFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _exact_row),
-    (CodedFit, ("", "bits", "objective", *_at("f/f'"), "reach"), "<>>>>>>>", _coded_row),
-    (AnyGateFit, ("", "bits of g", "of u", *_at("dg/du/h"), "h(g, u)"), "<>>>>>><", _gate_row),
-    (
-        LearnedFit | CodedLearnedFit,
-        ("", "bits", *_at("f/f'/learned"), "learned", "f(x)"),
-        "<>>>>><<",
-        _formula_row,
-    ),
+    (GateFit, ("", "kept", "h(g, u)"), "<<<", _gate_row),
+    (LearnedFit, ("", "kept", "learned", "f(x)"), "<<<<", _formula_row),
 )
