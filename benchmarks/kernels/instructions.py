@@ -1,8 +1,8 @@
 """What the compiled kernels cost: registers, spills, widths of accesses, instructions an element. Needs no GPU.
 
 One module of each method and width; a gate; block codes; and, to compare gradients from the output with, two
-kernels that evaluate f′ from the input. Run by `make bench`; writes benchmarks/results/instructions.json, which the tests
-compare with. What is counted, and how: tests/support/instructions.py.
+kernels that evaluate f′ from the input. Run by `make bench`; writes benchmarks/results/instructions.json, which
+the tests compare with. What is counted, and how: tests/support/instructions.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,13 @@ def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
         raise UsageError(f"norm: expected a LayerNorm or RMSNorm over the last dimension, got {norm}")
     shared, alpha = made
     for layer in layers:
-        if not isinstance(layer, nn.Linear) or layer.in_features != alpha.numel():
+        if getattr(layer, "in_features", None) != alpha.numel():
             raise UsageError(f"layers: expected linear layers of {alpha.numel()} inputs, got {layer}")
     for layer in layers:
         if bias is not None:
             moved, trained = layer.weight @ bias.to(layer.weight), layer.weight.requires_grad
-            layer.bias = nn.Parameter(moved if layer.bias is None else layer.bias + moved, trained)
+            own: Any = layer.bias  # None if it has none, whatever its type says
+            layer.bias = nn.Parameter(moved if own is None else own + moved, trained)
         layer.weight *= alpha.to(layer.weight)
     return shared
 
