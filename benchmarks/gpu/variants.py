@@ -86,7 +86,7 @@ VARIANTS = {
     "baseline": Variant(unchanged, exact=True),
     "exact": Variant(partial(converted, error="exact"), exact=True),
     "rounding": Variant(partial(converted, error="rounding")),
-    "coarse": Variant(partial(converted, error="few-bit")),
+    "coarse": Variant(partial(converted, error="coarse")),
     "Few-Bit, 3 bits": Variant(partial(converted, method="fewbit", bits=3)),
     "checkpointing": Variant(checkpointed, exact=True),
     "selective checkpointing": Variant(partial(checkpointed, context_fn=selectively), exact=True),
@@ -95,7 +95,7 @@ VARIANTS = {
     "torch.compile": Variant(partial(compiled, budget=1.0), compiled=True),
     "torch.compile, budget 0.7": Variant(partial(compiled, budget=0.7), compiled=True),
     "fitact.compile": Variant(compiled_by_fitact, compiled=True),
-    "fitact.compile, coarse": Variant(partial(compiled_by_fitact, error="few-bit"), compiled=True),
+    "fitact.compile, coarse": Variant(partial(compiled_by_fitact, error="coarse"), compiled=True),
 }
 
 

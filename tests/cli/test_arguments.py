@@ -36,7 +36,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[object, ...]]] = {
         lambda bits: fitact.convert(model(), "auto", bits, example_inputs=lambda model: None),
         NO_BITS,
     ),
-    "converted_functions(bits)": (lambda bits: fitact.converted_functions(bits=bits), NO_BITS),
     "measure(bits)": (lambda bits: measure(gelu_mlp, bits=(bits,)), (*NO_BITS, 0, 5, None)),
     "measure(all bits)": (lambda bits: measure(gelu_mlp, bits=bits), (3, "3", None)),
     "measure(batch)": (lambda batch: measure(gelu_mlp, batch=batch), NO_SIZES),
@@ -77,5 +76,3 @@ def test_integers_of_any_type(bits: Any) -> None:
     converted = model()
     fitact.convert(converted, "fewbit", bits=bits)
     assert type(converted[1]).__name__ == name  # type: ignore[index]
-    with fitact.converted_functions(bits=bits) as context:
-        assert type(context.modules["gelu"]).__name__ == name

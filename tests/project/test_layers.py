@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +25,10 @@ RUNTIME = (
 )
 MODELS = (
     *("records", "restore", "modes", "norms", "memory", "models", "compile"),
-    *("rebuild", "saving", "convert.probe", "wrappers"),
+    *("saving", "convert.probe", "wrappers"),
 )
 CONVERSION = (
-    *("convert", "rebuild.found", "rebuild.sites", "convert.arguments", "convert.convert", "convert.rebuild"),
+    *("convert", "convert.arguments", "convert.context", "convert.convert"),
     "calibration",
     "compare",
     "plan",
@@ -99,31 +98,3 @@ def test_no_circles() -> None:
     while leaves := {module for module, others in graph.items() if not others & graph.keys() - {module}}:
         graph = {module: others for module, others in graph.items() if module not in leaves}
     assert not graph
-
-
-def test_no_folder_has_more_than_a_dozen_files() -> None:
-    folders: dict[Path, int] = {}
-    for path in (*MODULES.values(), *(ROOT / "benchmarks").rglob("*.py")):
-        folders[path.parent] = folders.get(path.parent, 0) + 1
-    assert {folder.name: count for folder, count in folders.items() if count > 12} == {}
-
-
-@pytest.mark.parametrize("package", [name for name, path in MODULES.items() if path.name == "__init__.py"])
-def test_a_folder_says_what_lives_there(package: str) -> None:
-    assert ast.get_docstring(ast.parse(MODULES[package].read_text(encoding="utf-8")))
-
-
-def test_the_map_of_the_guide_is_the_tree() -> None:
-    """One line a folder, below the folder that it is in."""
-    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (tree,) = re.findall(r"^```text\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
-    told, above = list[str](), list[str]()
-    for indent, name in re.findall(r"^( *)([\w/]+)/ ", tree, re.MULTILINE):
-        above = [*above[: len(indent) // 2], name]
-        told.append("/".join(above))
-    tops = ("src/fitact", "fitter", "codegen", "runtime")
-    packages = [path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")]
-    others = ["codegen/templates", "generated", "notebooks", "docs", "benchmarks", "tests"]
-    others += [f"benchmarks/{name}" for name in ("convergence", "evidence", "gpu", "kernels", "results")]
-    assert sorted(told) == sorted([*(path.relative_to(ROOT).as_posix() for path in packages), *others])
-    assert all((ROOT / folder).is_dir() for folder in others)

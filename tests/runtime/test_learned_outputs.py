@@ -96,11 +96,11 @@ def test_kept() -> None:
     y.sum().backward()
 
 
-def test_rebuilt_models_keep_the_output_and_nothing_else() -> None:
+def test_models_in_the_context_keep_the_output_and_nothing_else() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, C), made("tanh"), nn.Linear(C, 2)), torch.randn(64, 8)
     other = copy.deepcopy(model)
-    fitact.rebuild(other)
+    fitact.convert(other)
     kept = []
     for one in (model, other):
         with count_saved() as saved:
