@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.saving.blocks import BITS, columns_of, decode, encode, nbytes
+from fitact.runtime.torch_internals import FakeTensorMode
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(128, 256), (100, 192), (3, 5, 64), (64, 96), (70, 97), (33, 130), (1000,), (200, 1), (1, 1), (0, 64)]
@@ -212,3 +213,14 @@ def test_temporaries_are_small() -> None:
     size = x.nbytes + nbytes(x.shape, 4)
     for call in (lambda: encode(x, 4), lambda: decode(*parts, x.shape, x.dtype)):
         assert peak_memory(call)["total"] < size + 1.5 * 2**20
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tensors_without_numbers(device: str) -> None:
+    """Plans code them; on a GPU, nothing is launched."""
+    with FakeTensorMode():
+        x = torch.empty(100, 192, device=device)
+        parts = encode(x, 3, signs=True)
+        y = decode(*parts, x.shape, x.dtype)
+        assert y.shape == x.shape and y.device == x.device
+        assert sum(one.nbytes for one in parts) == nbytes(x.shape, 3)
