@@ -135,7 +135,7 @@ def _launch(
     kernel: Any, x: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor, constants: dict[str, Any]
 ) -> None:
     """Run a program of `kernel` for each tile, and one for the elements that are left over."""
-    if type(x) is FakeTensor:
+    if isinstance(x, FakeTensor):
         return
     columns, x = columns_of(x.shape), x.view(-1)
     rows, rest = divmod(x.numel(), columns)
