@@ -150,9 +150,9 @@ def ways(budget: float) -> dict[str, dict[str, Any]]:
     return {
         "plain": {},
         "codes, 8 bits": dict(fitact.compile_options(budget=budget)),
-        "codes, 4 bits": dict(fitact.compile_options(error="few-bit", budget=budget)),
+        "codes, 4 bits": dict(fitact.compile_options(error="coarse", budget=budget)),
         "all, 8 bits": dict(fitact.compile_options(budget=budget, **ALL)),
-        "all, 6 bits": dict(fitact.compile_options(error="few-bit", bits=6, budget=budget, **ALL)),
+        "all, 6 bits": dict(fitact.compile_options(error="coarse", bits=6, budget=budget, **ALL)),
         "float8": {"post_grad_fusion_options": FLOAT8},
     }
 

@@ -86,7 +86,7 @@ def _plural(bits: int) -> str:
 
 def compiling(bits: int, more: bool) -> Callable[..., Callable[[Tensor], Tensor]]:
     """Return what compiles a model that keeps codes, perhaps also of attention and of inputs."""
-    return partial(fitact.compile, error="few-bit", bits=bits, attention=more, inputs=more)
+    return partial(fitact.compile, error="coarse", bits=bits, attention=more, inputs=more)
 
 
 def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:

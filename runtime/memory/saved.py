@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from fitact.runtime.modes import OperationMode, watching_saved
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.restore import following
+from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import (
     COPY_TO,
     is_operator,
@@ -278,7 +279,8 @@ def gpu_kernels() -> Iterator[None]:
 
     Dropout keeps a mask of one byte per element, as on a GPU; on a CPU it would keep one of its input's dtype.
     Fused attention has no dropout on a CPU: it would be composed of operations that keep the scores. So it runs
-    without dropout; on a GPU its dropout keeps only the generator's state, 16 bytes.
+    without dropout; on a GPU its dropout keeps only the generator's state, 16 bytes. Block codes of fake tensors
+    are made and read as by a kernel, with no other memory.
     """
     dropout, attention = F.dropout, F.scaled_dot_product_attention
 
@@ -303,5 +305,6 @@ def gpu_kernels() -> Iterator[None]:
     with (
         mock.patch.object(F, "dropout", masked),
         mock.patch.object(F, "scaled_dot_product_attention", fused),
+        mock.patch.object(blocks, "FAKE_AS_ON_A_GPU", True),
     ):
         yield

@@ -31,6 +31,7 @@ BLOCK = 64  # elements of a block, rows of a tile
 BITS = 3, 4, 5, 6, 8
 # Elements that are computed at a time: on a CPU tensors of half a MiB, elsewhere enough to keep a GPU busy.
 CHUNK, CHUNK_ELSEWHERE = 2**17, 2**22
+FAKE_AS_ON_A_GPU = False  # whether fake tensors of a CPU are made and read as by kernels: `gpu_kernels` says so
 # The parts of a code from the highest bit on: how many bits, and how many come before.
 PARTS = {6: ((4, 0), (2, 4)), 5: ((4, 0), (1, 4)), 4: ((4, 0),), 3: ((2, 0), (1, 2))}
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # with as many bits for each of eight elements
@@ -74,10 +75,10 @@ def encode(x: Tensor, bits: int, signs: bool = False) -> tuple[Tensor, Tensor, T
     x = x.detach().contiguous()
     blocks, tiles = sizes(x.shape)
     codes = x.new_empty(blocks, bits, dtype=torch.int64)
-    scales = x.new_empty(blocks, dtype=torch.bfloat16)
-    shifts = x.new_empty(tiles, 4, dtype=torch.int64)
+    scales = torch.empty(blocks, dtype=torch.bfloat16, device=x.device)
+    shifts = torch.empty(tiles, 4, dtype=torch.int64, device=x.device)
     parts = codes, scales, shifts
-    if x.device.type in KERNEL_DEVICES:
+    if _by_kernels(x):
         _launch(kernels.encode_tile, x, *parts, constants("encode", bits, x.dtype, signs))
         return parts
     for chunk in _chunks(columns_of(x.shape), x, *parts):
@@ -97,7 +98,7 @@ def decode(codes: Tensor, scales: Tensor, shifts: Tensor, shape: Sequence[int], 
 
     """
     x = codes.new_empty(*shape, dtype=dtype)
-    if x.device.type in KERNEL_DEVICES:
+    if _by_kernels(x):
         _launch(kernels.decode_tile, x, codes, scales, shifts, constants("decode", codes.shape[-1], dtype))
         return x
     for into, *of in _chunks(columns_of(shape), x, codes, scales, shifts):
@@ -129,6 +130,10 @@ def _chunks(
             yield from zip(*(part.split(most, 2) for part in some), strict=True)
     if rest:
         yield x[-rest:].view(1, 1, 1, -1), *(one[-1:].view(1, 1, 1, -1) for one in (codes, scales, shifts))
+
+
+def _by_kernels(x: Tensor) -> bool:
+    return x.device.type in KERNEL_DEVICES or (FAKE_AS_ON_A_GPU and isinstance(x, FakeTensor))
 
 
 def _launch(

@@ -132,6 +132,8 @@ class Capture(TorchFunctionMode):
             if computed is not None:
                 stored.recompute_instead(Reading(computed, output, self.hooks is not None))
             else:
+                if own:
+                    mark_of(storage).recompute = None
                 self.settle(stored, storage, output)
         return output
 
@@ -189,6 +191,8 @@ class Capture(TorchFunctionMode):
                 stored = Stored(tensor, self.hooks)
                 self._undecided.append((stored, storage))
                 return stored
+            if recompute is not None and recompute.version == version:
+                mark.recompute = None  # which may hold what it reads
             return self.keep(tensor, mark, grows and not tensor.is_leaf)
         mark.add(stored)
         return stored

@@ -125,7 +125,7 @@ def test_same_choice_as_float8() -> None:
 
 @pytest.mark.parametrize(("bits", "error"), [(4, 0.11), (6, 0.027), (8, 0.0075)])
 def test_bits(bits: int, error: float) -> None:
-    kept, least, _ = coded(Gelu, (512, 256), error="few-bit", bits=bits, budget=0.9)
+    kept, least, _ = coded(Gelu, (512, 256), error="coarse", bits=bits, budget=0.9)
     assert kept == 512 * (1024 * bits // 8 + 1 + 8)  # an exponent, and two statistics
     assert error / 2 < least < error
 

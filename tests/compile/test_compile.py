@@ -136,7 +136,7 @@ def test_blocks(block: Callable[[], nn.Module], stock: int, coded: float, error:
 
 def test_few_bits() -> None:
     model = made(Gelu)
-    compiled = fitact.compile(model, error="few-bit", fullgraph=True)
+    compiled = fitact.compile(model, error="coarse", fullgraph=True)
     kept, _ = step(model, compiled, (TOKENS, 256))
     codes = {record.code for record in fitact.compile_report(compiled).graphs[0]} - {None}
     assert codes == {"identity, 4 bits"}
@@ -302,10 +302,10 @@ def test_beside_converted_activations() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"error": "none"}, "error: expected 'exact', 'rounding' or 'few-bit', got 'none'"),
+        ({"error": "none"}, "error: expected 'exact', 'rounding' or 'coarse', got 'none'"),
         ({"error": "exact", "bits": 8}, "leave out bits"),
         ({"bits": 4}, "bits: expected 8 for error='rounding', got 4"),
-        ({"error": "few-bit", "bits": 5}, "bits: expected 4 or 6 or 8"),
+        ({"error": "coarse", "bits": 5}, "bits: expected 4 or 6 or 8"),
         ({"bits": 8.0}, "bits: expected an integer"),
         ({"budget": 1.5}, "budget: expected a number from 0 to 1, got 1.5"),
         ({"attention": "yes"}, "attention: expected True or False, got 'yes'"),
@@ -338,7 +338,7 @@ for error in ERRORS:
     hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
     print(error, kept, sum(float(one.double().abs().sum()) for one in gradients), hits)
 """
-ERRORS = ("none", "exact", "rounding", "few-bit")
+ERRORS = ("none", "exact", "rounding", "coarse")
 
 
 @pytest.mark.long

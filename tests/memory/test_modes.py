@@ -85,8 +85,7 @@ def converted(**given: Any) -> Callable[[nn.Module, Tensor], None]:
 MEASURING: dict[str, Callable[[nn.Module, Tensor], None]] = {
     "count_saved": counted,
     "fewbit": converted(method="fewbit"),
-    "few-bit": converted(error="few-bit", gradients=True),
-    "norms": converted(method="inverted", norms=True),
+    "coarse": converted(error="coarse", gradients=True),
     "plan": lambda model, x: print(fitact.plan(model, gib=1, example_inputs=x, front=False)),
 }
 

@@ -24,7 +24,7 @@ RUNTIME = (
     "learned",
 )
 MODELS = (
-    *("records", "restore", "modes", "norms", "memory", "models", "compile"),
+    *("records", "restore", "modes", "norms", "saving.blocks", "memory", "models", "compile"),
     *("saving", "convert.probe", "wrappers"),
 )
 CONVERSION = (
