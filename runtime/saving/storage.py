@@ -47,8 +47,6 @@ class Hooks:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hooks) and (self.pack, self.unpack) == (other.pack, other.unpack)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class Mark:
     """What is known of a tensor's memory.

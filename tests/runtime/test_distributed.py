@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.processes import run
 
 START = """
 import os
@@ -214,23 +213,4 @@ for function, wide, dim in (
 
 
 def test_in_two_processes(tmp_path: Path) -> None:
-    """The arguments of each are its rank and a file for the two to meet."""
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-c",
-                START + TENSORS + GATES + TRAIN + LEARNED + LEARNED_TENSORS + END,
-                str(rank),
-                str(tmp_path / "store"),
-            ],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert not any(process.returncode for process in processes), "\n".join(errors)
+    run(START + TENSORS + GATES + TRAIN + LEARNED + LEARNED_TENSORS + END, tmp_path)

@@ -14,11 +14,10 @@ from fitact.runtime.memory.peak import peak_memory
 from fitact.runtime.models.prepare import imported
 from tests.support.around import AROUND
 from tests.support.blocks import SETTINGS
+from tests.support.convolutions import IMAGES as X
+from tests.support.convolutions import KINDS, UNITS, unit
 from tests.support.saving import HALF, agree, cast, differences, kept, observed, pair, train
 
-RANDOM = torch.Generator().manual_seed(4)
-X = {n: torch.randn(3, 8, *(9, 8, 7)[:n], generator=RANDOM) for n in (1, 2, 3)}
-KINDS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "padded": {"padding": 1},
@@ -54,37 +53,6 @@ def test_options(n: int, options: str) -> None:
     before, after = (kept(one, X[n].repeat(8, *(1 for _ in range(n + 1)))) for one in pair(make))
     # with an even kernel, PyTorch pads in the convolution, and saves the copy that it makes
     assert after <= before if options == "same, even" else after < before
-
-
-class Turned(nn.Module):
-    """The convolution reads a part, in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.conv = nn.Linear(8, 16), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(self.act(self.fc(x)).transpose(2, 3)[:, :, ::2])
-        return y
-
-
-def unit(norm: Callable[[], nn.Module], act: Callable[[], nn.Module], n: int = 2) -> nn.Module:
-    return nn.Sequential(KINDS[n](8, 16, 3, padding=1), norm(), act(), KINDS[n](16, 8, 3, padding=1))
-
-
-UNITS: dict[str, Callable[[], nn.Module]] = {
-    "turned": lambda: nn.Sequential(Turned()),
-    "group norm": lambda: unit(lambda: nn.GroupNorm(4, 16), nn.SiLU),
-    "group norm, plain": lambda: unit(lambda: nn.GroupNorm(2, 16, affine=False), nn.GELU),
-    "batch norm": lambda: unit(lambda: nn.BatchNorm2d(16), nn.ReLU),
-    "batch norm, plain": lambda: unit(lambda: nn.BatchNorm2d(16, affine=False), nn.Tanh),
-    "batch norm, averaged": lambda: unit(lambda: nn.BatchNorm2d(16, momentum=None), nn.SiLU),
-    "batch norm, not tracked": lambda: unit(lambda: nn.BatchNorm2d(16, track_running_stats=False), nn.SiLU),
-    "in place": lambda: unit(lambda: nn.BatchNorm2d(16), partial(nn.ReLU, inplace=True)),
-    "in place, input kept": lambda: unit(lambda: nn.BatchNorm2d(16), partial(nn.Hardswish, inplace=True)),
-    "in place, group norm": lambda: unit(lambda: nn.GroupNorm(4, 16), partial(nn.LeakyReLU, 0.1, inplace=True)),
-    "two": lambda: nn.Sequential(*(unit(lambda: nn.BatchNorm2d(16), nn.ReLU6) for _ in range(2))),
-}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
