@@ -25,11 +25,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual 
 import torch
 from torch import nn
 
-from fitact.runtime.compare.candidates import replaced
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import count_saved, gpu_kernels
-from fitact.runtime.models.prepare import Example, Inputs, Prepared, Source, Training, prepare
-from fitact.runtime.models.sources import hugging_face
+from fitact.runtime.choose.candidates import replaced
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import Example, Inputs, Prepared, Source, Training, prepare
+from fitact.runtime.measure.saved import count_saved, gpu_kernels
+from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.norms.merge import merge_norm
 from fitact.runtime.saving import ERRORS, saving
 from fitact.runtime.saving.modules import attaching

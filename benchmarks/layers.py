@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.compare.baselines import checkpointed, compiled
-from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import Inputs, blocks_of, imported, prepare
-from fitact.runtime.models.sources import from_callable
+from fitact.runtime.choose.baselines import checkpointed, compiled
+from fitact.runtime.measure.prepare import Inputs, blocks_of, imported, prepare
+from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
+from fitact.runtime.measure.sources import from_callable
 from fitact.runtime.saving import ERRORS
 
 RESULTS = Path(__file__).parent / "results" / "layers.json"

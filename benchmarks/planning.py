@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import fitact
 from fitact.planning.make import Planner
 from fitact.planning.record import GIB
-from fitact.runtime.models.reference import Block
-from fitact.runtime.plan.devices import measured
-from fitact.runtime.plan.subjects import of_model
+from fitact.runtime.choose.subjects import of_model
+from fitact.runtime.measure.devices import measured
+from fitact.runtime.measure.reference import Block
 
 RESULTS = Path(__file__).parent / "results" / "planning_cpu.json"
 BLOCKS, HIDDEN, BATCH, SEQ = 6, 256, 4, 512

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 import fitact
 from benchmarks.kernels.activations import keep_freed_memory
-from fitact.runtime.compare.baselines import checkpointed
-from fitact.runtime.memory.saved import Saved, count_saved
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.choose.baselines import checkpointed
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import Saved, count_saved
 from fitact.runtime.saving import ERRORS
 
 ROUNDS = 24, 80  # at least and at most

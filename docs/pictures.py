@@ -18,7 +18,7 @@ from fitact.fitter.plot import EXACT, FITTED
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import read
 from fitact.pictures import save
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.blocks import decode, encode
 from fitact.runtime.torch_internals import FakeTensorMode
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitact.files import write
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 
 from .methods import EXACT, Method
 from .models import Transformer

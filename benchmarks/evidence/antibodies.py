@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.errors import UsageError
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
 
 FOLDER = Path(__file__).parents[2] / "build" / "evidence"
 CHECKPOINT = "antiberty/trained_models/AntiBERTy_md_smooth/"

@@ -33,7 +33,7 @@ from torch import nn
 import fitact
 from fitact.errors import FitactError, JobError
 from fitact.files import write
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 
 from ..convergence.run import read
 from ..convergence.statistics import LEVEL, POWER

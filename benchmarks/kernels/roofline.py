@@ -3,8 +3,8 @@
 A kernel takes as long as the slowest of what it does: moving its bytes through the device's memory, issuing its
 instructions, and what each part of a processor (an SM, a CU) has to do. The instructions are those of the machine
 code in a full tile (tests/support/instructions.py), by the part that they occupy (tests/support/pipes.py). The
-bandwidth is that of runtime/plan/devices.py, and the clock the one that gives the float32 FLOPs there. Beside the
-kernels stand plain ones: a copy, and the exact GELU and SiLU, whose backward keeps the input.
+bandwidth is that of runtime/measure/devices.py, and the clock the one that gives the float32 FLOPs there. Beside
+the kernels stand plain ones: a copy, and the exact GELU and SiLU, whose backward keeps the input.
 
     python -m benchmarks.kernels.roofline
 
@@ -24,7 +24,7 @@ import click
 import triton
 
 from fitact.runtime.kernels.triton_compat import constexpr, jit, tl
-from fitact.runtime.plan.devices import DEVICES
+from fitact.runtime.measure.devices import DEVICES
 from tests.support.instructions import (
     DTYPES,
     GateKernel,

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from fitact.calibration import calibrate
     from fitact.planning.make import plan, planner
     from fitact.planning.record import load_plan
+    from fitact.runtime.choose.convert import convert
+    from fitact.runtime.choose.replacement import revert
+    from fitact.runtime.choose.ways import revert_plan
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
-    from fitact.runtime.convert.convert import convert
-    from fitact.runtime.convert.replacement import revert
-    from fitact.runtime.plan.ways import revert_plan
     from fitact.runtime.saving import saving
 
 __all__ = [
@@ -51,12 +51,12 @@ LAZY = {
     "compile": "fitact.runtime.compile.compile",
     "compile_options": "fitact.runtime.compile.compile",
     "compile_report": "fitact.runtime.compile.compile",
-    "convert": "fitact.runtime.convert.convert",
+    "convert": "fitact.runtime.choose.convert",
     "load_plan": "fitact.planning.record",
     "plan": "fitact.planning.make",
     "planner": "fitact.planning.make",
-    "revert": "fitact.runtime.convert.replacement",
-    "revert_plan": "fitact.runtime.plan.ways",
+    "revert": "fitact.runtime.choose.replacement",
+    "revert_plan": "fitact.runtime.choose.ways",
     "saving": "fitact.runtime.saving",
 }
 

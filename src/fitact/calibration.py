@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitact.errors import UsageError
 from fitact.fitter.records.weights import Calibration, Site, site
-from fitact.runtime.calibration.gather import Gathered, gather
+from fitact.runtime.choose.gather import Gathered, gather
 from fitact.text import LISTED, starred
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import fitact
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import fewbit, inverted, relumix
-from fitact.runtime.compare.report import measure
-from fitact.runtime.models.prepare import Training
-from fitact.runtime.models.reference import gelu_mlp
-from fitact.runtime.models.sources import hugging_face, timm_model
+from fitact.runtime.choose.compare import measure
+from fitact.runtime.measure.prepare import Training
+from fitact.runtime.measure.reference import gelu_mlp
+from fitact.runtime.measure.sources import hugging_face, timm_model
 
 NO_BITS = (3.0, True, False, "3", [3], (3,), math.nan, np.float64(3), np.True_, 0.5, -1)
 NO_SIZES = (0, -1, 1.5, 2.0, True, "2", None, math.nan, math.inf, [2])

@@ -181,7 +181,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fitact
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from tests.compile.test_compile import Gelu, off
 
 rank, file = int(sys.argv[1]), sys.argv[2]

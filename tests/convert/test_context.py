@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.errors import JobError, UsageError
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported
-from fitact.runtime.records import ModuleRecord
+from fitact.runtime.choose.records import ModuleRecord
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.modules import Attached
 from tests.support.models import QUICK, batch_of, model_of
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 import fitact
 from fitact.errors import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
-from fitact.runtime.convert.probe import computes
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported
-from fitact.runtime.records import Conversion
+from fitact.runtime.choose.probe import computes
+from fitact.runtime.choose.records import Conversion
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 
 HALF = torch.bfloat16
 

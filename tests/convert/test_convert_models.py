@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.errors import UsageError
-from fitact.runtime.convert.transformers import register
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.choose.transformers import register
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 from tests.support.models import (
     GROUPED,
     LAYERS,

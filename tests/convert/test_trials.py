@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
 
 X = torch.randn(4, 16)
 IDS = torch.randint(1, 61, (2, 9))

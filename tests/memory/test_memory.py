@@ -30,16 +30,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import fitact
 from fitact.cli import charts
 from fitact.errors import FitactError, JobError, UsageError
-from fitact.runtime.compare.baselines import checkpointed, compiled, work_of
-from fitact.runtime.compare.candidates import replaced, sites_of
-from fitact.runtime.compare.capacity import Curve
-from fitact.runtime.compare.records import Report, closed_form
-from fitact.runtime.compare.report import measure
-from fitact.runtime.memory.peak import cuda_memory, peak_memory
-from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels, is_activation
-from fitact.runtime.models import reference as models_reference
-from fitact.runtime.models.prepare import Inputs, Prepared, Training, blocks_of, imported, prepare
-from fitact.runtime.models.sources import from_callable, hugging_face, timm_model
+from fitact.runtime.choose.baselines import checkpointed, compiled, work_of
+from fitact.runtime.choose.candidates import replaced, sites_of
+from fitact.runtime.choose.capacity import Curve
+from fitact.runtime.choose.compare import measure
+from fitact.runtime.choose.compared import Report, closed_form
+from fitact.runtime.measure import reference as models_reference
+from fitact.runtime.measure.peak import cuda_memory, peak_memory
+from fitact.runtime.measure.prepare import Inputs, Prepared, Training, blocks_of, imported, prepare
+from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels, is_activation
+from fitact.runtime.measure.sources import from_callable, hugging_face, timm_model
 from fitact.runtime.saving import ERRORS
 from tests.conftest import ROOT
 
@@ -905,9 +905,9 @@ FEWER: dict[str, dict[str, float]] = {"gpt2": {"n_layer": 2}, "efficientnet": {"
 PROGRAM = """
 import json, shlex, sys
 from fitact.cli import main
-from fitact.runtime.memory.saved import count_saved, gpu_kernels
-from fitact.runtime.models.prepare import blocks_of, prepare
-from fitact.runtime.models.sources import hugging_face
+from fitact.runtime.measure.saved import count_saved, gpu_kernels
+from fitact.runtime.measure.prepare import blocks_of, prepare
+from fitact.runtime.measure.sources import hugging_face
 
 shapes, lines = json.load(sys.stdin)
 found = {}
@@ -1099,7 +1099,7 @@ def test_command(command: Call, tmp_path: Path) -> None:
 
 
 def test_command_reproduces_the_figures(command: Call) -> None:
-    model = "fitact.runtime.models.reference:gelu_mlp"
+    model = "fitact.runtime.measure.reference:gelu_mlp"
     status, out, _ = command(f"memory {model} --batch 2 --seq 4096 --bytes --bits 1 --bits 3")
     assert status == 0
     figures = REFERENCE["mlp"]
@@ -1228,7 +1228,7 @@ def test_optional_packages_are_imported_only_where_needed() -> None:
     program = """
 import sys
 from fitact.cli import main
-import fitact.runtime.compare.report, fitact.runtime.models.sources
+import fitact.runtime.choose.compare, fitact.runtime.measure.sources
 assert main(["--help"]) == main(["memory", "--help"]) == 0
 print(sorted({"transformers", "timm", "peft", "torchvision"} & set(sys.modules)))
 """

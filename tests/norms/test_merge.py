@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitact.errors import UsageError
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms.merge import merge_norm
 from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm
 

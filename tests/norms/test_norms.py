@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -27,16 +27,16 @@ from fitact.planning.make import Planner
 from fitact.planning.problem import Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import Inputs, Training, prepare
-from fitact.runtime.models.sources import hugging_face
-from fitact.runtime.plan import devices
-from fitact.runtime.plan.costs import Costs, Step
-from fitact.runtime.plan.costs import step as measured_step
-from fitact.runtime.plan.devices import DEVICES, Device
-from fitact.runtime.plan.timeline import Timeline
-from fitact.runtime.plan.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, WAYS, Checkpointed, Way, changed
+from fitact.runtime.choose.costs import Costs, Step
+from fitact.runtime.choose.costs import step as measured_step
+from fitact.runtime.choose.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, WAYS, Checkpointed, Way, changed
+from fitact.runtime.measure import devices
+from fitact.runtime.measure.devices import DEVICES, Device
+from fitact.runtime.measure.meter import Timeline
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import Inputs, Training, prepare
+from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.saving import ERRORS
 from fitact.runtime.torch_internals import storage_id
 
@@ -422,7 +422,7 @@ def test_a_checkpointed_block_is_copied_and_kept() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that repeats nothing is one block."""
     path = tmp_path / "plan.json"
-    model = ["fitact.runtime.models.reference:relu_mlp", "--batch", "1", "--seq", "64"]
+    model = ["fitact.runtime.measure.reference:relu_mlp", "--batch", "1", "--seq", "64"]
     assert main(["plan", *model, "--gib", "8", "--device", "t4", "-o", str(path)]) == 0
     assert "fits as it is" in capsys.readouterr().out
     assert [group.blocks for group in fitact.load_plan(path).groups] == [("",)]
@@ -432,9 +432,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("given", "message"),
     [
         (["--gib", "8"], "plan takes one model"),
-        (["fitact.runtime.models.reference:relu_mlp", "--device", "abacus"], "device 'abacus': expected a100"),
-        (["fitact.runtime.models.reference:relu_mlp", "--plot", "plan.txt"], "ends in .png, .svg or .pdf"),
-        (["fitact.runtime.models.reference:relu_mlp", "--gib", "0"], "gib"),
+        (["fitact.runtime.measure.reference:relu_mlp", "--device", "abacus"], "device 'abacus': expected a100"),
+        (["fitact.runtime.measure.reference:relu_mlp", "--plot", "plan.txt"], "ends in .png, .svg or .pdf"),
+        (["fitact.runtime.measure.reference:relu_mlp", "--gib", "0"], "gib"),
     ],
 )
 def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

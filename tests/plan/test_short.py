@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.models.prepare import prepare
-from fitact.runtime.models.sources import hugging_face
-from fitact.runtime.plan.costs import measure, step
-from fitact.runtime.plan.devices import DEVICES
-from fitact.runtime.plan.short import cut
-from fitact.runtime.plan.subjects import Subject, of_model, of_prepared, runs_of
-from fitact.runtime.plan.ways import FULL, SELECTIVE, STOCK, WAYS, Way
+from fitact.runtime.choose.costs import measure, step
+from fitact.runtime.choose.short import cut
+from fitact.runtime.choose.subjects import Subject, of_model, of_prepared, runs_of
+from fitact.runtime.choose.ways import FULL, SELECTIVE, STOCK, WAYS, Way
+from fitact.runtime.measure.devices import DEVICES
+from fitact.runtime.measure.prepare import prepare
+from fitact.runtime.measure.sources import hugging_face
 
 DEVICE = DEVICES["t4"]
 EXACT, ROUNDING = WAYS["exact"], WAYS["rounding"]

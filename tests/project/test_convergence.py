@@ -23,7 +23,7 @@ from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, res
 from benchmarks.convergence.tasks import LEARNED_PARTS, PATCHES, TASKS, Recipe, Setting
 from benchmarks.convergence.training import Run
 from fitact.errors import UsageError
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from tests.conftest import ROOT
 from tests.support.compilers import needs_compiler
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitact.runtime.models.prepare import imported
-from fitact.runtime.records import Conversion
+from fitact.runtime.choose.records import Conversion
+from fitact.runtime.measure.prepare import imported
 from tests.conftest import ROOT
 
 SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}

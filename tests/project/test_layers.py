@@ -23,16 +23,7 @@ RUNTIME = (
     "learned.ops",
     "learned",
 )
-MODELS = (
-    *("records", "restore", "modes", "norms", "saving.blocks", "memory", "models", "compile"),
-    *("saving", "convert.probe", "wrappers"),
-)
-CONVERSION = (
-    *("convert", "convert.arguments", "convert.context", "convert.convert"),
-    "calibration",
-    "compare",
-    "plan",
-)
+MODELS = ("restore", "modes", "norms", "saving.blocks", "measure", "compile", "saving", "wrappers")
 CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "learned", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
 ORDER = [
@@ -44,7 +35,7 @@ ORDER = [
     "fitact.generated",
     *(f"fitact.runtime.{name}" for name in MODELS),
     "fitact.api",
-    *(f"fitact.runtime.{name}" for name in CONVERSION),
+    "fitact.runtime.choose",
     "fitact.calibration",
     "fitact.planning",
     "fitact",

@@ -21,13 +21,13 @@ from fitact.planning.make import Planner
 from fitact.planning.problem import Problem
 from fitact.planning.programme import peak
 from fitact.planning.record import GIB
-from fitact.runtime.compare.report import measure
-from fitact.runtime.models.prepare import Training, prepare
-from fitact.runtime.models.reference import gelu_mlp
-from fitact.runtime.models.sources import hugging_face
-from fitact.runtime.plan.devices import USUAL, device_of
-from fitact.runtime.plan.subjects import of_prepared
-from fitact.runtime.plan.ways import FULL, STOCK
+from fitact.runtime.choose.compare import measure
+from fitact.runtime.choose.subjects import of_prepared
+from fitact.runtime.choose.ways import FULL, STOCK
+from fitact.runtime.measure.devices import USUAL, device_of
+from fitact.runtime.measure.prepare import Training, prepare
+from fitact.runtime.measure.reference import gelu_mlp
+from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.saving.modules import Attached
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.fitter.records.weights import Calibration
-from fitact.runtime.calibration import sketch
-from fitact.runtime.calibration.sketch import HALF, NEAR, STEPS, Sketch
+from fitact.runtime.measure import sketch
+from fitact.runtime.measure.sketch import HALF, NEAR, STEPS, Sketch
 from tests.support.refusals import refused
 
 # --- the sketch

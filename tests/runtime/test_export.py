@@ -167,7 +167,7 @@ IMPORTS = {
     "torch fails": ["import sys, fitact", fails("torch._utils", "torch"), "import torch"],
     "the runtime fails": [
         "import sys, fitact",
-        fails("fitact.runtime.convert.detect", "fitact.runtime.convert.convert"),
+        fails("fitact.runtime.choose.detect", "fitact.runtime.choose.convert"),
         "import torch",
     ],
 }

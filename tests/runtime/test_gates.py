@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fitact.fitter.records.gate import GateFit
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import saving
 from tests.support.gates import rebuilt
 from tests.support.generated import EACH_DTYPE, LAYOUTS, load, same, sizes

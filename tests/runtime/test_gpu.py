@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms import kernels, modules
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
 from fitact.runtime.ops import autograd, gate_ops

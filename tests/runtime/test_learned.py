@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fitact.fitter.analysis.learned import USED
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import saving
 from tests.support.generated import EACH_DTYPE, LAYOUTS, load, same, sizes
 from tests.support.learned import CASES, FROM_OUTPUT, Case, numbers_of, shaped

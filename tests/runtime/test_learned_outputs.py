@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fitact
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from tests.runtime.test_learned import C, module, truth
 from tests.support.generated import EACH_DTYPE, LAYOUTS, sizes
 from tests.support.learned import FROM_OUTPUT, numbers_of, shaped

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from tests.support.generated import CHANGES, EACH_DTYPE, LAYOUTS, Generated, run, same, sizes
 from tests.support.inverses import SOME as INVERSES
 from tests.support.kinds import QUICK, each, each_kind, every_kind, kinds

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fitact import saving
-from fitact.runtime.compare.baselines import checkpointed
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.choose.baselines import checkpointed
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.support.saving import HALF, cast, differences, kept, kept_of, loss_of, observed, pair, train

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitact.runtime.memory.peak import peak_memory
+from fitact.runtime.measure.peak import peak_memory
 from fitact.runtime.saving.blocks import BITS, columns_of, decode, encode, nbytes
 from fitact.runtime.torch_internals import FakeTensorMode
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import imported
 from tests.support.around import AROUND
 from tests.support.blocks import SETTINGS
 from tests.support.convolutions import IMAGES as X

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fitact
 from fitact import saving
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported, without_packing
-from fitact.runtime.models.twins import Twins
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import imported, without_packing
+from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure.twins import Twins
 from fitact.runtime.saving.loss import PIECE
 
 WIDTH = 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact import saving
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.ops import reference
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fitact
 from fitact import saving
-from fitact.runtime.compare.baselines import checkpointed
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import blocks_of
+from fitact.runtime.choose.baselines import checkpointed
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import blocks_of
+from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
 from fitact.runtime.torch_internals import storage_id, tree_leaves
 from tests.support.models import NEWER, batch_of, made, step
 from tests.support.saving import HALF, cast, differences, gradients

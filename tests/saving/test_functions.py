@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.torch_internals import innermost_mode
 from tests.support.around import AROUND
 from tests.support.blocks import SETTINGS

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fitact import saving
 from fitact.codegen import bundle
 from fitact.generated.swish_beta_rebuild import SwishBetaRebuild
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from tests.support.generated import same, sizes
 from tests.support.learned import rebuilt
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fitact import saving
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 from tests.support.saving import HALF, cast, differences, kept, observed, pair, train
 
 WIDTH, EXPERTS, CHOSEN, ROWS = 16, 5, 2, 300

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fitact
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import gpu_kernels
 from tests.support.models import TIMM_CONV, VIT, batch_of, inputs_of, made, step
 from tests.support.processes import run
 from tests.support.saving import HALF, cast, differences, gradients, kept_of

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitact import saving
-from fitact.runtime.memory.saved import count_saved
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import Own
 from tests.support.saving import HALF, cast, differences, kept, observed, pair, train
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fitact
-from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import gpu_kernels
 from tests.support.models import batch_of, made
 from tests.support.saving import HALF, cast, differences, kept_of
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from fitact.codegen.generate import render
 from fitact.fitter.records.kinds import AnyFit
-from fitact.runtime.memory.saved import Saved
+from fitact.runtime.measure.saved import Saved
 from fitact.runtime.ops import registry
 
 HALVES = (torch.bfloat16, torch.float16)

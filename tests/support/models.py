@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
 
 from .saving import cast
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.memory.saved import count_saved
+from fitact.runtime.measure.saved import count_saved
 
 HALF = torch.bfloat16
 Step = Callable[[Any, Tensor], Any]

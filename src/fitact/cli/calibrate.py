@@ -44,7 +44,7 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
     """
     from fitact.calibration import calibrate as run
     from fitact.files import write
-    from fitact.runtime.models.sources import model_and_batches
+    from fitact.runtime.measure.sources import model_and_batches
 
     if output.suffix != ".json":
         raise UsageError(f"{output}: expected a file name that ends in .json, by which fitact fit knows it")

@@ -10,7 +10,7 @@ from fitact.text import columns
 from .options import say
 
 if TYPE_CHECKING:
-    from fitact.runtime.compare.records import Report
+    from fitact.runtime.choose.compared import Report
 
 
 KIB = 2**10

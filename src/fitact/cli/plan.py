@@ -74,10 +74,10 @@ def plan(
     from fitact.planning.largest import largest as largest_of
     from fitact.planning.make import Planner, Words
     from fitact.planning.record import GIB
-    from fitact.runtime.compare.report import DTYPES
-    from fitact.runtime.models.prepare import prepare
-    from fitact.runtime.plan.devices import device_of, measured
-    from fitact.runtime.plan.subjects import of_prepared
+    from fitact.runtime.choose.compare import DTYPES
+    from fitact.runtime.choose.subjects import of_prepared
+    from fitact.runtime.measure.devices import device_of, measured
+    from fitact.runtime.measure.prepare import prepare
     from fitact.runtime.saving import ERRORS
 
     if picture is not None:

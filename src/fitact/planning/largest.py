@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 
 from fitact.errors import JobError
-from fitact.runtime.compare.capacity import Curve
+from fitact.runtime.choose.capacity import Curve
 
 from .make import Planner, check
 from .record import GIB, Plan

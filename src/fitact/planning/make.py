@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from fitact.arguments import flags, positive
 from fitact.errors import UsageError, quote
-from fitact.runtime.compare.report import DTYPES, MOST_GIB, OPTIMIZERS
-from fitact.runtime.plan.costs import Costs, measure, measure_more
-from fitact.runtime.plan.devices import USUAL, Device, device_of
-from fitact.runtime.plan.subjects import Subject, of_model
-from fitact.runtime.plan.ways import OF_BLOCKS, Way
+from fitact.runtime.choose.compare import DTYPES, MOST_GIB, OPTIMIZERS
+from fitact.runtime.choose.costs import Costs, measure, measure_more
+from fitact.runtime.choose.subjects import Subject, of_model
+from fitact.runtime.choose.ways import OF_BLOCKS, Way
+from fitact.runtime.measure.devices import USUAL, Device, device_of
 from fitact.runtime.saving import ERRORS
 
 from .problem import Problem, chosen, points_of
@@ -49,7 +49,7 @@ def plan(
         example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from the
             output's `loss` if there is one, else from all outputs; of a model of transformers keep the loss alone.
         optimizer: `"adamw"`, `"sgd"` (with momentum) or `"none"`.
-        device: for which time is predicted: a name in `fitact.runtime.plan.devices.DEVICES`, or what `measured`
+        device: for which time is predicted: a name in `fitact.runtime.measure.devices.DEVICES`, or what `measured`
             there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
         front: whether to find the least time for other memories, too.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from operator import itemgetter
 
-from fitact.runtime.plan.costs import Cost, Costs, Step, step
-from fitact.runtime.plan.devices import Device
-from fitact.runtime.plan.subjects import Subject
-from fitact.runtime.plan.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, Way
+from fitact.runtime.choose.costs import Cost, Costs, Step, step
+from fitact.runtime.choose.subjects import Subject
+from fitact.runtime.choose.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, Way
+from fitact.runtime.measure.devices import Device
 from fitact.runtime.saving import ERRORS
 
 from .programme import Option, Stage, fastest, least, peak, seconds

@@ -27,7 +27,7 @@ class Group:
     """Blocks that are trained the same way.
 
     Attributes:
-        way: its name, one of `fitact.runtime.plan.ways.WAYS`.
+        way: its name, one of `fitact.runtime.choose.ways.WAYS`.
         blocks: the paths of the blocks in the model; `""` is the model itself.
 
     """
@@ -155,7 +155,7 @@ class Plan:
                 so; the model is then unchanged.
 
         """
-        from fitact.runtime.plan.ways import apply
+        from fitact.runtime.choose.ways import apply
 
         if not self.fits:
             raise UsageError(f"the plan {sentence(self)}: there is nothing to apply")
@@ -167,7 +167,7 @@ class Plan:
 
 def sentence(plan: Plan) -> str:
     """Return in a few words whether a step fits, and what it costs."""
-    from fitact.runtime.plan.ways import WAYS
+    from fitact.runtime.choose.ways import WAYS
     from fitact.runtime.saving import ERRORS
 
     if not plan.fits:
@@ -296,7 +296,7 @@ def _value(kind: str, value: Any, where: str) -> Any:
 
 
 def _check_ways(plan: Plan) -> None:
-    from fitact.runtime.plan.ways import WAYS
+    from fitact.runtime.choose.ways import WAYS
     from fitact.runtime.saving import ERRORS
 
     seen: set[str] = set()

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fitact.errors import FitactError, UsageError
+from fitact.runtime.measure.devices import Device
+from fitact.runtime.measure.meter import Mark, Timeline, Work
 from fitact.runtime.restore import differentiate, generators
 from fitact.text import one_line
 
-from .devices import Device
 from .short import ROW, cut, filled, skipped
 from .subjects import Run, Subject, hooked, runs_of
-from .timeline import Mark, Timeline, Work
 from .ways import REST, STOCK, Way, changed
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from fitact.runtime.convert.choices import Policy
-from fitact.runtime.convert.detect import REFUSED, ActivationSite, activation_sites
-from fitact.runtime.convert.replacement import putting
-from fitact.runtime.memory.saved import Saved
+from fitact.runtime.measure.saved import Saved
 from fitact.runtime.saving import ERRORS, saving
 from fitact.runtime.saving.modules import attaching
 
 from .baselines import checkpointed
+from .choices import Policy
+from .detect import REFUSED, ActivationSite, activation_sites
+from .replacement import putting
 
 
 @dataclass(frozen=True)

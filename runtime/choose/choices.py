@@ -12,8 +12,8 @@ from fitact.errors import UsageError, quote
 from fitact.runtime.ops.registry import registered
 
 from .detect import ActivationSite, Found, recipe, shipped_class
-from .measure import Plan, Trace, Usage
 from .replacement import Replacement, plan
+from .trials import Plan, Trace, Usage
 
 METHODS = ("fewbit", "relumix", "inverted", "exact")
 WIDTHS = range(1, 5)

@@ -1,8 +1,8 @@
 """Where a model's bytes are, and what each method and baseline saves: `measure`, behind `fitact memory`.
 
-    from fitact.runtime.compare.report import measure
-    from fitact.runtime.models.prepare import Training
-    from fitact.runtime.models.sources import hugging_face
+    from .compare import measure
+    from fitact.runtime.measure.prepare import Training
+    from fitact.runtime.measure.sources import hugging_face
 
     report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048, gib=24)
     report.block                                   # bytes of one block by kind
@@ -31,18 +31,18 @@ from torch import Tensor, nn
 from fitact.arguments import flags, integer, positive, real, several
 from fitact.errors import UsageError, quote
 from fitact.runtime.compile.compile import BUDGET
-from fitact.runtime.convert.choices import check_bits
-from fitact.runtime.memory.peak import peak_memory
-from fitact.runtime.memory.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Source, Training, blocks_of, prepare
-from fitact.runtime.models.sources import from_callable
+from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.prepare import Inputs, Prepared, Source, Training, blocks_of, prepare
+from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
+from fitact.runtime.measure.sources import from_callable
 from fitact.runtime.restore import differentiate, explained
 from fitact.text import one_line
 
 from .baselines import Work, compiled, work_of
 from .candidates import STOCK, Candidate, checkpoints, contexts, methods, sites_of
 from .capacity import Curve
-from .records import Report, Row, closed_form
+from .choices import check_bits
+from .compared import Report, Row, closed_form
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # tensors of a parameter's size; SGD with momentum

@@ -13,17 +13,15 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import flop_registry
 
 from fitact.runtime.compile.compander import Compander
 from fitact.runtime.compile.partition import Partition
-from fitact.runtime.memory.saved import Saved
-from fitact.runtime.models.prepare import Inputs, Prepared, without_packing
+from fitact.runtime.measure.meter import FLOPS
+from fitact.runtime.measure.prepare import Inputs, Prepared, without_packing
+from fitact.runtime.measure.saved import Saved
 from fitact.runtime.modes import OperationMode
 from fitact.runtime.restore import loss_of
 from fitact.runtime.torch_internals import (
-    ATTENTION,
-    GROUPED,
     FakeTensorMode,
     kept_selectively,
     min_cut,
@@ -39,21 +37,6 @@ from fitact.runtime.torch_internals import (
 )
 
 aten = torch.ops.aten
-
-
-def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Return the FLOPs of the products of several experts: each row of a meets one matrix of b."""
-    groups = len(a) if a.ndim > b.ndim else 1  # then a column of b meets one matrix of a
-    return 2 * a.numel() * b.shape[-1] // groups
-
-
-# PyTorch's counter of FLOPs does not know the products of experts, nor the fused attention of the CPU, whose
-# arguments begin as the GPU's do.
-FLOPS: dict[Any, Callable[..., int]] = {
-    GROUPED: _grouped,
-    **flop_registry,
-    **{cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()},
-}
 
 
 # From 2.14 on, hooks of saved tensors can see what a selective checkpoint keeps; this keeps them from seeing it.

@@ -10,8 +10,9 @@ from unittest import mock
 
 from torch import nn
 
+from fitact.runtime.measure.meter import Mark
+
 from .subjects import Run, first_tensor
-from .timeline import Mark
 from .ways import Way
 
 ROW = 4  # blocks of a row that run: the first two, one whose neighbours are like itself, and the last

@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fitact.errors import FitactError, UsageError, quote
-from fitact.runtime.convert.detect import FUNCTIONS, SHIPPED, ActivationSite, Found, activation_sites, parametrised
+from fitact.runtime.measure.sketch import Sketch
 from fitact.runtime.restore import check_model, following, has_no_values, real, runner, untouched
 from fitact.runtime.torch_internals import is_compiled, without_torch_function
 from fitact.text import one_line
 
-from .sketch import Sketch
+from .detect import FUNCTIONS, SHIPPED, ActivationSite, Found, activation_sites, parametrised
 
 
 @dataclass(frozen=True)

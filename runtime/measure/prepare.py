@@ -1,7 +1,7 @@
 """Models to measure, built without memory for their weights: `Training` and `prepare`.
 
 A model is made on PyTorch's meta device and run as fake tensors on the CPU. (Fake CUDA tensors would need a
-PyTorch built for CUDA.) `fitact.runtime.models.sources` makes the models.
+PyTorch built for CUDA.) `fitact.runtime.measure.sources` makes the models.
 """
 
 from __future__ import annotations

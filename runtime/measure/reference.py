@@ -2,9 +2,9 @@
 
 Each function returns a model and its input, as `fitact memory MODULE:FUNCTION` expects:
 
-    fitact memory fitact.runtime.models.reference:gelu_mlp --batch 2 --seq 4096
-    fitact memory fitact.runtime.models.reference:gelu_mlp --batch 2 --seq 4096 --freeze "down.*"
-    fitact memory fitact.runtime.models.reference:swiglu_mlp --batch 2 --seq 4096
+    fitact memory fitact.runtime.measure.reference:gelu_mlp --batch 2 --seq 4096
+    fitact memory fitact.runtime.measure.reference:gelu_mlp --batch 2 --seq 4096 --freeze "down.*"
+    fitact memory fitact.runtime.measure.reference:swiglu_mlp --batch 2 --seq 4096
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 
 from fitact.errors import JobError
-from fitact.runtime.memory.saved import Saved, count_saved
-from fitact.runtime.records import Conversion, Gradient, ModuleRecord, SiteRecord
+from fitact.runtime.measure.saved import Saved, count_saved
 from fitact.runtime.restore import Run, runner
 from fitact.runtime.saving.context import baseline, saving
 from fitact.runtime.saving.modules import Context, attach, attaching, detach
@@ -21,7 +20,8 @@ from fitact.text import starred
 
 from .arguments import Patterns, matching
 from .gradients import gradient_error
-from .measure import run_trained, runs
+from .records import Conversion, Gradient, ModuleRecord, SiteRecord
+from .trials import run_trained, runs
 
 Contexts = Mapping[str, Context]
 Saving = Callable[[], saving]

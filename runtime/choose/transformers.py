@@ -1,6 +1,6 @@
 """Registers shipped activations with transformers, so that a configuration can name one.
 
-    from fitact.runtime.convert.transformers import register
+    from .transformers import register
 
     register()
     config = AutoConfig.for_model("bert", hidden_act="gelu_fewbit3")
@@ -15,7 +15,7 @@ from importlib import import_module
 
 from fitact.api import activation, shipped
 from fitact.fitter.expr.catalog import GATES
-from fitact.runtime.models.prepare import imported
+from fitact.runtime.measure.prepare import imported
 
 
 def register() -> tuple[str, ...]:

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
-from fitact.runtime.compare.baselines import FLOPS
 from fitact.runtime.modes import OperationMode
-from fitact.runtime.torch_internals import storage_id, tree_iter
+from fitact.runtime.torch_internals import ATTENTION, GROUPED, storage_id, tree_iter
 
 from .devices import CURVED, Device
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Return the FLOPs of the products of several experts: each row of a meets one matrix of b."""
+    groups = len(a) if a.ndim > b.ndim else 1  # then a column of b meets one matrix of a
+    return 2 * a.numel() * b.shape[-1] // groups
+
+
+# PyTorch's counter of FLOPs does not know the products of experts, nor the fused attention of the CPU, whose
+# arguments begin as the GPU's do.
+FLOPS: dict[Any, Callable[..., int]] = {
+    GROUPED: _grouped,
+    **flop_registry,
+    **{cpu: flop_registry[gpu] for cpu, gpu in ATTENTION.items()},
+}
 
 # Operations that take about CURVED FLOPs for each element; the others count one.
 HEAVY = (

@@ -3,7 +3,7 @@
 Storages are counted: two saved tensors with the same storage count once, and parameters and buffers of modules do
 not count. Real, fake and meta tensors are counted alike.
 
-`fitact.runtime.compare.report` uses this to measure a whole model, as it is and with each method and baseline.
+`fitact.runtime.choose.compare` uses this to measure a whole model, as it is and with each method and baseline.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fitact.runtime.models.twins import Twins
-from fitact.runtime.records import Conversion, SiteRecord
+from fitact.runtime.measure.twins import Twins
 from fitact.runtime.restore import runner
 from fitact.runtime.saving import saving
 
@@ -19,8 +18,9 @@ from .choices import Policy, Substitutes, paying
 from .context import attached
 from .detect import activation_sites
 from .gradients import gradient_error
-from .measure import Trace, stock, traces
+from .records import Conversion, SiteRecord
 from .replacement import Replacement, Sites, as_likes, attempt, inner, plan, put
+from .trials import Trace, stock, traces
 
 
 def convert(

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fitact.errors import UsageError, quote
-from fitact.runtime.compare.baselines import UNSEEN, selectively
-from fitact.runtime.convert.convert import convert
-from fitact.runtime.convert.replacement import revert
 from fitact.runtime.ops.registry import is_generated
 from fitact.runtime.restore import check_model
 from fitact.runtime.saving import ERRORS, baseline, saving
 from fitact.runtime.saving.modules import attach, has_context
 from fitact.runtime.torch_internals import FakeTensor, is_compiled, tree_iter
+
+from .baselines import UNSEEN, selectively
+from .convert import convert
+from .replacement import revert
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
 

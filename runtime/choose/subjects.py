@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from fitact.errors import UsageError
-from fitact.runtime.convert.measure import faked_run
-from fitact.runtime.memory.saved import gpu_kernels
-from fitact.runtime.models.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
-from fitact.runtime.models.twins import Twins
+from fitact.runtime.measure.devices import Device
+from fitact.runtime.measure.meter import Timeline, Work
+from fitact.runtime.measure.prepare import Inputs, Prepared, Statistics, blocks_of, starts, without_packing
+from fitact.runtime.measure.saved import gpu_kernels
+from fitact.runtime.measure.twins import Twins
 from fitact.runtime.restore import check_model, explained, runner
 from fitact.runtime.torch_internals import FakeTensorMode, quiet_fake_tensors, tree_iter
 from fitact.text import one_line
 
-from .devices import Device
-from .timeline import Timeline, Work
+from .trials import faked_run
 
 
 @dataclass(frozen=True)

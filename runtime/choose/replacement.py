@@ -14,7 +14,6 @@ from torch import nn
 
 from fitact.errors import UsageError
 from fitact.runtime.ops.registry import registered
-from fitact.runtime.records import Conversion, SiteRecord
 from fitact.runtime.restore import check_model
 from fitact.runtime.saving.modules import detach
 from fitact.runtime.torch_internals import uncompiled
@@ -22,8 +21,9 @@ from fitact.runtime.wrappers import Held, InPlace
 from fitact.text import starred
 
 from .detect import ActivationSite, activation_sites, recognise
-from .measure import Plan, Trace
 from .probe import PLAIN, argument_of, computes
+from .records import Conversion, SiteRecord
+from .trials import Plan, Trace
 
 Sites = Sequence[ActivationSite]
 ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fitact.errors import FitactError, UsageError
-from fitact.runtime.memory.saved import ACTIVATIONS, Kept, Place, Saved, place_in
-from fitact.runtime.models.prepare import Statistics, without_packing
-from fitact.runtime.models.twins import Twins, fake
+from fitact.runtime.measure.prepare import Statistics, without_packing
+from fitact.runtime.measure.saved import ACTIVATIONS, Kept, Place, Saved, place_in
+from fitact.runtime.measure.twins import Twins, fake
 from fitact.runtime.modes import watching_saved
 from fitact.runtime.ops.library import DTYPES
-from fitact.runtime.records import Unseen
 from fitact.runtime.restore import Call, Run, generators, real, unchanged
 from fitact.runtime.torch_internals import (
     FakeTensorMode,
@@ -36,6 +35,7 @@ from fitact.runtime.torch_internals import (
 from fitact.text import one_line, starred
 
 from .detect import ActivationSite, activation_sites
+from .records import Unseen
 
 # Replaces activations of the model, given where they are, until the context ends.
 Plan = Callable[[Sequence[ActivationSite]], AbstractContextManager[Any]]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.records import Gradient
 from fitact.runtime.restore import Run, generators, has_no_values, loss_of, real, unchanged
 from fitact.runtime.torch_internals import tree_leaves
 from fitact.text import one_line
 
 from .detect import activation_sites
-from .measure import Plan, stock
+from .records import Gradient
+from .trials import Plan, stock
 
 Gradients = Sequence[Tensor | None]
 

@@ -1,1 +1,0 @@
-"""What goes into each activation of a model, gathered while it runs."""

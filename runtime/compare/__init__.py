@@ -1,1 +1,0 @@
-"""A model with every method and baseline side by side: bytes, FLOPs, the largest sizes that fit."""

@@ -1,1 +1,0 @@
-"""A model's activations replaced: where they are, what each gets, what it keeps."""

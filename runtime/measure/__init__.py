@@ -1,0 +1,1 @@
+"""Models without memory, and what running them saves, takes at its peak and computes."""

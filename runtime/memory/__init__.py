@@ -1,1 +1,0 @@
-"""Counting what autograd keeps, and measuring the peak of a step."""

@@ -1,1 +1,0 @@
-"""Models to measure, built without memory."""
