@@ -19,7 +19,8 @@ from pathlib import Path
 
 from fitact.errors import UsageError, quote
 from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
+from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.learned import LearnedFit
 
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted
@@ -97,7 +98,7 @@ def _standalone(fit: AnyFit) -> dict[str, str]:
 
 
 def _kernel(fit: AnyFit, name: str) -> dict[str, str]:
-    numbers = list(fit.activation.names) if isinstance(fit, AnyLearnedFit) else []
+    numbers = list(fit.activation.names) if isinstance(fit, LearnedFit) else []
     own = {"name": fit.name, "module": class_name(fit.name), "kernel": name, "numbers": numbers}
     context = admitted(own)
     layers, build = (

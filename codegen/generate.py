@@ -23,7 +23,8 @@ from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.records.approximants import Quotient
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
+from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.learned import LearnedFit
 
 from . import dialects, gates, learned, printers
 from .approximants import choice
@@ -109,7 +110,7 @@ def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
     """Return the template for a kind of fit, and the values that only this template needs."""
     if isinstance(fit, GateFit):
         return "gate.py.j2", gates.context(fit)
-    if isinstance(fit, AnyLearnedFit):
+    if isinstance(fit, LearnedFit):
         return "learned.py.j2", learned.context(fit)
     value = _value(fit.activation)
     if isinstance(fit, StepFit):

@@ -64,12 +64,12 @@ def render(formula: Expr, dialect: Dialect, variable: str = "x") -> Code:
     return Code(tuple(printer.steps), result)
 
 
-def device(formula: Expr, variable: str = "x") -> tuple[Code, Code | None]:
+def device(formula: Expr) -> tuple[Code, Code | None]:
     """Return device code for results of float32, and for half precision if there is any that is shorter.
 
     A formula that mostly cancels has no short forms of functions: their errors would not cancel.
     """
-    full, half = (render(formula, dialect, variable) for dialect in (PRECISE, HALF))
+    full, half = (render(formula, dialect) for dialect in (PRECISE, HALF))
     return full, None if half == full or not bears(formula, SHORT, SHORT_ERROR) else half
 
 

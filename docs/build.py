@@ -34,7 +34,7 @@ GALLERY = DOCS / "gallery"
 DPI = 75
 WIDTH = 100  # of a help text
 ROOMS = ("fitter", "codegen", "runtime", "generated")
-METHODS = ("fewbit", "relumix", "inverted", "exact", "gate_rebuild", "learned_rebuild", "learned_exact")
+METHODS = ("fewbit", "relumix", "inverted", "exact", "gate_rebuild", "learned_rebuild")
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (

@@ -14,8 +14,8 @@ from fitact.fitter.expr.evaluate import Array, evaluate
 from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit
-from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
+from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.learned import LearnedFit
 from fitact.pictures import blank, check_format, defaults, literal, save
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
         ExactFit: (_draw_exact,),
         InvertedFit: (_draw_over_output, _draw_over_input),
         LearnedFit: (_draw_formula,),
-        ExactLearnedFit: (_draw_formula,),
     }
     return [partial(panel, fit) for panel in drawn[type(fit)]]
 
@@ -96,7 +95,7 @@ def _draw_factor(fit: GateFit, name: str, upper: Axes, lower: Axes) -> None:
     lower.set_ylabel("derivative")
 
 
-def _draw_formula(fit: AnyLearnedFit, upper: Axes, lower: Axes) -> None:
+def _draw_formula(fit: LearnedFit, upper: Axes, lower: Axes) -> None:
     """Draw a formula at the start of its learned numbers: its value above, its derivatives below."""
     formula = fit.activation
     x = np.linspace(-REACH, REACH, POINTS)
@@ -106,7 +105,7 @@ def _draw_formula(fit: AnyLearnedFit, upper: Axes, lower: Axes) -> None:
         _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
     upper.set_xlim(-REACH, REACH)
     lower.legend(fontsize=7, ncols=2, frameon=False)
-    _dress(fit, upper, lower, "$y$ is kept" if isinstance(fit, ExactLearnedFit) else "$x$ is kept: no error")
+    _dress(fit, upper, lower, "$x$ is kept: no error")
     upper.set_ylabel("value")
     lower.set_ylabel("derivatives")
 

@@ -18,15 +18,17 @@ class Entry:
         torch: a call of PyTorch's own function on `x`, as generated code writes it, with the same names; None
             where PyTorch has no such function.
         parameters: their default values, which are PyTorch's if it has any.
+        output: the derivative as an expression in the output `y`, with the same names, where it is one.
 
     """
 
     expression: str
     torch: str | None
     parameters: Mapping[str, float] = field(default_factory=dict)
+    output: str | None = None
 
     def filled(self, text: str, parameters: Mapping[str, float]) -> str:
-        """Return `expression` or `torch` with the values of the parameters, defaults for those not given.
+        """Return `expression`, `torch` or `output` with values of the parameters, defaults for those not given.
 
         Raises:
             UsageError: a parameter is unknown or not a finite number.
@@ -45,9 +47,19 @@ class Entry:
 # At a breakpoint the derivative of a formula is that of the branch that `where` takes there, which is PyTorch's.
 # NaN fails every comparison, and so reaches a branch that keeps it.
 CATALOG: dict[str, Entry] = {
-    "celu": Entry("where(x > 0, x, {alpha}*expm1(x/{alpha}))", "F.celu(x, {alpha})", {"alpha": 1.0}),
-    "elu": Entry("where(x > 0, x, {alpha}*expm1(x))", "F.elu(x, {alpha})", {"alpha": 1.0}),
-    "exp": Entry("exp(x)", "torch.exp(x)"),
+    "celu": Entry(
+        "where(x > 0, x, {alpha}*expm1(x/{alpha}))",
+        "F.celu(x, {alpha})",
+        {"alpha": 1.0},
+        output="where(y > 0, 1, y/{alpha} + 1)",
+    ),
+    "elu": Entry(
+        "where(x > 0, x, {alpha}*expm1(x))",
+        "F.elu(x, {alpha})",
+        {"alpha": 1.0},
+        output="where(y > 0, 1, y + {alpha})",
+    ),
+    "exp": Entry("exp(x)", "torch.exp(x)", output="y"),
     "gelu": Entry("x*(1 + erf(x/sqrt(2)))/2", "F.gelu(x)"),
     "gelu_tanh": Entry(
         "x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))/2",
@@ -56,41 +68,55 @@ CATALOG: dict[str, Entry] = {
     "hardshrink": Entry(
         "where(x >= -{lambd}, where(x <= {lambd}, 0, x), x)", "F.hardshrink(x, {lambd})", {"lambd": 0.5}
     ),
-    "hardsigmoid": Entry("where(x >= 3, 1, where(x <= -3, 0, x/6 + 1/2))", "F.hardsigmoid(x)"),
+    "hardsigmoid": Entry(
+        "where(x >= 3, 1, where(x <= -3, 0, x/6 + 1/2))",
+        "F.hardsigmoid(x)",
+        output="where(y >= 1, 0, where(y > 0, 1/6, 0))",
+    ),
     "hardswish": Entry("where(x >= 3, x, where(x <= -3, 0, x*(x + 3)/6))", "F.hardswish(x)"),
     "hardtanh": Entry(
         "where(x >= {max_val}, {max_val}, where(x <= {min_val}, {min_val}, x))",
         "F.hardtanh(x, {min_val}, {max_val})",
         {"min_val": -1.0, "max_val": 1.0},
+        output="where(y >= {max_val}, 0, where(y > {min_val}, 1, 0))",
     ),
-    "identity": Entry("x", "torch.clone(x)"),
+    "identity": Entry("x", "torch.clone(x)", output="1"),
     "leaky_relu": Entry(
-        "where(x > 0, x, {negative_slope}*x)", "F.leaky_relu(x, {negative_slope})", {"negative_slope": 0.01}
+        "where(x > 0, x, {negative_slope}*x)",
+        "F.leaky_relu(x, {negative_slope})",
+        {"negative_slope": 0.01},
+        output="where(y > 0, 1, {negative_slope})",
     ),
-    "logsigmoid": Entry("-softplus(-x)", "F.logsigmoid(x)"),
+    "logsigmoid": Entry("-softplus(-x)", "F.logsigmoid(x)", output="-expm1(y)"),
     "mish": Entry("x*tanh(softplus(x))", "F.mish(x)"),
     "quick_gelu": Entry("x*sigmoid(1.702*x)", None),
-    "relu": Entry("relu(x)", "F.relu(x)"),
-    "relu2": Entry("relu(x)**2", "F.relu(x).square()"),
-    "relu6": Entry("where(x >= 6, 6, where(x <= 0, 0, x))", "F.relu6(x)"),
+    "relu": Entry("relu(x)", "F.relu(x)", output="where(y > 0, 1, 0)"),
+    "relu2": Entry("relu(x)**2", "F.relu(x).square()", output="2*sqrt(y)"),
+    "relu6": Entry(
+        "where(x >= 6, 6, where(x <= 0, 0, x))", "F.relu6(x)", output="where(y >= 6, 0, where(y > 0, 1, 0))"
+    ),
     # α and λ of Klambauer et al., Self-Normalizing Neural Networks, as PyTorch rounds them to float64
-    "selu": Entry("1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))", "F.selu(x)"),
+    "selu": Entry(
+        "1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))",
+        "F.selu(x)",
+        output="where(y > 0, 1.0507009873554805, 1.0507009873554805*1.6732632423543772 + y)",
+    ),
     # Nag et al., SERF, arXiv 2108.09598
     "serf": Entry("x*erf(softplus(x))", None),
-    "sigmoid": Entry("sigmoid(x)", "torch.sigmoid(x)"),
+    "sigmoid": Entry("sigmoid(x)", "torch.sigmoid(x)", output="y*(1 - y)"),
     "silu": Entry("x*sigmoid(x)", "F.silu(x)"),
     # Ziyin et al., Neural Networks Fail to Learn Periodic Functions and How to Fix It, arXiv 2006.08195
     "snake": Entry("x + sin({a}*x)**2/{a}", None, {"a": 1.0}),
-    "softplus": Entry("softplus(x)", "F.softplus(x)"),
+    "softplus": Entry("softplus(x)", "F.softplus(x)", output="-expm1(-y)"),
     "softshrink": Entry(
         "where(x >= -{lambd}, where(x <= {lambd}, 0, x - {lambd}), x + {lambd})",
         "F.softshrink(x, {lambd})",
         {"lambd": 0.5},
     ),
-    "softsign": Entry("x/(1 + abs(x))", "F.softsign(x)"),
+    "softsign": Entry("x/(1 + abs(x))", "F.softsign(x)", output="(1 - abs(y))**2"),
     # Barron, Squareplus, arXiv 2112.11687: (x + √(x² + 4))/2
-    "squareplus": Entry("squareplus(x)", None),
-    "tanh": Entry("tanh(x)", "torch.tanh(x)"),
+    "squareplus": Entry("squareplus(x)", None, output="1/(1 + y**-2)"),
+    "tanh": Entry("tanh(x)", "torch.tanh(x)", output="1 - y**2"),
     "tanhshrink": Entry("x - tanh(x)", "F.tanhshrink(x)"),
     "threshold": Entry(
         "where(x <= {threshold}, {value}, x)",

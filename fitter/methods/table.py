@@ -15,8 +15,8 @@ from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.expr.work import MILLION, budget, stage
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyLearnedFit, AnyPlainFit
-from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
+from fitact.fitter.records.kinds import AnyFit, AnyPlainFit
+from fitact.fitter.records.learned import LearnedFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 
@@ -28,10 +28,10 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "fewbit": ("bits", "domain", "weight", "seed"),
         "relumix": ("bits", "objective", "restarts", "seed"),
         "inverted": ("bits", "domain", "tol", "family"),
-        "exact": (),
+        "exact": ("derivative",),
     },
     "gates": {"rebuild": ()},
-    "formulas": {"rebuild": (), "exact": ()},
+    "formulas": {"rebuild": ()},
 }
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4"}
 # What the options are by default, where the method has them.
@@ -74,27 +74,25 @@ def make_gate(gate: Gate, name: str) -> GateFit:
     return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
 
 
-def make_learned(method: str, formula: Learned, name: str) -> AnyLearnedFit:
-    """Fit a formula with learned numbers by the method of that name; warn if floating point fails on its start."""
+def make_learned(formula: Learned, name: str) -> LearnedFit:
+    """Return the fit of a formula with learned numbers; warn if floating point fails on its start."""
     if (start := formula.start()) is not None:
         float_check.warn(start)
-    if method == "rebuild":
-        return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
-    with _fitting(formula):
-        return exact.fit_learned(formula, name)
+    return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
 
 
 def again(fit: AnyFit) -> AnyFit:
     """Make a fit again from the options in its record: the same bytes, if nothing has changed."""
     if isinstance(fit, GateFit):
         return make_gate(fit.activation, fit.name)
-    if isinstance(fit, LearnedFit | ExactLearnedFit):
-        return make_learned(fit.method.removeprefix("learned_"), fit.activation, fit.name)
+    if isinstance(fit, LearnedFit):
+        return make_learned(fit.activation, fit.name)
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
     if fit.name in inverted_published.NAMES:
         return inverted_published.published(fit.name)
-    options: dict[str, Any] = {} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
+    options: dict[str, Any] = {}
+    options |= {"derivative": fit.derivative} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
     if isinstance(fit, InvertedFit):
         options |= {"domain": fit.domain}
     if isinstance(fit, StepFit) and fit.method == "fewbit":

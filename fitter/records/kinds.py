@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .fit import ExactFit, InvertedFit, StepFit
 from .gate import GateFit
-from .learned import ExactLearnedFit, LearnedFit
+from .learned import LearnedFit
 
-KINDS = (StepFit, ExactFit, InvertedFit, GateFit, LearnedFit, ExactLearnedFit)
+KINDS = (StepFit, ExactFit, InvertedFit, GateFit, LearnedFit)
 AnyPlainFit = StepFit | ExactFit | InvertedFit  # of functions of x alone
-AnyLearnedFit = LearnedFit | ExactLearnedFit
-AnyFit = AnyPlainFit | GateFit | AnyLearnedFit
+AnyFit = AnyPlainFit | GateFit | LearnedFit

@@ -18,11 +18,15 @@ from fitact.fitter.expr.work import MILLION, budget, stage
 from .fit import SCHEMA, activation_record
 from .gate import GateFit
 from .kinds import KINDS, AnyFit
-from .learned import ExactLearnedFit, LearnedFit
+from .learned import LearnedFit
 from .validate import check_keys, label, mapping, number, objects, record_of, text
 
 MAX_BYTES = 1 << 20
-CODED = ("coded", "gate_coded", "learned_coded")  # methods of once
+# Methods of once, and what is in their place.
+GONE = {
+    **dict.fromkeys(("coded", "gate_coded", "learned_coded"), "block codes, of fitact.saving, took its place"),
+    "learned_exact": "learned_rebuild keeps as little in fitact.saving, and its gradients are exact",
+}
 READING = 3 * MILLION  # operations: reading formulas, and integrating a weight
 
 
@@ -49,8 +53,8 @@ def from_json(source: str) -> AnyFit:
 def _from_json(source: str) -> AnyFit:
     record = record_of(source, SCHEMA, "a fitact fit")
     method = record.get("method")
-    if method in CODED:
-        raise UsageError(f"method: {method} is not fitted any more: block codes, of fitact.saving, took its place")
+    if isinstance(method, str) and method in GONE:
+        raise UsageError(f"method: {method} is not fitted any more: {GONE[method]}")
     kind = next((kind for kind in KINDS if method in kind.METHODS), None)
     if kind is None:
         methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
@@ -141,5 +145,4 @@ def _learned(value: object) -> Learned:
 _READ: dict[type, Callable[[object], Activation | Gate | Learned]] = {
     GateFit: _gate,
     LearnedFit: _learned,
-    ExactLearnedFit: _learned,
 }

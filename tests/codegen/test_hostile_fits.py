@@ -45,7 +45,6 @@ RECORDS["leaky"] = RECORDS["gelu_fewbit3"] | {
 NUMBERS = {"a": (1.0, True), "b": (0.5, False)}
 RECORDS["gate"] = json.loads(gates.rebuilt("tanh(g)*(u + 1)", "tanh_gate").to_json())
 RECORDS["learned"] = json.loads(learned.rebuilt("a*x + tanh(b*x)", "own_learned", NUMBERS).to_json())
-RECORDS["learned, from the output"] = json.loads(learned.FROM_OUTPUT["sigmoid"].fit.to_json())
 
 CALL = '__import__("os").system("touch ran")'
 HOSTILE = (

@@ -71,7 +71,7 @@ def test_a_record_is_read_as_it_was_written(name: str) -> None:
 
 
 def test_the_same_fit_again() -> None:
-    fit = make_learned("rebuild", Learned.of("prelu", {"weight": (0.1, True)}), "own")
+    fit = make_learned(Learned.of("prelu", {"weight": (0.1, True)}), "own")
     assert again(from_json(fit.to_json())).to_json() == fit.to_json()
 
 

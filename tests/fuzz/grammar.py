@@ -266,6 +266,7 @@ VALUES = {
     "--objective": ("primitive", "derivative", ""),
     "--tol": NUMBERS,
     "--family": ("rational", "parametric", "x"),
+    "--derivative": ("1 - y**2", "y", "x", "1e39"),
     "--seed": NUMBERS,
     "--name": ("a", "b_1", "if", "1a", "", "../a", "a" * 200, "_a", "numpy"),
     "-o": ("out.json", "", "-", "/dev/null/x", "a/b.json", "."),

@@ -21,7 +21,7 @@ from fitact.fitter.analysis.learned import USED
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import saving
 from tests.support.generated import EACH_DTYPE, LAYOUTS, load, same, sizes
-from tests.support.learned import CASES, FROM_OUTPUT, Case, numbers_of, shaped
+from tests.support.learned import CASES, Case, numbers_of, shaped
 
 every = pytest.mark.parametrize("name", CASES)
 C = 6
@@ -29,7 +29,7 @@ C = 6
 
 @cache
 def module(name: str) -> ModuleType:
-    return load((CASES | FROM_OUTPUT)[name].fit)
+    return load(CASES[name].fit)
 
 
 def call(name: str, x: torch.Tensor, numbers: list[torch.Tensor], dim: int = -1) -> torch.Tensor:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.records.kinds import AnyLearnedFit
-from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
+from fitact.fitter.records.learned import LearnedFit
 
 Numbers = dict[str, tuple[float, bool]]
 
@@ -19,23 +18,11 @@ def rebuilt(text: str, name: str, numbers: Numbers | None = None) -> LearnedFit:
     return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
 
 
-def from_output(text: str, name: str, numbers: Numbers, derivative: str, **gradients: str) -> ExactLearnedFit:
-    """A fit with derivatives in the output y that are written out here; it states no more than 5 %."""
-    return ExactLearnedFit(
-        name=name,
-        method="learned_exact",
-        activation=Learned.of(text, numbers),
-        derivative=derivative,
-        gradients=gradients,
-        error=dict.fromkeys(ExactLearnedFit.ERRORS, 0.05),
-    )
-
-
 @dataclass(frozen=True)
 class Case:
     """A fit, and the formula of x and of its numbers in PyTorch's operators, differentiable."""
 
-    fit: AnyLearnedFit
+    fit: LearnedFit
     stock: Callable[..., torch.Tensor]
 
     @property
@@ -71,23 +58,6 @@ CASES: dict[str, Case] = {
     "own": Case(rebuilt(OWN, "own", {"a": (1.3, True), "b": (0.7, False)}), own),
     "line": Case(rebuilt("a*x + b", "own_line", {"a": (2.0, True), "b": (1.0, True)}), lambda x, a, b: a * x + b),
 }
-# Those that keep the output.
-FROM_OUTPUT = {
-    "tanh": Case(
-        from_output(
-            "tanh(a*x)", "own_tanh", {"a": (1.0, False)},
-            "a*(1 - y**2)", a="where(y**2 < 1, (1 - y**2)*(log1p(y) - log1p(-y))/(2*a), 0)",
-        ),
-        lambda x, a: torch.tanh(a * x),
-    ),
-    "sigmoid": Case(
-        from_output(
-            "sigmoid(a*x + b)", "own_sigmoid", {"a": (1.0, True), "b": (0.3, False)},
-            "a*y*(1 - y)", b="y*(1 - y)", a="where(y*(1 - y) > 0, y*(1 - y)*(log(y) - log1p(-y) - b)/a, 0)",
-        ),
-        lambda x, a, b: torch.sigmoid(a * x + b),
-    ),
-}  # fmt: skip
 
 
 def numbers_of(case: Case, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -47,8 +47,8 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
-    "derivative as a function of the output alone. rebuild: exact; for a gate, keeping g and u alone; for an "
-    "expression with learned numbers, keeping x alone.",
+    "derivative as a function of the output alone, the catalog's or yours. rebuild: exact; for a gate, keeping g "
+    "and u alone; for an expression with learned numbers, keeping x alone.",
 )
 @click.option(
     "--domain",
@@ -77,7 +77,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     multiple=True,
     metavar="K=V",
     help="A learned number of an expression and its start, e.g. beta=1.0, or with one for every channel "
-    "gamma:channel=1.0. The methods are then rebuild and exact. Repeatable.",
+    "gamma:channel=1.0. The method is then rebuild. Repeatable.",
 )
 @click.option(
     "--objective",
@@ -92,6 +92,11 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     type=click.Choice(["rational", "parametric"]),
     help="Approximants of inverted: quotients of polynomials, or those of its paper "
     "(gelu, silu).  [default: rational]",
+)
+@click.option(
+    "--derivative",
+    metavar="EXPR",
+    help="For exact: the derivative as an expression in the output y; it is checked.  [default: the catalog's]",
 )
 @click.option("--restarts", type=int, metavar="N", help="Restarts of relumix's annealing.  [default: 4]")
 @click.option(
@@ -122,6 +127,7 @@ def fit(
     objective: str | None,
     tol: float | None,
     family: str | None,
+    derivative: str | None,
     restarts: int | None,
     seed: int,
     name: str | None,
@@ -139,6 +145,7 @@ def fit(
       fitact fit --fn gelu --bits 2 --method relumix
       fitact fit --fn gelu --method inverted
       fitact fit --fn tanh --method exact
+      fitact fit --fn "asinh(x)" --method exact --derivative "1/cosh(y)" --name own_asinh
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
       fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method rebuild --name own_swish
@@ -156,7 +163,7 @@ def fit(
     numbers = named("--learn", map(_learned, learned))
     kind = _kind_of(method, functions, numbers)
     given: dict[str, Any] = {"bits": bits or None, "domain": domain, "weight": weight}
-    given |= {"objective": objective, "tol": tol, "family": family}
+    given |= {"objective": objective, "tol": tol, "family": family, "derivative": derivative}
     given |= {"restarts": restarts, "seed": seed or None}
     own = METHODS[kind][method]
     _check_options(method, own, [option for option, value in given.items() if value is not None])
@@ -185,6 +192,7 @@ def fit(
         "--objective": objective == "derivative",
         "--tol": tol is not None,
         "--family": family == "parametric",
+        "--derivative": derivative is not None,
         "an expression": not all(activation.name for activation, _ in jobs),
     }
     if name is None and any(special.values()):
@@ -207,7 +215,7 @@ def fit(
             if isinstance(activation, Gate):
                 made.append(make_gate(activation, name or f"{activation.name}_{method}"))
             elif isinstance(activation, Learned):
-                made.append(make_learned(method, activation, name or f"{activation.name}_{method}"))
+                made.append(make_learned(activation, name or f"{activation.name}_{method}"))
             else:
                 if method in ("relumix", "inverted") and family != "parametric":
                     options["progress"] = partial(advance, bar, i)

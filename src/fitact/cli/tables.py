@@ -21,7 +21,7 @@ from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit
 from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import ExactLearnedFit, LearnedFit
+from fitact.fitter.records.learned import LearnedFit
 from fitact.text import columns
 
 from .options import say
@@ -250,13 +250,8 @@ def _inverted_row(fit: InvertedFit) -> tuple[str, ...]:
     return (fit.name, str(fit.bits), *stated)
 
 
-def _exact_row(fit: ExactFit | ExactLearnedFit) -> tuple[str, ...]:
-    e = fit.error
-    if isinstance(fit, ExactFit):
-        return (fit.name, *(f"{e[dtype]:.4g}" for dtype in DTYPES), f" {fit.derivative}")
-    both = (f"{e[f'derivative_{dtype}']:.2g}/{e[f'learned_{dtype}']:.2g}" for dtype in DTYPES)
-    texts = (f"in {name}: {fit.gradients[name]}" for name in fit.activation.names)
-    return (fit.name, *both, f" {'; '.join([fit.derivative, *texts])}")
+def _exact_row(fit: ExactFit) -> tuple[str, ...]:
+    return (fit.name, *(f"{fit.error[dtype]:.4g}" for dtype in DTYPES), f" {fit.derivative}")
 
 
 def _gate_row(fit: GateFit) -> tuple[str, ...]:
@@ -276,7 +271,7 @@ _TABLES: tuple[tuple[Any, tuple[str, ...], str, Callable[[Any], tuple[str, ...]]
         _step_row,
     ),
     (InvertedFit, ("", "bits", *DTYPES, *(f"floor {dtype}" for dtype in DTYPES)), "<>>>>>>>", _inverted_row),
-    (ExactFit | ExactLearnedFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _exact_row),
+    (ExactFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _exact_row),
     (GateFit, ("", "kept", "h(g, u)"), "<<<", _gate_row),
     (LearnedFit, ("", "kept", "learned", "f(x)"), "<<<<", _formula_row),
 )
