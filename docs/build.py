@@ -40,7 +40,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Using activations",
         "What ships, and models converted to it.",
-        ("activation", "saving", "convert", "revert"),
+        ("activation", "saving", "hooks", "convert", "revert"),
     ),
     (
         "Norms",

@@ -53,7 +53,7 @@ class Capture(TorchFunctionMode):
         owner = getattr(outer[0], "__self__", None) if outer else None
         self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else Hooks(*outer) if outer else None
         self._pack = self.pack
-        self._context = saved_tensors_hooks(self._pack, _unpack)
+        self._context = saved_tensors_hooks(self._pack, unpack)
         self._first_call = next_call()
         self.current: tuple[Function, Sequence[Any]] | None = None
         self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
@@ -294,7 +294,8 @@ class Capture(TorchFunctionMode):
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
 
 
-def _unpack(saved: Stored | Reading) -> Tensor:
+def unpack(saved: Stored | Reading) -> Tensor:
+    """Return what autograd saved."""
     return saved.unpack()
 
 

@@ -359,6 +359,10 @@ class Quantised(Stored):
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
         self._parts = [Stored(one, hooks).settle() for one in parts]
 
+    def is_finite(self) -> bool:
+        """Return whether every number is, which waits for the device."""
+        return bool(self._parts[1].value().isfinite().all())
+
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the memory."""
         return self._handed_back().as_strided(*layout)

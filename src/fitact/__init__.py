@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fitact.runtime.choose.replacement import revert
     from fitact.runtime.choose.ways import revert_plan
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
-    from fitact.runtime.saving import saving
+    from fitact.runtime.saving import hooks, saving
 
 __all__ = [
     "FitWarning",
@@ -37,6 +37,7 @@ __all__ = [
     "compile_options",
     "compile_report",
     "convert",
+    "hooks",
     "load_plan",
     "plan",
     "planner",
@@ -52,6 +53,7 @@ LAZY = {
     "compile_options": "fitact.runtime.compile.compile",
     "compile_report": "fitact.runtime.compile.compile",
     "convert": "fitact.runtime.choose.convert",
+    "hooks": "fitact.runtime.saving",
     "load_plan": "fitact.planning.record",
     "plan": "fitact.planning.make",
     "planner": "fitact.planning.make",

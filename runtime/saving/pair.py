@@ -1,0 +1,122 @@
+"""The hooks of a context alone, for checkpoints and whatever else takes a pair of hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fitact.runtime.torch_internals import base_of, version_of_saved, without_torch_function
+
+from .capture import Capture, is_plain, unpack
+from .quantising import DTYPES, FEW, STATISTIC, policy_of
+from .recompute import Reading
+from .storage import Hooks, Quantised, Stored, is_dense, is_parameter, marked
+
+Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def hooks(bits: int = 8) -> Pair:
+    """Return hooks that store what autograd saves in block codes, for whatever takes such a pair.
+
+    That is `torch.autograd.graph.saved_tensors_hooks`, torch_remat's function of this name and the argument of its
+    `checkpoint`, and other checkpoints. One pair serves all steps. A memory is stored once for all its views.
+
+        with torch.autograd.graph.saved_tensors_hooks(*fitact.hooks(bits=8)):
+            loss = model(batch).square().mean()
+        loss.backward()
+
+    Hooks do not see which function saves a tensor. So nothing is recomputed, unlike in `saving`, and all that a
+    function reads is quantised: float32, bfloat16 and float16 of 4096 elements and more, with a gradient.
+    Parameters and other leaves, transposed matrices, which are weights, statistics of norms and attention,
+    integers and small tensors are stored as they are, and masks in bits. Outputs stay as they are; only gradients
+    change.
+
+    Args:
+        bits: of a code: 8, 6, 5, 4 or 3. Normal numbers come back 0.5, 2.3, 4.8, 10 or 22 % off (root mean square,
+            of theirs), and 0.6, 2.5, 5, 19 or 35 % of the largest of their block of 64 at most.
+
+    Returns:
+        The functions `pack` and `unpack`. As in PyTorch, `unpack` raises RuntimeError if a tensor was changed in
+        place after it was saved.
+
+    Raises:
+        UsageError: there are no codes of so many bits.
+
+    """
+    return WithoutMode(policy_of("exact", bits)["norm"], None).pack, unpack
+
+
+class WithoutMode(Capture):
+    """The hooks of a context whose mode is never entered: they see tensors, not the functions that save them.
+
+    Args:
+        bits: of the codes of what is quantised; None to quantise nothing.
+        hooks: what is stored goes to these.
+
+    """
+
+    exact = False
+
+    def __init__(self, bits: int | None, hooks: Hooks | None) -> None:
+        super().__init__()
+        self.hooks, self._bits = hooks, bits
+        self.autocast = False  # no copy of a parameter is cast again: it may have been changed since
+        self._sizes: deque[int] = deque((0,), maxlen=3)  # of what torch_remat handed over last
+
+    def pack(self, tensor: Tensor) -> Stored | Reading:
+        """Return how a tensor is stored that autograd or a checkpoint saves."""
+        if self._bits is None or not self._is_read(tensor):
+            return super().pack(tensor)
+        with without_torch_function():
+            quantised = self._quantised(tensor, self._bits)
+        if quantised is None:
+            return super().pack(tensor)
+        return Reading(quantised, tensor, self.hooks is not None)
+
+    def _is_read(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one that a function reads, and neither a weight, a mask nor a statistic."""
+        if not is_plain(tensor) or tensor.dtype not in DTYPES or tensor.numel() < FEW or is_parameter(tensor):
+            return False
+        if tensor.dim() == 2 and tensor.stride(0) == 1 != tensor.stride(1):
+            return False  # a weight, transposed
+        if tensor.requires_grad:  # what a function returns besides its first output is a statistic
+            return not tensor.is_leaf and (tensor.output_nr == 0 or base_of(tensor) is not None)
+        if not _is_detached():
+            return False
+        self._sizes.append(tensor.numel())
+        return STATISTIC * tensor.numel() >= max(self._sizes)
+
+    def _quantised(self, tensor: Tensor, bits: int) -> Quantised | None:
+        """Return the codes of a tensor's memory, once for all its views; None if it has to be stored as it is."""
+        mark, version = marked(tensor.untyped_storage(), self.hooks), version_of_saved(tensor)
+        for one in mark.alive(version):
+            if type(one) is not Quantised:
+                return None  # it is stored already
+            if one.bits >= bits:
+                one.readers += 1
+                return one
+        memory = tensor
+        if not is_dense(tensor):
+            elements, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
+            columns = next((one for one in tensor.stride()[:-3:-1] if one > 1), 1)
+            if rest or elements % columns:
+                return None
+            memory = tensor.detach().as_strided((elements // columns, columns), (columns, 1), 0)
+        quantised = Quantised(memory, self.hooks, bits, signs=True)
+        if not tensor.requires_grad and not quantised.is_finite():
+            return None  # a mask with -inf
+        mark.add(quantised)
+        return quantised
+
+
+def _is_detached() -> bool:
+    """Return whether torch_remat hands over what a region saves: it detaches every tensor before."""
+    remat = sys.modules.get("torch_remat")
+    try:
+        return remat is not None and remat.current_saved_tensor_info().kind.name != "CHECKPOINT_INPUT"
+    except RuntimeError:
+        return False
