@@ -60,9 +60,8 @@ tanh_softplus = sympy.Function("tanh_softplus")
 
 TRITON = Dialect(
     functions={
-        **{atom: f"_rt.{atom.__name__}({{0}})" for atom in (*atoms.ATOMS, ndtr, tanh_softplus)},
-        **{getattr(atoms, name): f"_tl.{name}({{0}})" for name in ("exp", "log", "erf", "sin", "cos")},
-        atoms.absolute: "_tl.abs({0})",
+        **{atom: f"{atom.triton}({{0}})" for atom in atoms.ATOMS},
+        **{one: f"_rt.{one.__name__}({{0}})" for one in (ndtr, tanh_softplus)},
         sympy.sqrt: "_tl.sqrt({0})",
     },
     where="_tl.where({0}, {1}, {2})",
@@ -89,16 +88,9 @@ def _stars(base: Callable[[int], str], n: int) -> tuple[str, int]:
     return f"{text}**{n}" if text.isidentifier() else f"{text} ** {n}", UNARY
 
 
-_LACKING = (atoms.hypot1, atoms.isru, atoms.logcosh, atoms.sech2, atoms.squareplus, atoms.tsech2)  # in PyTorch
 TORCH = Dialect(
     functions={
-        **{atom: f"_torch.{atom.__name__}({{0}})" for atom in atoms.ATOMS},
-        **{atom: f"_rt.reference_math.{atom.__name__}({{0}})" for atom in _LACKING},
-        atoms.absolute: "_torch.abs({0})",
-        # PyTorch's softplus is the identity from a threshold on, by default 20: too early for float64
-        atoms.softplus: "_F.softplus({0}, threshold=50.0)",
-        atoms.relu: "_F.relu({0})",
-        atoms.softsign: "_F.softsign({0})",
+        **{atom: atom.torch if "{0}" in atom.torch else f"{atom.torch}({{0}})" for atom in atoms.ATOMS},
         sympy.sqrt: "_torch.sqrt({0})",
     },
     where="_torch.where({0}, {1}, {2})",

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fitact.errors import UsageError
-from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.evaluate import evaluate
+from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit

@@ -1,1 +1,1 @@
-"""The analysis of a formula: enclosures, roots, shape, and where floating point fails."""
+"""The analysis of a formula: roots, shape, and where floating point fails."""

@@ -16,21 +16,17 @@ from fitact.fitter.expr.atoms import (
     Expr,
     beyond_singles,
     differentiated,
-    sizes,
     x,
 )
 from fitact.fitter.expr.catalog import CATALOG
-from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.expr.work import MILLION, budget
+from fitact.fitter.expr.wide import Array
 
 from . import shape
 from .roots import REALS
 from .shape import Asymptote, Breakpoint, Monotone, Range
-
-READING = 1 * MILLION  # operations: reading a formula, and rewriting it
-MAX_PARTS = 5000  # of f″; the literature's longest has some 600
 
 
 def check_formula(what: object, formula: Expr) -> None:
@@ -42,13 +38,6 @@ def check_formula(what: object, formula: Expr) -> None:
             f"{what}: float32, in which it is computed, cannot hold its constant {number}: "
             f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
         )
-
-
-def checked_length(what: object, formula: Expr) -> Expr:
-    """Return a formula; UsageError if its derivatives would be too long."""
-    if max(sizes(formula)) > MAX_PARTS:
-        raise UsageError(f"{what}: too long: its derivatives, written out, would have more than {MAX_PARTS} parts")
-    return formula
 
 
 @dataclass(frozen=True)
@@ -70,8 +59,7 @@ class Activation:
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        with budget(self, READING):
-            check_formula(self, self.formula)
+        check_formula(self, self.formula)
 
     def __str__(self) -> str:
         """Return its name in messages."""
@@ -104,7 +92,7 @@ class Activation:
     @cached_property
     def typed(self) -> Expr:
         """The formula as it was typed, no idiom replaced, as a SymPy expression in `atoms.x`."""
-        return checked_length(self, parse(self.expression, what="activation"))
+        return parse(self.expression, what="activation")
 
     @cached_property
     def formula(self) -> Expr:

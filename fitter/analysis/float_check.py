@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ import sympy
 
 from fitact.errors import FitWarning, quote
 from fitact.fitter.expr.atoms import Expr, constant, differentiated, x
-from fitact.fitter.expr.evaluate import FLOAT64, NUMPY, Arithmetic, Array, cost, evaluate
-from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.evaluate import FLOAT64, Arithmetic, evaluate
+from fitact.fitter.expr.exact import value
 from fitact.fitter.expr.parser import text_of
-from fitact.fitter.expr.work import remembered, stage
+from fitact.fitter.expr.wide import Array
 
 from .activation import Activation
 
@@ -50,12 +51,10 @@ FLOAT32 = Arithmetic(
     operator.add,
     operator.mul,
     lambda base, exponent, symbolic: _power(base, np.float32(exponent), symbolic),
-    NUMPY,
-    cost,
+    "numpy",
 )
 
 
-@stage("the check of its arithmetic", "write it with fewer functions")
 def problem(activation: Activation) -> str | None:
     """Return where floating point fails on a formula, in one line; None if it does not.
 
@@ -72,7 +71,7 @@ def problem(activation: Activation) -> str | None:
     return _problem(activation.typed, activation.formula, activation.derivative_formula)
 
 
-@remembered(512)
+@lru_cache(maxsize=512)
 def _problem(typed: Expr, rewritten: Expr, derived: Expr) -> str | None:
     with np.errstate(all="ignore"):
         parts: dict[Expr, Any] = {}
@@ -82,8 +81,8 @@ def _problem(typed: Expr, rewritten: Expr, derived: Expr) -> str | None:
     formula = differentiated(typed)
     for i in np.argsort(np.abs(POINTS), kind="stable"):
         at = float(POINTS[i])
-        true, derivative = evaluate_multiprecision(typed, at, 20), evaluate_multiprecision(formula, at, 20)
-        if not (MP.isfinite(true) and MP.isfinite(derivative)) or abs(true) > LARGEST or abs(derivative) > LARGEST:
+        true, derivative = value(typed, at, 20), value(formula, at, 20)
+        if not (true.is_finite() and derivative.is_finite()) or abs(true) > LARGEST or abs(derivative) > LARGEST:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * derivative)), LOST * float(abs(true))) + TINY
         lost = not abs(found[i] - float(true)) <= allowed
@@ -113,13 +112,13 @@ def bears(formula: Expr, functions: Collection[Any], error: float) -> bool:
     """
     if formula.free_symbols != {x}:
         return True
-    value, derivative = evaluate(formula, POINTS), evaluate(differentiated(formula), POINTS)
+    values, derivative = evaluate(formula, POINTS), evaluate(differentiated(formula), POINTS)
     with np.errstate(all="ignore"):
-        allowed = AMPLIFIED * error * (np.abs(value) + np.abs(POINTS * derivative)) + TINY
+        allowed = AMPLIFIED * error * (np.abs(values) + np.abs(POINTS * derivative)) + TINY
         for node in formula.atoms(sympy.Function):
             if node.func in functions:
                 changed = evaluate(formula.xreplace({node: (1 + sympy.Float(error)) * node}), POINTS)
-                if np.any((np.abs(changed - value) > allowed) & np.isfinite(allowed)):
+                if np.any((np.abs(changed - values) > allowed) & np.isfinite(allowed)):
                     return False
     return True
 
@@ -130,9 +129,9 @@ def warn(activation: Activation) -> None:
         warnings.warn(f"{activation}: {found}", FitWarning, stacklevel=3)
 
 
-def _near_root(typed: Expr, at: float, value: Any) -> bool:
-    left, right = (evaluate_multiprecision(typed, at + d, 20) for d in (-NEAR, NEAR))
-    return bool(left * right < 0 or abs(value) < 0.1 * min(abs(left), abs(right)))
+def _near_root(typed: Expr, at: float, true: Any) -> bool:
+    left, right = (value(typed, at + d, 20) for d in (-NEAR, NEAR))
+    return bool(left * right < 0 or abs(true) < 0.1 * min(abs(left), abs(right)))
 
 
 def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
@@ -155,8 +154,8 @@ def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
 def _error(parts: dict[Expr, Array], node: Expr, i: int, at: float) -> float:
     """Return the relative error of a part; infinite if that is not finite."""
     found = float(np.broadcast_to(parts[node], POINTS.shape)[i])
-    true = evaluate_multiprecision(node, at, 20)
-    if not MP.isfinite(true):
+    true = value(node, at, 20)
+    if not true.is_finite():
         return 0.0
     error = abs(found - float(true)) / max(float(abs(true)), TINY)
     return error if np.isfinite(error) else np.inf

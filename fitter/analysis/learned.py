@@ -15,12 +15,13 @@ import sympy
 from fitact.errors import UsageError, quote
 from fitact.fitter.expr.atoms import CONSTANTS, FUNCTIONS, LARGEST_SINGLE, SMALLEST_SINGLE, Expr, x
 from fitact.fitter.expr.catalog import CATALOG, LEARNED
-from fitact.fitter.expr.evaluate import Array, evaluate
+from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import Parser, parse
 from fitact.fitter.expr.product import Substituted
 from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.expr.wide import Array
 
-from .activation import Activation, check_formula, checked_length
+from .activation import Activation, check_formula
 
 MOST = 8  # learned numbers of a formula
 MAX_NAME = 40  # characters
@@ -156,7 +157,7 @@ class Learned:
     @cached_property
     def typed(self) -> Expr:
         """The formula as it was typed, in `atoms.x` and `symbols`."""
-        return checked_length(self, parse(self.expression, what="formula", learned=self.names))
+        return parse(self.expression, what="formula", learned=self.names)
 
     @cached_property
     def formula(self) -> Expr:

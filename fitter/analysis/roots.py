@@ -1,25 +1,45 @@
-"""All roots of a formula, all its breaks, and its sign between them, by bisecting boxes with enclosures."""
+"""All roots of a formula, all its breaks, and its sign between them, by bisecting boxes with enclosures.
+
+A box is an interval of x. If the enclosure of a formula on a box is positive, the formula has no root in it,
+however narrow its features are. Boxes are taken outward from 0: if there are too many roots or boxes, it is known
+up to which |x| the roots are all.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import sympy
+from flint import arb, ctx
 from numpy.typing import NDArray
 
 from fitact.fitter.expr import atoms
-from fitact.fitter.expr.atoms import SWITCHES, Expr, x
-from fitact.fitter.expr.evaluate import Array
-from fitact.fitter.expr.multiprecision import MP, Number, evaluate_multiprecision
-from fitact.fitter.expr.work import remembered, stage
+from fitact.fitter.expr.atoms import Expr, differentiated, x
+from fitact.fitter.expr.balls import ZERO, Interval
+from fitact.fitter.expr.evaluate import steps
+from fitact.fitter.expr.exact import LEAST_ORDER, Number, enclose, order, roughly, sign_of, value
+from fitact.fitter.expr.wide import Array
 
-from .search import Part, Point, Search, gap
+Part = tuple[float, float, int]  # low, high, sign
+Point = tuple[Number, int, int]  # a root: the exact point, the sign below, the sign above
 
 REALS = float(np.finfo(np.float32).max)  # the end of the default domain
 MAX_SWITCHES = 256
+FLAT, UNKNOWN, TINY, UNDEFINED = 0, 2, 3, 4  # signs of boxes, beside −1 and 1
+UNDERFLOW = 1e-290  # a smaller value has no sign of its own: the formula fades away there
+NARROW = 2.0**-40  # relative width of a box that is not cut further; 1e-15 near 0
+MAX_WORK = 200_000  # parts of formulas, evaluated on boxes
+NOISE_BITS = 7  # a value with fewer is left to exact arithmetic
+MIDDLE = 0.0587  # where the first boxes meet, about 0
+# The formula may have a corner or a jump where the first argument of these changes sign.
+SWITCHES = (atoms.Where, atoms.relu, atoms.absolute, atoms.sign)
 
 
 @dataclass(frozen=True)
@@ -66,26 +86,26 @@ def roots(expr: Expr, low: float, high: float, limit: int = 64) -> Roots:
     return _roots(expr, float(low), float(high), limit)
 
 
-@remembered(512)
+@lru_cache(maxsize=512)
 def _roots(expr: Expr, low: float, high: float, limit: int) -> Roots:
     if x not in expr.free_symbols:
-        value = evaluate_multiprecision(expr, 0)
-        signs = () if MP.isnan(value) else ((low, high, int(MP.sign(value))),)
+        constant = value(expr, 0)
+        signs = () if constant.is_nan() else ((low, high, sign_of(constant)),)
         return _assembled(signs, {}, math.inf)
-    cuts, reach = breaks(expr, low, high)
-    with stage("the search for roots", "write it with fewer conditions and fewer oscillations"):
-        return _assembled(*Search(expr, low, high, limit, cuts, reach).run())
+    search = _Search(expr, low, high, limit, *breaks(expr, low, high))
+    search.run()
+    return _assembled(search.whole(), search.points, search.reach)
 
 
 def _assembled(signs: Sequence[Part], points: dict[float, Point], reach: float) -> Roots:
     """Return the record of what a search has found."""
-    at = sorted(points)
+    at = sorted(point for point in points if abs(point) < reach)
     return Roots(
         np.array(at, dtype=np.float64),
         tuple(points[point][0] for point in at),
         np.array([points[point][1] for point in at], dtype=np.int8),
         np.array([points[point][2] for point in at], dtype=np.int8),
-        tuple((a, b) for a, b, sign in signs if sign == 0),
+        tuple((a, b) for a, b, sign in signs if sign == FLAT),
         tuple(signs),
         math.isinf(reach),
         reach,
@@ -110,7 +130,7 @@ def breaks(
         result = roots(u, low, high, MAX_SWITCHES)
         found.update(zip(result.at.tolist(), result.exact, strict=True))
         ends = {end for flat in result.flats for end in flat if low < end < high}
-        found.update({end: MP.mpf(end) for end in ends - set(found)})
+        found.update({end: arb(end) for end in ends - set(found)})
         reach = min(reach, result.reach)
     kept: dict[float, Number] = {}
     last = -math.inf
@@ -140,3 +160,270 @@ def _arguments(expr: Expr, switches_only: bool) -> list[Expr]:
         if u is not None and x in u.free_symbols:
             arguments[u] = None
     return list(arguments)
+
+
+def gap(point: float) -> float:
+    """Return half the width of the hole that the search leaves around a break."""
+    return max(8 * float(np.spacing(abs(point))), 1e-300)
+
+
+class _Search:
+    """One search for the roots of one formula."""
+
+    def __init__(
+        self, expr: Expr, low: float, high: float, limit: int, cuts: dict[float, Number], reach: float
+    ) -> None:
+        self.expr, self.low, self.high, self.limit = expr, low, high, limit
+        self.cuts, self.reach = cuts, reach
+        self.derivative = differentiated(expr)
+        self.signs: list[Part] = []
+        self.rough: list[Part] = []  # boxes beyond what enclosures can tell
+        self.points: dict[float, Point] = {}
+
+    @cached_property
+    def curve(self) -> Expr:
+        """The second derivative."""
+        return differentiated(self.derivative)
+
+    def run(self) -> None:
+        """Cut boxes until each is decided, or has one crossing, or is left to exact values."""
+        holes = {point - gap(point): point + gap(point) for point in self.cuts}
+        inner = {-1.0173 * MIDDLE, MIDDLE, *holes, *holes.values()}
+        bounds = sorted({self.low, self.high, *(at for at in inner if self.low < at < self.high)})
+        boxes = [(_nearest(a, b), a, b) for a, b in itertools.pairwise(bounds) if holes.get(a) != b]
+        heapq.heapify(boxes)
+        left = MAX_WORK // (len(steps(self.expr)) + len(steps(self.derivative)) + 1)
+        crossings: list[tuple[float, float, float, int]] = []
+        while boxes:
+            near, a, b = heapq.heappop(boxes)
+            if near >= self.reach:
+                break
+            if len(crossings) > self.limit:
+                self.reach = near
+                break
+            if left <= 0:
+                self.rest([(a, b), *((a, b) for _, a, b in boxes)])
+                break
+            left -= 1
+            found = self.decided(a, b)
+            if found == UNKNOWN:
+                middle = _between(a, b)
+                for box in ((a, middle), (middle, b)):
+                    heapq.heappush(boxes, (_nearest(*box), *box))
+            elif abs(found) == 10:
+                crossings.append((near, a, b, found // 10))
+            elif found == TINY:
+                self.rough.append((a, b, TINY))
+            elif found != UNDEFINED:
+                self.signs.append((a, b, found))
+        work = [(near, a, b, sign) for near, a, b, sign in crossings]
+        work += [(_nearest(a, b), a, b, sign) for a, b, sign in self.merged()]
+        for near, a, b, sign in sorted(work, key=operator.itemgetter(0)):
+            if near >= self.reach:
+                break
+            if len(self.points) > self.limit:
+                self.reach = near
+                break
+            if sign in (UNKNOWN, TINY):
+                self.judge(a, b, FLAT if sign == UNKNOWN else TINY)
+            else:
+                self.crossing(a, b, sign)
+
+    def decided(self, a: float, b: float) -> int:
+        """Return the sign on a box; ±10 if it has one crossing, from ±1; UNKNOWN if it must be cut."""
+        found = enclose(self.expr, a, b)
+        if (sure := _sign(found)) != UNKNOWN:
+            return sure
+        slope = enclose(self.derivative, a, b)
+        ends = [*found, *slope]
+        if all(end.is_finite() for end in ends) and (slope[0] >= 0 or slope[1] <= 0):
+            first, last = (sign_of(value(self.expr, at, 20)) for at in (a, b))
+            if first == last:
+                return first if first or slope[0] == slope[1] else TINY
+            if first == -last:
+                return 10 * first
+        noise = b - a < max(abs(a), abs(b)) / 2 and all(
+            one.rel_accuracy_bits() < NOISE_BITS and not one.is_zero()
+            for one in (roughly(self.expr, a + (b - a) * share) for share in (0.23, 0.4871, 0.77))
+        )
+        if noise or b - a <= max(NARROW * max(abs(a), abs(b)), 1e-15):
+            self.rough.append((a, b, UNKNOWN))
+            return UNDEFINED
+        return UNKNOWN
+
+    def rest(self, boxes: list[tuple[float, float]]) -> None:
+        """Shorten the reach to boxes that are left, unless f and f′ keep their signs at samples of a side."""
+        for side in (-1, 1):
+            outer = sorted(box for box in boxes if sum(box) * side > 0)
+            chosen = [outer[i] for i in np.unique(np.linspace(0, len(outer) - 1, 24).astype(int))] if outer else []
+            at = [a + (b - a) * math.modf(i * 0.618034)[0] for i, (a, b) in enumerate(chosen)]
+            for expr in (self.derivative, self.expr):
+                values = [value(expr, point, 15) for point in at]
+                signs = {UNKNOWN if one.is_nan() else sign_of(one) for one in values if one != 0}
+                if len(signs) > 1:
+                    self.reach = min(self.reach, *(_nearest(*box) for box in outer))
+                    break
+            else:
+                kept = signs.pop() if signs else TINY
+                self.signs += [(a, b, kept) for a, b in outer]
+
+    def merged(self) -> list[Part]:
+        """Join adjacent boxes; leave out those in which the formula fades away toward an end of the domain."""
+        runs: list[Part] = []
+        for a, b, sign in sorted(self.rough):
+            if _nearest(a, b) < self.reach:
+                if runs and runs[-1][1] == a:
+                    a, _, before = runs.pop()
+                    sign = TINY if sign == before == TINY else UNKNOWN
+                runs.append((a, b, sign))
+        tails = [(a, b, sign) for a, b, sign in runs if sign == TINY and (a == self.low) != (b == self.high)]
+        self.signs += tails
+        return [run for run in runs if run not in tails]
+
+    def judge(self, a: float, b: float, nothing: int) -> None:
+        """Decide by exact values what a run of boxes contains, where enclosures cannot; `nothing` if all are 0."""
+        if b - a < 1e-3 * max(abs(a), abs(b)):
+            at = a + (b - a) * np.array([0.0, 0.2307, 0.4871, 0.7533, 1.0])
+        else:
+            grid = 0.0587 * 1.2 ** np.arange(3890)
+            grid = np.concatenate([-1.0173 * grid[::-1], grid])
+            grid = grid[(grid > a) & (grid < b)]
+            at = np.unique([a, *grid[:: 1 + grid.size // 32], *(a + (b - a) * np.array([0.31, 0.69])), b])
+        values = [value(self.expr, point, 20) for point in at.tolist()]
+        signs = [UNDEFINED if one.is_nan() else sign_of(one) for one in values]
+        if not any(signs):
+            self.signs.append((a, b, nothing))
+            return
+        # a single 0 is a root; several, or one at an end, are where the formula fades away
+        beside = zip([0, *signs[:-1]], [*signs[1:], 0], strict=True)
+        fades = [s == 0 and 0 in pair for s, pair in zip(signs, beside, strict=True)]
+        for i in range(len(at) - 1):
+            p, q, s, t = float(at[i]), float(at[i + 1]), signs[i], signs[i + 1]
+            if UNDEFINED in (s, t):
+                continue
+            if fades[i] or fades[i + 1]:
+                self.signs.append((p, q, TINY))
+            elif s == 0 or t == 0:
+                if s == 0:
+                    self.point(arb(p), signs[i - 1], t)
+                self.signs.append((p, q, s or t))
+            elif s != t:
+                self.crossing(p, q, s)
+            elif s * value(self.derivative, p, 20) < 0 and s * value(self.derivative, q, 20) > 0:
+                self.touching(p, q, s, min(abs(values[i]), abs(values[i + 1])))
+            else:
+                self.signs.append((p, q, s))
+
+    def crossing(self, a: float, b: float, sign: int) -> None:
+        """Record the root in (a, b), where the sign changes from `sign`."""
+        at = _root((self.expr, self.derivative, self.curve), a, b, sign)
+        self.signs += [(a, float(at), sign), (float(at), b, -sign)]
+        self.point(at, sign, -sign)
+
+    def touching(self, a: float, b: float, sign: int, size: Number) -> None:
+        """Record what the extremum in (a, b), which points toward 0, brings: two crossings, a root, or nothing."""
+        at = _root((self.derivative, self.curve, differentiated(self.curve)), a, b, -sign)
+        found = value(self.expr, at, 20)
+        point = float(at)
+        if abs(found) <= size * arb("1e-25"):
+            self.point(at, sign, sign)
+            self.signs += [(a, point, sign), (point, b, sign)]
+        elif found * sign < 0 and a < point < b:
+            self.crossing(a, point, sign)
+            self.crossing(point, b, -sign)
+        else:
+            self.signs.append((a, b, sign))
+
+    def point(self, at: Number, below: int, above: int) -> None:
+        """Record a root, with the signs beside it, if it lies inside the interval."""
+        if self.low < at < self.high:
+            self.points[float(at)] = at, below, above
+
+    def whole(self) -> list[Part]:
+        """Return the signs put together, and record the roots at breaks."""
+        reach = self.reach
+        names = {at: point for point in self.cuts for at in (point - gap(point), point + gap(point))}
+        parts = sorted((max(a, -reach), min(b, reach), sign) for a, b, sign in self.signs if a < b)
+        parts = _filled([part for part in parts if part[0] < part[1]])
+        parts = [(names.get(a, a), names.get(b, b), sign) for a, b, sign in parts]
+        ending = {b: sign for _, b, sign in parts}
+        starting = {a: sign for a, _, sign in parts}
+        for point, exact in self.cuts.items():
+            below, above = ending.get(point, 0), starting.get(point, 0)
+            if below * above < 0 or (
+                below * above > 0 and any(order(self.expr, exact, side) > LEAST_ORDER for side in (-1, 1))
+            ):
+                self.points[point] = exact, below, above
+        joined: list[Part] = []
+        for a, b, sign in parts:
+            if joined and joined[-1][1:] == (a, sign):
+                joined[-1] = (joined[-1][0], b, sign)
+            elif sign != TINY:
+                joined.append((a, b, sign))
+        return joined
+
+
+def _filled(parts: list[Part]) -> list[Part]:
+    """Give each part without a sign the sign of its neighbour; if it has two, of the one nearer to 0."""
+    for step, first in ((1, True), (-1, False), (1, False)):
+        for i in range(len(parts))[::step]:
+            a, b, sign = parts[i]
+            j = i - step
+            if sign != TINY or not 0 <= j < len(parts) or (first and a < 0):
+                continue
+            beside = parts[j]
+            if beside[1 if step > 0 else 0] == (a if step > 0 else b):
+                parts[i] = (a, b, beside[2])
+    return parts
+
+
+def _root(exprs: tuple[Expr, Expr, Expr], a: float, b: float, side: int) -> Number:
+    """Return the root of the first formula in (a, b), to 25 digits or more.
+
+    `exprs` are the formula and its first two derivatives; `side` is its sign at a, which differs from that at b.
+    Each step is Newton's for f/f′, which converges fast to multiple roots too, or halves the bracket.
+    """
+    with ctx.workprec(200):
+        low, high = arb(a), arb(b)
+        if low < 0 < high and value(exprs[0], 0, 20) == 0:
+            return ZERO
+        at = ((low + high) / 2).mid()
+        for _ in range(200):
+            found, derivative, curve = (value(expr, at, 40) for expr in exprs)
+            if found == 0:
+                return at
+            if sign_of(found) == side:
+                low = at
+            else:
+                high = at
+            scale = (derivative * derivative - found * curve).mid()
+            step = (found * derivative / scale).mid() if scale != 0 else arb.nan()
+            close = arb("1e-28") * abs(at)
+            if abs(step) <= close or high - low <= close:
+                return at
+            at = (at - step).mid() if low < at - step < high else ((low + high) / 2).mid()
+        return at
+
+
+def _sign(found: Interval) -> int:
+    """Return the sign that an enclosure proves."""
+    low, high = found
+    if low > 0 or high < 0:
+        return 1 if low > 0 else -1
+    if low.is_nan():
+        return UNDEFINED
+    if low == 0 and high == 0:
+        return FLAT
+    return TINY if low >= -UNDERFLOW and high <= UNDERFLOW else UNKNOWN
+
+
+def _nearest(low: float, high: float) -> float:
+    """Return the least |x| of a box."""
+    return 0.0 if low <= 0 <= high else min(abs(low), abs(high))
+
+
+def _between(low: float, high: float) -> float:
+    """Return where a box is cut: in the middle, of its logarithms if it is wide."""
+    if (low > 0 and high > 4 * low) or (high < 0 and low < 4 * high):
+        return math.copysign(math.sqrt(low / high) * abs(high), low)
+    return low + (high - low) * 0.4871

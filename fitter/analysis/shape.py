@@ -10,14 +10,17 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from flint import arb, ctx
 
 from fitact.fitter.expr.atoms import Expr, differentiated
-from fitact.fitter.expr.evaluate import Array, evaluate
-from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_multiprecision, order
-from fitact.fitter.expr.work import remembered, stage
+from fitact.fitter.expr.balls import ONE
+from fitact.fitter.expr.evaluate import evaluate
+from fitact.fitter.expr.exact import LEAST_ORDER, Number, order, shifted, sign_of, value
+from fitact.fitter.expr.wide import Array
 
 from .roots import REALS, Roots, breaks, roots
 
@@ -25,7 +28,6 @@ TOLERANCE = 1e-12  # relative: values that differ by less count as equal
 SCALES = (4, 8, 16, 32, 64)  # of |x|, as powers of ten, at which limits are looked for
 OFFSETS = 6  # neighbouring points at every scale
 LIMIT_DIGITS = 150
-ANALYSIS = stage("the analysis of its shape", "write it with fewer conditions and fewer oscillations")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,6 @@ def switch_points(f: Expr, low: float, high: float) -> Array:
     return np.array(list(breaks(f, float(low), float(high), switches_only=True)[0]), dtype=np.float64)
 
 
-@ANALYSIS
 def breakpoints(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> tuple[Breakpoint, ...]:
     """Return the points inside (low, high) where f or f′ jumps, increasing.
 
@@ -140,7 +141,6 @@ def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
     return "odd" if np.all(np.abs(right + left) <= scale) else None
 
 
-@ANALYSIS
 def asymptote(f: Expr, side: int) -> Asymptote:
     """Return how f behaves toward +∞ (side 1) or −∞ (side −1).
 
@@ -150,20 +150,19 @@ def asymptote(f: Expr, side: int) -> Asymptote:
     to infinity if |f| grows from scale to scale, each time by at least 3/4 of the time before. Slopes and
     intercepts below 1e-15 count as 0.
     """
-    with MP.workdps(LIMIT_DIGITS):
-        scales = [[MP.mpf(10) ** k + j * MP.sqrt(2) for j in range(OFFSETS)] for k in SCALES]
-        at = [[side * point for point in points] for points in scales]
-        values = [[evaluate_multiprecision(f, point, LIMIT_DIGITS) for point in points] for points in at]
+    with ctx.workprec(4 * LIMIT_DIGITS):
+        at = [[side * (10**k + j * arb(2).sqrt()).mid() for j in range(OFFSETS)] for k in SCALES]
+        values = [[value(f, point, LIMIT_DIGITS) for point in points] for points in at]
         last = values[-1]
-        if all(MP.isnan(value) for value in values[-2] + last):
+        if all(one.is_nan() for one in values[-2] + last):
             return Asymptote("undefined")
-        if all(MP.isfinite(value) for row in values[-3:] for value in row):
+        if all(one.is_finite() for row in values[-3:] for one in row):
             slope = (last[0] - values[-2][0]) / (at[-1][0] - at[-2][0])
             residues = [
                 [v - slope * p for v, p in zip(*rows, strict=True)] for rows in zip(values, at, strict=True)
             ]
             intercept = residues[-2][-1]
-            size = max(MP.one, abs(intercept))
+            size = max(ONE, abs(intercept))
 
             def strays(row: list[Number]) -> Number:
                 return max(abs(residue - intercept) for residue in row) / size
@@ -172,12 +171,11 @@ def asymptote(f: Expr, side: int) -> Asymptote:
                 m, b = _snapped(slope), _snapped(intercept)
                 return Asymptote("line", m, b, m * side * math.inf if m else b)
         if _diverges(values):
-            return Asymptote("infinite", limit=math.copysign(math.inf, last[0]))
+            return Asymptote("infinite", limit=sign_of(last[0]) * math.inf)
         return Asymptote("none")
 
 
-@remembered(512)
-@ANALYSIS
+@lru_cache(maxsize=512)
 def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monotone:
     """Return the maximal intervals of (low, high) on which f is monotone, and the isolated roots of f′.
 
@@ -189,7 +187,7 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
     reach = min(reach, found.reach)
     parts: list[Piece] = []
     for piece in _split(found, points, reach):
-        if MP.isnan(evaluate_multiprecision(f, _inside(piece.low, piece.high), 15)):
+        if value(f, _inside(piece.low, piece.high), 15).is_nan():
             continue
         before = parts[-1] if parts else None
         if (
@@ -204,13 +202,12 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
     stationary = []
     for at, exact in zip(found.at.tolist(), found.exact, strict=True):
         orders = order(df, exact, -1), order(df, exact, 1)
-        if abs(at) < reach and max(orders) > LEAST_ORDER and not MP.isnan(evaluate_multiprecision(f, exact, 15)):
+        if abs(at) < reach and max(orders) > LEAST_ORDER and not value(f, exact, 15).is_nan():
             stationary.append(Root(at, *orders))
     return Monotone(tuple(parts), tuple(stationary), math.isinf(reach), reach)
 
 
-@remembered(512)
-@ANALYSIS
+@lru_cache(maxsize=512)
 def derivative_range(f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: float = REALS) -> Range:
     """Return infimum and supremum of f′ on (low, high), its limits at the ends and at breaks included.
 
@@ -222,41 +219,36 @@ def derivative_range(f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: fl
     points = {**more, **points}
     reach = min(found.reach, reach, further)
     complete = math.isinf(reach)
-    values = [
-        float(evaluate_multiprecision(df, at, 20))
-        for at in found.exact
-        if not MP.isnan(evaluate_multiprecision(f, at, 15))
-    ]
+    values = [float(value(df, at, 20)) for at in found.exact if not value(f, at, 15).is_nan()]
     for exact in points.values():
-        values += [_limit_at(df, exact, side) for side in (-1, 1) if not MP.isnan(_beside(f, exact, side))]
+        values += [_limit_at(df, exact, side) for side in (-1, 1) if not _beside(f, exact, side).is_nan()]
     for end, side in ((low, -1), (high, 1)):
         if abs(end) < REALS:
-            values.append(_limit_at(df, MP.mpf(end), -side))
+            values.append(_limit_at(df, arb(end), -side))
             continue
-        if MP.isnan(evaluate_multiprecision(f, end, 15)):
+        if value(f, end, 15).is_nan():
             continue
         limit = asymptote(df, side)
         complete &= limit.kind in ("line", "infinite")
         values.append(limit.limit)
     middle = _inside(max(low, -reach), min(high, reach))
-    if not MP.isnan(evaluate_multiprecision(f, middle, 15)):
-        values.append(float(evaluate_multiprecision(df, middle, 20)))
-    values = [0.0 if abs(value) < 1e-50 else value for value in values if not math.isnan(value)]
+    if not value(f, middle, 15).is_nan():
+        values.append(float(value(df, middle, 20)))
+    values = [0.0 if abs(one) < 1e-50 else one for one in values if not math.isnan(one)]
     return Range(min(values, default=math.nan), max(values, default=math.nan), complete)
 
 
 def _beside(expr: Expr, at: Number, side: int, distance: str = "1e-20") -> Number:
     """Return the value just below (side −1) or above (1) a point."""
-    with MP.workdps(80):
-        return evaluate_multiprecision(expr, at + side * MP.mpf(distance) * max(abs(at), MP.one), 30)
+    return value(expr, shifted(at, side, distance), 30)
 
 
 def _jumps(expr: Expr, at: Number) -> bool:
-    with MP.workdps(80):
+    with ctx.workprec(300):
         sides = [(_beside(expr, at, -1, h), _beside(expr, at, 1, h)) for h in ("1e-12", "1e-20")]
         below, above = sides[1]
-        if MP.isnan(below) or MP.isnan(above):
-            return bool(MP.isnan(below) != MP.isnan(above))
+        if below.is_nan() or above.is_nan():
+            return bool(below.is_nan() != above.is_nan())
         if any(0 < 1.3 * abs(far) < abs(near) for far, near in zip(*sides, strict=True)):  # a pole
             return True
         if below == above:
@@ -267,22 +259,22 @@ def _jumps(expr: Expr, at: Number) -> bool:
 
 def _limit_at(df: Expr, at: Number, side: int) -> float:
     """Return the one-sided limit of f′ at a point: 0 and ±∞ too, if only as fast as a logarithm."""
-    value = _beside(df, at, side)
+    limit = _beside(df, at, side)
     power = order(df, at, side)
     if power > LEAST_ORDER:
         return 0.0
-    if power < -LEAST_ORDER or 0 < 1.3 * abs(_beside(df, at, side, "1e-12")) < abs(value):
-        return math.copysign(math.inf, value)
-    return float(value)
+    if power < -LEAST_ORDER or 0 < 1.3 * abs(_beside(df, at, side, "1e-12")) < abs(limit):
+        return sign_of(limit) * math.inf
+    return float(limit)
 
 
 def _goes_on(f: Expr, at: Number | None, direction: int) -> bool:
     """Whether a piece of that direction continues across a break of f."""
     if at is None:
         return True
-    with MP.workdps(80):
+    with ctx.workprec(300):
         below, above = _beside(f, at, -1), _beside(f, at, 1)
-        if not (MP.isfinite(below) and MP.isfinite(above)):
+        if not (below.is_finite() and above.is_finite()):
             return False
         slack = TOLERANCE * max(abs(below), abs(above))
         return bool((above - below) * direction >= -slack) if direction else abs(above - below) <= slack
@@ -302,17 +294,17 @@ def _inside(low: float, high: float) -> float:
     return low + (high - low) * 0.4871 if math.isfinite(high - low) else low * 0.5129 + high * 0.4871
 
 
-def _snapped(value: Number) -> float:
-    return 0.0 if abs(value) < 1e-15 else float(value)
+def _snapped(number: Number) -> float:
+    return 0.0 if abs(number) < 1e-15 else float(number)
 
 
 def _diverges(values: list[list[Number]]) -> bool:
     """Whether |f| grows without bound from scale to scale, with one sign."""
-    seen = [value for row in values[-3:] for value in row]
-    if any(MP.isnan(value) for value in seen) or len({MP.sign(value) for value in seen[OFFSETS:]}) > 1:
+    seen = [one for row in values[-3:] for one in row]
+    if any(one.is_nan() for one in seen) or len({sign_of(one) for one in seen[OFFSETS:]}) > 1:
         return False
-    sizes = [[abs(value) for value in row] for row in values]
-    if all(MP.isinf(size) for size in sizes[-1]):
+    sizes = [[abs(one) for one in row] for row in values]
+    if not any(size.is_finite() for size in sizes[-1]):
         return True
     first, second, third = sizes[-3:]
     rising = all(a <= b for a, b in itertools.pairwise(third))

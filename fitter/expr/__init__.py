@@ -1,1 +1,1 @@
-"""Formulas: the atoms and their values, the grammar, the catalog, accurate rewriting, multiprecision values."""
+"""Formulas: the table of atoms, the grammar, the catalog, accurate rewriting, values to any digits, enclosures."""

@@ -7,13 +7,10 @@ import math
 import sympy
 
 from .atoms import Expr, Where, constant, cosh, exp, expm1, sinh, size, x
-from .work import spend
 
 LARGE = 200  # parts of a formula; a larger one is not multiplied out
 MAX_TERMS = 300  # nor one that would have more terms
 HIGHEST = 1000  # powers of powers beyond this are not brought to one denominator: numbers would be as long
-EXPANSION = 20  # operations for each part of a formula that is multiplied out
-FRACTION = 100  # and of one that is brought to one denominator
 ONE = sympy.Integer(1)
 
 
@@ -21,7 +18,6 @@ def expanded(u: Expr) -> Expr | None:
     """Return a formula multiplied out, None if it would be too long."""
     if _terms(u) > MAX_TERMS:
         return None
-    spend(EXPANSION * size(u))
     return sympy.expand(u)
 
 
@@ -101,7 +97,6 @@ def bounded_ratio(node: Expr) -> Expr | None:
     """
     if not node.has(exp) or node.has(Where) or size(node) > LARGE or _degree(node) > HIGHEST:
         return None
-    spend(FRACTION * size(node))
     above, below = node.as_numer_denom()
     if not below.has(exp) or above.has(expm1, sinh):  # which would cancel if multiplied out
         return None

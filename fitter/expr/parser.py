@@ -23,16 +23,19 @@ from sympy.printing.str import StrPrinter
 
 from fitact.errors import UsageError, quote
 
-from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, exp, log, raised, x
+from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, depth, exp, log, raised, sizes, x
 from .catalog import CATALOG
-from .multiprecision import MP, evaluate_multiprecision
-from .work import stage
+from .exact import value
 
 MAX_LENGTH = 2000  # characters
 # No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
 CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%@~:[]{}")
 MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
 MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max stand for formulas that repeat theirs
+MAX_PARTS = (
+    5000  # of f″ written out, the one bound on the work that a formula takes; the literature's longest has 600
+)
+MAX_NESTED = 30  # of SymPy's tree: its functions call themselves
 MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow
 MIN_NUMBER = 1e-300  # and below it underflow
 MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
@@ -132,8 +135,14 @@ class Parser:
 
     def parse(self) -> Expr:
         """Return the formula."""
-        with stage("reading", "write it with fewer constants, and these as numbers"):
-            return self.expression(self.tree(), 0)
+        found = self.expression(self.tree(), 0)
+        if max(sizes(found)) > MAX_PARTS:
+            raise UsageError(
+                f"{self.what}: too long: its derivatives, written out, would have more than {MAX_PARTS} parts"
+            )
+        if depth(found) > MAX_NESTED:
+            raise UsageError(f"{self.what}: its functions are nested deeper than {MAX_NESTED}")
+        return found
 
     def tree(self) -> ast.expr:
         """Return the syntax tree of the text; only the characters and the brackets are checked."""
@@ -216,15 +225,15 @@ class Parser:
 
     def number(self, node: ast.Constant) -> Expr:
         """Return a number, exactly as it is written."""
-        value = node.value
+        number = node.value
         try:
-            size = abs(float(value))  # type: ignore[arg-type]
+            size = abs(float(number))  # type: ignore[arg-type]
         except OverflowError:
             size = math.inf
         if size > MAX_NUMBER:
             self.refuse(node, f"the number is out of range: at most {MAX_NUMBER:g} in size")
         # repr is the shortest decimal that names this float: 0.1 becomes 1/10, as its writer meant
-        return sympy.Rational(repr(value))
+        return sympy.Rational(repr(number))
 
     def checked(self, node: ast.AST, expr: Expr) -> Expr:
         """Refuse what would hang or overflow later, before anything is built on it.
@@ -235,17 +244,17 @@ class Parser:
         if self.size(expr) > MAX_NODES:
             self.refuse(node, f"too long: written out, it has more than {MAX_NODES} parts")
         if expr.is_number:
-            value = MP.mpf(expr.p) / expr.q if expr.is_Rational else evaluate_multiprecision(expr, 0)
-            if not MP.isfinite(value) or abs(value) > MAX_NUMBER:
+            number = value(expr, 0)
+            if not number.is_finite() or abs(number) > MAX_NUMBER:
                 self.refuse(node, f"the constant {quote(str(expr))} is not a real number below {MAX_NUMBER:g}")
-            if not value:  # as sin(pi) and erfc(1e9) are; dividing by it is refused
+            if number == 0:  # as sin(pi) and erfc(1e9) are; dividing by it is refused
                 return sympy.Integer(0)
-            if abs(value) < MIN_NUMBER:
+            if abs(number) < MIN_NUMBER:
                 self.refuse(node, f"the constant {quote(str(expr))} is too small: at least {MIN_NUMBER:g} in size")
         else:
             for term in sympy.Add.make_args(expr):
-                number = term.as_coeff_Mul()[0]
-                size = abs(constant(number)) if number.is_Rational else math.inf
+                factor = term.as_coeff_Mul()[0]
+                size = abs(constant(factor)) if factor.is_Rational else math.inf
                 if size > MAX_NUMBER or size < MIN_NUMBER:
                     self.refuse(node, f"a coefficient is out of range: {MIN_NUMBER:g} to {MAX_NUMBER:g} in size")
         return expr
@@ -275,9 +284,8 @@ class Parser:
             return self.checked(node, exp(exponent) if base == CONSTANTS["e"] else exp(exponent * log(base)))
         size = constant(exponent)
         if base.is_number:
-            value = constant(base)
             try:
-                result = math.pow(value, size)
+                result = math.pow(constant(base), size)
             except (OverflowError, ValueError):
                 result = math.inf
             if not math.isfinite(result) or abs(result) > MAX_NUMBER:

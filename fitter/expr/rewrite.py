@@ -44,13 +44,11 @@ from .atoms import (
     tsech2,
 )
 from .exponentials import LARGE, bounded_ratio, expanded, exponentials, positive_pair, tidy
-from .work import spend, stage
 
 HALF = sympy.Rational(1, 2)
 GROWTH = 10  # a formula that grows beyond this multiple of its parts plus LARGE is left as it was given
 LARGEST = 1000  # parts of a formula; a larger one is not rewritten, and the literature's f″ have 600
 TERMS = 24  # of a sum; the terms of a longer one are not compared in pairs
-RULE = 60  # operations for trying the rules on a part, or on a pair of parts
 PASSES = 8  # one rule's result is rarely another's idiom, and never for long
 
 # h(u) + 1 and h(u) − 1 without cancellation.
@@ -81,11 +79,6 @@ SQUARE_MINUS_ONE: dict[Any, Callable[[Expr], Expr]] = {
 
 def stable(expr: Expr) -> Expr:
     """Return a formula with the same values that floating point evaluates without overflow or cancellation."""
-    with stage("rewriting", "write it with fewer terms and factors"):
-        return _stable(expr)
-
-
-def _stable(expr: Expr) -> Expr:
     done: dict[Expr, Expr] = {}
 
     def rewritten(node: Expr) -> Expr:
@@ -106,7 +99,6 @@ def _stable(expr: Expr) -> Expr:
 
 def _once(node: Expr) -> Expr:
     """Apply the rules at the root of a formula whose parts are stable already."""
-    spend(RULE)
     rule = _RULES.get(node.func)
     return node if rule is None or not node.free_symbols else rule(node)
 
@@ -129,7 +121,6 @@ def _sum(node: Expr) -> Expr:
 
 def _pair(h: Expr, rest: Expr, other: Expr) -> Expr | None:
     """Return rest·h + other in a stable form, None if no rule has one."""
-    spend(RULE)
     for sign in (1, -1):
         if other == sign * rest:
             table = PLUS_ONE if sign > 0 else MINUS_ONE
@@ -207,7 +198,6 @@ def _product(node: Expr) -> Expr:
 
 def _quotient(base: Expr, power: Expr, above: Expr) -> Expr | None:
     """Return base^power · above in a stable form, None if no rule has one."""
-    spend(RULE / 2)
     if base.func is sigmoid and above.func is exp and power.is_Integer:
         u, w = base.args[0], above.args[0]
         for n in range(1, int(min(power, 8)) + 1):  # exp(w) σ(u)^n = exp(w + n u) σ(−u)^n

@@ -14,10 +14,9 @@ from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.atoms import Expr, beyond_singles
 from fitact.fitter.expr.catalog import CATALOG
-from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.exact import value
 from fitact.fitter.expr.parser import parse, text_of
 from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.expr.work import stage
 from fitact.fitter.numerics.dtypes import DTYPES, from_output, halves, stored
 from fitact.fitter.records.fit import ExactFit
 
@@ -64,7 +63,6 @@ def fit(activation: Activation, name: str, derivative: str | None = None) -> Exa
     return ExactFit(name=name, method=METHOD, activation=activation, derivative=text, error=error)
 
 
-@stage("the verification of its derivative", "write it with fewer functions")
 def _verify(activation: Activation, formula: Expr, text: str) -> None:
     """Compare the formula with f′ in high precision, over the whole range and beside every breakpoint."""
     corners = activation.switch_points(-REACH, REACH)
@@ -74,19 +72,18 @@ def _verify(activation: Activation, formula: Expr, text: str) -> None:
     )
     points = points[(np.abs(points) < REACH) & (np.min(np.abs(points[:, None] - edges), axis=1) > 1e-9)]
     compared = 0
-    for point in points:
-        true = evaluate_multiprecision(activation.derivative_formula, point)
-        y = evaluate_multiprecision(activation.formula, point)
-        if MP.isfinite(y) and not MP.isfinite(true):
+    for point in points.tolist():
+        true, y = value(activation.derivative_formula, point), value(activation.formula, point)
+        if y.is_finite() and not true.is_finite():
             raise UsageError(f"{activation}: its derivative is not finite at x = {point:.6g}, where its value is")
-        if not MP.isfinite(y):
+        if not y.is_finite():
             continue
-        found = evaluate_multiprecision(formula, y)
+        found = value(formula, y)
         compared += 1
         if not abs(found - true) <= AGREEMENT * max(1, abs(true)):
             raise UsageError(
                 f"{activation}: its derivative is not that function of the output: at x = {point:.6g} it is "
-                f"{MP.nstr(true, 6)} where the formula {quote(text)} gives {MP.nstr(found, 6)}"
+                f"{float(true):.6g} where the formula {quote(text)} gives {float(found):.6g}"
             )
     if not compared:
         raise UsageError(f"{activation}: its derivative is nowhere finite from {-REACH:g} to {REACH:g}")

@@ -22,8 +22,8 @@ from fitact.errors import FitWarning, UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import breaks, roots
-from fitact.fitter.expr.evaluate import Array
-from fitact.fitter.expr.multiprecision import order
+from fitact.fitter.expr.exact import order
+from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.errors import step_errors
 from fitact.fitter.numerics.moments import Function, Moments, spread
 from fitact.fitter.numerics.partition import dp_borders

@@ -30,7 +30,7 @@ from fitact.errors import UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS
-from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.numerics.minimax import Coefficients, least_squares, minimax, singles_of
 from fitact.fitter.records.approximants import (

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
+from flint import arb
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS, breaks, roots
 from fitact.fitter.analysis.shape import breakpoints
-from fitact.fitter.expr.multiprecision import LEAST_ORDER, MP, Number, evaluate_multiprecision, order
+from fitact.fitter.expr.exact import LEAST_ORDER, Number, order, shifted, value
 from fitact.fitter.records.approximants import Radical
 
 LARGEST = 1e37  # of values and derivatives that are fitted
@@ -112,26 +113,24 @@ def _cell(
     for at, side in ((low, 1), (inside, 0), (high, -1)):
         if at is None or abs(at) >= REALS or not direction:
             continue
-        exact = points.get(at, MP.mpf(at))
+        exact = points.get(at, arb(at))
         power = order(df, exact, side or 1)
         if abs(power) <= LEAST_ORDER and at in outer:
             exact = outer[at]
             power = order(df, exact, side)
-        with MP.workdps(60):
-            beside = exact + (side or 1) * MP.mpf("1e-30") * max(abs(exact), MP.one)
-            value = float(evaluate_multiprecision(f, beside, 30))
-        if math.isnan(power) or power < -LEAST_ORDER or not abs(value) < LARGEST:
+        beside = float(value(f, shifted(exact, side or 1, "1e-30"), 30))
+        if math.isnan(power) or power < -LEAST_ORDER or not abs(beside) < LARGEST:
             raise UsageError(
                 f"{activation}: it or its derivative is infinite at x = {at:g}; fit it on a smaller domain"
             )
         if LEAST_ORDER < power < math.inf:
             degree = Fraction(1 + power).limit_denominator(8).numerator  # of f in a variable in which f′ is smooth
-            radicals.append(Radical(float(np.float32(value)), degree, side * direction))
+            radicals.append(Radical(float(np.float32(beside)), degree, side * direction))
             roots_of.append(float(exact))
     if len(radicals) > 1:
         radicals = [replace(radical, sign=radical.side or 1) for radical in radicals]
     if not radicals:
-        values = [float(evaluate_multiprecision(f, at, 20)) for at in (low, high) if abs(at) < REALS]
+        values = [float(value(f, at, 20)) for at in (low, high) if abs(at) < REALS]
         near = min(values, key=abs) if len(values) == 2 and values[0] * values[1] > 0 else 0.0
         near = near if abs(near) < LARGEST else 0.0  # float32 has none of its outputs
         radicals, roots_of = [Radical(float(np.float32(near)), 1, 0)], [math.nan]

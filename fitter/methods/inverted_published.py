@@ -13,8 +13,8 @@ import numpy as np
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.evaluate import Array, geometric, power, wide
-from fitact.fitter.expr.multiprecision import evaluate_multiprecision
+from fitact.fitter.expr.exact import value
+from fitact.fitter.expr.wide import Array, geometric, power, wide
 from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.records.approximants import Approximant, PublishedApproximant
 from fitact.fitter.records.fit import InvertedFit
@@ -68,7 +68,7 @@ def fit(activation: Activation, name: str, *, refit: bool = True) -> InvertedFit
         names = " and ".join(PUBLISHED)
         raise UsageError(f"{activation}: the parametric approximants are those of {names}; use --family rational")
     parts = cells(activation)
-    minimum = float(evaluate_multiprecision(activation.formula, parts[1].low, 30))
+    minimum = float(value(activation.formula, parts[1].low, 30))
     borders = cell_borders(activation, parts)
     found: dict[str, list[Approximant]] = {dtype: [] for dtype in DTYPES}
     for s, (kind, approximates) in enumerate(SHAPES[known]):

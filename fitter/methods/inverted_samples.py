@@ -11,7 +11,7 @@ import numpy as np
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS
-from fitact.fitter.expr.evaluate import Array, geometric
+from fitact.fitter.expr.wide import Array, geometric
 from fitact.fitter.numerics.dtypes import halves, rounded, stored
 from fitact.fitter.records.approximants import Floats, Single, codes
 

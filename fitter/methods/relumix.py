@@ -25,14 +25,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from flint import arb, ctx
 
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS, breaks, roots
 from fitact.fitter.analysis.shape import Asymptote
-from fitact.fitter.expr.evaluate import Array
-from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.exact import shifted, value
+from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.errors import step_errors
 from fitact.fitter.numerics.moments import Moments, quadrature
 from fitact.fitter.numerics.partition import dp_borders
@@ -190,8 +191,8 @@ def mixture(
 def _refuse_poles(activation: Activation) -> None:
     for point in breaks(activation.formula, -REACH, REACH)[0].values():
         for side in (-1, 1):
-            value = evaluate_multiprecision(activation.formula, point + side * MP.mpf("1e-12"), 15)
-            if not abs(value) < 1e9 * (1 + abs(point)):
+            beside = value(activation.formula, shifted(point, side, "1e-12"), 15)
+            if not abs(beside) < 1e9 * (1 + abs(point)):
                 raise UsageError(
                     f"{activation}: it is not finite near x = {float(point):.6g}, "
                     "and a mixture of ReLUs is; use --method fewbit on a domain without that point"
@@ -225,9 +226,8 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
 
 
 def _distance(activation: Activation, line: Asymptote, at: float) -> float:
-    return float(
-        evaluate_multiprecision(activation.formula, at, 40) - MP.mpf(line.slope) * MP.mpf(at) - line.intercept
-    )
+    with ctx.workprec(200):
+        return float(value(activation.formula, at, 40) - arb(line.slope) * at - line.intercept)
 
 
 def evaluated(activation: Activation, found: Mixture, objective: str) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS, roots
 from fitact.fitter.analysis.shape import Asymptote
-from fitact.fitter.expr.evaluate import Array, geometric
+from fitact.fitter.expr.wide import Array, geometric
 from fitact.fitter.numerics.moments import nodes, running
 
 REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.expr.work import MILLION, budget, stage
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
 from fitact.fitter.records.gate import GateFit
 from fitact.fitter.records.kinds import AnyFit, AnyPlainFit
@@ -20,7 +17,6 @@ from fitact.fitter.records.learned import LearnedFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 
-FITTING = 3 * MILLION  # operations on the formula: its analysis, and its values
 # The methods of activations, of gates and of formulas with learned numbers, each with its options beside the
 # function and a name.
 METHODS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -38,25 +34,9 @@ BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4"}
 DOMAINS = {"fewbit": fewbit.DOMAIN}
 
 
-@contextmanager
-def _fitting(formula: Activation | Gate | Learned) -> Iterator[None]:
-    """Bound the work of a fit. What is not finite is refused where it matters, so NumPy does not warn of it."""
-    with budget(formula, FITTING), stage("the fit", "write it with fewer functions"), np.errstate(all="ignore"):
-        yield
-
-
+@np.errstate(all="ignore")  # what is not finite is refused where it matters
 def make(method: str, activation: Activation, name: str, **options: Any) -> AnyPlainFit:
-    """Fit by the method of that name; `options` are arguments of its `fit`.
-
-    Raises:
-        WorkError: the formula takes too many operations.
-
-    """
-    with _fitting(activation):
-        return _made(method, activation, name, **options)
-
-
-def _made(method: str, activation: Activation, name: str, **options: Any) -> AnyPlainFit:
+    """Fit by the method of that name; `options` are arguments of its `fit`."""
     if method == "exact":
         return exact.fit(activation, name, **options)
     if method == "inverted":

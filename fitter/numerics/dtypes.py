@@ -8,7 +8,7 @@ from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import FLOAT32
 from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.expr.wide import Array
 
 DTYPES = ("bfloat16", "float16", "float32")
 LARGEST = 3e38  # of a derivative that float32 holds

@@ -8,9 +8,8 @@ import numpy as np
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.roots import roots
-from fitact.fitter.analysis.search import gap
-from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.analysis.roots import gap, roots
+from fitact.fitter.expr.wide import Array
 
 from .moments import Moments, nodes, quadrature, running
 from .weight import Weight

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from fitact.fitter.expr.evaluate import Array, wide
+from fitact.fitter.expr.wide import Array, wide
 
 EXCHANGES = 30
 CORRECTIONS = 12

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fitact.errors import UsageError
-from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.expr.wide import Array
 
 Function = Callable[[Array], Array]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fitact.errors import UsageError
-from fitact.fitter.expr.evaluate import Array
+from fitact.fitter.expr.wide import Array
 
 from .moments import Moments, about, spread
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.expr.evaluate import Array, wide
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.expr.wide import Array, wide
 
 from .validate import check_keys, check_numbers, integer, mapping, number, numbers, objects, text
 

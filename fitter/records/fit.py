@@ -19,9 +19,9 @@ from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.expr.evaluate import Array
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
+from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.numerics.weight import LARGEST, Weight
 

@@ -13,7 +13,6 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import MOST, Learned, Number
 from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
-from fitact.fitter.expr.work import MILLION, budget, stage
 
 from .fit import SCHEMA, activation_record
 from .gate import GateFit
@@ -27,7 +26,6 @@ GONE = {
     **dict.fromkeys(("coded", "gate_coded", "learned_coded"), "block codes, of fitact.saving, took its place"),
     "learned_exact": "learned_rebuild keeps as little in fitact.saving, and its gradients are exact",
 }
-READING = 3 * MILLION  # operations: reading formulas, and integrating a weight
 
 
 def read(path: Path) -> AnyFit:
@@ -46,11 +44,6 @@ def from_json(source: str) -> AnyFit:
         UsageError: the text is not such a record; the message names the field.
 
     """
-    with budget("the fit", READING), stage("reading", "write its formulas with fewer functions"):
-        return _from_json(source)
-
-
-def _from_json(source: str) -> AnyFit:
     record = record_of(source, SCHEMA, "a fitact fit")
     method = record.get("method")
     if isinstance(method, str) and method in GONE:

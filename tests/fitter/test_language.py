@@ -564,7 +564,7 @@ def test_activation_of_a_formula():
         ("tanh(x) + 1e39", "constant 1e+39"),
         ("x**2 + 1e-40", "constant 1e-40"),
         ("(1e13*x)**3", "constant 1e+39"),
-        ("max((x/cos(2))**-1000, cos(x))", "constant 1.7644e-381"),  # 0 in float64
+        ("max((x/cos(2))**-1000, cos(x))", "constant 1.76440e-381"),  # 0 in float64
         ("(pi*x)**1000", "constant 1.41212e+497"),
         ("(e*x)**1000/exp(680)/exp(315)", "constant 1.97007e+434"),  # e**1000 of a product that is e**5
         ("", "empty"),

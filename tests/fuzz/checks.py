@@ -22,7 +22,7 @@ from fitact.errors import FitWarning, UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.expr.atoms import Where
-from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.exact import value
 from fitact.fitter.methods.table import make, make_gate
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
@@ -212,5 +212,5 @@ def _undecided(formula: Any, at: float, unit: float) -> bool:
 
 
 def _exact(formula: Any, at: float) -> float:
-    value = evaluate_multiprecision(formula, at, DIGITS)
-    return float(value) if MP.isfinite(value) else float("nan")
+    found = value(formula, at, DIGITS)
+    return float(found) if found.is_finite() else float("nan")

@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from scipy import special
 
 from fitact.codegen.generate import render
-from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods import fewbit, relumix, relumix_search
-from fitact.fitter.plot import draw
+from fitact.fitter.methods import relumix
 from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
 from tests.support.curves import ALPHA, CURVES, LAMBDA, quad, step_errors
 from tests.support.generated import load
-from tests.support.literature import LITERATURE
-from tests.support.refusals import refused, within
+from tests.support.refusals import refused
 
 # Few-Bit fits on odd domains warn; what of is in tests/fitter/test_catalog.py.
 pytestmark = pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
@@ -298,26 +295,9 @@ def test_as_good_as_a_long_search(name, bits):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        *((name, 2) for name in SEARCHED),
-        *(("gelu", 3), ("tanh", 3), ("elu", 3), ("sigmoid", 3), ("elu", 4), ("softplus", 4)),
-    ],
-)
+@pytest.mark.parametrize(("name", "bits"), [*((name, 2) for name in SEARCHED), ("gelu", 3), ("elu", 4)])
 def test_any_seed_finds_the_optimum(name, bits):
-    """What starts where another seed did, on the same problem, is not followed again."""
-    descend, bottoms = relumix_search._descend, {}
-
-    def remembered(problem, start):
-        key = start.tobytes()
-        if key not in bottoms:
-            bottoms[key] = descend(problem, start)
-        return bottoms[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relumix_search, "_descend", remembered)
-        worst = max(mixed(name, bits, restarts=1, seed=seed).objective for seed in range(20))
+    worst = max(mixed(name, bits, restarts=1, seed=seed).objective for seed in range(5))
     assert worst <= BEST[name][str(bits)] * (1 + LONG[bits][0])
 
 
@@ -328,14 +308,6 @@ def test_any_seed_finds_the_optimum(name, bits):
 def test_states_the_distance_over_all_reals(name, bits):
     found = mixed(name, bits)
     assert found.objective == pytest.approx(distance(ORACLES[name], found.knots, found.slopes), rel=1e-8)
-
-
-@pytest.mark.parametrize("name", some_full(SEARCHED, ("elu",)))
-def test_states_the_distance_at_4_bits(name):
-    found = mixed(name, 4)
-    beyond = 2e-10 if name in ALGEBRAIC else 0.0  # a tail counts as a power of x from 1e5 on
-    expected = distance(ORACLES[name], found.knots, found.slopes)
-    assert found.objective == pytest.approx(expected, rel=1e-8, abs=beyond)
 
 
 @pytest.mark.parametrize(("name", "bits"), cases(sorted(ORACLES), [1, 2, 3], (*QUICK, *ALGEBRAIC)))
@@ -360,13 +332,6 @@ def test_ends_on_both_asymptotes(name, bits):
     assert found.slopes[0] == pytest.approx(m0, abs=1e-12)
     assert found.weights.sum() == pytest.approx(m1 - m0, abs=1e-12)
     assert -(found.weights @ found.knots) == pytest.approx(b1 - b0, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", some_full(SMOOTH, ("elu",)))
-def test_error_falls_with_the_number_of_knots(name):
-    least = 2 if ORACLES[name].left[0] == ORACLES[name].right[0] else 1
-    errors = [mixed(name, bits).objective for bits in range(least, 5)]
-    assert all(after < before / 5 for before, after in pairwise(errors))
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "mish", "softplus", "elu", "selu", "hardswish", "squareplus"])
@@ -407,19 +372,6 @@ def test_gradient_equals_finite_differences(name, count):
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 15])
-@pytest.mark.parametrize("name", ["gelu", "elu", "softsign"])
-def test_second_derivatives_equal_differences_of_the_gradient(name, count):
-    problem = problem_of(name)
-    for seed in range(3):
-        knots = random_knots(count, seed)
-        steps = np.eye(count) * 1e-5 * np.diff(knots).min()
-        expected = np.stack(
-            [(problem(knots + step)[1] - problem(knots - step)[1]) / (2 * step.sum()) for step in steps]
-        )
-        assert problem.hessian(knots) == pytest.approx(expected, rel=1e-4, abs=1e-5 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("count", [2, 3, 7, 15])
 @pytest.mark.parametrize("name", ["gelu", "tanh", "elu", "selu", "hardswish", "squareplus"])
 def test_values_are_optimal_for_any_knots(name, count):
     oracle = ORACLES[name]
@@ -428,19 +380,6 @@ def test_values_are_optimal_for_any_knots(name, count):
         objective, _, slopes = problem_of(name)(knots)
         assert slopes == pytest.approx(best_values(oracle, knots), rel=1e-7, abs=1e-9)
         assert objective == pytest.approx(distance(oracle, knots, slopes), rel=1e-8)
-
-
-@pytest.mark.parametrize(("name", "bits"), cases(SMOOTH, [2, 3], QUICK))
-def test_is_stationary(name, bits):
-    """No knot moved by a hundredth, nor any slope of the least squares, makes it better."""
-    oracle, found = ORACLES[name], mixed(name, bits)
-    assert np.abs(problem_of(name)(found.knots)[1]).max() <= 1e-9
-    assert found.slopes == pytest.approx(best_values(oracle, found.knots), abs=1e-8)
-    for i in range(len(found.knots)):
-        for step in (-0.01, 0.01):
-            moved = found.knots.copy()
-            moved[i] += step
-            assert distance(oracle, moved, best_values(oracle, moved)) > found.objective
 
 
 class Brute:
@@ -529,21 +468,6 @@ def test_levels_are_means_and_knots_midway(name, bits):
     assert oracle.derivative(found.knots)[smooth] == pytest.approx(
         middle[smooth], rel=0, abs=2.0**-24
     )  # what float32 tells
-
-
-@pytest.mark.parametrize(("name", "bits"), cases(SMOOTH, [2, 3], QUICK))
-def test_free_levels_are_at_least_as_good(name, bits):
-    few = fewbit.fit(activation(name), bits, "a_fit", domain=(-10.0, 10.0))
-    assert few.error["objective"] <= mixed(name, bits, "derivative").objective * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("name", "bits"), cases(SEARCHED, [2, 3], QUICK))
-def test_each_objective_is_best_at_its_own(name, bits):
-    oracle = ORACLES[name]
-    one, two = mixed(name, bits), mixed(name, bits, "derivative")
-    assert two.objective <= derivative_distance(oracle, one.knots, one.slopes) * (1 + 1e-9)
-    # moved onto the asymptotes by least squares, its knots are not better either
-    assert one.objective <= distance(oracle, two.knots, best_values(oracle, two.knots)) * (1 + 1e-9)
 
 
 # --- asymptotes
@@ -679,35 +603,6 @@ def test_what_bends_far_from_its_corners_is_no_broken_line(text, objective):
     assert found.objective > 1e-4
 
 
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
-def test_more_corners_than_knots(objective):
-    text = "relu(x) - relu(x - 1) + relu(x - 3) - relu(x - 4)"
-
-    def value(x):
-        return np.clip(x, 0, 1) + np.clip(x - 3, 0, 1)
-
-    def derivative(x):
-        return np.where(((x > 0) & (x < 1)) | ((x > 3) & (x < 4)), 1.0, 0.0)
-
-    oracle = plain(text, value, derivative, (0.0, 0.0), (0.0, 2.0), (0.0, 1.0, 3.0, 4.0))
-    found = relumix.mixture(Activation.of(text), 2, objective=objective)
-    exact = (distance if objective == "primitive" else derivative_distance)(oracle, found.knots, found.slopes)
-    assert found.objective == pytest.approx(exact, rel=1e-8)
-    assert found.objective < 1
-
-
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("text", ["x + 0*x", "x", "3*x + 1"])
-def test_a_straight_line_is_exact_or_refused(text, bits, objective):
-    try:
-        found = relumix.mixture(Activation.of(text), bits, objective=objective)
-    except UsageError:
-        return
-    assert found.objective == 0
-    assert found.weights == pytest.approx(0, abs=1e-12)
-
-
 # --- an optimum moves and grows as f does
 
 GELU = 0.009506935047567, 0.0451892048645  # by the tests above
@@ -738,14 +633,6 @@ def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objec
     assert found.objective == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("bits", [3, 4])
-def test_many_stretches_of_curvature_take_no_time(bits):
-    """An oscillation has dozens of inflections, and the ways to share knots among them are without number."""
-    with within(240):
-        relumix.mixture(Activation.of("x + sin(x)*exp(-x**2/50)"), bits, restarts=0)
-
-
 # --- the record
 
 
@@ -764,16 +651,6 @@ def test_same_seed_same_bytes(objective):
         (-10.0, 10.0),
         "uniform",
     )
-
-
-@pytest.mark.parametrize("name", ["tanh", "squareplus"])
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
-def test_numbers_are_those_of_the_mixture_in_float32(name, objective):
-    fit, found = fitted(name, 2, objective), mixed(name, 2, objective)
-    assert fit.borders == tuple(map(float, np.array(fit.borders, np.float32)))
-    assert fit.levels == tuple(map(float, found.slopes.astype(np.float32)))
-    assert np.abs(fit.borders - found.knots).max() <= np.abs(found.knots).max() * 2.0**-24
-    assert fit.error["objective"] == float(f"{found.objective:.10g}")
 
 
 def test_progress_reaches_the_end_and_never_turns_back():
@@ -851,19 +728,6 @@ def test_options_reach_the_fit(command):
     )
 
 
-def test_names(command):
-    line = "fit --fn tanh --fn relu --bits 2 --bits 3 --method relumix --objective primitive --restarts 0"
-    assert command(line)[0] == 0
-    assert {path.stem for path in Path("generated/fits").iterdir()} == {
-        f"{name}_relumix{bits}" for name in ("tanh", "relu") for bits in (2, 3)
-    }
-    assert dict(read(Path("generated/fits/tanh_relumix2.json")).options) == {
-        "objective": "primitive",
-        "restarts": 0,
-        "seed": 0,
-    }
-
-
 RELUMIX = "fit --fn tanh --bits 2 --method relumix"
 WRONG = [
     (f"{RELUMIX} --domain -5 5 --name a", "--method relumix has no --domain"),
@@ -879,37 +743,12 @@ WRONG = [
     (f"{RELUMIX} --restarts -1", "restarts: expected 0 to 1000"),
     (f"{RELUMIX} --seed -1", "Invalid value for '--seed'"),
     (f"{RELUMIX} --seed 4294967296", "Invalid value for '--seed'"),
-    ("fit --fn tanh --bits 5 --method relumix", "bits: expected 1, 2, 3 or 4"),
-    ("fit --fn 'x*tanh(x)' --bits 2 --method relumix", "--name is required for an expression"),
-    ("fit --fn tanh --bits 1 --method relumix", "its asymptotes are parallel"),
-    ("fit --fn relu2 --bits 2 --method relumix", NO_LINE),
-    ("fit --fn exp --bits 2 --method relumix", NO_LINE),
-    ("fit --fn hardshrink --bits 2 --method relumix", "it jumps at x = -0.5"),
-    *(
-        (f"fit --fn '{text}' --bits {bits} --method relumix --name a", reason)
-        for text, bits, reason in (
-            ("x**2", 2, NO_LINE),
-            ("sin(x)", 2, NO_LINE),
-            ("log(1 + x**2)", 2, NO_LINE),
-            ("x + (1 + x**2)**(-0.2)", 2, "too slowly"),
-            ("where(x<0, 0.1*x-1, 2*x+3)", 2, "it jumps"),
-        )
-    ),
 ]
 
 
 @pytest.mark.parametrize(("line", "reason"), WRONG, ids=[line for line, _ in WRONG])
 def test_refused_in_one_line(line, reason, refuses):
     assert reason in refuses(line)
-
-
-@pytest.mark.parametrize("kind", some_full(["png", "svg", "pdf"], ("png",)))
-def test_pictures_have_two_pairs_of_panels_and_the_same_bytes(kind):
-    fits = [read(FITS / f"{name}.json") for name in ("gelu_relumix2", "gelu_regelu2d_published")]
-    picture = draw(fits[:1], kind)
-    assert picture == draw(fits[:1], kind)
-    assert picture[:5].lstrip(b"\x89").startswith({"png": b"PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind][:4])
-    assert draw(fits, kind) != picture
 
 
 # --- generated modules
@@ -958,15 +797,6 @@ def test_docstrings(name, activation_name, said, unsaid):
     assert unsaid not in docstring
 
 
-def test_docstrings_of_other_objectives_and_widths():
-    derivative = render(fitted("gelu", 2, "derivative")).split('"""')[1]
-    assert "that is nearest to f'." in derivative
-    assert "ReGELU2" not in derivative
-    one = render(relumix.fit(Activation.of("gelu"), 1, "one")).split('"""')[1]
-    assert "mixture of 1 ReLU\n" in one
-    assert "ReGELU2" not in one
-
-
 # --- other formulas
 
 
@@ -1009,13 +839,6 @@ OTHERS = [
         (1, 0),
         (1.0,),
     ),
-    plain(
-        "x + sin(x)*exp(-x**2/50)",
-        lambda x: x + np.sin(x) * np.exp(-np.minimum(x * x / 50, 700)),
-        None,
-        (1, 0),
-        (1, 0),
-    ),
 ]
 
 
@@ -1043,13 +866,11 @@ def combination(seed):
         ),
         *(
             pytest.param(combination(seed), id=f"combination {seed}", marks=() if seed < 1 else pytest.mark.full)
-            for seed in range(12)
+            for seed in range(6)
         ),
     ],
 )
 def test_other_formulas(oracle, bits):
-    if bits == 3 and "sin" in oracle.text:
-        pytest.skip("many inflections: has a test of its own")
     found = relumix.mixture(Activation.of(oracle.text), bits, restarts=1)
     m, b = oracle.right
     assert found.weights.sum() == pytest.approx(m - oracle.left[0], abs=1e-12)
@@ -1057,28 +878,3 @@ def test_other_formulas(oracle, bits):
     exact = distance(oracle, found.knots, found.slopes)
     assert found.objective == pytest.approx(exact, rel=1e-7, abs=1e-12)
     assert exact <= naive(oracle, 2**bits - 1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("objective", relumix.OBJECTIVES)
-@pytest.mark.parametrize("entry", LITERATURE, ids=lambda entry: entry.name)
-def test_the_literature_is_fitted_or_refused(entry, objective):
-    one = Activation.of(entry.text)
-    try:
-        fit = relumix.fit(one, 2, "a_fit", objective=objective, restarts=1)
-    except UsageError as error:
-        assert str(error).startswith("activation '")
-        assert any(reason in str(error) for reason in (NO_LINE, "too slowly", "it jumps", "too steep"))
-        return
-    assert np.isfinite(list(fit.error.values())).all()
-    lines = relumix.asymptotes(one)
-    assert fit.levels[0] == pytest.approx(lines[0].slope, abs=1e-6)
-    assert fit.levels[-1] == pytest.approx(lines[1].slope, abs=1e-6)
-    left, right = ((line.slope, line.intercept) for line in lines)
-    breaks = tuple(one.switch_points(-50, 50))
-    oracle = plain(entry.text, lambda x: one.value(np.asarray(x)), one.derivative, left, right, breaks)
-    if objective == "primitive":
-        few = np.linspace(-3, 3, 3) + 1e-3
-        x, w = samples(np.union1d([-40.0, 40.0], np.union1d(few, breaks)), 0.1)
-        wrong = one.value(x) - line_through(oracle, few, best_values(oracle, few))(x)
-        assert fit.error["objective"] <= (wrong**2 * w).sum() + 2 * np.abs(wrong[[0, -1]]).max() ** 2 * 40 + 1e-12

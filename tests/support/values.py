@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from scipy import special
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.expr.catalog import CATALOG
-from fitact.fitter.expr.multiprecision import MP, evaluate_multiprecision
+from fitact.fitter.expr.exact import value as exact_value
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
@@ -33,6 +34,7 @@ from tests.support.literature import LITERATURE
 from tests.support.shared import shared
 
 Array = NDArray[np.float64]
+MP = mpmath.MPContext()
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 FLOOR = 1e-34  # PyTorch has no sigmoid below 1e-38, and what is lost there may be multiplied by x² = 8000
@@ -312,7 +314,7 @@ def exact(formula: Formula, at: Array) -> Array:
 
 @cache
 def _multiprecision(text: str, point: float) -> float:
-    return float(evaluate_multiprecision(parse(text), point, 260))
+    return float(exact_value(parse(text), point, 260))
 
 
 # -------------------------------------------------------------------------------------- what `check` has named

@@ -15,7 +15,6 @@ from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
 from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.parser import text_of
-from fitact.fitter.expr.work import MILLION, WorkError, budget
 from fitact.fitter.methods import exact, fewbit, inverted, relumix
 from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
@@ -26,8 +25,6 @@ from fitact.text import columns
 
 from .options import say
 
-# Operations on a formula: for its analysis, and for each method that is tried on it.
-SHOWING, TRYING = 3 * MILLION, 1 * MILLION
 MOST = 12  # the most breakpoints, pieces or roots that are listed
 
 
@@ -81,15 +78,7 @@ def gate(shown: Gate) -> None:
 
 def activation(f: Activation) -> None:
     """Print the analysis of an activation over the reals, and which methods apply to it."""
-    with budget(f, SHOWING):
-        rows = _analysed(f)
-    for name, method in _METHODS.items():
-        try:
-            with budget(f, TRYING):
-                rows.append((name, _answer(f, method)))
-        except WorkError as error:
-            rows.append((name, f"unknown: {str(error).partition(': ')[2]}"))
-    _print(rows)
+    _print([*_analysed(f), *((name, _answer(f, method)) for name, method in _METHODS.items())])
 
 
 def _analysed(f: Activation) -> list[tuple[str, str]]:
@@ -177,8 +166,6 @@ def _answer(f: Activation, method: Callable[[Activation], str]) -> str:
     """Return what a method says of an activation, or why it does not apply."""
     try:
         return method(f)
-    except WorkError:
-        raise
     except UsageError as error:
         return f"no: {str(error).removeprefix(f'{f}: ')}"
 
