@@ -40,7 +40,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Using activations",
         "What ships, and models converted to it.",
-        ("activation", "saving", "hooks", "convert", "revert"),
+        ("activation", "saving", "checkpoint", "hooks", "convert", "revert"),
     ),
     (
         "Norms",

@@ -1,9 +1,9 @@
 """`saving`: a context in which each tensor that autograd saves is stored in the least bytes."""
 
 from .context import baseline, saving
-from .pair import hooks
+from .pair import checkpoint, hooks
 from .quantising import POLICIES
 
 ERRORS = tuple(POLICIES)  # in their order: each may be further off than those before it
 
-__all__ = ["ERRORS", "baseline", "hooks", "saving"]
+__all__ = ["ERRORS", "baseline", "checkpoint", "hooks", "saving"]

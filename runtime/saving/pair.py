@@ -1,4 +1,4 @@
-"""The hooks of a context alone, for checkpoints and whatever else takes a pair of hooks."""
+"""The hooks of a context alone, for whatever takes a pair of hooks, and a checkpoint inside of such hooks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as checkpointed
 
-from fitact.runtime.torch_internals import base_of, version_of_saved, without_torch_function
+from fitact.runtime.torch_internals import base_of, break_graph, version_of_saved, without_torch_function
 
 from .capture import Capture, is_plain, unpack
 from .quantising import DTYPES, FEW, STATISTIC, policy_of
 from .recompute import Reading
-from .storage import Hooks, Quantised, Stored, is_dense, is_parameter, marked
+from .storage import Quantised, Stored, is_dense, is_parameter, marked
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -47,7 +50,48 @@ def hooks(bits: int = 8) -> Pair:
         UsageError: there are no codes of so many bits.
 
     """
-    return WithoutMode(policy_of("exact", bits)["norm"], None).pack, unpack
+    context = WithoutMode(policy_of("exact", bits)["norm"])
+    context.hooks = None  # where the pair is made says nothing of where it is used
+    return context.pack, unpack
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, error: str = "rounding", use_reentrant: bool = False, **kwargs: Any
+) -> Any:
+    """Run a function as `torch.utils.checkpoint.checkpoint` does, and store its inputs quantised.
+
+    Backward runs it again, from the inputs that come back. Tensors among the arguments are stored as `hooks` says:
+    once if several such functions read one. Those in lists, mappings and objects are stored as they are.
+
+        for block in model.blocks:
+            hidden = fitact.checkpoint(block, hidden)
+
+    Args:
+        function: takes the arguments, as for PyTorch's checkpoint.
+        args: its arguments.
+        error: `"rounding"`, inputs in 8 bits; `"coarse"`, 4 bits; or `"exact"`, as they are.
+        use_reentrant: as for PyTorch's checkpoint.
+        kwargs: arguments by name, of PyTorch's checkpoint, such as `context_fn` and `preserve_rng_state`, or of
+            the function.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        UsageError: there is no such class of errors.
+
+    """
+    if torch.compiler.is_compiling():
+        break_graph("checkpoint is for eager code: compile the function that it is given")
+    context = WithoutMode(policy_of(error, None).get("norm"))
+    names, n = [name for name, one in kwargs.items() if isinstance(one, Tensor)], len(args)
+    args = *args, *map(kwargs.pop, names)
+
+    def run(*given: Any, **others: Any) -> Any:
+        return function(*given[:n], **dict(zip(names, given[n:], strict=True)), **others)
+
+    with saved_tensors_hooks(context.pack, unpack):
+        return checkpointed(run, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 class WithoutMode(Capture):
@@ -55,15 +99,14 @@ class WithoutMode(Capture):
 
     Args:
         bits: of the codes of what is quantised; None to quantise nothing.
-        hooks: what is stored goes to these.
 
     """
 
     exact = False
 
-    def __init__(self, bits: int | None, hooks: Hooks | None) -> None:
+    def __init__(self, bits: int | None) -> None:
         super().__init__()
-        self.hooks, self._bits = hooks, bits
+        self._bits = bits
         self.autocast = False  # no copy of a parameter is cast again: it may have been changed since
         self._sizes: deque[int] = deque((0,), maxlen=3)  # of what torch_remat handed over last
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fitact.runtime.choose.replacement import revert
     from fitact.runtime.choose.ways import revert_plan
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
-    from fitact.runtime.saving import hooks, saving
+    from fitact.runtime.saving import checkpoint, hooks, saving
 
 __all__ = [
     "FitWarning",
@@ -33,6 +33,7 @@ __all__ = [
     "UsageError",
     "activation",
     "calibrate",
+    "checkpoint",
     "compile",
     "compile_options",
     "compile_report",
@@ -49,6 +50,7 @@ __all__ = [
 # Names that need PyTorch, with the modules they are imported from on first use.
 LAZY = {
     "calibrate": "fitact.calibration",
+    "checkpoint": "fitact.runtime.saving",
     "compile": "fitact.runtime.compile.compile",
     "compile_options": "fitact.runtime.compile.compile",
     "compile_report": "fitact.runtime.compile.compile",

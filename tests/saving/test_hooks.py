@@ -18,6 +18,7 @@ from fitact.errors import UsageError
 from fitact.runtime.saving.blocks import BITS, nbytes
 from fitact.runtime.saving.recompute import Reading
 from fitact.runtime.saving.storage import Bits, Quantised
+from tests.support.blocks import Layer
 from tests.support.saving import HALF, cast, loss_of
 
 WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
@@ -25,44 +26,23 @@ WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
 LEAST, MOST = 5e-4, 8e-3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
-        self.second, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def attention(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return y
-
-    def mlp(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(self.second(x))))
-        return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x)
-        return x + self.mlp(x)
-
-
-Call = Callable[[Block, Tensor], Tensor]
+Call = Callable[[Layer, Tensor], Tensor]
 
 
 def gradient(call: Call, x: Tensor = WIDE) -> Tensor:
-    block, x = Block(), x.clone().requires_grad_()
+    block, x = Layer(), x.clone().requires_grad_()
     y = call(block, x * 1)
     loss_of(y).backward()
     return torch.cat([one.grad.flatten() for one in (x, *block.parameters()) if one.grad is not None])
 
 
-def error(call: Call, expected: Call = Block.__call__) -> float:
+def error(call: Call, expected: Call = Layer.__call__) -> float:
     baseline = gradient(expected)
     return float((gradient(call) - baseline).norm() / baseline.norm())
 
 
 def in_hooks(call: Call, pack: Any, unpack: Any) -> Call:
-    def inside(block: Block, x: Tensor) -> Tensor:
+    def inside(block: Layer, x: Tensor) -> Tensor:
         with saved_tensors_hooks(pack, unpack):
             return call(block, x)
 
@@ -95,7 +75,7 @@ class Seen:
 
 
 WAYS: dict[str, Call] = {
-    "plain": Block.__call__,
+    "plain": Layer.__call__,
     "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
     "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
 }
@@ -110,14 +90,14 @@ def test_gradient(way: str) -> None:
 
 def test_a_pair_serves_many_steps() -> None:
     pair = fitact.hooks()
-    first, second = (gradient(in_hooks(Block.__call__, *pair)) for _ in range(2))
+    first, second = (gradient(in_hooks(Layer.__call__, *pair)) for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_stored_once() -> None:
     """Queries, keys and values are views of one tensor; nothing that an operation saved twice is coded twice."""
     seen = Seen()
-    gradient(in_hooks(Block.__call__, seen.pack, seen.unpack))
+    gradient(in_hooks(Layer.__call__, seen.pack, seen.unpack))
     sizes = sorted(len(one) for one in seen.quantised.values())
     assert sizes == [1, 1, 1, 1, 1, 1, 2, 3]  # 2 of attention's output, 3 of q, k and v
     shapes = [(512, 64)] * 5 + [(512, 192)] + [(512, 256)] * 2
@@ -126,7 +106,7 @@ def test_stored_once() -> None:
 
 def test_left_alone() -> None:
     """Parameters, their transposes, statistics, constants, integers and small tensors; masks take a bit."""
-    block, seen = Block(), Seen()
+    block, seen = Layer(), Seen()
     mask, index = torch.rand(512, 64) < 0.5, torch.randint(512, (4096,))
     scores = torch.zeros(64, 64).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
     with saved_tensors_hooks(seen.pack, seen.unpack):
@@ -194,7 +174,7 @@ def test_changed_in_place() -> None:
 
 def test_freed_with_the_graph() -> None:
     seen = Seen()
-    y = in_hooks(Block.__call__, seen.pack, seen.unpack)(Block(), WIDE.clone().requires_grad_() * 1)
+    y = in_hooks(Layer.__call__, seen.pack, seen.unpack)(Layer(), WIDE.clone().requires_grad_() * 1)
     codes = [weakref.ref(one) for one in seen.quantised]
     seen.packed.clear()
     assert all(one() is not None for one in codes)
@@ -233,14 +213,14 @@ def remat(monkeypatch: pytest.MonkeyPatch) -> Any:
 def regions(remat: Any, **options: Any) -> Call:
     """Return a call that runs the norms again, and keeps what attention and MLP save."""
 
-    def forward(block: Block, x: Tensor) -> Tensor:
+    def forward(block: Layer, x: Tensor) -> Tensor:
         for name, part in ("attention", block.attention), ("mlp", block.mlp):
             y = remat.region(part, name, recompute=False)(x)
             remat.recompute_needs_tensor(y)
             x = x + y
         return x
 
-    def call(block: Block, x: Tensor) -> Tensor:
+    def call(block: Layer, x: Tensor) -> Tensor:
         y: Tensor = remat.checkpoint(region_name="block", **options)(forward)(block, x)
         return y
 
@@ -257,7 +237,7 @@ def test_in_torch_remat(remat: Any) -> None:
         assert (type(stored) is Reading) == (tensor.numel() >= 4096 and tuple(tensor.shape) not in own)
     around = Seen()
 
-    def call(block: Block, x: Tensor) -> Tensor:
+    def call(block: Layer, x: Tensor) -> Tensor:
         with remat.saved_tensors_hooks(around.pack, around.unpack):
             return regions(remat)(block, x)
 
@@ -272,7 +252,7 @@ def test_masks_in_torch_remat(remat: Any) -> None:
     def attend(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask * 1)
 
-    def forward(block: Block, x: Tensor) -> Tensor:
+    def forward(block: Layer, x: Tensor) -> Tensor:
         y: Tensor = remat.region(attend, "attention", recompute=False)(0.3 * block.norm(x))
         return y
 
