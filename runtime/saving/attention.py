@@ -1,6 +1,6 @@
-"""PyTorch's attention where it is not fused, as on a CPU with dropout or with a trained mask.
+"""Attention that PyTorch does not fuse, as on a CPU with dropout or a trained mask, and attention run again.
 
-The operations are those of `_scaled_dot_product_attention_math` in PyTorch's
+Not fused, the operations are those of `_scaled_dot_product_attention_math` in PyTorch's
 aten/src/ATen/native/transformers/attention.cpp, in the same order and with the same layouts of memory. So outputs
 and gradients are PyTorch's, bit for bit.
 """
@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fitact.runtime.autocast import active_autocast, without_autocast
-from fitact.runtime.torch_internals import ATTENTION_BACKEND, SAFE_SOFTMAX, FakeTensor, without_dispatch_modes
+from fitact.runtime.torch_internals import (
+    ATTENTION_BACKEND,
+    SAFE_SOFTMAX,
+    FakeTensor,
+    after_backward,
+    in_functorch_transform,
+    without_dispatch_modes,
+)
 
 from .storage import is_parameter
 
@@ -25,6 +34,12 @@ Call = Callable[..., Tensor]
 PLAIN = Tensor, nn.Parameter, FakeTensor
 HALVES = torch.float16, torch.bfloat16
 TENSORS = ("query", "key", "value", "attn_mask")
+ALLOWED: Mapping[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
 OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
@@ -152,3 +167,126 @@ def _repeated(call: Call, x: Tensor, heads: int) -> Tensor:
 def _in_rows(call: Call, x: Tensor) -> Tensor:
     """Return x as a matrix product copies it; where it can be viewed as three-dimensional, it is not copied."""
     return call(torch.reshape, x, (-1, *x.shape[-2:])).view(x.shape)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _backends() -> list[SDPBackend]:
+    """Return the implementations of attention that are allowed."""
+    return [backend for backend, is_allowed in ALLOWED.items() if is_allowed()]
+
+
+class Again:
+    """One call of attention that backward makes again: once for its own gradients and all that read its output.
+
+    Args:
+        function: PyTorch's attention.
+        options: its arguments that are no tensors.
+        tensors: query, key, value and mask.
+
+    """
+
+    __slots__ = ("__weakref__", "_backends", "_function", "_made", "_needed", "_options")
+
+    def __init__(self, function: Call, options: dict[str, Any], tensors: Sequence[Tensor | None]) -> None:
+        self._function, self._options = function, options
+        self._backends = _backends()
+        self._needed = [one is not None and one.requires_grad for one in tensors]
+        self._made: tuple[Tensor, Sequence[Tensor | None]] | None = None
+
+    def first(self, *tensors: Tensor | None) -> Tensor:
+        """Return the output, of which nothing is saved."""
+        return self._run(tensors)[0].detach()
+
+    def run(self, *tensors: Tensor | None) -> Tensor:
+        """Return the output once more, and keep what its gradients need until the pass ends."""
+        output, inputs = self._run(tensors)
+        if after_backward(self.release):
+            self._made = output, inputs
+        return output.detach()
+
+    def gradients(self, grad: Tensor, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+        """Return the gradients of queries, keys, values and mask; None for those that need none."""
+        output, inputs = self._made or self._run(tensors)
+        self._made = None
+        return self._gradients(output, inputs, grad)
+
+    def derivable(self, grad: Tensor, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+        """Return the gradients with a graph, for a second derivative."""
+        return self._gradients(self._called(tensors), tensors, grad, create_graph=True)
+
+    def release(self) -> None:
+        """Free what was kept."""
+        self._made = None
+
+    def _gradients(
+        self, output: Tensor, inputs: Sequence[Tensor | None], grad: Tensor, **options: bool
+    ) -> Sequence[Tensor | None]:
+        needed = [one for one, needed in zip(inputs, self._needed, strict=True) if needed]
+        found = iter(torch.autograd.grad(output, needed, grad, **options))  # type: ignore[arg-type]
+        return [next(found) if needed else None for needed in self._needed]
+
+    def _run(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        # which implementation PyTorch takes depends on which of its inputs need a gradient
+        inputs = [
+            one if one is None else one.detach().requires_grad_(needed)
+            for one, needed in zip(tensors, self._needed, strict=True)
+        ]
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _itself):
+            return self._called(inputs), inputs
+
+    def _called(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Return the output, by an implementation that was allowed at first."""
+        with nullcontext() if _backends() == self._backends else sdpa_kernel(self._backends):
+            return self._function(*tensors, **self._options)
+
+
+class AttentionAgain(torch.autograd.Function):
+    """Attention that saves its inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Again, *tensors: Tensor | None) -> Tensor:
+        """Call it."""
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        return call.first(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Call it again, unless a reader of its output has done so in this pass."""
+        gradients = ctx.call.derivable if torch.is_grad_enabled() else ctx.call.gradients
+        return None, *gradients(*grads, *ctx.saved_tensors)
+
+
+def again(
+    call: Call, function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Again, Sequence[Tensor | None]] | None:
+    """Return a call of attention that can be made again, and its tensors; None if PyTorch has to make it as it is.
+
+    Args:
+        call: makes the casts of autocast.
+        function: PyTorch's attention.
+        args: its arguments.
+        kwargs: its arguments by name.
+
+    """
+    given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
+    tensors = [given.pop(name, None) for name in TENSORS]
+    some = [one for one in tensors if one is not None]
+    if given.keys() != OPTIONS.keys() or given["dropout_p"] or in_functorch_transform():
+        return None
+    if not all(type(one) in PLAIN and one.layout is torch.strided for one in some):
+        return None
+    low = active_autocast(some[0].device.type)
+    if not any(one.requires_grad for one in some) or (low and any(_casts_once(one, low) for one in some)):
+        return None
+    if low is not None:
+        tensors = [
+            one
+            if one is None or not one.is_floating_point() or one.dtype == torch.float64
+            else _to(call, one, low)
+            for one in tensors
+        ]
+    return Again(function, given, tensors), tensors

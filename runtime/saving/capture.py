@@ -46,6 +46,7 @@ class Capture(TorchFunctionMode):
     """
 
     exact = True  # what recomputes a tensor must give its bits
+    recompute_attention = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,11 +113,11 @@ class Capture(TorchFunctionMode):
         rule = RULES[func]
         return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
 
-    def plain(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Make a call of which nothing is noted."""
+    def plain(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], instead: Any = None) -> Any:
+        """Make a call of which nothing is noted; of another function in its place, if one is given."""
         self.current = func, args
         try:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if instead is None else instead()
         finally:
             self.current = None
 

@@ -83,3 +83,4 @@ PURE: Mapping[Function, Function] = {
 INDEXING_FUNCTIONS = frozenset().union(*(found(home, INDEXING) for home in _HOMES))
 PRODUCTS = frozenset().union(*(found(home, names) for home, names in _PRODUCTS.items()))
 ADDING = frozenset().union(*(found(home, _ADDING) for home in ("torch", "Tensor")))
+SUMS = found("torch", "add") | found("Tensor", "add __add__ __radd__")

@@ -29,9 +29,9 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
 
     Each tensor that an operation saves is stored as itself, or as what it is recomputed from in backward,
     whichever adds less: outputs of activations, norms, sums, products by element and casts are recomputed, and
-    masks are stored in bits. No product of matrices is recomputed. It can be nested, where the inner context
-    counts, and used as a decorator; each thread enters it for itself. `torch.compile` breaks its graph there:
-    compiled functions go inside.
+    masks are stored in bits. No product of matrices is recomputed, unless you ask for attention's. It can be
+    nested, where the inner context counts, and used as a decorator; each thread enters it for itself.
+    `torch.compile` breaks its graph there: compiled functions go inside.
 
         with fitact.saving():
             loss = model(batch).square().mean()
@@ -43,15 +43,25 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             `"coarse"`, about 10 %, where these take 4 bits, and what attention saves 8.
         bits: 8, 6, 5, 4 or 3 for all of these, or for some by kind, such as `{"gate": 6, "attention": 8}`. The
             kinds are `gate`, `activation`, `norm`, `linear`, with convolutions, and `attention`.
+        recompute_attention: whether PyTorch's `scaled_dot_product_attention` saves its inputs alone, and backward
+            runs it once more: two more products of matrices beside the seven of fused attention. With dropout it
+            is not run again.
 
     Raises:
         UsageError: the error class, a kind or a number of bits is unknown.
 
     """
 
-    def __init__(self, error: str = "exact", bits: int | Mapping[str, int] | None = None) -> None:
-        self._policy = policy_of(error, bits)
-        self._given = f'"{error}"' + (f", bits={bits}" if bits else "")
+    def __init__(
+        self,
+        error: str = "exact",
+        bits: int | Mapping[str, int] | None = None,
+        *,
+        recompute_attention: bool = False,
+    ) -> None:
+        self._policy, self._recompute_attention = policy_of(error, bits), recompute_attention
+        more = [f"bits={bits}"] if bits else []
+        self._given = ", ".join([f'"{error}"', *more, *["recompute_attention=True"] * recompute_attention])
 
     def __str__(self) -> str:
         return f"saving({self._given})"
@@ -65,6 +75,7 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         if torch.compiler.is_compiling():
             break_graph("saving is for eager code: enter it around the compiled function, or use fitact.compile")
         capture = Quantising(self._policy) if self._policy else Capture()
+        capture.recompute_attention = self._recompute_attention
         capture.__enter__()
         _entered.captures.append(capture)
         return self

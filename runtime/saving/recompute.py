@@ -18,6 +18,7 @@ from fitact.runtime.torch_internals import (
     without_torch_function,
 )
 
+from . import cheap
 from .storage import (
     CHANGED,
     Hooks,
@@ -35,6 +36,8 @@ from .storage import (
 # Stores a tensor, given the mark on its memory, and whether it has a gradient and is not the user's.
 Keep = Callable[[Tensor, Mark, bool], Stored]
 MOST, WIDER = 30, 12  # bytes that are written again for a byte of a tensor; before a wider copy is made of it
+# Sums in a row, as of a residual stream: backward computes the first ones first and holds each until it is read.
+SUMS = 8
 
 
 class Source:
@@ -98,6 +101,7 @@ class Recompute:
         sources: the tensors among the arguments, in their order.
         unsaved: the tensors that nothing else stored yet when this was noted, by the identity of their marks.
         work: bytes that are written to compute it.
+        sums: how many sums are in a row.
         version: the tensor's, as it was noted.
 
     Args:
@@ -115,7 +119,7 @@ class Recompute:
 
     __slots__ = (
         *("__weakref__", "_args", "_autocast", "_computed", "_function", "_hooks", "_kwargs", "_layout"),
-        *("_storage", "largest", "size", "sources", "unsaved", "version", "work"),
+        *("_storage", "largest", "size", "sources", "sums", "unsaved", "version", "work"),
     )
 
     def __init__(
@@ -131,9 +135,11 @@ class Recompute:
         self.sources: list[Source] = []
         self.unsaved: dict[int, Source] | None = None
         self.size = self.largest = self.work = size
+        self.sums = 0
         self._computed: Callable[[], Computed | None] | None = None
         self._args = self._taken(args)
         self._kwargs = dict(zip(kwargs, self._taken(kwargs.values()), strict=True)) if kwargs else kwargs
+        self.sums += function in cheap.SUMS
         del self._storage, self._hooks
 
     def _taken(self, arguments: Iterable[Any]) -> list[Any]:
@@ -165,6 +171,7 @@ class Recompute:
             if again is not None and again.version == version and again.pays() and not self._cuts(again):
                 self.work += again.work
                 self.largest = max(self.largest, again.largest)
+                self.sums = max(self.sums, again.sums)
                 if again.unsaved:
                     self.unsaved = {**self.unsaved, **again.unsaved} if self.unsaved else again.unsaved
             else:
@@ -192,7 +199,11 @@ class Recompute:
             change: how often the tensor will be changed in place until it has the value.
 
         """
-        if self.size != output.numel() * output.element_size() or self.work > MOST * self.largest:
+        if (
+            self.size != output.numel() * output.element_size()
+            or self.work > MOST * self.largest
+            or self.sums > SUMS
+        ):
             return False
         holds = self.unsaved is None or self.pays()
         for source in self.sources:

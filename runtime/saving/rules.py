@@ -20,7 +20,7 @@ from fitact.runtime.torch_internals import (
 )
 
 from . import cheap
-from .attention import attention
+from .attention import AttentionAgain, again, attention
 from .capture import CHANGES, RULES, Capture, Function, changed, is_plain, note, protect
 from .loss import by_rows
 from .recompute import Reading, Source
@@ -134,7 +134,13 @@ def dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Make a call of attention; where PyTorch does not fuse it, its operations one by one."""
+    """Make a call of attention, or its operations where PyTorch does not fuse it, or one that backward repeats."""
+    made = again(capture.call, func, args, kwargs) if capture.recompute_attention else None
+    if made is not None:
+        call, tensors = made
+        output = capture.plain(func, args, kwargs, lambda: AttentionAgain.apply(call, *tensors))
+        note(capture, output, call.run, tensors, {})
+        return output
     shared: list[Stored] = []
 
     def share(*tensors: Tensor) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
 from fitact.runtime.choose.baselines import checkpointed
@@ -71,8 +73,8 @@ CASES: dict[str, Callable[[], tuple[list[Tensor], Tensor | None, dict[str, Any]]
 }
 
 
-def contexts() -> tuple[Any, Any]:
-    return nullcontext(), saving()
+def contexts(again: bool = False) -> tuple[Any, Any]:
+    return nullcontext(), saving(recompute_attention=again)
 
 
 def attend(*given: Any, **options: Any) -> Tensor:
@@ -92,11 +94,12 @@ def attended(case: str, setting: str, context: Any) -> tuple[tuple[Any, ...], in
     return (y.detach(), torch.rand(1), {str(i): one.grad for i, one in enumerate(leaves)}), saved.bytes
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("setting", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_bits(case: str, setting: str) -> None:
+def test_bits(case: str, setting: str, again: bool) -> None:
     """Also the strides of the output, and the generator's state."""
-    (expected, before), (found, after) = (attended(case, setting, context) for context in contexts())
+    (expected, before), (found, after) = (attended(case, setting, context) for context in contexts(again))
     assert not differences(expected, found)
     assert expected[0].stride() == found[0].stride()
     wide = setting not in ("float32", "float64")
@@ -227,6 +230,105 @@ def test_what_is_wrong_pytorch_says(name: str) -> None:
             F.scaled_dot_product_attention(**given)
         messages.append((raised.type, str(raised.value)))
     assert messages[0] == messages[1]
+
+
+# ------------------------------------------------------------------------------------------------------- run again
+
+
+def test_what_is_saved_if_it_runs_again() -> None:
+    """By hand: q, k and v, of which the layer that reads the output computes that again."""
+    for mask in (None, torch.rand(2, 4, 64, 64) > 0.1, torch.randn(1, 4, 64, 64).requires_grad_()):
+        q, k, v = (turned(2, 4, 64, 16).requires_grad_() * 1 for _ in "qkv")
+        layer = nn.Linear(64, 64)
+        with count_saved(layer) as saved, saving(recompute_attention=True):
+            y = layer(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        del y
+        of_mask = 0 if mask is None else mask.numel() // 8 if mask.dtype == torch.bool else 0
+        assert saved.bytes == 3 * q.nbytes + of_mask + (0 if mask is None or of_mask else mask.nbytes)
+
+
+class Attending(nn.Module):
+    """A layer with fused attention, whose last layer is trained or not."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(32, 96), nn.Linear(32, 32).requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        y: Tensor = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return y
+
+
+class Attentions(TorchDispatchMode):
+    """Counts how often fused attention runs."""
+
+    forward, backward = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "flash_attention" in name:
+            self.backward += "backward" in name
+            self.forward += "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_run_once_in_a_pass(trained: bool) -> None:
+    """Whoever reads the output; in two passes twice, with the same gradients and nothing held between them."""
+    model = Attending(trained)
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    with Attentions() as expected:
+        model(x).sin().sum().backward()
+    with saving(recompute_attention=True):
+        loss = model(x).sin().sum()
+    with Attentions() as counted:
+        found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
+    assert all(torch.equal(one, x.grad) for one in found if x.grad is not None)
+    assert (expected.forward, expected.backward) == (1, 1)
+    assert (counted.forward, counted.backward) == (2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 64, 32).to(dtype).requires_grad_()
+    peaks = []
+    for context in contexts(again=True):
+        model = nn.Sequential(Attending(), Attending()).to(dtype)
+
+        def step(model: nn.Module = model, context: Any = context) -> None:
+            with context:
+                y = model(x)
+            y.sum().backward()
+
+        peaks.append(peak_memory(step, model)["total"])
+    assert peaks[1] < peaks[0]
+
+
+def test_second_derivative_if_it_runs_again() -> None:
+    """Of attention that is not fused: PyTorch has no other's. Its terms are added in another order."""
+    found = []
+    for context in contexts(again=True):
+        torch.manual_seed(0)
+        q, k, v = (turned(1, 2, 4, 8).requires_grad_() for _ in "qkv")
+        with context, sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(q, k, v)
+        (first,) = torch.autograd.grad(y.sin().sum(), q, create_graph=True)
+        found.append([first, *torch.autograd.grad(first.square().sum(), (q, k, v))])
+    assert torch.equal(*(one[0] for one in found))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_if_it_runs_again(reentrant: bool) -> None:
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    model = Attending()
+    expected = torch.autograd.grad(model(x).sin().sum(), (x, *model.parameters()))
+    with saving(recompute_attention=True):
+        y = checkpoint(model, x, use_reentrant=reentrant)
+    y.sin().sum().backward()
+    found = x.grad, *(one.grad for one in model.parameters())
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- models

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fitact
 from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import MLP, MODELS, SETTINGS, Gate, Own, Read, RMSNorm
 from tests.support.lifetimes import HELD, lifetimes
 from tests.support.saving import HALF, X, agree, cast, differences, kept, loss_of, observed, pair, train
@@ -308,6 +309,39 @@ def test_peak(name: str, dtype: torch.dtype) -> None:
         models = pair(lambda blocks=blocks: nn.Sequential(*(MODELS[name]() for _ in range(blocks))), dtype)
         before, after = (peak_memory(lambda one=one: one(wide).sum().backward(), one)["total"] for one in models)
         assert after <= before if blocks == 1 else after < before
+
+
+class Residual(nn.Module):
+    """Adds half precision to a float32 stream: only the sum of all branches takes less than each sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the branch."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + self.linear(self.norm(x))
+
+
+def test_peak_of_many_sums() -> None:
+    """Backward holds no more sums that it computed in a deep model than in a shallow one."""
+    wide = torch.randn(1024, 16)
+    over = []
+    for blocks in (18, 36):
+        model = nn.Sequential(*(Residual() for _ in range(blocks)))
+        with count_saved(model) as saved, fitact.saving():
+            y = model(wide)
+        del y
+
+        def step(model: nn.Module = model) -> None:
+            with fitact.saving():
+                y = model(wide)
+            y.sum().backward()
+
+        parameters = sum(one.nbytes for one in model.parameters())
+        over.append(peak_memory(step, model)["total"] - saved.bytes - 2 * parameters)
+    assert over[1] < over[0] + wide.nbytes
 
 
 @pytest.mark.parametrize("inputs", [None, X], ids=["unseen", "measured"])
