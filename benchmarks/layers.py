@@ -7,7 +7,8 @@ attention that is fused, and a GPU's masks of dropout. A layer is the difference
 of one. What is saved is counted in numbers of two bytes for each of the hidden state's, so the width drops out,
 except for statistics of a few bytes a token.
 
-- baseline, exact, rounding, coarse: the models as they are, and in `fitact.saving` with each error.
+- baseline, exact, rounding, coarse: the models as they are, and in `fitact.saving` with each error; also where
+  backward runs attention once more.
 - selective checkpointing: PyTorch's, which keeps the results of matrix products and of attention.
 - compiler: the graphs of PyTorch's partitioner with activation memory budgets of 1 and 0.7, where everything is
   trained. With 0.7 it may compute matrix products again: `again` says by how much the FLOPs grow.
@@ -124,9 +125,9 @@ def selective(model: nn.Module, saved: Saved) -> AbstractContextManager[Any]:
     return checkpointed([block for _, block in blocks_of(model)], saved, selective=True)
 
 
-def saving(error: str) -> Around:
+def saving(error: str, again: bool = False) -> Around:
     """Return what enters `fitact.saving`."""
-    return lambda model, saved: fitact.saving(error)
+    return lambda model, saved: fitact.saving(error, recompute_attention=again)
 
 
 def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -162,6 +163,7 @@ WAYS: dict[str, Around] = {
     "baseline": lambda model, saved: nullcontext(),
     "selective checkpointing": selective,
     **{error: saving(error) for error in ERRORS},
+    **{f"{error}, attention recomputed": saving(error, again=True) for error in ERRORS},
 }
 
 

@@ -47,6 +47,8 @@ POLICIES: Mapping[str, Policy] = {
     "rounding": {"error": "rounding"},
     "coarse": {"error": "coarse"},
     **{f"{bits} bits": {"bits": bits} for bits in (8, 6, 5, 4, 3)},
+    "8 bits, attention recomputed": {"bits": 8, "recompute_attention": True},
+    "coarse, attention recomputed": {"error": "coarse", "recompute_attention": True},
 }
 Coded = tuple[Tensor, Tensor, Tensor]
 REPEATS, SIZE = 20, 2**20

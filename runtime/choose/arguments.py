@@ -32,9 +32,10 @@ def check(
     *,
     gradients: bool | None,
     dry_run: bool,
+    recompute_attention: bool,
 ) -> None:
     """Raise a UsageError if the arguments of `convert` do not go together."""
-    flags(gradients=gradients is not None and gradients, dry_run=dry_run)
+    flags(gradients=gradients is not None and gradients, dry_run=dry_run, recompute_attention=recompute_attention)
     if method in OLD:
         raise UsageError(f"method {quote(method)}: it is now error={quote(OLD[method])}, without a method")
     if method is not None and method not in METHODS:
@@ -43,6 +44,8 @@ def check(
         check_bits(method, bits)
     if error != "exact" and (method is not None or substitutes):
         raise UsageError(f"error {quote(error)}: expected no method and no replace, which have their own errors")
+    if recompute_attention and (method is not None or substitutes):
+        raise UsageError("recompute_attention: expected no method and no replace, which change activations alone")
     if gradients and example_inputs is None:
         raise UsageError("gradients=True runs the model: pass example_inputs, the arguments of the model")
     for old, new in substitutes.items():

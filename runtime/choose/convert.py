@@ -29,6 +29,7 @@ def convert(
     bits: int | Mapping[str, int] | None = None,
     *,
     error: str = "exact",
+    recompute_attention: bool = False,
     replace: Substitutes | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
@@ -49,6 +50,7 @@ def convert(
         bits: with a method, the most bits kept per element; by default 3 for Few-Bit, and the fewest possible for
             the others. Without one, as for `fitact.saving`.
         error: how far gradients may be off, as for `fitact.saving`: by default `"exact"`, bit for bit PyTorch's.
+        recompute_attention: as for `fitact.saving`: whether backward runs fused attention once more.
         replace: generated classes of your own for classes of activations, such as `{nn.GELU: MyGelu3}`. They
             replace every module of exactly that class, whatever its parameters; use `include` or `exclude` to
             limit this. Without a method, no other activations are replaced.
@@ -75,10 +77,15 @@ def convert(
 
     """
     model = inner(model)
-    check(model, method, bits, error, replace or {}, example_inputs, gradients=gradients, dry_run=dry_run)
+    check(
+        *(model, method, bits, error, replace or {}, example_inputs),
+        gradients=gradients,
+        dry_run=dry_run,
+        recompute_attention=recompute_attention,
+    )
     if method is None and not replace:
         context, measured = (
-            partial(saving, error, bits),
+            partial(saving, error, bits, recompute_attention=recompute_attention),
             {"example_inputs": example_inputs, "gradients": gradients},
         )
         return attached(model, context, include, exclude, dry_run=dry_run, **measured)

@@ -9,7 +9,8 @@ from types import TracebackType
 
 import torch
 
-from fitact.runtime.torch_internals import break_graph
+from fitact.errors import UsageError
+from fitact.runtime.torch_internals import break_graph, in_functorch_transform
 
 from . import rules as rules  # which fill the table
 from .capture import Capture
@@ -18,7 +19,7 @@ from .quantising import Quantising, policy_of
 
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.captures: list[Capture] = []
+        self.captures: list[Capture | None] = []  # None: a context that does nothing
 
 
 _entered = _Entered()
@@ -31,7 +32,8 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
     whichever adds less: outputs of activations, norms, sums, products by element and casts are recomputed, and
     masks are stored in bits. No product of matrices is recomputed, unless you ask for attention's. It can be
     nested, where the inner context counts, and used as a decorator; each thread enters it for itself.
-    `torch.compile` breaks its graph there: compiled functions go inside.
+    `torch.compile` breaks its graph there: compiled functions go inside. Where `torch.func` transforms a function
+    it does nothing.
 
         with fitact.saving():
             loss = model(batch).square().mean()
@@ -74,16 +76,24 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
     def __enter__(self) -> saving:
         if torch.compiler.is_compiling():
             break_graph("saving is for eager code: enter it around the compiled function, or use fitact.compile")
-        capture = Quantising(self._policy) if self._policy else Capture()
-        capture.recompute_attention = self._recompute_attention
-        capture.__enter__()
+        capture: Capture | None = None
+        if not in_functorch_transform():
+            capture = Quantising(self._policy) if self._policy else Capture()
+            capture.recompute_attention = self._recompute_attention
+            capture.__enter__()
         _entered.captures.append(capture)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _entered.captures.pop().__exit__(kind, error, trace)
+        capture = _entered.captures.pop()
+        if capture is not None:
+            capture.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error) and "torch.func" in str(error):
+            raise UsageError(
+                f"{self}: enter it in the function that torch.func transforms; it then does nothing"
+            ) from error
 
 
 @contextmanager
@@ -92,7 +102,7 @@ def baseline() -> Iterator[None]:
     paused = []
     try:
         for capture in reversed(_entered.captures):
-            if not capture.pause():
+            if capture is None or not capture.pause():
                 break
             paused.append(capture)
         yield

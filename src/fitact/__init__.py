@@ -1,8 +1,9 @@
-"""fitact: PyTorch activations that keep a few bits per element for backward instead of their input.
+"""fitact: training that saves less for backward, by recomputing and quantising what autograd saves.
 
-    fitact.activation("gelu", bits=3)    an nn.Module in place of nn.GELU()
-    fitact.convert(model)                all activations of a model, in place
-    with fitact.saving(): ...            any code, which saves less for backward
+    with fitact.saving(): ...            any code
+    fitact.convert(model)                a model, with a report
+    fitact.plan(model, gib=24)           a model that has to fit a memory
+    fitact.activation("gelu", bits=3)    an nn.Module in place of nn.GELU(), with a fitted derivative
 
 The command line makes new ones: `fitact fit`, `fitact codegen`, `fitact plot`.
 """
@@ -10,6 +11,7 @@ The command line makes new ones: `fitact fit`, `fitact codegen`, `fitact plot`.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fitact import operators
@@ -72,6 +74,8 @@ OLD = {"rebuild": "fitact.convert(model)", "converted_functions": "fitact.saving
 def __getattr__(name: str) -> Any:
     if name in OLD:
         raise AttributeError(f"fitact.{name} is now {OLD[name]}")
+    if name == "__version__":
+        return version("fitact")
     if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(LAZY[name]), name)

@@ -593,6 +593,7 @@ BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method
     ({"gradients": "no"}, "gradients: expected True or False, got 'no'"),
     ({"dry_run": 1}, "dry_run: expected True or False, got 1"),
     ({"error": "rounding"}, "error 'rounding': expected no method and no replace, which have their own errors"),
+    ({"recompute_attention": True}, "recompute_attention: expected no method and no replace"),
     ({"replace": {nn.GELU: nn.Linear}}, "replace: Linear is not an activation that fitact codegen generated"),
     ({"replace": {nn.GELU: nn.SiLU}}, "replace: SiLU is not an activation that fitact codegen generated"),
     ({"replace": {nn.Linear: GeluFewbit3}}, "Linear holds modules or parameters"),

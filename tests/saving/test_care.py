@@ -185,6 +185,24 @@ def test_functional() -> None:
         assert not differences(*found)
 
 
+def test_contexts_and_functional() -> None:
+    """Gradients of `torch.func` take no saved-tensor hooks."""
+    model = MODELS["mlp"]()
+    given = dict(model.named_parameters())
+
+    def value(given: dict[str, Tensor]) -> Tensor:
+        with fitact.saving():
+            return loss_of(functional_call(model, given, (X,)))
+
+    found, expected = grad(value)(given), torch.autograd.grad(loss_of(model(X)), [*given.values()])
+    assert all(torch.equal(*both) for both in zip(found.values(), expected, strict=True))
+    with (
+        pytest.raises(fitact.UsageError, match=r"^saving.*enter it in the function that torch.func"),
+        fitact.saving(),
+    ):
+        grad(value)(given)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_second_derivatives(name: str) -> None:
     def step(model: Any, x: Tensor) -> Any:
