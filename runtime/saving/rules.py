@@ -138,7 +138,7 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
     made = again(capture.call, func, args, kwargs) if capture.recompute_attention else None
     if made is not None:
         call, tensors = made
-        output = capture.plain(func, args, kwargs, lambda: AttentionAgain.apply(call, *tensors))
+        output = capture.plain(func, args, kwargs, lambda: AttentionAgain.apply(call, *tensors))  # type: ignore[no-untyped-call]
         note(capture, output, call.run, tensors, {})
         return output
     shared: list[Stored] = []
