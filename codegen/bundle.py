@@ -25,18 +25,16 @@ from fitact.fitter.records.learned import LearnedFit
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted
 
-# Exactly the files that importing `fitact.runtime` imports.
-RUNTIME = (
-    "__init__.py",
-    "autocast.py",
-    "recipes.py",
-    "torch_internals.py",
-    *(f"kernels/{name}.py" for name in ("__init__", "gates", "learned", "math", "tiles")),
-    "kernels/triton_compat.py",
-    *(f"learned/{name}.py" for name in ("__init__", "function", "ops")),
-    *(f"ops/{name}.py" for name in ("__init__", "autograd", "factors", "gate_ops", "gates", "inductor")),
-    *(f"ops/{name}.py" for name in ("launch", "library", "reference", "reference_math", "registry")),
-)
+
+def _folder() -> Path:
+    """Return the folder of the runtime, without importing it."""
+    spec = find_spec("fitact.runtime")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(*spec.submodule_search_locations)
+
+
+# The files that generated modules need: the folder of the kernels, and what its names are imported from.
+RUNTIME = ("__init__.py", *sorted(f"kernels/{path.name}" for path in (_folder() / "kernels").glob("*.py")))
 MODULE = ("__init__.py", *(f"runtime/{path}" for path in RUNTIME))
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")  # of a kernel
 
@@ -133,7 +131,4 @@ def _module(fit: AnyFit, text: str, more: dict[str, str]) -> tuple[dict[str, str
 @cache
 def runtime() -> dict[str, str]:
     """Return the texts of the runtime's files by their paths, without importing them."""
-    spec = find_spec("fitact.runtime")
-    assert spec is not None and spec.submodule_search_locations is not None
-    folder = Path(*spec.submodule_search_locations)
-    return {path: (folder / path).read_bytes().decode("utf-8") for path in RUNTIME}
+    return {path: (_folder() / path).read_bytes().decode("utf-8") for path in RUNTIME}

@@ -132,9 +132,9 @@ def _torch_by_beta(x, alpha, shift, gamma, beta):
     return _torch.full_like(x, 1.0)
 
 
-_KEY = _rt.register_learned(
+_KEY = _rt.register(
     _rt.Learned(
-        key="derf_rebuild-030428e33ac08db3",
+        key="derf_rebuild-2e3a825f690da7c1",
         name="derf_rebuild",
         numbers=(
             _rt.Number("alpha", 0.5, False),
@@ -144,7 +144,7 @@ _KEY = _rt.register_learned(
         ),
         value=_torch_value,
         derivative=_torch_derivative,
-        gradients=(
+        derivatives=(
             _torch_by_alpha,
             _torch_by_shift,
             _torch_by_gamma,

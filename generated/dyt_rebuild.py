@@ -130,9 +130,9 @@ def _torch_by_beta(x, alpha, gamma, beta):
     return _torch.full_like(x, 1.0)
 
 
-_KEY = _rt.register_learned(
+_KEY = _rt.register(
     _rt.Learned(
-        key="dyt_rebuild-69dbe2ae9fe4e69b",
+        key="dyt_rebuild-f6dfbc001809a99d",
         name="dyt_rebuild",
         numbers=(
             _rt.Number("alpha", 0.5, False),
@@ -141,7 +141,7 @@ _KEY = _rt.register_learned(
         ),
         value=_torch_value,
         derivative=_torch_derivative,
-        gradients=(
+        derivatives=(
             _torch_by_alpha,
             _torch_by_gamma,
             _torch_by_beta,

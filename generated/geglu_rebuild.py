@@ -87,12 +87,12 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
     return x
 
 
-_KEY = _rt.register_gate(
+_KEY = _rt.register(
     _rt.Gate(
-        key="geglu_rebuild-241403bff7e8b37e",
+        key="geglu_rebuild-e003dd2c2d4210d3",
         name="geglu_rebuild",
-        a=_rt.Factor(value=_torch_a),
-        b=_rt.Factor(value=_torch_b),
+        a=_torch_a,
+        b=_torch_b,
         forward=geglu_rebuild_forward,
         backward=geglu_rebuild_backward,
     )

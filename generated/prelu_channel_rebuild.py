@@ -65,14 +65,14 @@ def _torch_by_weight(x, weight):
     return _torch.where(x > 0.0, 0.0, x)
 
 
-_KEY = _rt.register_learned(
+_KEY = _rt.register(
     _rt.Learned(
-        key="prelu_channel_rebuild-d0f869517a5c7617",
+        key="prelu_channel_rebuild-551a76c608e35e8f",
         name="prelu_channel_rebuild",
         numbers=(_rt.Number("weight", 0.25, True),),
         value=_torch_value,
         derivative=_torch_derivative,
-        gradients=(_torch_by_weight,),
+        derivatives=(_torch_by_weight,),
         forward=prelu_channel_rebuild_forward,
         backward=prelu_channel_rebuild_backward,
     )

@@ -65,14 +65,14 @@ def _torch_by_weight(x, weight):
     return _torch.where(x > 0.0, 0.0, x)
 
 
-_KEY = _rt.register_learned(
+_KEY = _rt.register(
     _rt.Learned(
-        key="prelu_rebuild-da8fd252ee4f1eab",
+        key="prelu_rebuild-3f1ab50a295d0e91",
         name="prelu_rebuild",
         numbers=(_rt.Number("weight", 0.25, False),),
         value=_torch_value,
         derivative=_torch_derivative,
-        gradients=(_torch_by_weight,),
+        derivatives=(_torch_by_weight,),
         forward=prelu_rebuild_forward,
         backward=prelu_rebuild_backward,
     )

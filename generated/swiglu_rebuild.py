@@ -89,12 +89,12 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
     return x
 
 
-_KEY = _rt.register_gate(
+_KEY = _rt.register(
     _rt.Gate(
-        key="swiglu_rebuild-ed083eb8d12729fe",
+        key="swiglu_rebuild-a64a2a7241611968",
         name="swiglu_rebuild",
-        a=_rt.Factor(value=_torch_a),
-        b=_rt.Factor(value=_torch_b),
+        a=_torch_a,
+        b=_torch_b,
         forward=swiglu_rebuild_forward,
         backward=swiglu_rebuild_backward,
     )

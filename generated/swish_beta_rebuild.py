@@ -100,14 +100,14 @@ def _torch_by_beta(x, beta):
     return x**2 * _torch.sigmoid(beta * x) * _torch.sigmoid(-beta * x)
 
 
-_KEY = _rt.register_learned(
+_KEY = _rt.register(
     _rt.Learned(
-        key="swish_beta_rebuild-3392709019491758",
+        key="swish_beta_rebuild-6e0356b0106da35e",
         name="swish_beta_rebuild",
         numbers=(_rt.Number("beta", 1.0, False),),
         value=_torch_value,
         derivative=_torch_derivative,
-        gradients=(_torch_by_beta,),
+        derivatives=(_torch_by_beta,),
         forward=swish_beta_rebuild_forward,
         backward=swish_beta_rebuild_backward,
     )

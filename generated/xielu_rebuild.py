@@ -131,9 +131,9 @@ def _torch_by_alpha_n(x, alpha_p, alpha_n):
     return _torch.where(x > 0.0, 0.0, u0 * _torch.sigmoid(alpha_n))
 
 
-_KEY = _rt.register_learned(
+_KEY = _rt.register(
     _rt.Learned(
-        key="xielu_rebuild-d121bb922ecbb943",
+        key="xielu_rebuild-ab71c0aef8c0cb54",
         name="xielu_rebuild",
         numbers=(
             _rt.Number("alpha_p", 0.2033823208110246, False),
@@ -141,7 +141,7 @@ _KEY = _rt.register_learned(
         ),
         value=_torch_value,
         derivative=_torch_derivative,
-        gradients=(
+        derivatives=(
             _torch_by_alpha_p,
             _torch_by_alpha_n,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.resources import files
 
-from .ops import library
+from .kernels.registry import sources
 
 
 def import_shipped(key: str) -> None:
@@ -26,4 +26,4 @@ def import_shipped(key: str) -> None:
         )
 
 
-library.sources.append(import_shipped)
+sources.append(import_shipped)

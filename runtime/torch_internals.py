@@ -1,13 +1,13 @@
 """The private parts of PyTorch that the package uses, each under a name of its own.
 
 A name is private if it, or a module that it is in, begins with an underscore. PyTorch promises nothing about
-private names, so no other file uses one, and a public name is used where it does the same. All names here were
-tried on PyTorch 2.9.1, 2.11.0, 2.13.0 and 2.15.0; differences are noted. Slow imports stand where they are needed.
+private names, so no other file uses one but `kernels.internals`, which has those that the ops need; and a public
+name is used where it does the same. All names here were tried on PyTorch 2.9.1, 2.11.0, 2.13.0 and 2.15.0;
+differences are noted. Slow imports stand where they are needed.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +38,9 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from .kernels.internals import in_functorch_transform as in_functorch_transform
+from .kernels.internals import version_of as version_of
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # -------------------------------------------------------------------------------------------- tensors and storages
@@ -60,15 +63,7 @@ def is_alone(tensor: Tensor) -> bool:
     return users(tensor) <= users(torch.empty(0))
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place; tensors of inference mode do not count this.
-
-    PyTorch documents `Tensor._version` in its notes on autograd, under this name.
-    """
-    return 0 if tensor.is_inference() else tensor._version
-
-
-# The same of a tensor that autograd saves, which is never one of inference mode.
+# How often a tensor that autograd saves, which is never one of inference mode, has been changed in place.
 version_of_saved: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -314,15 +309,6 @@ def uncompiled(module: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------- compiling
 
 
-def constant_in_graphs(function: Function) -> Function:
-    """Let the compiler call a function while it traces, and use the result as a constant.
-
-    The public `torch.compiler.assume_constant_result` does the same, but imports the whole compiler.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
 def never_alone(function: Function) -> Function:
     """Never let the compiler compile a function, or what it calls, alone; inside a graph it is traced as usual.
 
@@ -340,32 +326,9 @@ def break_graph(reason: str) -> None:
     torch._dynamo.graph_break(reason)  # no private name, but the module is
 
 
-@constant_in_graphs
-def in_functorch_transform() -> bool:
-    """Return whether a transform of `torch.func` is running; no public function tells.
-
-    Before 2.13 the compiler cannot trace this. As it runs the transforms while it traces, the answer holds.
-    """
-    return bool(torch._C._functorch.get_dynamic_layer_stack_depth() > 0)
-
-
 def is_tracing() -> bool:
     """Return whether `torch.jit.trace` or `torch.fx.symbolic_trace` runs; no public function tells the second."""
     return torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace._is_fx_tracing_flag
-
-
-def compiles_ahead_of_time() -> bool:
-    """Return whether Inductor compiles an exported program ahead of time; no public function tells."""
-    inductor = sys.modules.get("torch._inductor.virtualized")  # slow to import, and then it compiles nothing
-    return inductor is not None and bool(inductor.V.aot_compilation)
-
-
-def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Let the compiler treat the size of a dimension as a variable, unless the code needs a number.
-
-    PyTorch documents `torch._dynamo.maybe_mark_dynamic` under this name.
-    """
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def trace_joint(

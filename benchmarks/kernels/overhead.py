@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitact.runtime.ops.autograd import apply
-from fitact.runtime.ops.launch import Launch
-from fitact.runtime.ops.registry import Pointwise, register
+from fitact.runtime.kernels.activations import apply
+from fitact.runtime.kernels.registry import Backward, Forward, Kernel, register
 
 ELEMENTS = 16
 ROUNDS = 40
@@ -35,27 +34,27 @@ SHIPPED = ("gelu_fewbit1", "gelu_fewbit3", "silu_fewbit3", "gelu_inverted1", "ta
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing(Pointwise):
+class Nothing(Kernel):
     """Keeps codes of 3 bits that nobody writes, and returns what was in memory."""
 
-    keeps_output = False
+    keeps_input = False
 
-    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.new_empty(3 * 1024, dtype=torch.uint8)
+    def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(given.x), self.codes(given)
 
-    def gradient(self, dy: Tensor, y: Tensor | None, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty_like(dy, dtype=dtype)
+    def gradients(self, given: Backward) -> tuple[Tensor, None]:
+        return torch.empty_like(given.dy), None
 
-    def run_forward(self, launch: Launch, x: Tensor, y: Tensor, codes: Tensor) -> None:
+    def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
         pass
 
-    def run_backward(self, launch: Launch, dy: Tensor, y: Tensor | None, codes: Tensor, dx: Tensor) -> None:
+    def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
         pass
 
 
 def rivals() -> dict[str, Callable[[Tensor], Tensor]]:
     """Return what is measured, the one that computes nothing first."""
-    nothing = Nothing(key="nothing", name="nothing", bits=3, value=torch.empty_like, forward=None, backward=None)
+    nothing = Nothing(key="nothing", name="nothing", bits=3, forward=None, backward=None)
     shipped = {name: getattr(import_module(f"fitact.generated.{name}"), name) for name in SHIPPED}
     return {"nothing": partial(apply, key=register(nothing)), **shipped, "F.gelu": F.gelu}
 

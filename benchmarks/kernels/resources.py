@@ -16,7 +16,7 @@ from typing import Any
 
 import triton
 
-from fitact.runtime.learned import ops
+from fitact.runtime.kernels.registry import find
 from fitact.runtime.saving.blocks import BITS
 from tests.support.instructions import TARGETS, BlockKernel, GateKernel, Kernel, amd, machine_codes, nvidia
 from tests.support.more_kernels import LearnedKernel, NormKernel
@@ -33,7 +33,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
     for file in sorted((ROOT / "generated" / "fits").glob("*.json")):
         name, method = file.stem, json.loads(file.read_text())["method"]
         if method.startswith("learned"):
-            formula = ops.find(importlib.import_module(f"fitact.generated.{name}")._KEY)
+            formula = find(importlib.import_module(f"fitact.generated.{name}")._KEY)
             wide = any(number.channel for number in formula.numbers)
             for pass_, place in product(("forward", "backward"), ("last", "image") if wide else ("one",)):
                 yield f"{name} {pass_} {place}", LearnedKernel(name, pass_, formula, place)

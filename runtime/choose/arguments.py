@@ -11,7 +11,7 @@ from torch import nn
 
 from fitact.arguments import flags
 from fitact.errors import UsageError, quote
-from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.kernels.registry import is_generated
 from fitact.text import few
 
 from .choices import METHODS, Substitutes, check_bits

@@ -9,7 +9,7 @@ from numbers import Integral
 from torch import nn
 
 from fitact.errors import UsageError, quote
-from fitact.runtime.ops.registry import registered
+from fitact.runtime.kernels.registry import registered
 
 from .detect import ActivationSite, Found, recipe, shipped_class
 from .replacement import Replacement, plan

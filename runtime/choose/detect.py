@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fitact.api import activation
 from fitact.errors import UsageError, quote
-from fitact.runtime.ops.registry import is_generated, registered
+from fitact.runtime.kernels.registry import is_generated, registered
 from fitact.runtime.torch_internals import has_hooks, modules_in
 from fitact.runtime.wrappers import Held, InPlace
 

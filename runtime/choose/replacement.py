@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fitact.errors import UsageError
-from fitact.runtime.ops.registry import registered
+from fitact.runtime.kernels.registry import registered
 from fitact.runtime.restore import check_model
 from fitact.runtime.saving.modules import detach
 from fitact.runtime.torch_internals import uncompiled

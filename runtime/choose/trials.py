@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fitact.errors import FitactError, UsageError
+from fitact.runtime.kernels.inputs import DTYPES
 from fitact.runtime.measure.prepare import Statistics, without_packing
 from fitact.runtime.measure.saved import ACTIVATIONS, Kept, Place, Saved, place_in
 from fitact.runtime.measure.twins import Twins, fake
 from fitact.runtime.modes import watching_saved
-from fitact.runtime.ops.library import DTYPES
 from fitact.runtime.restore import Call, Run, generators, real, unchanged
 from fitact.runtime.torch_internals import (
     FakeTensorMode,

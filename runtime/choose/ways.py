@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fitact.errors import UsageError, quote
-from fitact.runtime.ops.registry import is_generated
+from fitact.runtime.kernels.registry import is_generated
 from fitact.runtime.restore import check_model
 from fitact.runtime.saving import ERRORS, baseline, saving
 from fitact.runtime.saving.modules import attach, has_context

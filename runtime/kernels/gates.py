@@ -1,160 +1,152 @@
-"""The Triton tile loops of gates h = a(g)·b(u).
+"""Gates h = a(g)·b(u), which keep g and u.
 
-Both factors are computed again in backward. The arguments may be views: rows of `width` elements, at least
-COLUMNS, that begin `stride` elements apart; `width` is None where they are contiguous. All other tensors are
-contiguous.
-
-Values are rounded as PyTorch rounds them in two steps: each factor to the dtype, and then the product.
+Values are those of PyTorch's composition: a(g) rounded to the dtype, and then multiplied. So are the gradients:
+dh·b(u) goes through PyTorch's own backward of a, and dh·a(g) through that of b. The layouts of g and u may differ:
+halves of one tensor are kept as views, and kernels read them as they are.
 """
 
 from __future__ import annotations
 
-from .tiles import COLUMNS, ROWS, load_row, store_row
-from .triton_compat import constexpr, jit, tl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-HALF = constexpr(4)  # rows of half a tile: a trip has one of each half, so that their reads overlap
+import torch
+from torch import Tensor
+
+from . import reference
+from .autocast import without_autocast
+from .inputs import (
+    check_dtype,
+    check_meshes,
+    in_layout,
+    in_memory_order,
+    like,
+    may_need_gradient,
+    mesh_of,
+    sharded,
+)
+from .launch import launch, threads_of
+from .ops import differentiable
+from .registry import Backward, Forward, Kernel, Two, find
 
 
-@jit
-def _start(x, first, width, stride):
-    """Return the address from which the tile at `first` is read, and how many elements after it the tile begins.
+def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
+    """Return the gate of g and u, keeping both for backward.
 
-    With a width, that is the start of a row. Dividing 64-bit numbers is slow, so it is done once a tile.
+    Args:
+        g: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            computes its own shard; a partial DTensor is summed over the processes first.
+        u: of the shape, dtype and device of g; its strides may differ. A DTensor of the same mesh if g is one; it
+            gets the placements of g.
+        key: the key of a registered gate.
+
+    Returns:
+        A tensor of the shape and dtype of g, laid out like `torch.empty_like` of g. It carries a
+        note of how to compute it again from g and u, for a context of `fitact.saving`.
+
+    Raises:
+        TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them
+            is a DTensor and the other is not, or has another mesh.
+        ValueError: they differ in shape.
+
     """
-    if width is None:
-        return x + first, 0
-    else:
-        row = first // width
-        return x + row * stride, (first - row * width).to(tl.int32)
+    gate = find(key)
+    _check(gate.name, g, u)
+    if mesh_of(g) is not None:
+
+        def of_shards(shard: Tensor, placements: list[Any]) -> Tensor:
+            other: Any = u
+            return apply_gate(shard, other.redistribute(placements=placements).to_local(), key)
+
+        return sharded(g, of_shards, lambda placement: not placement.is_partial())
+    if not (may_need_gradient(g) or may_need_gradient(u)):
+        return like(gate.value(g, u), g)
+    order, dims = in_memory_order(g)
+    if order is not None:
+        g, u = g.permute(order), u.permute(order)
+    y = differentiable(g, u, g.dtype, key, dims=dims)
+    return y if dims is None else y.permute(dims)
 
 
-@jit
-def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
-    """Return a row of elements, float32, 0 where the tensor has ended.
-
-    x, behind: as `_start` returns them. offset: of the row in its tile.
-    """
-    column = tl.arange(0, COLUMNS)
-    if width is None:
-        at = x + offset + column
-    else:
-        begin = behind + offset
-        rows = begin // width
-        within = begin - rows * width + column
-        at = x + rows.to(tl.int64) * stride + within + tl.where(within >= width, stride - width, 0)
-    if whole:
-        return tl.load(at).to(tl.float32)
-    else:
-        return tl.load(at, mask=column < left, other=0.0).to(tl.float32)
-
-
-@jit
-def _forward_row(
-    g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, a: tl.constexpr,
-    b: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
-    """Write h of a row."""
-    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
-    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
-    dtype: tl.constexpr = h.dtype.element_ty
-    store_row(h + offset, a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32), left, whole)
-
-
-@jit
-def _forward_rows(
-    g, u, h, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, b: tl.constexpr,
-    whole: tl.constexpr,
-):  # fmt: skip
-    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
-    g, behind_g = _start(g, first, width_g, stride_g)
-    u, behind_u = _start(u, first, width_u, stride_u)
-    h += first
-    for row in range(HALF):
-        offset = row * COLUMNS
-        _forward_row(
-            g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
+def _check(name: str, g: Tensor, u: Tensor) -> None:
+    """Raise unless g and u are tensors of one shape, dtype and device."""
+    check_dtype(name, g, "g to be a tensor")
+    check_dtype(name, u, "u to be a tensor")
+    check_meshes(name, "g and u to be both", g, u)
+    if (g.dtype, g.device) != (u.dtype, u.device):
+        raise TypeError(
+            f"{name}: expected g and u of one dtype and device, got {g.dtype} on {g.device} and {u.dtype} on "
+            f"{u.device}"
         )
-        offset += HALF * COLUMNS
-        _forward_row(
-            g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
+    if g.shape != u.shape:
+        raise ValueError(
+            f"{name}: expected g and u of one shape, got {tuple(g.shape)} and {tuple(u.shape)}: "
+            "expand one of them first"
         )
 
 
-@jit
-def gate_forward_tile(
-    g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, b: tl.constexpr
-):  # fmt: skip
-    """Write h of the tile of this program: g and u (n,) → h (n,).
+@dataclass(frozen=True, kw_only=True)
+class Gate(Kernel):
+    """A gate. The other tensor of the ops is u.
 
-    a, b: device functions, float32 → float32.
+    Attributes:
+        a, b: the factors, of g and of u, in PyTorch's operators; they keep the dtype.
+
     """
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if first + ROWS * COLUMNS <= n:
-        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, 0, a, b, True)
-    else:
-        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, b, False)
+
+    a: Callable[[Tensor], Tensor]
+    b: Callable[[Tensor], Tensor]
+
+    def value(self, g: Tensor, u: Tensor) -> Tensor:
+        """Return the gate in PyTorch's operators."""
+        return self.a(g) * self.b(u)
+
+    def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
+        assert given.other is not None
+        with without_autocast(given.x.device.type):
+            return in_layout(self.value, given.dims, given.x, given.other), self.codes(given)
+
+    def gradients(self, given: Backward) -> Two:
+        g, u, dh, dg, du = given.kept, given.other, given.dy, None, None
+        assert g is not None and u is not None
+        with without_autocast(dh.device.type):
+            if given.wants_x:
+                dg = _pulled(self.a, g, dh * self.b(u))
+            if given.wants_other:
+                du = _pulled(self.b, u, dh * self.a(g))
+        return dg, du
+
+    def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
+        assert given.other is not None
+        (g, *rows_g), (u, *rows_u) = _rows(given.x), _rows(given.other)
+        launch(self.forward, reference.tiles_of(y), threads_of(y.dtype), g, u, y, *rows_g, *rows_u, y.numel())
+
+    def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
+        assert given.kept is not None and given.other is not None
+        dh, (g, *rows_g), (u, *rows_u) = given.dy, _rows(given.kept), _rows(given.other)
+        rest = g, u, dx, d_other, *rows_g, *rows_u, dh.numel()
+        launch(self.backward, reference.tiles_of(dh), threads_of(dh.dtype), dh, *rest)
 
 
-@jit
-def _backward_row(
-    dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, a: tl.constexpr,
-    da: tl.constexpr, b: tl.constexpr, db: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
-    """Write dg and du of a row; everything is read before anything is written, so each tensor is read once."""
-    dtype: tl.constexpr = dh.dtype.element_ty
-    grad = load_row(dh + offset, left, whole).to(tl.float32)
-    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
-    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
-    if dg is not None:
-        passed = (grad * b(y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        store_row(dg + offset, passed * da(x), left, whole)
-    if du is not None:
-        passed = (grad * a(x).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        store_row(du + offset, passed * db(y), left, whole)
+def _pulled(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Tensor:
+    """Return dy times the derivative of a function of x, by PyTorch's own backward, contiguous."""
+    pull: Any = torch.func.vjp(function, x)[1]
+    dx: Tensor = pull(dy)[0]
+    return dx.contiguous()
 
 
-@jit
-def _backward_rows(
-    dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, da: tl.constexpr,
-    b: tl.constexpr, db: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
-    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
-    dh += first
-    if dg is not None:
-        dg += first
-    if du is not None:
-        du += first
-    g, behind_g = _start(g, first, width_g, stride_g)
-    u, behind_u = _start(u, first, width_u, stride_u)
-    for row in range(HALF):
-        offset = row * COLUMNS
-        _backward_row(
-            dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
-            a, da, b, db, whole,
-        )  # fmt: skip
-        offset += HALF * COLUMNS
-        _backward_row(
-            dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
-            a, da, b, db, whole,
-        )  # fmt: skip
+def _rows(x: Tensor) -> tuple[Tensor, int | None, int | None]:
+    """Return a tensor as kernels read it, with width and stride of its rows if it is a view of longer ones.
 
-
-@jit
-def gate_backward_tile(
-    dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, da: tl.constexpr,
-    b: tl.constexpr, db: tl.constexpr,
-):  # fmt: skip
-    """Backward on the tile of this program: dh, g and u (n,) → dg and du (n,), each None if not wanted.
-
-    da, db: device functions, the derivatives of a and b.
+    What is neither contiguous nor of such rows is copied.
     """
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if first + ROWS * COLUMNS <= n:
-        _backward_rows(
-            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, 0, a, da, b, db, True
-        )  # fmt: skip
-    else:
-        _backward_rows(
-            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, da, b, db,
-            False,
-        )  # fmt: skip
+    if x.is_contiguous():
+        return x, None, None
+    width = x.shape[-1] if x.dim() else 0
+    if width >= reference.COLUMNS and x.stride(-1) == 1:
+        try:
+            return x, width, x.view(-1, width).stride(0)
+        except RuntimeError:  # the rows are not equally far apart
+            pass
+    return x.contiguous(), None, None

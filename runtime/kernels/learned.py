@@ -1,259 +1,275 @@
-"""The Triton kernels of formulas with learned numbers.
+"""Formulas with learned numbers, which keep x and the numbers; and modules that compute one.
 
-The numbers are a float32 matrix: a row for each, with a column for each channel or one column. Device functions
-take x and the numbers, which a program loads once for all elements that share them. So what depends on the numbers
-alone is computed once, and what two functions have in common is computed once for an element.
-
-Backward goes by blocks of (rows, channels, inner). A program sums a block's elements that share a channel and
-writes the sums; these are added up afterwards, always in the same order.
+The op gets the numbers as a matrix: a row for each, with a column for each channel or one column; it is float64 if
+x is, else float32. Their gradients are sums over elements, in the same dtype: first over parts of the tensor, then
+over these, always in the same order and without atomics.
 """
 
 from __future__ import annotations
 
-from .tiles import COLUMNS, ROWS
-from .triton_compat import constexpr, jit, tl
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-TRIPS = constexpr(8)  # of a program in backward
-BLOCK = constexpr(2048)  # elements of a trip
-HEIGHT, WIDTH = constexpr(16), constexpr(128)  # rows and channels of a trip where channels lie beside each other
+import torch
+from torch import Tensor, nn
 
+from . import reference
+from .autocast import without_autocast
+from .inputs import check_dtype, check_meshes, in_memory_order, like, may_need_gradient, mesh_of, sharded
+from .launch import launch, threads_of
+from .learned_tiles import BLOCK, HEIGHT, TRIPS, WIDTH
+from .ops import differentiable
+from .reference import arithmetic_dtype
+from .registry import Backward, Forward, Kernel, Two, find
 
-@jit
-def _loaded(place, stride, count: tl.constexpr):
-    """Return the numbers from a place on."""
-    numbers = ()
-    for which in tl.static_range(count):
-        numbers += (tl.load(place + which * stride),)
-    return numbers
-
-
-@jit
-def _of_row(numbers, start, channels, inner, count: tl.constexpr):
-    """Return the numbers of a row of elements; without channels, `numbers` are loaded already."""
-    if channels is None:
-        return numbers
-    elif inner is None:
-        place = numbers + ((start % channels).to(tl.int32) + tl.arange(0, COLUMNS)) % channels
-        return _loaded(place, channels, count)
-    else:
-        row = start // inner
-        within = (start - row * inner).to(tl.int32) + tl.arange(0, COLUMNS)
-        place = numbers + ((row % channels).to(tl.int32) + within // inner) % channels
-        return _loaded(place, channels, count)
+PART = 1 << 17  # elements whose gradients are added up at once, 512 KiB of float32
+THREADS = 256
 
 
-@jit
-def _load(place, inside, whole: tl.constexpr):
-    """Return elements, 0 where the tensor has ended."""
-    if whole:
-        return tl.load(place)
-    else:
-        return tl.load(place, mask=inside, other=0)
+def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
+    """Return the formula of x, keeping for backward x and the numbers.
 
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            keeps its own shard; a partial DTensor is summed over the processes first.
+        numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel,
+            of any shape; DTensors of the mesh of x if x is one. The arithmetic is in float32, or in float64 if x
+            is.
+        dim: the dimension of x that the channels lie along; unused where every number has one element.
+        key: the key of a registered formula.
 
-@jit
-def _store(place, value, inside, whole: tl.constexpr):
-    """Write elements in the dtype of their place."""
-    if whole:
-        tl.store(place, value.to(place.dtype.element_ty))
-    else:
-        tl.store(place, value.to(place.dtype.element_ty), mask=inside)
+    Returns:
+        A tensor of the shape and dtype of x, laid out like `torch.empty_like` of x. It carries a note of
+        how to compute it again, for a context of `fitact.saving`.
 
+    Raises:
+        TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others
+            are not, or have another mesh.
+        ValueError: a number has another size than one or the channels of x, or x has no such dimension.
 
-@jit
-def _part_of_row(x, y, start, n, numbers, channels, inner, value: tl.constexpr, count: tl.constexpr):
-    """Write y of a row in which the tensor may end."""
-    at = tl.arange(0, COLUMNS)
-    inside = at < tl.minimum(n - start, COLUMNS).to(tl.int32)
-    kept = tl.load(x + start + at, mask=inside, other=0.0)
-    own = _of_row(numbers, start, channels, inner, count)
-    _store(y + start + at, value(kept.to(tl.float32), *own), inside, False)
-
-
-@jit
-def _tile(x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr):
-    """Write y of the tile of this program; unmasked rows are read and written in whole vectors."""
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    if first + ROWS * COLUMNS <= n:
-        for row in range(ROWS):
-            start = first + row * COLUMNS
-            at = start + tl.arange(0, COLUMNS)
-            own = _of_row(numbers, start, channels, inner, count)
-            _store(y + at, value(tl.load(x + at).to(tl.float32), *own), None, True)
-    else:
-        for row in range(ROWS):
-            start = first + row * COLUMNS
-            _part_of_row(x, y, start, n, numbers, channels, inner, value, count)
-
-
-@jit
-def _block(x, y, numbers, channels, n, value: tl.constexpr, count: tl.constexpr):
-    """Write y of this program's rows, WIDTH channels that lie beside each other."""
-    block, beside = tl.program_id(0), tl.cdiv(channels, WIDTH)
-    left = block % beside * WIDTH
-    first = (block // beside).to(tl.int64) * (HEIGHT * TRIPS)
-    row, column = tl.arange(0, HEIGHT)[:, None], (left + tl.arange(0, WIDTH))[None, :]
-    valid = column < channels
-    own = _loaded(numbers + tl.where(valid, column, 0), channels, count)
-    at = first * channels + row * channels + column
-    if ((first + HEIGHT * TRIPS) * channels <= n) & (left + WIDTH <= channels):
-        for _ in range(TRIPS):
-            _store(y + at, value(tl.load(x + at).to(tl.float32), *own), None, True)
-            at += HEIGHT * channels
-    else:
-        for _ in range(TRIPS):
-            inside = valid & (at < n)
-            kept = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            _store(y + at, value(kept, *own), inside, False)
-            at += HEIGHT * channels
-
-
-@jit
-def learned_forward_tile(
-    x, y, numbers, channels, inner, n, value: tl.constexpr, count: tl.constexpr
-):  # fmt: skip
-    """Write y of the tile of this program: x (n,) → y (n,).
-
-    A program has rows as in backward where WIDTH channels or more lie beside each other.
-
-    value: device function of x, float32, and of the numbers. channels: columns of `numbers`, None for one. inner:
-    elements of a channel that lie beside each other, None for one. count: rows of `numbers`.
     """
-    given = _loaded(numbers, 1, count) if channels is None else numbers
-    if channels is not None and inner is None:
-        if channels >= WIDTH:
-            _block(x, y, numbers, channels, n, value, count)
-        else:
-            _tile(x, y, given, channels, inner, n, value, count)
-    else:
-        _tile(x, y, given, channels, inner, n, value, count)
+    formula = find(key)
+    wide = any(number.numel() != 1 for number in numbers)
+    _check(formula, x, numbers, dim, wide)
+    if mesh_of(x) is not None:
+        return _distributed(x, numbers, dim % x.dim() if wide else -1, key)
+    dtype = arithmetic_dtype(x)
+    dim = dim % x.dim() if wide else 0
+    channels = x.shape[dim] if wide else 1
+    if not (may_need_gradient(x) or any(may_need_gradient(number) for number in numbers)):
+        after = (1,) * (x.dim() - dim - 1)
+        columns = [
+            number.to(dtype).reshape(-1, *after) if number.numel() > 1 else number.to(dtype).reshape(())
+            for number in numbers
+        ]
+        with torch.autocast(x.device.type, enabled=False):
+            return like(formula.value(x.to(dtype), *columns).to(x.dtype), x)
+    packed = torch.stack([number.to(dtype).reshape(-1).expand(channels) for number in numbers])
+    order, dims = in_memory_order(x)
+    if order is not None:
+        x, dim = x.permute(order), order.index(dim)
+    inner = math.prod(x.shape[dim + 1 :]) if channels > 1 else 1
+    y = differentiable(x.contiguous(), packed, x.dtype, key, inner=inner)
+    return y if dims is None else y.permute(dims)
 
 
-@jit
-def _zeros(shape: tl.constexpr, count: tl.constexpr):
-    """Return sums of nothing."""
-    sums = ()
-    for _ in tl.static_range(count):
-        sums += (tl.zeros(shape, tl.float32),)
-    return sums
+def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
+    """Return the formula of a DTensor, with the same placements; gradients of numbers are summed over the shards.
 
-
-@jit
-def _trips(left, size: tl.constexpr, whole: tl.constexpr):
-    """Return how many trips of a size what is left of the tensor takes."""
-    if whole:
-        return TRIPS
-    else:
-        return tl.minimum(tl.cdiv(left, size), TRIPS).to(tl.int32)
-
-
-@jit
-def _gradients(
-    dy, kept, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
-    count: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
-    """Write dx of elements, if it is wanted, and return the sums with dy times each of `count` gradients added."""
-    grad = _load(dy + at, inside, whole).to(tl.float32)
-    x = _load(kept + at, inside, whole).to(tl.float32)
-    if dx is not None:
-        _store(dx + at, grad * derivative(x, *numbers), inside, whole)
-    added = ()
-    for which in tl.static_range(count):
-        share = grad * gradient(x, *numbers, which)
-        added += (sums[which] + (share if whole else tl.where(inside, share, 0.0)),)
-    return added
-
-
-@jit
-def _beside(
-    dy, kept, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
-    """Backward on rows of WIDTH channels that lie beside each other; `whole`: none of them is outside."""
-    column = (left + tl.arange(0, WIDTH))[None, :]
-    valid = column < channels
-    own = _loaded(numbers + (column if whole else tl.where(valid, column, 0)), channels, count)
-    first = part * (HEIGHT * TRIPS)
-    row = first + tl.arange(0, HEIGHT)[:, None]
-    at = row * channels + column
-    added = _zeros((HEIGHT, WIDTH), wanted)
-    for trip in range(_trips(rows - first, HEIGHT, whole)):
-        inside = (row + trip * HEIGHT < rows) & valid
-        added = _gradients(
-            dy, kept, dx, added, at, inside, own, derivative, gradient, wanted, whole
-        )  # fmt: skip
-        at += HEIGHT * channels
-    for which in tl.static_range(wanted):
-        place = sums + (part * count + which) * channels + left + tl.arange(0, WIDTH)
-        tl.store(place, tl.sum(added[which], 0), mask=left + tl.arange(0, WIDTH) < channels)
-
-
-@jit
-def _apart(
-    dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
-    gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
-):  # fmt: skip
-    """Backward on a part of the `size` elements of one channel; `whole`: none of them is outside."""
-    own = _loaded(numbers + channel, 1 if channels is None else channels, count)
-    start = part * (BLOCK * TRIPS)
-    added = _zeros((BLOCK,), wanted)
-    for trip in range(_trips(size - start, BLOCK, whole)):
-        index = start + trip * BLOCK
-        inside = index + tl.arange(0, BLOCK) < size
-        if channels is None:
-            at = index + tl.arange(0, BLOCK)
-        else:
-            row = index // inner
-            within = (index - row * inner).to(tl.int32) + tl.arange(0, BLOCK)
-            at = ((row + within // inner) * channels + channel) * inner + within % inner
-        added = _gradients(
-            dy, kept, dx, added, at, inside, own, derivative, gradient, wanted, whole
-        )  # fmt: skip
-    for which in tl.static_range(wanted):
-        row = part * count + which
-        tl.store(sums + (row if channels is None else row * channels + channel), tl.sum(added[which], 0))
-
-
-@jit
-def learned_backward_block(
-    dy, kept, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
-    count: tl.constexpr,
-):  # fmt: skip
-    """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
-
-    The tensors are (rows, channels, inner) in memory. A program makes TRIPS trips, each over BLOCK elements of one
-    channel, or over HEIGHT rows of WIDTH channels if `inner` is None, which stands for 1.
-
-    dx, sums: None if not wanted; sums: (blocks of a channel, count, channels), float32. channels: None for one.
-    derivative, gradient: device functions of x and of the numbers; gradient takes the number of the row, too.
+    Where x is split along its channels, each process takes their part of the numbers.
     """
-    block = tl.program_id(0)
-    wanted: tl.constexpr = 0 if sums is None else count
-    if channels is not None and inner is None:
-        beside = tl.cdiv(channels, WIDTH)
-        left, part = block % beside * WIDTH, (block // beside).to(tl.int64)
-        if ((part + 1) * (HEIGHT * TRIPS) <= rows) & (left + WIDTH <= channels):
-            _beside(
-                dy, kept, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
-                wanted, True,
-            )  # fmt: skip
+    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+    def of_shards(shard: Tensor, placements: list[Any]) -> Tensor:
+        local = []
+        for number in numbers:
+            wide = next((i for i, size in enumerate(number.shape) if size > 1), None)
+            values: list[Placement] = []
+            gradients: list[Placement] = []
+            for placement in placements:
+                if wide is not None and placement.is_shard(dim):
+                    values.append(Shard(wide))
+                    gradients.append(Shard(wide))
+                else:
+                    values.append(Replicate())
+                    gradients.append(Partial() if placement.is_shard() else Replicate())
+            local.append(number.redistribute(placements=values).to_local(grad_placements=gradients))
+        return apply_learned(shard, local, dim, key)
+
+    return sharded(x, of_shards, lambda placement: type(placement) in (Replicate, Shard))
+
+
+def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
+    """Raise unless x is a tensor that the formula takes, and each number has one element or one a channel."""
+    check_dtype(formula.name, x)
+    check_meshes(formula.name, "x and the learned numbers to be all", x, *numbers)
+    if wide and not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{formula.name}: expected a tensor with a dimension {dim}, got {tuple(x.shape)}")
+    channels = x.shape[dim] if wide else 1
+    for own, number in zip(formula.numbers, numbers, strict=True):
+        if number.numel() not in (1, channels):
+            raise ValueError(
+                f"{formula.name}: {own.name}: expected 1 element or {channels}, the channels of {tuple(x.shape)} "
+                f"along dimension {dim}, got {number.numel()}"
+            )
+
+
+class Number(NamedTuple):
+    """A learned number: its name, its start, and whether there is one for every channel."""
+
+    name: str
+    start: float
+    channel: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned(Kernel):
+    """A formula with learned numbers. The other tensor of the ops has the numbers.
+
+    Attributes:
+        numbers: the learned numbers.
+        value: of x and the numbers, in PyTorch's operators; all are of one dtype, float32 or float64.
+        derivative: likewise in x.
+        derivatives: likewise in each number.
+
+    """
+
+    by_element: ClassVar[bool] = True
+
+    numbers: tuple[Number, ...]
+    value: Callable[..., Tensor]
+    derivative: Callable[..., Tensor]
+    derivatives: tuple[Callable[..., Tensor], ...]
+
+    def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
+        x, numbers = given.x, given.other
+        assert numbers is not None
+        y, columns, shape = torch.empty_like(x), _columns(numbers), (-1, numbers.shape[1], given.inner)
+        with without_autocast(x.device.type):
+            for part in _parts(x.numel(), *shape[1:]):
+                y.view(shape)[part] = self.value(x.view(shape)[part].to(numbers.dtype), *columns)
+        return y, self.codes(given)
+
+    def gradients(self, given: Backward) -> Two:
+        dy, kept, numbers = given.dy, given.kept, given.other
+        assert kept is not None and numbers is not None
+        columns, shape, sums = _columns(numbers), (-1, numbers.shape[1], given.inner), []
+        dx = torch.empty_like(dy) if given.wants_x else None
+        with without_autocast(dy.device.type):
+            for part in _parts(dy.numel(), *shape[1:]):
+                at, grad = (one.view(shape)[part].to(numbers.dtype) for one in (kept, dy))
+                if dx is not None:
+                    dx.view(shape)[part] = grad * self.derivative(at, *columns)
+                if given.wants_other:
+                    sums.append(torch.stack([(grad * one(at, *columns)).sum((0, 2)) for one in self.derivatives]))
+        return dx, torch.stack(sums).sum(0) if given.wants_other else None
+
+    def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
+        x, numbers = given.x, given.other
+        channels, beside = _channels(numbers, given.inner)
+        programs, threads = reference.tiles_of(x), threads_of(x.dtype)
+        if channels is not None and channels >= WIDTH.value and beside is None:  # blocks, as in backward
+            programs, threads = _heights(x.numel() // channels) * _widths(channels), THREADS
+        launch(self.forward, programs, threads, x, y, numbers, channels, beside, x.numel())
+
+    def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
+        dy, numbers = given.dy, given.other
+        channels, beside = _channels(numbers, given.inner)
+        rows = dy.numel() // ((channels or 1) * (beside or 1))
+        if channels is not None and beside is None:
+            parts, across = _heights(rows), _widths(channels)
         else:
-            _beside(
-                dy, kept, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
-                wanted, False,
-            )  # fmt: skip
-    else:
-        if channels is None:
-            part, channel, size = block.to(tl.int64), 0, rows
-        else:
-            part, channel, size = (block // channels).to(tl.int64), block % channels, rows * inner
-        if (part + 1) * (BLOCK * TRIPS) <= size:
-            _apart(
-                dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, wanted, True,
-            )  # fmt: skip
-        else:
-            _apart(
-                dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
-                count, wanted, False,
-            )  # fmt: skip
+            parts, across = -(-rows * (beside or 1) // (BLOCK.value * TRIPS.value)), channels or 1
+        sums = None if d_other is None else d_other.new_empty(parts, *d_other.shape)
+        arguments = dy, given.kept, numbers, dx, sums, channels, beside, rows
+        launch(self.backward, parts * across, THREADS, *arguments)
+        if d_other is not None and sums is not None:
+            torch.sum(sums, 0, out=d_other)
+
+
+def _columns(numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return each number so that it meets (rows, channels, inner)."""
+    return tuple(row.unsqueeze(-1) for row in numbers)
+
+
+def _parts(size: int, channels: int, inner: int) -> Iterator[slice]:
+    """Yield slices of the rows of (rows, channels, inner), which depend on the sizes alone."""
+    width = max(channels * inner, 1)
+    step = max(PART // width, 1)
+    rows = size // width
+    yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _channels(numbers: Any, inner: int) -> tuple[int | None, int | None]:
+    """Return what kernels take for the channels, and for the elements of each that lie beside each other."""
+    return (numbers.shape[1], inner if inner > 1 else None) if numbers.shape[1] > 1 else (None, None)
+
+
+def _heights(rows: int) -> int:
+    return -(-rows // int(HEIGHT.value * TRIPS.value))
+
+
+def _widths(channels: int) -> int:
+    return -(-channels // int(WIDTH.value))
+
+
+class LearnedModule(nn.Module):
+    """The module of a formula; its learned numbers are parameters.
+
+    Args:
+        channels: how many channels x has. Numbers with a value for each channel have parameters (channels,), the
+            others (1,). None for a formula without such numbers.
+        dim: the dimension of x that the channels lie along: the last, or 1 for images.
+        device: of the parameters.
+        dtype: of the parameters, by default PyTorch's.
+
+    Raises:
+        TypeError: channels are missing, or the formula has no numbers of channels.
+        ValueError: channels is not a positive number.
+
+    """
+
+    key: ClassVar[str]
+
+    def __init__(
+        self,
+        channels: int | None = None,
+        dim: int = -1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        formula = find(self.key)
+        wide = [number.name for number in formula.numbers if number.channel]
+        if wide and channels is None:
+            raise TypeError(f"{formula.name}: expected channels, the size of {' and '.join(wide)}")
+        if channels is not None and not wide:
+            raise TypeError(
+                f"{formula.name}: expected no channels, as it has one of each number, got {channels!r}"
+            )
+        if channels is not None and not (type(channels) is int and channels > 0):
+            raise ValueError(f"{formula.name}: channels: expected a positive number, got {channels!r}")
+        self.channels = channels
+        self.dim = dim
+        for number in formula.numbers:
+            size = (channels or 1) if number.channel else 1
+            start = torch.full((size,), number.start, device=device, dtype=dtype)
+            self.register_parameter(number.name, nn.Parameter(start))
+
+    def reset_parameters(self) -> None:
+        """Set the learned numbers to their starts."""
+        with torch.no_grad():
+            for number in find(self.key).numbers:
+                getattr(self, number.name).fill_(number.start)
+
+    def extra_repr(self) -> str:
+        """Return the channels and their dimension, for printing."""
+        return "" if self.channels is None else f"{self.channels}, dim={self.dim}"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the formula of a tensor, see `apply_learned`."""
+        numbers = [getattr(self, number.name) for number in find(self.key).numbers]
+        return apply_learned(input, numbers, self.dim, self.key)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fitact.runtime.kernels import blocks as kernels
-from fitact.runtime.ops.launch import options
-from fitact.runtime.ops.library import KERNEL_DEVICES
+from fitact.runtime.kernels.launch import options
+from fitact.runtime.kernels.ops import KERNEL_DEVICES
 from fitact.runtime.torch_internals import FakeTensor
 
 BLOCK = 64  # elements of a block, rows of a tile

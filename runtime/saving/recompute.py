@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fitact.runtime.autocast import active_autocast
+from fitact.runtime.kernels.autocast import active_autocast
 from fitact.runtime.torch_internals import (
     after_backward,
     version_guard,

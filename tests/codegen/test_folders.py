@@ -78,20 +78,20 @@ def test_drift_of_a_runtime(two: Command) -> None:
     """Changed and missing files are written again; one that fitact does not write is no copy's, and stays."""
     assert two("codegen --standalone")[0] == 0
     before = tree()
-    put("standalone/one/runtime/ops/launch.py", "x = 1\n")
+    put("standalone/one/runtime/kernels/launch.py", "x = 1\n")
     Path("standalone/one/runtime/kernels/math.py").unlink()
-    extra = put("standalone/one/runtime/ops/own.py", "")
+    extra = put("standalone/one/runtime/kernels/own.py", "")
     status, out, _ = two("codegen --standalone --check")
     assert status == 1
-    assert "--- standalone/one/runtime/ops/launch.py\n+++ standalone/one/runtime/ops/launch.py (as" in out
+    assert "--- standalone/one/runtime/kernels/launch.py\n+++ standalone/one/runtime/kernels/launch.py (as" in out
     assert "\n-x = 1\n" in out
     assert "--- standalone/one/runtime/kernels/math.py (missing)\n" in out
-    assert "--- standalone/one/runtime/ops/own.py (no fit generates it)\n" in out
+    assert "--- standalone/one/runtime/kernels/own.py (no fit generates it)\n" in out
     assert "standalone/two" not in out
     status, out, err = two("codegen --standalone")
     assert (status, out) == (2, "")
     assert err == (
-        "fitact: standalone/one/runtime/ops/own.py: fitact codegen --standalone does not write this file; "
+        "fitact: standalone/one/runtime/kernels/own.py: fitact codegen --standalone does not write this file; "
         "move it, or remove it\n"
     )
     extra.unlink()
@@ -139,7 +139,7 @@ def test_the_kinds_leave_each_other_alone(two: Command) -> None:
 
 def test_a_folder_that_was_never_finished_is_written(two: Command) -> None:
     """By a process that was killed: it has other files only after the one with the header."""
-    Path("standalone/one/runtime/ops").mkdir(parents=True)
+    Path("standalone/one/runtime/kernels").mkdir(parents=True)
     for path in ("one/.fitact-0.writing", "one/runtime/.fitact-1.writing"):
         put(Path("standalone") / path, "unfini")
     assert two("codegen --standalone") == (0, "wrote standalone/one\nwrote standalone/two\n", "")

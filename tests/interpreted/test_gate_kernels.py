@@ -12,10 +12,11 @@ import torch
 
 import fitact
 from fitact.generated import swiglu_rebuild
-from fitact.runtime.ops import gate_ops
-from fitact.runtime.ops.launch import Launch
+from fitact.runtime.kernels import gates
+from fitact.runtime.kernels.launch import launch
 from tests.runtime.test_gates import FITS, halves, module, special
 from tests.support.gates import near
+from tests.support.generated import backward_op, forward_op
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -24,14 +25,14 @@ NAMES = [pytest.param(name, marks=[] if name == "rebuild" else FULL) for name in
 
 
 def check(name: str, g: torch.Tensor, u: torch.Tensor) -> None:
-    key, ops = module(name)._KEY, torch.ops.fitact
+    key, dtype = module(name)._KEY, g.dtype
     reach = (1 + g.double().abs()) * (1 + u.double().abs())
-    near(ops.gate_forward(g, u, key), gate_ops._forward_reference(g, u, key), reach)
-    dh = torch.randn(g.shape).to(g.dtype)
-    for wanted in ((True, True), (True, False), (False, True)):
-        found = ops.gate_backward(dh, g, u, *wanted, key)
-        for one, other in zip(found, gate_ops._backward_reference(dh, g, u, *wanted, key), strict=True):
-            near(one, other, reach * (1 + dh.double().abs()))
+    near(*(forward_op(g, dtype, key, u, reference=one)[0] for one in (False, True)), reach)
+    dh = torch.randn(g.shape).to(dtype)
+    for wants in ((True, True), (True, False), (False, True)):
+        given = dh, g, None, dtype, key, u
+        for pair in zip(*(backward_op(*given, wants=wants, reference=one) for one in (False, True)), strict=True):
+            near(*pair, reach * (1 + dh.double().abs()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,13 +57,12 @@ def test_sizes_and_layouts(name: str) -> None:
 def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that in which a layer's input is computed again."""
     launched: list[str] = []
-    launch = Launch.__call__
 
-    def noting(self: Launch, kernel: Any, *arguments: Any) -> None:
+    def noting(kernel: Any, *arguments: Any) -> None:
         launched.append(kernel.fn.__name__.removeprefix("swiglu_rebuild_"))
-        launch(self, kernel, *arguments)
+        launch(kernel, *arguments)
 
-    monkeypatch.setattr(Launch, "__call__", noting)
+    monkeypatch.setattr(gates, "launch", noting)
     gate, down = swiglu_rebuild.SwigluRebuild(), torch.nn.Linear(300, 8)
     g, u = torch.randn(2, 30, 300, requires_grad=True)
     with fitact.saving():
@@ -76,7 +76,7 @@ def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_special_numbers(name: str) -> None:
     g, u = special(torch.float32)
     key = module(name)._KEY
-    found, expected = torch.ops.fitact.gate_forward(g, u, key), gate_ops._forward_reference(g, u, key)
+    found, expected = (forward_op(g, g.dtype, key, u, reference=one)[0] for one in (False, True))
     # PyTorch's own gelu is NaN at the largest number too, where its formula is not
     assert not bool((found.isnan() & ~expected.isnan()).any())
     assert bool(found.isnan()[g.isnan() | u.isnan()].all())

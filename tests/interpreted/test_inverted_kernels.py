@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fitact.runtime.ops import registry
-from tests.support.generated import DTYPES, HALVES, patterns
+from fitact.runtime.kernels import registry
+from tests.support.generated import DTYPES, HALVES, backward_op, forward_op, patterns
 from tests.support.inverses import SOME, Inverse, each_inverse, made, named, unpacked
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -56,7 +56,7 @@ def check(one: Inverse, x: torch.Tensor, dtype: torch.dtype | None = None, stock
     stock, key = stock or one.stock, one.key
     dtype = dtype or x.dtype
     x = x[normal(x)]
-    y, codes = torch.ops.fitact.forward(x, dtype, (), key)
+    y, codes = forward_op(x, dtype, key)
     assert (y.dtype, y.shape) == (dtype, x.shape)
     check_codes(one, x, codes, dtype)
     exact = stock(x.double())
@@ -68,7 +68,7 @@ def check(one: Inverse, x: torch.Tensor, dtype: torch.dtype | None = None, stock
 
     y = stock(x).to(dtype)
     dy = torch.randn(x.shape).to(dtype)
-    dx = torch.ops.fitact.backward(dy, y, codes, x.dtype, key)
+    dx = backward_op(dy, y, codes, x.dtype, key)[0]
     assert (dx.dtype, dx.shape) == (x.dtype, x.shape)
     check_gradient(one, x, y, dy, dx)
 
@@ -165,7 +165,7 @@ def test_cubic_radicals(domain: tuple[float, float], bits: int, variables: int) 
         torch.testing.assert_close(y, stock(x), rtol=2e-6, atol=1e-6)
         check_gradient(one, x, y, dy, dx)
     kernel, buffer = one.module.__dict__, torch.full((2 * TILE,), 7.0)
-    codes = torch.ops.fitact.forward(x.detach().reshape(-1), torch.float32, (), one.key)[1]
+    codes = forward_op(x.detach().reshape(-1), torch.float32, one.key)[1]
     x, y = x.detach().reshape(-1), y.detach().reshape(-1)
     kernel[f"{one.name}_forward"][(1,)](x, buffer, *([codes] if one.bits else []), 3000)
     assert bool((buffer[3000:] == 7).all())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fitact.runtime.learned import ops as learned_ops
+from fitact.runtime.kernels.registry import find
 from tests.runtime.test_learned import module
+from tests.support.generated import backward_op, forward_op
 from tests.support.learned import CASES
 
 # NaN and infinity on purpose, in NumPy, which warns of them
@@ -21,23 +22,23 @@ SIZES = ((130, 150, 1), (3, 5, 49), (2, 2, 8200), (70, 3, 1), (1, 2, 1), (0, 4, 
 
 
 def check(name: str, rows: int, channels: int, inner: int, dtype: torch.dtype) -> None:
-    case, key, ops = CASES[name], module(name)._KEY, torch.ops.fitact
-    formula = learned_ops.find(key)
+    case, key = CASES[name], module(name)._KEY
+    formula = find(key)
     size = rows * channels * inner
     shape = (len(formula.numbers), channels if case.wide else 1)
     start = torch.tensor([number.start for number in formula.numbers])[:, None]
     numbers = (start + 0.1 * torch.randn(shape)).contiguous()
     x, dy = (2 * torch.randn(size)).to(dtype), torch.randn(size).to(dtype)
-    y = ops.learned_forward(x, numbers, inner, key)
-    expected = learned_ops._forward_reference(x, numbers, inner, key)
+    y, expected = (forward_op(x, dtype, key, numbers, inner=inner, reference=one)[0] for one in (False, True))
     tolerance = {"rtol": 2 * EPS[dtype], "atol": 2 * EPS[dtype]}
     torch.testing.assert_close(y, expected, **tolerance)
-    for wanted in ((True, True), (True, False), (False, True)):
-        dx, found = ops.learned_backward(dy, x, numbers, inner, *wanted, key)
-        dx_expected, sums = learned_ops._backward_reference(dy, x, numbers, inner, *wanted, key)
+    given = dy, x, None, dtype, key, numbers
+    for wants in ((True, True), (True, False), (False, True)):
+        dx, found = backward_op(*given, inner=inner, wants=wants)
+        dx_expected, sums = backward_op(*given, inner=inner, wants=wants, reference=True)
         torch.testing.assert_close(dx, dx_expected, **tolerance)
         torch.testing.assert_close(found, sums, rtol=1e-5, atol=1e-6 * max(size, 1))
-    runs = [ops.learned_backward(dy, x, numbers, inner, False, True, key)[1] for _ in range(2)]
+    runs = [backward_op(*given, inner=inner, wants=(False, True))[1] for _ in range(2)]
     assert torch.equal(*runs)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fitact.runtime.norms import kernels, modules
+from fitact.runtime.kernels.norm_tiles import LONGEST, plan
+from fitact.runtime.kernels.norms import LAYER, RMS
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
+from tests.support.generated import backward_op, forward_op
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -20,21 +22,22 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 # A unit in the last place; float32 sums in another order.
 UNIT = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 4e-6}
 # Several rows a block, one row a block, and rows that are longer than a block; none a power of two, and some.
-COLUMNS = [1, 7, 32, 100, 768, 4096, 5000, kernels.LONGEST, kernels.LONGEST + 1, 40_000]
+COLUMNS = [1, 7, 32, 100, 768, 4096, 5000, LONGEST, LONGEST + 1, 40_000]
 every_kind = pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
 
 
 def check(x: torch.Tensor, centred: bool, out: torch.dtype) -> None:
     """Both passes, through the ops, against the same ops by PyTorch's operators."""
-    z, scale = torch.ops.fitact.norm_forward(x, 1, centred, EPS, out)
-    expected_z, expected_scale = modules._forward_reference(x, 1, centred, EPS, out)
+    key, inner = LAYER if centred else RMS, x.shape[-1]
+    z, scale = forward_op(x, out, key, inner=inner, eps=EPS)
+    expected_z, expected_scale = forward_op(x, out, key, inner=inner, eps=EPS, reference=True)
     unit = UNIT[out]
     torch.testing.assert_close(z, expected_z, rtol=unit, atol=unit, equal_nan=True)
     torch.testing.assert_close(scale, expected_scale, rtol=2e-6, atol=0, equal_nan=True)
     dz = torch.randn(x.shape).to(out)
-    dx = torch.ops.fitact.norm_backward(dz, expected_z, expected_scale, 1, centred, x.dtype)
-    expected_dx = modules._backward_reference(dz, expected_z, expected_scale, 1, centred, x.dtype)
-    size = float((expected_scale[..., None] * dz.abs()).nan_to_num(posinf=0).max()) if x.numel() else 0.0
+    given = dz, expected_z, expected_scale, x.dtype, key
+    dx, expected_dx = (backward_op(*given, inner=inner, reference=one)[0] for one in (False, True))
+    size = float((expected_scale.view(-1, 1) * dz.abs()).nan_to_num(posinf=0).max()) if x.numel() else 0.0
     torch.testing.assert_close(dx, expected_dx, rtol=UNIT[x.dtype], atol=4e-6 * size, equal_nan=True)
 
 
@@ -42,7 +45,7 @@ def check(x: torch.Tensor, centred: bool, out: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_lengths(centred: bool, dtype: torch.dtype, columns: int) -> None:
-    rows = kernels.plan(1000, columns).height + 1  # a block and one row
+    rows = plan(1000, columns).height + 1  # a block and one row
     check((torch.randn(min(rows, 40), columns) * 2 + 0.3).to(dtype), centred, dtype)
 
 
@@ -59,17 +62,17 @@ def test_the_dtype_of_autocast(centred: bool, out: torch.dtype) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("columns", [50, kernels.LONGEST + 30])
+@pytest.mark.parametrize("columns", [50, LONGEST + 30])
 def test_nan_infinity_and_zeros(centred: bool, columns: int) -> None:
     x = torch.randn(5, columns)
     x[0, 3], x[1, 40], x[2] = float("nan"), float("inf"), 0.0
     check(x, centred, torch.float32)
 
 
-@pytest.mark.parametrize("columns", [1000, kernels.LONGEST + 30])
+@pytest.mark.parametrize("columns", [1000, LONGEST + 30])
 def test_variance_does_not_cancel(columns: int) -> None:
     x = torch.randn(3, columns) + 1e4
-    z, _ = torch.ops.fitact.norm_forward(x, 1, True, EPS, torch.float32)
+    z, _ = forward_op(x, torch.float32, LAYER, inner=columns, eps=EPS)
     exact = F.layer_norm(x.double(), (columns,), eps=EPS)
     torch.testing.assert_close(z.double(), exact, rtol=0, atol=4e-3)
 

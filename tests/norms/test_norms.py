@@ -21,14 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+from fitact.runtime.kernels.norms import LAYER, RMS
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
+from tests.support.generated import backward_op, forward_op, sizes
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
 Norm = Callable[..., Tensor]
 KINDS: dict[str, Norm] = {"layer": ms_layer_norm, "rms": ms_rms_norm}
 STOCK: dict[str, Norm] = {"layer": F.layer_norm, "rms": F.rms_norm}
+KEYS = {"layer": LAYER, "rms": RMS}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -117,7 +120,7 @@ def test_half_precision_has_statistics_in_float32(kind: str, dtype: torch.dtype)
     x = (torch.randn(3, 5000) * 300 + 60).to(dtype)
     assert x.float().square().sum() > 65504
     check(kind, x, (5000,))
-    _, scale = torch.ops.fitact.norm_forward(x, 1, kind == "layer", EPS, dtype)
+    _, scale = forward_op(x, dtype, KEYS[kind], inner=5000, eps=EPS)
     wide = x.double() - (x.double().mean(-1, keepdim=True) if kind == "layer" else 0)
     assert scale.dtype == torch.float32
     torch.testing.assert_close(scale.double(), (wide.square().mean(-1) + EPS).rsqrt(), rtol=1e-6, atol=0)
@@ -183,8 +186,7 @@ def test_kept_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dty
     x = torch.randn(6, 10, 96, requires_grad=True, dtype=dtype)
     with count_saved() as saved:
         y = KINDS[kind](x, 96)
-    sizes = sorted(storage.nbytes() for storage in saved.storages.values())
-    assert sizes == [60 * (8 if dtype == torch.float64 else 4), y.nbytes]
+    assert sizes(saved) == [60 * (8 if dtype == torch.float64 else 4), y.nbytes]
     assert y.untyped_storage()._cdata in saved.storages
 
 
@@ -317,15 +319,10 @@ def test_compile_with_autocast(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # its own, which PyTorch hides itself
 @every_kind
 def test_opcheck(kind: str) -> None:
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for dtype, out in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float64,) * 2):
         x = torch.randn(6, 4, 9, dtype=dtype, requires_grad=True)
-        arguments = (x, 2, kind == "layer", EPS, out)
-        torch.library.opcheck(torch.ops.fitact.norm_forward.default, arguments, test_utils=tests)
-        with torch.no_grad():
-            z, scale = torch.ops.fitact.norm_forward(*arguments)
-        given = (torch.randn_like(z), z, scale, 2, kind == "layer", dtype)
-        torch.library.opcheck(torch.ops.fitact.norm_backward.default, given, test_utils=tests)
+        z, scale = (one.detach() for one in forward_op(x, out, KEYS[kind], inner=36, eps=EPS, check=True))
+        backward_op(torch.randn_like(z), z, scale, dtype, KEYS[kind], inner=36, check=True)
 
 
 @every_kind

@@ -13,20 +13,12 @@ from tests.support.package import modules
 ROOT = Path(__file__).parents[2]
 # The rooms from the bottom up: a module imports from its own room and from those before it.
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
-RUNTIME = (
-    "torch_internals",
-    "autocast",
-    "kernels",
-    "recipes",
-    "ops",
-    "shipped",
-    "learned.ops",
-    "learned",
-)
+RUNTIME = ("torch_internals", "shipped")
 MODELS = ("restore", "modes", "norms", "saving.blocks", "measure", "compile", "saving", "wrappers")
 CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "learned", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
 ORDER = [
+    "fitact.runtime.kernels",  # imports nothing else of the package: standalone folders have copies of it
     *(f"fitact.{name}" for name in FRONT),
     *(f"fitact.fitter.{name}" for name in FITTER),
     *(f"fitact.codegen.{name}" for name in CODEGEN),

@@ -13,7 +13,7 @@ from tests.support.kinds import each, every
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from fitact.runtime.learned import ops
+from fitact.runtime.kernels.registry import find
 from tests.support.generated import load
 from tests.support.instructions import FLOATS, TARGETS, Code, Kernel, machine_code, machine_codes, nvidia
 from tests.support.learned import CASES
@@ -94,7 +94,7 @@ def check(one: Generated, kernel: Kernel, x: str, y: str, target: str, ttir: str
 
 def test_kernels_disassembled_at_once_are_those_disassembled_alone() -> None:
     """But for the names of labels; one of them divides, by a subroutine."""
-    divides = LearnedKernel("prelu", "forward", ops.find(load(CASES["prelu"].fit)._KEY), "last")
+    divides = LearnedKernel("prelu", "forward", find(load(CASES["prelu"].fit)._KEY), "last")
     kernels = [Kernel.of("gelu_fewbit3", "forward"), divides, Kernel.of("gelu_inverted1", "backward")]
     asms = [kernel.compile("bf16", "sm_90").asm for kernel in kernels]
     codes = machine_codes(asms, "sm_90")

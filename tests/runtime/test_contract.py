@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fitact
 from fitact.errors import UsageError
+from fitact.runtime.kernels import registry
 from fitact.runtime.measure.saved import count_saved
-from fitact.runtime.ops import registry
 from tests.support.generated import (
     CHANGES,
     DENSE,

@@ -15,8 +15,8 @@ from torch import nn
 
 import fitact
 from fitact.runtime import shipped
+from fitact.runtime.kernels import registry
 from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm
-from fitact.runtime.ops import registry
 from tests.support.compilers import needs_compiler
 
 
@@ -163,7 +163,7 @@ IMPORTS = {
     "fitact first": ["import fitact", "import torch"],
     "torch first": ["import torch", "import fitact"],
     "torch is looked for": ["import fitact, importlib.util", "importlib.util.find_spec('torch')", "import torch"],
-    "in the runtime": ["import fitact.runtime.ops.reference", "import torch"],
+    "in the runtime": ["import fitact.runtime.kernels.reference", "import torch"],
     "torch fails": ["import sys, fitact", fails("torch._utils", "torch"), "import torch"],
     "the runtime fails": [
         "import sys, fitact",
@@ -211,7 +211,7 @@ def test_shipped_activations_are_found_by_their_keys() -> None:
 
     keys = [module._KEY for module in (relu_exact, silu_inverted1)]
     script = f"assert [registry.find(key).key for key in {keys}] == {keys}"
-    in_a_process_of_its_own(["from fitact.runtime.ops import registry", script], Path())
+    in_a_process_of_its_own(["from fitact.runtime.kernels import registry", script], Path())
 
 
 def test_another_version_of_a_shipped_activation() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from fitact.runtime.ops import gate_ops
+from fitact.runtime.kernels.registry import find
 from tests.support.gates import rebuilt
 from tests.support.generated import load
 from tests.support.instructions import DTYPES, TARGETS, GateKernel, amd, machine_codes, nvidia
@@ -29,7 +29,7 @@ CASES = [
 @pytest.mark.parametrize(("dtype", "target", "passes"), CASES)
 def test_nothing_spills(dtype: str, target: str, passes: tuple[str, ...]) -> None:
     """Nor of views; and a thread writes 16 bytes at once."""
-    gate: Any = gate_ops.find(load(rebuilt("geglu", "own_rebuild"))._KEY)
+    gate: Any = find(load(rebuilt("geglu", "own_rebuild"))._KEY)
     kernels = [GateKernel("own_rebuild", pass_, gate, view) for pass_ in passes for view in (False, True)]
     codes = machine_codes([kernel.compile(dtype, target).asm for kernel in kernels], target)
     for code in codes:

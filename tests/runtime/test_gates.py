@@ -17,7 +17,7 @@ from fitact.fitter.records.gate import GateFit
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import saving
 from tests.support.gates import rebuilt
-from tests.support.generated import EACH_DTYPE, LAYOUTS, load, same, sizes
+from tests.support.generated import EACH_DTYPE, LAYOUTS, forward_op, load, same, sizes
 
 HALF = torch.bfloat16
 
@@ -281,7 +281,7 @@ def test_ops_are_what_they_say() -> None:
     for name in ("rebuild", "rebuild_clamped"):
         key = module(name)._KEY
         g, u = (one.detach().requires_grad_() for one in halves(torch.float32, 4, 60))
-        torch.library.opcheck(torch.ops.fitact.gate_forward, (g, u, key))
+        forward_op(g, g.dtype, key, u, check=True)
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fitact.runtime.kernels.norm_tiles import LONGEST
+from fitact.runtime.kernels.norms import LAYER, RMS
+from fitact.runtime.kernels.registry import find
 from fitact.runtime.measure.saved import count_saved
-from fitact.runtime.norms import kernels, modules
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
-from fitact.runtime.ops import autograd, gate_ops
-from fitact.runtime.ops.registry import find
 from fitact.runtime.saving import blocks, saving
 from fitact.runtime.saving.blocks import BITS, decode, encode
 from tests.conftest import INTERPRETED
 from tests.support import values
 from tests.support.gates import near
-from tests.support.generated import patterns, same
+from tests.support.generated import backward_op, forward_op, patterns, same
 from tests.support.inverses import LOST, inverses
 from tests.support.outputs import outputs
 from tests.support.steps import Shipped, shipped
@@ -78,7 +78,7 @@ def numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 def forward(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The op on the device: y and codes, on the CPU."""
-    y, codes = torch.ops.fitact.forward(x.to(DEVICE), x.dtype, (), EVERY[name].module._KEY)
+    y, codes = forward_op(x.to(DEVICE), x.dtype, EVERY[name].module._KEY)
     return y.cpu(), codes.cpu()
 
 
@@ -87,8 +87,8 @@ def check_gradient(name: str, dy: torch.Tensor, y: torch.Tensor, codes: torch.Te
     key = EVERY[name].module._KEY
     output = y if find(key).keeps_output else None
     on_device = [None if part is None else part.to(DEVICE) for part in (dy, output, codes)]
-    dx = torch.ops.fitact.backward(*on_device, dy.dtype, key).cpu()
-    expected = autograd._backward_reference(dy, output, codes, dy.dtype, key)
+    dx = backward_op(*on_device, dy.dtype, key)[0].cpu()
+    expected, _ = backward_op(dy, output, codes, dy.dtype, key, reference=True)
     if output is None:
         assert same(dx, expected)
         return
@@ -104,7 +104,7 @@ def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
     """The codes are those of the CPU for every number, and so are the gradients for every code."""
     x = numbers(name, dtype)
     y, codes = forward(name, x)
-    assert torch.equal(codes, autograd._forward_reference(x, dtype, (), EVERY[name].module._KEY)[1])
+    assert torch.equal(codes, forward_op(x, dtype, EVERY[name].module._KEY, reference=True)[1])
     check_gradient(name, torch.randn(x.shape).to(dtype), y, codes)
 
 
@@ -145,7 +145,7 @@ def test_values_of_float32(name: str) -> None:
 def test_sizes_round_the_tile(name: str, dtype: torch.dtype, n: int) -> None:
     x = torch.randn(n).to(dtype)
     y, codes = forward(name, x)
-    assert torch.equal(codes, autograd._forward_reference(x, dtype, (), EVERY[name].module._KEY)[1])
+    assert torch.equal(codes, forward_op(x, dtype, EVERY[name].module._KEY, reference=True)[1])
     check_gradient(name, torch.randn(n).to(dtype), y, codes)
 
 
@@ -195,10 +195,9 @@ def no_synchronising() -> Iterator[None]:
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     key = EVERY[name].module._KEY
     x = torch.randn(33, 5).to(DEVICE, dtype).requires_grad_()
-    torch.library.opcheck(torch.ops.fitact.forward.default, (x, dtype, (), key))
-    y, codes = torch.ops.fitact.forward(x.detach(), dtype, (), key)
-    output = y if find(key).keeps_output else None
-    torch.library.opcheck(torch.ops.fitact.backward.default, (torch.ones_like(y), output, codes, dtype, key))
+    y, codes = forward_op(x, dtype, key, check=True)
+    output = y.detach() if find(key).keeps_output else None
+    backward_op(torch.ones_like(y), output, codes, dtype, key, check=True)
 
 
 @needs_gpu
@@ -292,11 +291,11 @@ def test_more_elements_than_an_int32_counts() -> None:
     end = torch.randn(tail).bfloat16()
     x[-tail:] = end.cuda()
     key = step().module._KEY
-    y, codes = torch.ops.fitact.forward(x, x.dtype, (), key)
-    expected_y, expected_codes = torch.ops.fitact.forward(end.cuda(), x.dtype, (), key)
+    y, codes = forward_op(x, x.dtype, key)
+    expected_y, expected_codes = forward_op(end.cuda(), x.dtype, key)
     assert same(y[-tail:], expected_y)
     assert torch.equal(codes[-expected_codes.numel() :], expected_codes)
-    dx = torch.ops.fitact.backward(x, None, codes, x.dtype, key)
+    dx = backward_op(x, None, codes, x.dtype, key)[0]
     assert same(dx[-tail:].cpu(), step().gradient(end, end))
     assert not dx[:-tail].any()
 
@@ -334,13 +333,13 @@ def halves(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @each_dtype
 def test_gates(name: str, dtype: torch.dtype) -> None:
     key = import_module(f"fitact.generated.{name}")._KEY
-    ops, (g, u) = torch.ops.fitact, halves(dtype)
+    g, u = halves(dtype)
     dh = torch.randn(g.shape).to(dtype)
-    found = ops.gate_forward(g, u, key), *ops.gate_backward(dh.to(DEVICE), g, u, True, True, key)
+    found = forward_op(g, dtype, key, u)[0], *backward_op(dh.to(DEVICE), g, None, dtype, key, u)
     g, u = g.cpu(), u.cpu()
     expected = (
-        gate_ops._forward_reference(g, u, key),
-        *gate_ops._backward_reference(dh, g, u, True, True, key),
+        forward_op(g, dtype, key, u, reference=True)[0],
+        *backward_op(dh, g, None, dtype, key, u, reference=True),
     )
     # where the formula of a derivative overflows or cancels, PyTorch's own does so elsewhere
     ordinary = (g.abs() < 20) & (u.abs() < 20)
@@ -385,7 +384,7 @@ def test_memory_that_gates_take(name: str) -> None:
     assert torch.cuda.max_memory_allocated() - before <= 6 * n + 2**22
 
 
-COLUMNS = [1, 100, 768, 4096, 5000, kernels.LONGEST + 1]
+COLUMNS = [1, 100, 768, 4096, 5000, LONGEST + 1]
 
 
 @pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
@@ -395,15 +394,16 @@ def test_norms(centred: bool, dtype: torch.dtype, columns: int) -> None:
     """Both passes of the memory-sharing norms beside the CPU's path."""
     rows = 300 if GPU and columns < 10_000 else 9
     x = (torch.randn(rows, columns) * 2 + 0.3).to(dtype)
-    z, scale = torch.ops.fitact.norm_forward(x.to(DEVICE), 1, centred, 1e-5, dtype)
-    expected_z, expected_scale = modules._forward_reference(x, 1, centred, 1e-5, dtype)
+    key, given = LAYER if centred else RMS, {"inner": columns, "eps": 1e-5}
+    z, scale = forward_op(x.to(DEVICE), dtype, key, **given)
+    expected_z, expected_scale = forward_op(x, dtype, key, **given, reference=True)
     unit = max(UNIT[dtype], 4e-6)
     torch.testing.assert_close(z.cpu(), expected_z, rtol=unit, atol=unit)
     torch.testing.assert_close(scale.cpu(), expected_scale, rtol=2e-6, atol=0)
     dz = torch.randn(x.shape).to(dtype)
-    given = (part.to(DEVICE) for part in (dz, expected_z, expected_scale))
-    dx = torch.ops.fitact.norm_backward(*given, 1, centred, dtype)
-    expected_dx = modules._backward_reference(dz, expected_z, expected_scale, 1, centred, dtype)
+    kept = dz, expected_z, expected_scale
+    dx, _ = backward_op(*(part.to(DEVICE) for part in kept), dtype, key, inner=columns)
+    expected_dx, _ = backward_op(*kept, dtype, key, inner=columns, reference=True)
     size = float((expected_scale[..., None] * dz.abs()).max())
     torch.testing.assert_close(dx.cpu(), expected_dx, rtol=unit, atol=4e-6 * size)
 

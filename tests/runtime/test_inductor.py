@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch._inductor.graph import GraphLowering
 
-from fitact.runtime.ops import inductor as compiled
-from fitact.runtime.ops import registry
+from fitact.runtime.kernels import inductor as compiled
+from fitact.runtime.kernels import registry
 from tests.conftest import ROOT
+from tests.support.generated import backward_op, forward_op
 
 COMPILER = any(map(shutil.which, ("g++", "clang++")))
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
@@ -43,9 +44,9 @@ def computed(*cases: str) -> Found:
                 x = (torch.randn(elements) * 3).to(dtype)
                 x[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")][: len(x)]).to(dtype)
                 dy = torch.randn(elements).to(dtype)
-                y, codes = torch.ops.fitact.forward(x, dtype, (), module._KEY)
+                y, codes = forward_op(x, dtype, module._KEY)
                 kept = y if registry.find(module._KEY).keeps_output else None
-                dx = torch.ops.fitact.backward(dy, kept, codes, dtype, module._KEY)
+                dx = backward_op(dy, kept, codes, dtype, module._KEY)[0]
                 found[name, str(dtype), elements] = (y, codes, dx)
     return found
 

@@ -15,10 +15,21 @@ import torch.nn.functional as F
 from scipy import special
 from torch import nn
 
-from fitact.runtime.ops import registry
+from fitact.runtime.kernels import registry
 from tests.runtime.test_contract import losses
 from tests.support.curves import CURVES
-from tests.support.generated import DTYPES, EACH_DTYPE, EACH_HALF, HALVES, half_ulp, patterns, run, same
+from tests.support.generated import (
+    DTYPES,
+    EACH_DTYPE,
+    EACH_HALF,
+    HALVES,
+    backward_op,
+    forward_op,
+    half_ulp,
+    patterns,
+    run,
+    same,
+)
 from tests.support.inverses import SOME, Inverse, chain, each_inverse, inverses, made, named, unpacked
 
 SLACK = 5e-6  # stated errors include the roundings of float32, which may fall otherwise here
@@ -32,8 +43,8 @@ def derivatives(
     """The output in a dtype, and what the module takes for f′, not rounded to half precision."""
     key, dtype = one.key, dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    y, codes = torch.ops.fitact.forward(x, dtype, (), key)
-    derivative = torch.ops.fitact.backward(torch.ones(x.shape, dtype=wide), y, codes, wide, key)
+    y, codes = forward_op(x, dtype, key)
+    derivative = backward_op(torch.ones(x.shape, dtype=wide), y, codes, wide, key)[0]
     return y, derivative.double()
 
 
@@ -71,7 +82,7 @@ def test_codes_are_the_layout_that_is_documented(one: Inverse, dtype: torch.dtyp
     x = torch.cat([torch.randn(10_000) * 2, borders, borders + 1e-6, borders - 1e-6]).to(dtype)
     x[5] = float("nan")
     key = one.key
-    y, codes = torch.ops.fitact.forward(x, dtype, (), key)
+    y, codes = forward_op(x, dtype, key)
     assert (y.dtype, codes.dtype, codes.shape) == (dtype, torch.uint8, (2 * one.bits * 1024,))
     expected = torch.zeros(2 * 8192, dtype=torch.long)
     expected[: len(x)] = one.code(x, dtype)
@@ -231,8 +242,8 @@ def test_small_and_large_tensors_agree(one: Inverse, dtype: torch.dtype) -> None
         registry.register(twin)
         found = []
         for n in order:
-            y, codes = torch.ops.fitact.forward(x[:n], dtype, (), twin.key)
-            found.append(torch.ops.fitact.backward(dy[:n], y, codes, torch.float32, twin.key))
+            y, codes = forward_op(x[:n], dtype, twin.key)
+            found.append(backward_op(dy[:n], y, codes, torch.float32, twin.key)[0])
             assert torch.equal(unpacked(codes, one.bits)[:n], one.code(x[:n], dtype))
         for dx in found:
             torch.testing.assert_close(dx[:50], found[0][:50], rtol=1e-6, atol=1e-6)
@@ -247,8 +258,8 @@ def test_another_default_device(dtype: torch.dtype) -> None:
     dy = torch.ones_like(x)
     for context in (torch.device("meta"), torch.device("cpu")):
         with context:
-            y, codes = torch.ops.fitact.forward(x, dtype, (), twin.key)
-            dx = torch.ops.fitact.backward(dy, y, codes, dtype, twin.key)
+            y, codes = forward_op(x, dtype, twin.key)
+            dx = backward_op(dy, y, codes, dtype, twin.key)[0]
         assert {tensor.device.type for tensor in (y, codes, dx)} == {"cpu"}
         GELU.check_gradient(x, y, dy, dx)
 

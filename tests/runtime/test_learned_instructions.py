@@ -8,7 +8,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from fitact.runtime.learned import ops  # noqa: E402
+from fitact.runtime.kernels.registry import find  # noqa: E402
 from tests.support.generated import load  # noqa: E402
 from tests.support.instructions import TARGETS, resources  # noqa: E402
 from tests.support.learned import CASES  # noqa: E402
@@ -33,7 +33,7 @@ QUICK = {
 )
 def test_nothing_spills(case: tuple[str, str, str, str, str]) -> None:
     name, pass_, dtype, target, place = case
-    formula = ops.find(load(CASES[name].fit)._KEY)
+    formula = find(load(CASES[name].fit)._KEY)
     asm = LearnedKernel(name, pass_, formula, place).compile(dtype, target).asm
     assert "atomic" not in asm["ttir"]
     assert resources(asm).spills == 0

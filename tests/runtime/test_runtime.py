@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fitact
-from fitact.runtime.ops import reference as eager
-from fitact.runtime.ops import registry
-from tests.support.generated import run
+from fitact.runtime.kernels import reference as eager
+from fitact.runtime.kernels import registry
+from tests.support.generated import forward_op, run
 from tests.support.steps import Shipped, each, shipped
 
 GELU3 = next(one for one in shipped() if one.name == "gelu_fewbit3")
@@ -63,7 +63,7 @@ def test_codes_are_the_layout_that_is_documented() -> None:
     """Row r of column j in bits [k·r, k·r + k) of an 8k-bit word, stored as k planes of 1024 bytes."""
     x = torch.randn(10_000)
     x[5] = float("nan")
-    _, codes = torch.ops.fitact.forward(x, x.dtype, (), GELU3.module._KEY)
+    _, codes = forward_op(x, x.dtype, GELU3.module._KEY)
     assert codes.dtype == torch.uint8
     planes = codes.view(2, 3, 1024)
     expected = torch.zeros(2 * 8192, dtype=torch.long)

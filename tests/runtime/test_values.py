@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitact.runtime.ops import reference_math
+from fitact.runtime.kernels import reference_math
 from tests.support import values
 from tests.support.values import EACH, FORMULAS, Formula
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fitact import saving
+from fitact.runtime.kernels import reference
 from fitact.runtime.measure.saved import count_saved
-from fitact.runtime.ops import reference
 from fitact.runtime.saving.bits import pack, unpack
 from fitact.runtime.torch_internals import FakeTensorMode
 from tests.support.saving import agree, differences, observed, pair, train

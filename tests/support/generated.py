@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 from fitact.codegen.generate import render
 from fitact.fitter.records.kinds import AnyFit
+from fitact.runtime.kernels import ops, registry
 from fitact.runtime.measure.saved import Saved
-from fitact.runtime.ops import registry
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -116,6 +116,47 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": lambda y: F.relu(y, inplace=True),
     "row": first_row,
 }
+
+
+def forward_op(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    key: str,
+    other: torch.Tensor | None = None,
+    *,
+    inner: int = 1,
+    eps: float = 0.0,
+    reference: bool = False,
+    check: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y in a dtype, and the codes, by the op, or by PyTorch's operators; `check`: PyTorch's own of an op."""
+    op = ops._forward_reference if reference else ops.ops.forward
+    arguments = x, other, inner, eps, None, ops.NUMBER[dtype], key
+    if check:
+        torch.library.opcheck(op.default, arguments)
+    return op(*arguments)
+
+
+def backward_op(
+    dy: torch.Tensor,
+    kept: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    dtype: torch.dtype,
+    key: str,
+    other: torch.Tensor | None = None,
+    *,
+    inner: int = 1,
+    wants: tuple[bool, bool] | None = None,
+    reference: bool = False,
+    check: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x, in a dtype, and of the other tensor, likewise; by default of all that there are."""
+    wants = wants or (True, other is not None)
+    op = ops._backward_reference if reference else ops.ops.backward
+    arguments = dy, kept, other, codes, inner, ops.NUMBER[dtype], *wants, key
+    if check:
+        torch.library.opcheck(op.default, arguments)
+    return op(*arguments)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

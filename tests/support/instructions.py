@@ -29,11 +29,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fitact.runtime.kernels import blocks as block_kernels
-from fitact.runtime.ops import gate_ops, registry
-from fitact.runtime.ops.gate_ops import Gate
-from fitact.runtime.ops.launch import threads_of
-from fitact.runtime.ops.reference import TILE
-from fitact.runtime.ops.registry import Pointwise
+from fitact.runtime.kernels.activations import Pointwise
+from fitact.runtime.kernels.gates import Gate
+from fitact.runtime.kernels.launch import threads_of
+from fitact.runtime.kernels.reference import TILE
+from fitact.runtime.kernels.registry import find
 from fitact.runtime.saving import blocks
 
 TARGETS = {
@@ -343,7 +343,7 @@ class Kernel:
     @classmethod
     def of(cls, module: str, pass_: str) -> Kernel:
         """Return a kernel of a generated module."""
-        activation = registry.find(importlib.import_module(f"fitact.generated.{module}")._KEY)
+        activation = find(importlib.import_module(f"fitact.generated.{module}")._KEY)
         return cls(module, pass_, getattr(activation, pass_), activation)
 
     def threads(self, *dtypes: str) -> int:
@@ -393,7 +393,7 @@ class GateKernel:
     @classmethod
     def of(cls, module: str, pass_: str, view: bool = False) -> GateKernel:
         """Return a kernel of a generated module."""
-        return cls(module, pass_, gate_ops.find(importlib.import_module(f"fitact.generated.{module}")._KEY), view)
+        return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), view)
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""

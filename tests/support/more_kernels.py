@@ -9,10 +9,10 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from fitact.runtime.kernels.learned import BLOCK, TRIPS
-from fitact.runtime.learned import ops
-from fitact.runtime.norms import kernels
-from fitact.runtime.ops.reference import TILE
+from fitact.runtime.kernels.learned_tiles import BLOCK, TRIPS
+from fitact.runtime.kernels.norm_tiles import Plan, ms_norm_backward, ms_norm_forward, plan
+from fitact.runtime.kernels.reference import TILE
+from fitact.runtime.kernels.registry import find
 from tests.support.instructions import GPUS
 
 # How the channels lie: one alone, beside each other, in images.
@@ -40,7 +40,7 @@ class LearnedKernel:
     @classmethod
     def of(cls, module: str, pass_: str, place: str) -> LearnedKernel:
         """Return a kernel of a generated module."""
-        return cls(module, pass_, ops.find(importlib.import_module(f"fitact.generated.{module}")._KEY), place)
+        return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), place)
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
@@ -97,9 +97,9 @@ class NormKernel:
     columns: int
 
     @property
-    def plan(self) -> kernels.Plan:
+    def plan(self) -> Plan:
         """How the rows are cut into blocks."""
-        return kernels.plan(100_000, self.columns)
+        return plan(100_000, self.columns)
 
     def elements(self, dtype: str) -> int:
         """Return the elements that a thread has."""
@@ -109,7 +109,7 @@ class NormKernel:
         """Compile ahead of time, as the ops launch it; `output` is the dtype of z, if another."""
         x, z = dtype, output or dtype
         tensors = (x, z, "fp32") if self.pass_ == "forward" else (z, z, "fp32", x)
-        kernel = getattr(kernels, f"ms_norm_{self.pass_}")
+        kernel = ms_norm_forward if self.pass_ == "forward" else ms_norm_backward
         kinds = [f"*{each}" for each in tensors] + ["i32", "i32"] + (["fp32"] if self.pass_ == "forward" else [])
         constants = {
             "centred": self.kind == "layer",

@@ -151,20 +151,21 @@ class Derivative(Protocol):
 
 
 def backward(
-    dy: Tensor, y: Tensor | None, codes: Tensor, bits: int, derivative: Derivative, dtype: torch.dtype
+    dy: Tensor, y: Tensor | None, codes: Tensor | None, bits: int, derivative: Derivative, dtype: torch.dtype
 ) -> Tensor:
     """Return dy · derivative(y, code), rounded once to `dtype`, with the shape of dy.
 
     Args:
         dy: the gradient of the output, contiguous.
         y: the output, contiguous, or None if it is not kept.
-        codes: as `encode` returns them; empty if `bits` is 0.
+        codes: as `encode` returns them; None if `bits` is 0.
         bits: bits of a code.
         derivative: f′.
         dtype: dtype of the result.
 
     """
     flat = dy.view(-1)
+    codes = flat.new_empty(0, dtype=torch.uint8) if codes is None else codes
     if dy.numel() <= COLUMNS:  # the codes of at most a row are the words of their tile
         code = codes[: dy.numel()].to(torch.int32) if bits else codes
         factor = derivative(flat.new_empty(0) if y is None else y.view(-1), code)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .torch_internals import in_functorch_transform, version_of
+from .internals import in_functorch_transform, version_of
 
 ATTRIBUTE = "_fitact_recompute"
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from .torch_internals import constant_in_graphs
+from .internals import constant_in_graphs
 
 
 @constant_in_graphs

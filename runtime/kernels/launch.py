@@ -1,4 +1,4 @@
-"""Launching the kernels of an activation."""
+"""Launching Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,22 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
 
-
-class Launch:
-    """Launches kernels over the tiles of a tensor."""
-
-    def __init__(self, over: Tensor, threads: int) -> None:
-        self.over = over
-        self.grid = (reference.tiles_of(over),)
-        self.options = options(threads, over.device)
-
-    def __call__(self, kernel: Any, *arguments: Tensor | int | None) -> None:
-        """Run `kernel(*arguments, n)`, one program per tile."""
-        if self.over.numel():
-            with torch.cuda.device_of(self.over):
-                kernel[self.grid](*arguments, self.over.numel(), **self.options)
+def launch(kernel: Any, programs: int, threads: int, tensor: Tensor, *arguments: Any) -> None:
+    """Run programs of a kernel, whose first argument is a tensor, on the device of this."""
+    kernel[(programs,)](tensor, *arguments, **options(threads, tensor.device))
 
 
 def threads_of(dtype: torch.dtype) -> int:

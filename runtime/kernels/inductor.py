@@ -16,7 +16,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from ..torch_internals import mark_dynamic
+from .internals import mark_dynamic
 
 VARIABLE = "FITACT_CPU"
 _count = itertools.count()

@@ -1,4 +1,4 @@
-"""The Triton kernels of the memory-sharing norms, and how they are launched.
+"""The Triton kernels of the memory-sharing norms, and how their rows are cut into blocks.
 
 A row that fits a block is read once and stays in registers; several short rows make a block. A longer row is read
 block by block, once for each of its statistics and once to be written; after the first time, mostly from a cache.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fitact.runtime.kernels.triton_compat import jit, tl
+from .triton_compat import jit, tl
 
 LONGEST = 16384  # the most elements of a row that stays in registers: 16 for each of 1024 threads
 TILE = 4096  # elements of a block of short rows, and of a part of a long one

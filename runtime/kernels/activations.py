@@ -1,0 +1,203 @@
+"""Activations of one input, which keep codes, the output, or both."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .inputs import (
+    DTYPES,
+    autocast_dtype,
+    check_dtype,
+    in_layout,
+    in_memory_order,
+    like,
+    may_need_gradient,
+    mesh_of,
+    sharded,
+)
+from .launch import launch
+from .ops import differentiable
+from .registry import Backward, Forward, Kernel, Two, find
+
+
+def apply(x: Tensor, key: str) -> Tensor:
+    """Return the activation of x, keeping its codes for backward.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
+            codes its own shard; a partial DTensor is summed over the processes first.
+        key: the key of a registered activation.
+
+    Returns:
+        A tensor of the shape of x, laid out like `torch.empty_like` of x. Its dtype is that of x; where backward
+        needs the output, under autocast it is the autocast dtype, so that the next layer keeps the same storage
+        and no copy of it.
+
+    Raises:
+        TypeError: x is not a tensor of one of these dtypes.
+
+    """
+    activation: Pointwise = find(key)
+    if mesh_of(x) is not None:
+        return sharded(x, lambda shard, _: apply(shard, key), lambda placement: not placement.is_partial())
+    check_dtype(activation.name, x)
+    dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
+    gradient = may_need_gradient(x)
+    if not gradient and torch.compiler.is_compiling():  # a compiler rounds and lays out results as it likes
+        return activation.result(x, dtype)
+    order, dims = in_memory_order(x)
+    x = x.contiguous() if order is None else x.permute(order).contiguous()
+    if gradient:
+        y = differentiable(x, None, dtype, key, dims=dims)
+        return y if dims is None else y.permute(dims)
+    x = x if dims is None else x.permute(dims)
+    return like(activation.result(x, dtype), x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointwise(Kernel):
+    """An activation of one input. Subclasses say which numbers it keeps, and what f′ is as a function of these.
+
+    Attributes:
+        value: the activation in PyTorch's operators, Tensor → Tensor.
+        even: whether |x| is compared with the borders.
+
+    """
+
+    keeps_input: ClassVar[bool] = False
+
+    value: Callable[[Tensor], Tensor]
+    even: bool = False
+
+    def threads(self, *tensors: Tensor) -> int:
+        """Return the threads of a program, such that a thread has 16 bytes of a row of the widest tensor.
+
+        With four bits, half precision gets twice as many threads, because the table of levels takes registers.
+        """
+        return 256 if self.bits == 4 or any(tensor.dtype == torch.float32 for tensor in tensors) else 128
+
+    @abstractmethod
+    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
+        """Return the 2^bits − 1 borders that codes count for y in a dtype, each a float32."""
+
+    @abstractmethod
+    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
+        """Return f′ for y in a dtype."""
+
+    def result(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the activation of x as a tensor of its own; autocast widens the results of some operators."""
+        y = self.value(x).to(dtype)
+        return y.clone() if y is x else y
+
+    def encode(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the codes of a contiguous tensor, uint8 (tiles · bits · COLUMNS,), for y in a dtype."""
+        if not self.bits:
+            return x.new_empty(0, dtype=torch.uint8)
+        return reference.encode(x, self.borders_for(dtype), self.bits, self.even)
+
+    def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
+        x, dtype = given.x, DTYPES[given.dtype]
+        return in_layout(lambda x: self.result(x, dtype), given.dims, x), self.encode(x, dtype)
+
+    def gradients(self, given: Backward) -> Two:
+        dy, y = given.dy, given.kept
+        derivative = self.derivative_for(dy.dtype if y is None else y.dtype)
+        return reference.backward(dy, y, given.codes, self.bits, derivative, DTYPES[given.dtype]), None
+
+    def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
+        x, own = given.x, [codes] if self.bits else []
+        launch(self.forward, reference.tiles_of(x), self.threads(x, y), x, y, *own, x.numel())
+
+    def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
+        assert dx is not None
+        dy = given.dy
+        own = [given.kept] * self.keeps_output + [given.codes] * (self.bits > 0)
+        launch(self.backward, reference.tiles_of(dy), self.threads(dy, dx), dy, *own, dx, dy.numel())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Pointwise):
+    """An activation whose derivative is a step function of its input.
+
+    Attributes:
+        borders, levels: the step function, 2^bits − 1 and 2^bits numbers, each a float32.
+
+    """
+
+    borders: tuple[float, ...]
+    levels: tuple[float, ...]
+
+    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
+        return self.borders
+
+    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
+        return self._derivative
+
+    @cached_property
+    def _derivative(self) -> reference.Levels:
+        return reference.Levels(self.levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Pointwise):
+    """An activation whose derivative is a function of its output.
+
+    Attributes:
+        derivative: that function in PyTorch's operators, Tensor → Tensor.
+
+    """
+
+    keeps_output: ClassVar[bool] = True
+
+    derivative: Callable[[Tensor], Tensor]
+
+    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
+        return ()
+
+    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
+        return self._derivative
+
+    @cached_property
+    def _derivative(self) -> reference.Tabulated:
+        return reference.Tabulated(lambda y, _: self.derivative(y), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inverted(Pointwise):
+    """An activation whose derivative is a function of its output and of the piece that its input lies in.
+
+    Attributes:
+        borders: for each dtype of y, the borders of the pieces in x.
+        derivatives: for each dtype of y, f′ in PyTorch's operators, as a function of y (float32, one-dimensional)
+            and of the codes (int32). The entry for float32 also serves float64.
+
+    """
+
+    keeps_output: ClassVar[bool] = True
+
+    borders: Mapping[torch.dtype, tuple[float, ...]]
+    derivatives: Mapping[torch.dtype, Callable[[Tensor, Tensor], Tensor]]
+
+    def borders_for(self, dtype: torch.dtype) -> tuple[float, ...]:
+        return self.borders[_fitted(dtype)]
+
+    def derivative_for(self, dtype: torch.dtype) -> reference.Derivative:
+        return self._derivatives[_fitted(dtype)]
+
+    @cached_property
+    def _derivatives(self) -> dict[torch.dtype, reference.Tabulated]:
+        kinds = self.derivatives.items()
+        return {dtype: reference.Tabulated(function, self.bits) for dtype, function in kinds}
+
+
+def _fitted(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype whose fit serves a dtype."""
+    return torch.float32 if dtype == torch.float64 else dtype

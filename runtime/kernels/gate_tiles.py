@@ -1,0 +1,160 @@
+"""The Triton tile loops of gates h = a(g)·b(u).
+
+Both factors are computed again in backward. The arguments may be views: rows of `width` elements, at least
+COLUMNS, that begin `stride` elements apart; `width` is None where they are contiguous. All other tensors are
+contiguous.
+
+Values are rounded as PyTorch rounds them in two steps: each factor to the dtype, and then the product.
+"""
+
+from __future__ import annotations
+
+from .tiles import COLUMNS, ROWS, load_row, store_row
+from .triton_compat import constexpr, jit, tl
+
+HALF = constexpr(4)  # rows of half a tile: a trip has one of each half, so that their reads overlap
+
+
+@jit
+def _start(x, first, width, stride):
+    """Return the address from which the tile at `first` is read, and how many elements after it the tile begins.
+
+    With a width, that is the start of a row. Dividing 64-bit numbers is slow, so it is done once a tile.
+    """
+    if width is None:
+        return x + first, 0
+    else:
+        row = first // width
+        return x + row * stride, (first - row * width).to(tl.int32)
+
+
+@jit
+def _load(x, behind, offset, left, width, stride, whole: tl.constexpr):
+    """Return a row of elements, float32, 0 where the tensor has ended.
+
+    x, behind: as `_start` returns them. offset: of the row in its tile.
+    """
+    column = tl.arange(0, COLUMNS)
+    if width is None:
+        at = x + offset + column
+    else:
+        begin = behind + offset
+        rows = begin // width
+        within = begin - rows * width + column
+        at = x + rows.to(tl.int64) * stride + within + tl.where(within >= width, stride - width, 0)
+    if whole:
+        return tl.load(at).to(tl.float32)
+    else:
+        return tl.load(at, mask=column < left, other=0.0).to(tl.float32)
+
+
+@jit
+def _forward_row(
+    g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, a: tl.constexpr,
+    b: tl.constexpr, whole: tl.constexpr,
+):  # fmt: skip
+    """Write h of a row."""
+    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
+    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
+    dtype: tl.constexpr = h.dtype.element_ty
+    store_row(h + offset, a(x).to(dtype).to(tl.float32) * b(y).to(dtype).to(tl.float32), left, whole)
+
+
+@jit
+def _forward_rows(
+    g, u, h, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, b: tl.constexpr,
+    whole: tl.constexpr,
+):  # fmt: skip
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
+    g, behind_g = _start(g, first, width_g, stride_g)
+    u, behind_u = _start(u, first, width_u, stride_u)
+    h += first
+    for row in range(HALF):
+        offset = row * COLUMNS
+        _forward_row(
+            g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
+        )
+        offset += HALF * COLUMNS
+        _forward_row(
+            g, u, h, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset, a, b, whole
+        )
+
+
+@jit
+def gate_forward_tile(
+    g, u, h, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, b: tl.constexpr
+):  # fmt: skip
+    """Write h of the tile of this program: g and u (n,) → h (n,).
+
+    a, b: device functions, float32 → float32.
+    """
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    if first + ROWS * COLUMNS <= n:
+        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, 0, a, b, True)
+    else:
+        _forward_rows(g, u, h, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, b, False)
+
+
+@jit
+def _backward_row(
+    dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left, a: tl.constexpr,
+    da: tl.constexpr, b: tl.constexpr, db: tl.constexpr, whole: tl.constexpr,
+):  # fmt: skip
+    """Write dg and du of a row; everything is read before anything is written, so each tensor is read once."""
+    dtype: tl.constexpr = dh.dtype.element_ty
+    grad = load_row(dh + offset, left, whole).to(tl.float32)
+    x = _load(g, behind_g, offset, left, width_g, stride_g, whole)
+    y = _load(u, behind_u, offset, left, width_u, stride_u, whole)
+    if dg is not None:
+        passed = (grad * b(y).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        store_row(dg + offset, passed * da(x), left, whole)
+    if du is not None:
+        passed = (grad * a(x).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        store_row(du + offset, passed * db(y), left, whole)
+
+
+@jit
+def _backward_rows(
+    dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, left, a: tl.constexpr, da: tl.constexpr,
+    b: tl.constexpr, db: tl.constexpr, whole: tl.constexpr,
+):  # fmt: skip
+    """Process the tile that begins at `first`; if it is not whole, it has `left` elements."""
+    dh += first
+    if dg is not None:
+        dg += first
+    if du is not None:
+        du += first
+    g, behind_g = _start(g, first, width_g, stride_g)
+    u, behind_u = _start(u, first, width_u, stride_u)
+    for row in range(HALF):
+        offset = row * COLUMNS
+        _backward_row(
+            dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
+            a, da, b, db, whole,
+        )  # fmt: skip
+        offset += HALF * COLUMNS
+        _backward_row(
+            dh, g, u, dg, du, behind_g, width_g, stride_g, behind_u, width_u, stride_u, offset, left - offset,
+            a, da, b, db, whole,
+        )  # fmt: skip
+
+
+@jit
+def gate_backward_tile(
+    dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, n, a: tl.constexpr, da: tl.constexpr,
+    b: tl.constexpr, db: tl.constexpr,
+):  # fmt: skip
+    """Backward on the tile of this program: dh, g and u (n,) → dg and du (n,), each None if not wanted.
+
+    da, db: device functions, the derivatives of a and b.
+    """
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    if first + ROWS * COLUMNS <= n:
+        _backward_rows(
+            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, 0, a, da, b, db, True
+        )  # fmt: skip
+    else:
+        _backward_rows(
+            dh, g, u, dg, du, width_g, stride_g, width_u, stride_u, first, (n - first).to(tl.int32), a, da, b, db,
+            False,
+        )  # fmt: skip

@@ -1,0 +1,134 @@
+"""What kernels are given: dtypes, layouts, autocast, shards of a DTensor; and whether a gradient may be wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autocast import active_autocast
+from .internals import constant_in_graphs, in_functorch_transform
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*KERNEL_DTYPES, torch.float64)
+
+
+def check_dtype(name: str, x: Any, what: str = "a tensor") -> None:
+    """Raise a TypeError that begins with a name unless x is a tensor of DTYPES."""
+    dtype = getattr(x, "dtype", None)
+    if dtype not in DTYPES:
+        found = dtype or type(x).__name__
+        raise TypeError(f"{name}: expected {what} of float16, bfloat16, float32 or float64, got {found}")
+
+
+def mesh_of(tensor: Any) -> Any:
+    """Return the mesh of a DTensor, None for other tensors."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def check_meshes(name: str, what: str, *tensors: Any) -> None:
+    """Raise a TypeError unless tensors are all DTensors of one mesh, or none of them is a DTensor."""
+    meshes = [mesh_of(one) for one in tensors]
+    if any(mesh != meshes[0] for mesh in meshes):
+        found = ", ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
+        raise TypeError(f"{name}: expected {what} DTensors of one mesh, or none, got {found}")
+
+
+def may_need_gradient(x: Tensor) -> bool:
+    """Return whether a gradient of x can be requested.
+
+    An exported program may be called with another input. In a transform of torch.func, x may need a gradient at a
+    level that `requires_grad` does not show.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or _is_exporting() or in_functorch_transform()
+
+
+@constant_in_graphs
+def _is_exporting() -> bool:
+    """Return whether `torch.export` traces; before 2.12 the compiler takes the public function for always true."""
+    return torch.compiler.is_exporting()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to which autocast casts x for the next layer; the dtype of x if autocast is off."""
+    return (x.dtype in KERNEL_DTYPES and active_autocast(x.device.type)) or x.dtype
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """Return the permutation to the order in which `torch.empty_like` of x lays out its elements.
+
+    If x is dense, that makes it contiguous. Expanded dimensions stay where they are, as PyTorch leaves them.
+    """
+    strides, sizes = x.stride(), x.shape
+    order = list(range(x.dim()))
+    for start in range(x.dim() - 2, -1, -1):  # insertion sort: a compiler can guard comparisons of symbolic sizes
+        place = start
+        for other in range(start + 1, x.dim()):
+            outer, inner = order[place], order[other]
+            if 0 in (strides[outer], strides[inner]):
+                continue
+            if strides[outer] > strides[inner]:
+                break
+            if strides[outer] < strides[inner] or sizes[outer] < sizes[inner]:
+                order[place], order[other], place = inner, outer, other
+    return order
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """Return the permutation that undoes another."""
+    return sorted(range(len(order)), key=list(order).__getitem__)
+
+
+def in_memory_order(x: Tensor) -> tuple[list[int] | None, list[int] | None]:
+    """Return the permutation to memory order and the one back, None and None where x is in this order."""
+    order = None if x.is_contiguous() else memory_order(x)
+    return (None, None) if order is None or order == sorted(order) else (order, inverse(order))
+
+
+def in_layout(function: Callable[..., Tensor], dims: Sequence[int] | None, *tensors: Tensor) -> Tensor:
+    """Return a function of tensors in memory order, contiguous, computed in the layout that `dims` permutes to."""
+    if not dims:
+        return function(*tensors).contiguous()
+    y = function(*(tensor.permute(list(dims)) for tensor in tensors)).permute(inverse(dims)).contiguous()
+    # set_: the result may be a permutation of y, but not a view, which could not be changed in place
+    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
+
+
+def like(y: Tensor, x: Tensor) -> Tensor:
+    """Return y laid out like `torch.empty_like` of x; a compiler lays out as it likes."""
+    if torch.compiler.is_compiling() or y.stride() == x.stride():
+        return y
+    laid_out = torch.empty_like(x, dtype=y.dtype)
+    return y if y.stride() == laid_out.stride() else laid_out.copy_(y)
+
+
+def sharded(
+    x: Any, run: Callable[[Tensor, list[Any]], Tensor], keeps: Callable[[Any], bool], *, contiguous: bool = False
+) -> Tensor:
+    """Return a DTensor of what each process computes of its own shard.
+
+    Args:
+        x: a DTensor.
+        run: called with the process's shard and the placements.
+        keeps: whether a placement can stay; else the tensor is gathered along it first.
+        contiguous: whether the result is laid out so, and not like x.
+
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [one if keeps(one) else Replicate() for one in x.placements]
+    if placements != list(x.placements):
+        x = x.redistribute(placements=placements)
+    alone = torch.empty_strided(x.shape, x.stride(), device="meta")
+    laid_out = torch.empty_like(
+        alone, memory_format=torch.contiguous_format if contiguous else torch.preserve_format
+    )
+    y: Tensor = DTensor.from_local(
+        run(x.to_local(), placements), x.device_mesh, placements, run_check=False, shape=x.shape,
+        stride=laid_out.stride(),
+    )  # fmt: skip
+    return y

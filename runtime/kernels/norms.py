@@ -1,0 +1,107 @@
+"""Memory-sharing norms, which keep their output and 1/σ of each row; `norms.modules` says what they compute.
+
+On CUDA (and ROCm) the kernels of `norm_tiles` run; on all other devices and for float64, PyTorch's operators.
+Statistics are in float32, for float64 in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .inputs import DTYPES
+from .launch import launch
+from .norm_tiles import ms_norm_backward, ms_norm_forward, plan
+from .reference import TILE, arithmetic_dtype, chunk
+from .registry import Backward, Forward, Kernel, Two, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Kernel):
+    """A norm.
+
+    Attributes:
+        centred: whether the mean is subtracted.
+
+    """
+
+    name: str = "memory-sharing norm"
+    forward: Any = ms_norm_forward
+    backward: Any = ms_norm_backward
+    keeps_input: ClassVar[bool] = False
+    keeps_output: ClassVar[bool] = True
+
+    centred: bool
+
+    @property
+    def keeps_codes(self) -> bool:
+        return True
+
+    def codes(self, given: Forward) -> Tensor:
+        return given.x.new_empty(given.x.numel() // given.inner, dtype=arithmetic_dtype(given.x))
+
+    def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
+        z, scale = given.x.new_empty(given.x.shape, dtype=DTYPES[given.dtype]), self.codes(given)
+        rows, normalised, inverses = given.x.view(-1, given.inner), z.view(-1, given.inner), scale.view(-1, 1)
+        for part in _chunks(rows):
+            value, result, inverse = rows[part].to(scale.dtype), normalised[part], inverses[part]
+            if self.centred:
+                layer_norm = torch.native_layer_norm(value, value.shape[1:], None, None, given.eps)
+                result.copy_(layer_norm[0])
+                inverse.copy_(layer_norm[2])
+            else:
+                inverse.copy_(value.square().mean(1, keepdim=True).add_(given.eps).rsqrt_())
+                torch.mul(value, inverse, out=result)
+        return z, scale
+
+    def gradients(self, given: Backward) -> Two:
+        z, scale = given.kept, given.codes
+        assert z is not None and scale is not None
+        dx = torch.empty_like(given.dy, dtype=DTYPES[given.dtype])
+        gradients, normalised, results = (tensor.view(-1, given.inner) for tensor in (given.dy, z, dx))
+        inverses = scale.view(-1, 1)
+        for part in _chunks(gradients):
+            gradient, value = (rows[part].to(scale.dtype) for rows in (gradients, normalised))
+            if self.centred:  # PyTorch's own backward for normalised rows, with mean 0 and σ 1
+                zero, one = torch.zeros_like(inverses[part]), torch.ones_like(inverses[part])
+                dx_one, *_ = torch.ops.aten.native_layer_norm_backward(
+                    gradient, value, value.shape[1:], zero, one, None, None, [True, False, False]
+                )
+            else:
+                dx_one = torch.addcmul(gradient, value, (gradient * value).mean(1, keepdim=True), value=-1)
+            torch.mul(dx_one, inverses[part], out=results[part])
+        return dx, None
+
+    def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:
+        self._launch(self.forward, given, given.x, y, codes, eps=(given.eps,))
+
+    def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
+        self._launch(self.backward, given, given.dy, given.kept, given.codes, dx)
+
+    def _launch(
+        self,
+        kernel: Any,
+        given: Forward | Backward,
+        over: Tensor,
+        *tensors: Tensor | None,
+        eps: tuple[float, ...] = (),
+    ) -> None:
+        """Run `kernel(over, *tensors, rows, columns, *eps, ...)`."""
+        size = over.numel() // given.inner, given.inner
+        cut = plan(*size)
+        programs = -(-size[0] // cut.height)
+        launch(kernel, programs, cut.threads, over, *tensors, *size, *eps, self.centred, *cut[:3])
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    """Yield slices of rows: on a CPU about a chunk of `reference`, else all of them."""
+    size = max(1, chunk() * TILE // rows.shape[1]) if rows.device.type == "cpu" else max(1, len(rows))
+    for first in range(0, len(rows), size):
+        yield slice(first, first + size)
+
+
+LAYER, RMS = (register(Norm(key=f"ms_{kind}_norm", centred=kind == "layer")) for kind in ("layer", "rms"))

@@ -1,0 +1,347 @@
+"""The two ops that run every kernel, and their autograd.
+
+    fitact::forward(
+        Tensor x, Tensor? other, SymInt inner, float eps, int[]? dims, int dtype, str key
+    ) -> (Tensor y, Tensor codes)
+    fitact::backward(
+        Tensor dy, Tensor? kept, Tensor? other, Tensor? codes, SymInt inner, int dtype, bool, bool, str key
+    ) -> (Tensor dx, Tensor gradient of other)
+
+In a standalone folder, which has a copy of this file, they have the folder's own namespace. `other` is a gate's u
+or the learned numbers, `kept` is x or y, and what a kind does not have is None. The two bools say which gradients
+are wanted; an empty tensor stands for one that is not. `dtype` is that of y in forward, and of the gradient of x
+in backward, as its place in DTYPES: before 2.12, programs compiled ahead of time misread PyTorch's own dtypes.
+
+To PyTorch they are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a hash of
+the fit and of the generated text, finds the kernel; so a compiled graph holds no Python object. On CUDA (and ROCm)
+the generated Triton kernels run; all other devices, and float64, run `compute` and `gradients` of the kernel. With
+TRITON_INTERPRET=1 the CPU runs the Triton kernels too, interpreted.
+
+The ops see tensors in memory order: before calling them, `differentiable` permutes the input, and autograd undoes
+that, so codes and gradients are always in the same order. x is contiguous then, but a gate's g and u may be views.
+`dims` is the permutation back (None for none, as AOTInductor takes no empty list): PyTorch's own activations round
+differently in different layouts, and are evaluated in the caller's.
+
+With learned numbers, element i has channel (i // inner) mod channels. A norm has rows of `inner` elements, adds
+`eps` to their variance, and its codes are 1/σ of each row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .inputs import DTYPES, KERNEL_DTYPES
+from .recipes import note
+from .registry import Backward, Forward, Kernel, find
+from .triton_compat import HAS_TRITON
+
+NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
+FORWARD = "(Tensor x, Tensor? other, SymInt inner, float eps, int[]? dims, int dtype, str key) -> (Tensor, Tensor)"
+BACKWARD = (
+    "(Tensor dy, Tensor? kept, Tensor? other, Tensor? codes, SymInt inner, int dtype, bool wants_x, "
+    "bool wants_other, str key) -> (Tensor, Tensor)"
+)
+
+
+def _namespace() -> str:
+    """Return the namespace of the ops: what the package around this runtime says in `__ops__`, else its name."""
+    home = sys.modules[__name__.removesuffix(".runtime.kernels.ops")]
+    return str(getattr(home, "__ops__", home.__name__.replace(".", "_")))
+
+
+NAMESPACE = _namespace()
+ops: Any = getattr(torch.ops, NAMESPACE)
+Function = TypeVar("Function", bound=Callable[..., Any])
+Dims = Sequence[int] | None
+Two = tuple[Tensor, Tensor]
+Batches = tuple[tuple[Tensor, ...], tuple[int, ...]]
+
+
+def differentiable(
+    x: Tensor, other: Tensor | None, dtype: torch.dtype, key: str, *, inner: int = 1, eps: float = 0.0,
+    dims: Dims = None,
+) -> Tensor:  # fmt: skip
+    """Return y in `dtype`, keeping for backward what the kernel needs; the tensors are in memory order.
+
+    Where that is x, y carries a note of how to compute it again, for a context of `fitact.saving`.
+    """
+    arguments = x, other, inner, eps, dims, NUMBER[dtype], key
+    if torch.compiler.is_compiling():
+        # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
+        compiled: Tensor = ops.forward(*arguments)[0]
+        return compiled
+    y: Tensor = Run.apply(*arguments)[0]
+    kernel = find(key)
+    if other is None or not kernel.keeps_input:
+        return y
+    return note(y, partial(_again, rest=arguments[2:]), x, other)
+
+
+def _again(x: Tensor, other: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    y: Tensor = ops.forward(x, other, *rest)[0]
+    return y
+
+
+# ------------------------------------------------------------------------------------------------------ the passes
+
+
+def _forward_fake(*arguments: Any) -> Two:
+    given = Forward(*arguments)
+    y = given.x.new_empty(given.x.shape, dtype=DTYPES[given.dtype])
+    return y, find(given.key).codes(given)
+
+
+def _forward_reference(*arguments: Any) -> Two:
+    given = Forward(*arguments)
+    with torch.no_grad():
+        y, codes = find(given.key).compute(given)
+    return y, codes
+
+
+def _forward_triton(*arguments: Any) -> Two:
+    given = Forward(*arguments)
+    if given.x.dtype not in KERNEL_DTYPES or not given.x.numel():
+        return _forward_reference(*arguments)
+    y, codes = _forward_fake(*arguments)
+    with torch.cuda.device_of(y):
+        find(given.key).launch(given, y, codes)
+    return y, codes
+
+
+def _backward_fake(*arguments: Any) -> Two:
+    given = Backward(*arguments)
+    dy, other = given.dy, given.other
+    dx = torch.empty_like(dy, dtype=DTYPES[given.dtype]) if given.wants_x else dy.new_empty(0)
+    return dx, dy.new_empty(0) if other is None or not given.wants_other else other.new_empty(other.shape)
+
+
+def _backward_reference(*arguments: Any) -> Two:
+    given = Backward(*arguments)
+    if not given.dy.numel():
+        dx, d_other = _backward_fake(*arguments)
+        return dx, d_other.zero_()
+    with torch.no_grad():
+        found = find(given.key).gradients(given)
+    dx, d_other = (given.dy.new_empty(0) if one is None else one for one in found)
+    return dx, d_other
+
+
+def _backward_triton(*arguments: Any) -> Two:
+    given = Backward(*arguments)
+    if given.dy.dtype not in KERNEL_DTYPES or not given.dy.numel():
+        return _backward_reference(*arguments)
+    dx, d_other = _backward_fake(*arguments)
+    with torch.cuda.device_of(dx):
+        find(given.key).launch_backward(
+            given, dx if given.wants_x else None, d_other if given.wants_other else None
+        )
+    return dx, d_other
+
+
+# -------------------------------------------------------------------------------------------------------- autograd
+
+
+def with_signature(forward: Function) -> Function:
+    """Cache the signature of a Function's forward, which PyTorch would otherwise compute at every call."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
+
+
+def refuse_second_derivative(name: str) -> NoReturn:
+    """Raise a RuntimeError that calls the op by a name."""
+    raise RuntimeError(
+        f"{name}: a second derivative was requested, but only what the first needs is kept; "
+        "use PyTorch's own operators where gradients are differentiated again"
+    )
+
+
+def _refuse(ctx: Any, *_: Any) -> NoReturn:
+    refuse_second_derivative(find(ctx.key).name)
+
+
+def _keep_key(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.key = inputs[-1]
+
+
+class Gradients(torch.autograd.Function):
+    """Gradients by an op, which cannot be differentiated again: otherwise second derivatives would be wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(name: str, autograd_anchor: Tensor, op: str, *arguments: Any) -> Any:
+        """Return what an op returns.
+
+        Args:
+            name: for the error that a second derivative raises.
+            autograd_anchor: ties the gradients to the input.
+            op: its name.
+            arguments: of the op.
+
+        """
+        return getattr(ops, op)(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the name."""
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        """Raise a RuntimeError."""
+        refuse_second_derivative(ctx.name)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what the kernel keeps; `output` is y, the codes, and perhaps what ties gradients to the inputs."""
+    (x, other, ctx.inner, *_, ctx.key), (y, codes, *autograd_anchor) = inputs, output
+    kernel, ctx.dtype = find(ctx.key), NUMBER[x.dtype]
+    kept = y if kernel.keeps_output else x if kernel.keeps_input else None
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(kept, other, codes if kernel.keeps_codes else None, *autograd_anchor)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 7
+    kept, other, codes, *autograd_anchor = ctx.saved_tensors
+    wants = ctx.needs_input_grad[:2]
+    arguments = dy.contiguous(), kept, other, codes, ctx.inner, ctx.dtype, *wants, ctx.key
+    if autograd_anchor:
+        found = Gradients.apply(find(ctx.key).name, *autograd_anchor, "backward", *arguments)
+    else:
+        found = ops.backward(*arguments)
+    return *(one if wanted else None for one, wanted in zip(found, wants, strict=True)), *(None,) * 5
+
+
+class Run(torch.autograd.Function):
+    """Saves what the kernel keeps, and an empty tensor that ties the gradients to the inputs."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @with_signature
+    def forward(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        """Return y, the codes, and the empty tensor."""
+        return *ops.forward(x, *others), x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save."""
+        ctx.mark_non_differentiable(output[1])
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the other tensor."""
+        return _differentiate(ctx, dy)
+
+
+# ------------------------------------------------------------------------------------------------------------ vmap
+
+
+def _flat(kernel: Kernel, size: int, in_dims: Any, *tensors: Tensor | None) -> Iterator[Any]:
+    """Yield batches as (size, elements), contiguous.
+
+    Args:
+        kernel: if it has codes, each element has tiles of its own, the last one padded.
+        size: how many elements there are.
+        in_dims: the dimensions of the batches, None for one element that all of the batch share.
+        tensors: the batches; None stays None.
+
+    """
+    for x, dim in zip(tensors, in_dims, strict=False):
+        if x is None:
+            yield None
+            continue
+        batch = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        flat = batch.reshape(size, batch.shape[1:].numel())
+        yield torch.nn.functional.pad(flat, (0, -flat.shape[1] % reference.TILE if kernel.bits else 0))
+
+
+def _by_element(op: Any, size: int, in_dims: Any, arguments: Any) -> Batches:
+    """Call an op for each element of a batch."""
+
+    def element(i: int) -> Any:
+        pairs = zip(arguments, in_dims, strict=True)
+        return op(*(one if dim is None else one.select(dim, i).contiguous() for one, dim in pairs))
+
+    return tuple(map(torch.stack, zip(*map(element, range(size)), strict=True))), (0, 0)
+
+
+def _forward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Batches:
+    (x, other, inner, eps, _, dtype, key), size = arguments, info.batch_size
+    kernel = find(key)
+    if kernel.by_element:
+        return _by_element(ops.forward, size, in_dims, arguments)
+    shape = torch.Size((size, *x.shape)) if in_dims[0] is None else x.movedim(in_dims[0], 0).shape
+    x, other = _flat(kernel, size, in_dims, x, other)
+    y, codes = ops.forward(x, other, inner, eps, None, dtype, key)
+    return (y[:, : shape[1:].numel()].reshape(shape), codes.view(size, codes.numel() // max(size, 1))), (0, 0)
+
+
+def _backward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Batches:
+    given, size = Backward(*arguments), info.batch_size
+    kernel, dy, codes = find(given.key), given.dy, given.codes
+    if kernel.by_element:
+        return _by_element(ops.backward, size, in_dims, arguments)
+    shape = torch.Size((size, *dy.shape)) if in_dims[0] is None else dy.movedim(in_dims[0], 0).shape
+    dy, kept, other = _flat(kernel, size, in_dims, dy, given.kept, given.other)
+    if codes is not None:
+        codes = (codes.expand(size, -1) if in_dims[3] is None else codes.movedim(in_dims[3], 0)).reshape(-1)
+    found = ops.backward(dy, kept, other, codes, *arguments[4:])
+    wants = given.wants_x, given.wants_other
+    return tuple(
+        one[:, : shape[1:].numel()].reshape(shape) if wanted else one.new_empty(size, 0)
+        for one, wanted in zip(found, wants, strict=True)
+    ), (0, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ definition
+
+
+def _define(name: str, schema: str, passes: Sequence[Callable[..., Any]], vmap: Any, *autograd: Any) -> None:
+    """Define an op in the namespace; it stays if a copy of this runtime with the same text has defined it.
+
+    No schema may end with an optional argument. Inductor's cache on disk leaves a trailing None out of its
+    keys, so a later schema without this argument would find graphs that still pass it.
+
+    Args:
+        name: of the op.
+        schema: its arguments and results.
+        passes: compute it by PyTorch's operators, by Triton's kernels, and without numbers.
+        vmap: its rule for `torch.vmap`.
+        autograd: its backward, and what keeps for that.
+
+    """
+    holder, whole = f"library_of_{name}", f"{NAMESPACE}::{name}"
+    if hasattr(ops, holder):
+        return
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    by_reference, by_triton, fake = passes
+    library.impl(name, by_reference, "CompositeExplicitAutograd")
+    for device in KERNEL_DEVICES:
+        library.impl(name, by_triton, device.upper())
+    torch.library.register_fake(whole, fake, lib=library)
+    torch.library.register_vmap(whole, vmap, lib=library)
+    torch.library.register_autograd(whole, autograd[0], setup_context=autograd[1], lib=library)
+    setattr(ops, holder, library)  # the op lives as long as this object
+
+
+_forward = _forward_reference, _forward_triton, _forward_fake
+_backward = _backward_reference, _backward_triton, _backward_fake
+_define("forward", FORWARD, _forward, _forward_vmap, _differentiate, _save)
+_define("backward", BACKWARD, _backward, _backward_vmap, _refuse, _keep_key)
