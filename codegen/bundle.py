@@ -18,9 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import AnyFit, GateFit, LearnedFit
 
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted

@@ -6,7 +6,7 @@ from typing import Any
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import is_identity
-from fitact.fitter.records.gate import GateFit
+from fitact.fitter.records.fit import GateFit
 
 from . import dialects, printers
 

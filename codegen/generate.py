@@ -21,10 +21,7 @@ from fitact.files import is_unfinished, read_start, remove_all, write_all
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.roots import REALS
 from fitact.fitter.records.approximants import Quotient
-from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
 
 from . import dialects, gates, learned, printers
 from .approximants import choice

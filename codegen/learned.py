@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import LearnedFit
 
 from . import dialects, printers
 

@@ -22,10 +22,7 @@ from fitact.cli import cli
 from fitact.cli.tables import starts
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.plot import draw
-from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
 from fitact.fitter.records.reading import read
 
 DOCS = Path(__file__).parent

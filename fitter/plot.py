@@ -13,10 +13,7 @@ from fitact.errors import UsageError
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
-from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
 from fitact.pictures import blank, check_format, defaults, literal, save
 
 if TYPE_CHECKING:

@@ -142,13 +142,18 @@ def _blame(parts: dict[Expr, Array], i: int, at: float) -> str:
         return "roundings add up; write it with fewer operations"
     text = quote(text_of(first))
     if not np.isfinite(np.broadcast_to(parts[first], POINTS.shape)[i]):
-        return f"{text} overflows; write it so that what is large is divided out, or where(abs(x) > a, ..., ...)"
+        return (
+            f"{text} overflows; write it with sigmoid, softplus, tanh or logcosh, or so that what is large is "
+            "divided out, or where(abs(x) > a, ..., ...)"
+        )
     if first.is_Add:
         return (
             f"{text} cancels; write the difference in closed form, with expm1, log1p, erfc, sigmoid, softplus or "
             "squareplus, or where(x < a, ..., ...)"
         )
-    return f"{text} loses its digits; write it with a part for each side, where(x > a, ..., ...)"
+    return (
+        f"{text} loses its digits; write it with softplus or log1p, or where(x > a, ..., ...), a part for a side"
+    )
 
 
 def _error(parts: dict[Expr, Array], node: Expr, i: int, at: float) -> float:

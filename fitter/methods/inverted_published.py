@@ -16,7 +16,7 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.exact import value
 from fitact.fitter.expr.wide import Array, geometric, power, wide
 from fitact.fitter.numerics.dtypes import DTYPES
-from fitact.fitter.records.approximants import Approximant, PublishedApproximant
+from fitact.fitter.records.approximants import Approximant, Approximates, Kind, PublishedApproximant
 from fitact.fitter.records.fit import InvertedFit
 
 from .inverted import cells, record, stated
@@ -37,7 +37,7 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 NAMES = {f"{name}_inverted_published": name for name in PUBLISHED}
 SOURCE = "arXiv 2407.15545"
 REFITS = (1.0, 0.9, 1.1)  # times the published coefficients: where searches start
-SHAPES = {
+SHAPES: dict[str, tuple[tuple[Kind, Approximates], ...]] = {
     "gelu": (("power", "derivative"), ("exponential", "derivative")),
     "silu": (("root", "sigmoid"), ("exponential", "sigmoid")),
 }

@@ -10,10 +10,7 @@ from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit, AnyPlainFit
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import AnyFit, AnyPlainFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fitact.errors import UsageError, quote
+from fitact.errors import UsageError
 from fitact.fitter.analysis import float_check
 from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.expr.wide import Array, wide
 
-from .validate import check_keys, check_numbers, integer, mapping, number, numbers, objects, text
+from .validate import check_numbers
 
 MOST_RADICALS = 3  # at both ends of a cell and inside
 MOST_COEFFICIENTS = 33
+MOST_ORDER = 64
 FLAT = 1000.0  # the paper's approximants clamp y to it; their exponentials are 0 there
 
 Bits = NDArray[np.intp]
 Single = NDArray[np.float32]
 Floats = NDArray[Any]  # float32 or float64
-Reader = Callable[[Any, str], Any]  # a value of JSON, and what messages call it → the field
+Kind = Literal["power", "exponential", "root"]
+Approximates = Literal["derivative", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,14 @@ class Radical:
     order: int
     side: int
     sign: int = 1
+
+    def __post_init__(self) -> None:
+        for what, allowed in (("side", (-1, 0, 1)), ("sign", (-1, 1))):
+            if getattr(self, what) not in allowed:
+                told = ", ".join(map(str, allowed))
+                raise UsageError(f"{what}: expected an integer, one of {told}, got {getattr(self, what)!r}")
+        if not 1 <= self.order <= MOST_ORDER:
+            raise UsageError(f"order: expected an integer from 1 to {MOST_ORDER}, got {self.order!r}")
 
     def __call__(self, y: Floats, anchor: float | None = None) -> Floats:
         """Return the term, for float32 as kernels compute it; `anchor` may be given more exactly."""
@@ -83,8 +93,6 @@ class Quotient:
 
     """
 
-    KIND = "quotient"
-
     radicals: tuple[Radical, ...]
     low: float
     high: float
@@ -92,10 +100,14 @@ class Quotient:
     denominator: tuple[float, ...]
     error: float = 0.0
     floor: float = 0.0
+    kind: Literal["quotient"] = "quotient"
+    approximates: Literal["derivative"] = "derivative"
 
     def __post_init__(self) -> None:
         for what, values in (("numerator", self.numerator), ("denominator", self.denominator)):
             check_numbers(what, values, min(max(len(values), 1), MOST_COEFFICIENTS), single=True)
+        if not 1 <= len(self.radicals) <= MOST_RADICALS:
+            raise UsageError(f"radicals: expected 1 to {MOST_RADICALS}, got {len(self.radicals)}")
         check_numbers(
             "anchor", tuple(radical.anchor for radical in self.radicals), len(self.radicals), single=True
         )
@@ -148,19 +160,14 @@ class PublishedApproximant:
 
     """
 
-    kind: str
-    approximates: str
+    kind: Kind
+    approximates: Approximates
     anchor: float
     coefficients: tuple[float, ...]
     error: float = 0.0
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in SHAPES:
-            raise UsageError(f"kind: expected one of {', '.join(KINDS)}, got {quote(self.kind)}")
-        if self.approximates not in APPROXIMATES:
-            expected = " or ".join(APPROXIMATES)
-            raise UsageError(f"approximates: expected {expected}, got {quote(self.approximates)}")
         check_numbers("coefficients", self.coefficients, SHAPES[self.kind][0])
         check_numbers("anchor", (self.anchor,), 1)
         if not -FLAT < self.anchor < 0:
@@ -189,8 +196,6 @@ SHAPES = {
     "exponential": (5, "1 + ({c0} + {c1}*sqrt(v) + {c2}*v)*exp({c3}*({c4} - v)**3)"),
     "root": (4, "{c0} + {c1}*sqrt(v) + {c2}*v + {c3}*v**2"),
 }
-KINDS = (Quotient.KIND, *SHAPES)
-APPROXIMATES = ("derivative", "sigmoid")
 Approximant = Quotient | PublishedApproximant
 
 
@@ -199,45 +204,3 @@ def codes(borders: Sequence[float], x: Array) -> Bits:
     x = np.asarray(x, dtype=np.float64)
     # searchsorted puts NaN last; no comparison with NaN holds, so it belongs in front
     return np.asarray(np.searchsorted(np.asarray(borders, dtype=np.float64), np.where(np.isnan(x), -np.inf, x)))
-
-
-def approximant_of(value: object, what: str) -> Approximant:
-    """Return the approximant that a record's JSON holds; a UsageError names the field."""
-    record = mapping(value, what, (int, float, str, list))
-    kind = text(record.get("kind"), f"{what}.kind")
-    shape, read = (Quotient, QUOTIENT) if kind == Quotient.KIND else (PublishedApproximant, PUBLISHED)
-    check_keys(what, record, ("kind", "approximates", "error", "floor", *read))
-    given: dict[str, Any] = {key: number(record[key], f"{what}.{key}") for key in ("error", "floor")}
-    approximates = text(record["approximates"], f"{what}.approximates")
-    try:
-        if shape is PublishedApproximant:
-            given |= {"kind": kind, "approximates": approximates}
-        elif approximates != APPROXIMATES[0]:
-            raise UsageError(f"approximates: expected {APPROXIMATES[0]}, got {quote(approximates)}")
-        return shape(**given, **{key: reader(record[key], key) for key, reader in read.items()})
-    except UsageError as error:
-        raise UsageError(f"{what}.{error}") from None
-
-
-def _radicals(values: object, what: str) -> tuple[Radical, ...]:
-    found = objects(values, what, MOST_RADICALS)
-    for value in found:
-        check_keys(what, value, RADICAL)
-    return tuple(Radical(**{key: read(value[key], key) for key, read in RADICAL.items()}) for value in found)
-
-
-# How the fields of a radical are read, and those of each kind of approximant alone.
-RADICAL: dict[str, Reader] = {
-    "anchor": number,
-    "order": partial(integer, allowed=range(1, 65)),
-    "side": partial(integer, allowed=(-1, 0, 1)),
-    "sign": partial(integer, allowed=(-1, 1)),
-}
-QUOTIENT: dict[str, Reader] = {
-    "radicals": _radicals,
-    "low": number,
-    "high": number,
-    "numerator": numbers,
-    "denominator": numbers,
-}
-PUBLISHED: dict[str, Reader] = {"anchor": number, "coefficients": numbers}

@@ -6,10 +6,10 @@ import hashlib
 import json
 import keyword
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, Literal, get_origin
 
 import numpy as np
 
@@ -25,52 +25,29 @@ from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.numerics.weight import LARGEST, Weight
 
-from .approximants import (
-    APPROXIMATES,
-    Approximant,
-    Bits,
-    PublishedApproximant,
-    Quotient,
-    Radical,
-    Reader,
-    Single,
-    approximant_of,
-    codes,
-)
+from .approximants import Approximant, Bits, PublishedApproximant, Single, codes
 from .validate import (
     NAME,
-    as_it_is,
     check_bits,
     check_domain,
     check_increasing,
     check_keys,
     check_numbers,
-    choice,
     free_text,
     label,
-    mapping,
     number,
-    numbers,
-    options,
-    text,
+    read,
     whole,
 )
 
 SCHEMA = "fitact.fit/1"
-# The options that each method may record, and below the check of each option.
-OPTIONS = {
-    "fewbit": ("cells", "seed"),
-    "relumix": ("objective", "restarts", "seed", "source"),
-    "inverted": ("family", "source", "tol"),
-}
-_OPTION: dict[str, Callable[[object, str], object]] = {
-    "cells": whole,
-    "family": partial(choice, allowed=("rational", "parametric")),
-    "objective": partial(choice, allowed=("primitive", "derivative")),
-    "restarts": whole,
-    "seed": whole,
-    "source": free_text,
-    "tol": number,
+# The options that each method may record, each with what it must be.
+_SEED, _SOURCE = {"seed": whole}, {"source": free_text}
+Option = float | str  # an integer stays one
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fewbit": {"cells": whole, **_SEED},
+    "relumix": {"objective": Literal["primitive", "derivative"], "restarts": whole, **_SEED, **_SOURCE},
+    "inverted": {"family": Literal["rational", "parametric"], "tol": number, **_SOURCE},
 }
 
 
@@ -90,16 +67,8 @@ def check_options(method: str, options: Mapping[str, object]) -> None:
         what = f"options.{label(key)}"
         if key not in OPTIONS[method]:
             raise UsageError(f"{what}: unknown option; those of {method} are {', '.join(OPTIONS[method])}")
-        _OPTION[key](value, what)
-
-
-def _by_dtype(read: Reader) -> Reader:
-    """Return what reads an object whose values are lists, each by `read`."""
-
-    def by_dtype(value: object, what: str) -> Mapping[str, Any]:
-        return {key: read(item, f"{what}.{label(key)}") for key, item in mapping(value, what, (list,)).items()}
-
-    return by_dtype
+        check = OPTIONS[method][key]
+        read(check, value, what, {}) if get_origin(check) else check(value, what)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +87,7 @@ class Fit:
     """
 
     METHODS: ClassVar[tuple[str, ...]]
-    ERRORS: ClassVar[tuple[str, ...]]
-    READ: ClassVar[Mapping[str, Reader]] = {}  # how the fields of this kind alone are read
+    ERRORS: ClassVar[tuple[str, ...]] = ()
 
     name: str
     method: str
@@ -171,15 +139,6 @@ class StepFit(Fit):
     METHODS = ("fewbit", "relumix")
     BITS: ClassVar = range(1, 5)
     ERRORS = ("max", "objective", "primitive_max", "primitive_norm", "rms")
-    READ: ClassVar[Mapping[str, Reader]] = {
-        "bits": as_it_is,
-        "domain": numbers,
-        "weight": lambda value, what: Weight(text(value, what)),
-        "even": as_it_is,
-        "borders": numbers,
-        "levels": numbers,
-        "options": options,
-    }
 
     activation: Activation
     bits: int
@@ -188,13 +147,11 @@ class StepFit(Fit):
     even: bool
     borders: tuple[float, ...]
     levels: tuple[float, ...]
-    options: Mapping[str, float | str] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bits(self.bits, self.BITS)
-        if not isinstance(self.even, bool):
-            raise UsageError(f"even: expected true or false, got {quote(self.even)}")
         check_options(self.method, self.options)
         check_domain(self.domain, LARGEST)
         check_numbers("borders", self.borders, 2**self.bits - 1, single=True)
@@ -226,7 +183,6 @@ class ExactFit(Fit):
 
     METHODS = ("exact",)
     ERRORS = DTYPES
-    READ: ClassVar[Mapping[str, Reader]] = {"derivative": text}
 
     activation: Activation
     derivative: str
@@ -261,16 +217,6 @@ class InvertedFit(Fit):
 
     METHODS = ("inverted",)
     ERRORS = DTYPES
-    READ: ClassVar[Mapping[str, Reader]] = {
-        "bits": as_it_is,
-        "domain": lambda value, what: None if value is None else numbers(value, what),
-        "borders": _by_dtype(numbers),
-        "approximants": _by_dtype(
-            lambda values, what: tuple(approximant_of(value, f"{what}[{i}]") for i, value in enumerate(values))
-        ),
-        "floor": partial(mapping, kinds=(int, float)),
-        "options": options,
-    }
 
     activation: Activation
     bits: int
@@ -278,7 +224,7 @@ class InvertedFit(Fit):
     borders: Mapping[str, tuple[float, ...]]
     approximants: Mapping[str, tuple[Approximant, ...]]
     floor: Mapping[str, float]
-    options: Mapping[str, float | str] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -334,6 +280,41 @@ class InvertedFit(Fit):
         return derivative
 
 
+@dataclass(frozen=True, kw_only=True)
+class GateFit(Fit):
+    """A gate that keeps g and u for backward and nothing else: a, a′, b and b′ are computed again, exactly.
+
+    Attributes:
+        activation: the gate.
+        error: empty.
+
+    """
+
+    METHODS = ("gate_rebuild",)
+
+    activation: Gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedFit(Fit):
+    """A formula with learned numbers that keeps x for backward, and computes all else from it again, exactly.
+
+    Attributes:
+        activation: the formula.
+        error: empty.
+
+    """
+
+    METHODS = ("learned_rebuild",)
+
+    activation: Learned
+
+
+AnyPlainFit = StepFit | ExactFit | InvertedFit  # of functions of x alone
+AnyFit = AnyPlainFit | GateFit | LearnedFit
+KINDS: tuple[type[AnyFit], ...] = (StepFit, ExactFit, InvertedFit, GateFit, LearnedFit)
+
+
 def activation_record(activation: Activation | Gate | Learned) -> dict[str, Any]:
     """Return an activation, a gate or a formula with learned numbers as its JSON object."""
     record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
@@ -344,21 +325,13 @@ def activation_record(activation: Activation | Gate | Learned) -> dict[str, Any]
     return record
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> object:
     """Return a part of a fit as JSON has it, if JSON has no such type."""
-    match value:
-        case Fit():
-            return {part.name: getattr(value, part.name) for part in fields(value)}
-        case Activation() | Gate() | Learned():
-            return activation_record(value)
-        case Weight():
-            return value.text
-        case Quotient() | PublishedApproximant():
-            own = {part.name: getattr(value, part.name) for part in fields(value)}
-            return {"kind": Quotient.KIND, "approximates": APPROXIMATES[0], **own}
-        case Radical():
-            return vars(value)
-    raise TypeError(f"{type(value).__name__} is no part of a fit")
+    if isinstance(value, Activation | Gate | Learned):
+        return activation_record(value)
+    if isinstance(value, Weight):
+        return value.text
+    return {part.name: getattr(value, part.name) for part in fields(value)}
 
 
 def _sort(approximant: Approximant) -> tuple[Any, ...]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
@@ -13,12 +13,13 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import MOST, Learned, Number
 from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
+from fitact.fitter.numerics.weight import Weight
 
-from .fit import SCHEMA, activation_record
-from .gate import GateFit
-from .kinds import KINDS, AnyFit
-from .learned import LearnedFit
-from .validate import check_keys, label, mapping, number, objects, record_of, text
+from .fit import KINDS, SCHEMA, AnyFit, Option, activation_record
+from .validate import check_keys, label, mapping, number, record_of, text
+from .validate import read as read_as
+
+T = TypeVar("T", Activation, Gate, Learned)
 
 MAX_BYTES = 1 << 20
 # Methods of once, and what is in their place.
@@ -45,6 +46,7 @@ def from_json(source: str) -> AnyFit:
 
     """
     record = record_of(source, SCHEMA, "a fitact fit")
+    del record["schema"]
     method = record.get("method")
     if isinstance(method, str) and method in GONE:
         raise UsageError(f"method: {method} is not fitted any more: {GONE[method]}")
@@ -52,90 +54,76 @@ def from_json(source: str) -> AnyFit:
     if kind is None:
         methods = ", ".join(name for kind in KINDS for name in kind.METHODS)
         raise UsageError(f"method: expected one of {methods}, got {quote(method)}")
-    return _fit(kind, {key: value for key, value in record.items() if key != "schema"})
-
-
-def _fit(kind: type[AnyFit], record: dict[str, Any]) -> AnyFit:
-    """Return a fit of a kind from its fields."""
     expected = {part.name for part in fields(kind)}
-    method = record.get("method", kind.METHODS[0])
-    if method not in kind.METHODS:
-        raise UsageError(f"method: expected one of {', '.join(kind.METHODS)}, got {quote(method)}")
     for name in sorted(expected ^ set(record)):
         if name in expected:
             raise UsageError(f"{name}: missing")
         raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
-    own: dict[str, Any] = {
-        "activation": _READ.get(kind, _activation)(record["activation"]),
-        "error": mapping(record["error"], "error", (int, float)),
-        **{name: read(record[name], name) for name, read in kind.READ.items()},
-    }
-    return kind(name=record["name"], method=record["method"], **own)
+    hints = get_type_hints(kind)
+    return kind(**{name: read_as(hints[name], record[name], name, _READERS) for name in hints if name in expected})
 
 
-def _gate(value: object) -> Gate:
-    record = mapping(value, "activation", (str, type(None)))
-    check_keys("activation", record, ("expression", "name"))
-    name, expression = record["name"], text(record["expression"], "activation.expression")
-    if name is None:
-        return Gate(None, expression)
-    if name not in GATES:
-        raise UsageError(
-            f"activation.name: {quote(name)} is not a gate of this catalog; the name of any other product is null"
-        )
-    if expression != GATES[name]:
-        raise UsageError(
-            f"activation.expression: {quote(expression)} is not that of {quote(name)} in this catalog, "
-            f"{quote(GATES[name])}"
-        )
-    return Gate.of(name)
-
-
-def _activation(value: object) -> Activation:
-    record = mapping(value, "activation", (str, type(None), dict))
+def _activation(value: object, what: str) -> Activation:
+    record = mapping(value, what)
     if set(record) - {"parameters"} != {"name", "expression"}:
-        raise UsageError(f"activation: expected name and expression, got {quote(sorted(record))}")
-    name, expression = record["name"], text(record["expression"], "activation.expression")
-    parameters = mapping(record.get("parameters", {}), "activation.parameters", (int, float))
-    if name is None and not parameters:
-        return Activation(None, expression)
-    if not isinstance(name, str) or name not in CATALOG:
-        raise UsageError(
-            f"activation.name: {quote(name)} is not in this catalog; the name of any other formula is null"
-        )
-    activation = Activation.of(name, parameters)
-    if activation_record(activation) != record:
-        raise UsageError(
-            f"activation.expression: {quote(expression)} is not that of {quote(name)} in this catalog, "
-            f"{quote(activation.expression)}"
-        )
-    return activation
+        raise UsageError(f"{what}: expected name and expression, got {quote(sorted(record))}")
+    parameters = read_as(Mapping[str, float], record.get("parameters", {}), f"{what}.parameters", {})
+    if record["name"] is None and not parameters:
+        return Activation(None, text(record["expression"], f"{what}.expression"))
+    return _named(record, what, CATALOG, lambda name: Activation.of(name, parameters))
 
 
-def _learned(value: object) -> Learned:
-    record = mapping(value, "activation", (str, type(None), list))
-    check_keys("activation", record, ("expression", "learned", "name"))
-    name, expression = record["name"], text(record["expression"], "activation.expression")
-    numbers = []
-    for i, one in enumerate(objects(record["learned"], "activation.learned", MOST)):
-        what = f"activation.learned[{i}]"
-        check_keys(what, one, ("channel", "name", "start"))
-        numbers.append(Number(one["name"], number(one["start"], f"{what}.start"), one["channel"]))
-    if name is not None and (not isinstance(name, str) or name not in LEARNED):
-        raise UsageError(
-            f"activation.name: {quote(name)} is not a formula with learned numbers of this catalog; the name of "
-            "any other is null"
-        )
-    formula = Learned(name, expression, tuple(numbers))
-    if name is not None and (expression, [*formula.names]) != (LEARNED[name][0], [*LEARNED[name][1]]):
-        raise UsageError(
-            f"activation.expression: {quote(expression)} with {', '.join(formula.names)} is not that of "
-            f"{quote(name)} in this catalog, {quote(LEARNED[name][0])} with {', '.join(LEARNED[name][1])}"
-        )
-    return formula
+def _gate(value: object, what: str) -> Gate:
+    record = mapping(value, what)
+    check_keys(what, record, ("expression", "name"))
+    if record["name"] is None:
+        return Gate(None, text(record["expression"], f"{what}.expression"))
+    return _named(record, what, GATES, Gate.of)
 
 
-_READ: dict[type, Callable[[object], Activation | Gate | Learned]] = {
-    GateFit: _gate,
-    LearnedFit: _learned,
+def _learned(value: object, what: str) -> Learned:
+    record = mapping(value, what)
+    check_keys(what, record, ("expression", "learned", "name"))
+    numbers = read_as(tuple[Number, ...], record["learned"], f"{what}.learned", {Number: _number})
+    if len(numbers) > MOST or not numbers:
+        raise UsageError(f"{what}.learned: expected a list of 1 to {MOST} objects, got {len(numbers)}")
+    if record["name"] is None:
+        return Learned(None, text(record["expression"], f"{what}.expression"), numbers)
+    given = {one.name: (one.start, one.channel) for one in numbers}
+    return _named(record, what, LEARNED, lambda name: Learned.of(name, given))
+
+
+def _number(value: object, what: str) -> Number:
+    record = mapping(value, what)
+    check_keys(what, record, ("channel", "name", "start"))
+    return Number(record["name"], number(record["start"], f"{what}.start"), record["channel"])
+
+
+def _named(record: dict[str, Any], what: str, known: Mapping[str, object], make: Callable[[str], T]) -> T:
+    """Return what a name of a catalog stands for, if the rest of the record is the catalog's."""
+    name = record["name"]
+    if not isinstance(name, str) or name not in known:
+        raise UsageError(
+            f"{what}.name: {quote(name)} is not in this catalog; the name of any other formula is null"
+        )
+    made = make(name)
+    if activation_record(made) != record:
+        raise UsageError(
+            f"{what}.expression: {quote(record['expression'])} is not that of {quote(name)} in this catalog, "
+            f"{quote(made.expression)}"
+        )
+    return made
+
+
+def _option(value: object, what: str) -> object:
+    """Return a value that the method's options check."""
+    return value
+
+
+_READERS: dict[Any, Callable[[object, str], Any]] = {
+    Activation: _activation,
+    Gate: _gate,
+    Learned: _learned,
+    Weight: lambda value, what: Weight(text(value, what)),
+    Option: _option,
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -58,37 +58,23 @@ def check_keys(what: str, record: Mapping[str, Any], expected: Iterable[str]) ->
         raise UsageError(f"{what}: expected {', '.join(sorted(expected))}, got {quote(sorted(record))}")
 
 
-def numbers(values: object, what: str) -> tuple[float, ...]:
-    """Return a list of numbers."""
-    if not isinstance(values, list):
-        raise UsageError(f"{what}: expected a list of numbers, got {quote(values)}")
-    return tuple(number(value, f"{what}[{i}]") for i, value in enumerate(values))
-
-
 def number(value: object, what: str) -> float:
-    """Return a number as a float."""
+    """Return a finite number as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{what}: expected a number, got {quote(value)}")
     try:
-        return float(value)
+        found = float(value)
     except OverflowError:
         raise UsageError(f"{what}: expected a number in the range of float64, got {quote(value)}") from None
+    if not math.isfinite(found):
+        raise UsageError(f"{what}: expected a finite number, got {quote(value)}")
+    return found
 
 
-def integer(value: object, what: str, allowed: Iterable[int]) -> int:
-    """Return an integer that is one of those allowed."""
-    if type(value) is not int or value not in allowed:
-        raise UsageError(f"{what}: expected an integer, one of {', '.join(map(str, allowed))}, got {quote(value)}")
-    return value
-
-
-def objects(value: object, what: str, most: int) -> list[dict[str, Any]]:
-    """Return a list of 1 to `most` objects."""
-    if not isinstance(value, list) or not 1 <= len(value) <= most:
-        raise UsageError(f"{what}: expected a list of 1 to {most} objects, got {quote(value)}")
-    for i, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise UsageError(f"{what}[{i}]: expected an object, got {quote(item)}")
+def whole(value: object, what: str) -> int:
+    """Return an integer of any moderate size."""
+    if type(value) is not int or abs(value) > MAX_INTEGER:
+        raise UsageError(f"{what}: expected an integer below 2**63 in size, got {quote(value)}")
     return value
 
 
@@ -96,6 +82,13 @@ def text(value: object, what: str) -> str:
     """Return a text."""
     if not isinstance(value, str):
         raise UsageError(f"{what}: expected text, got {quote(value)}")
+    return value
+
+
+def truth(value: object, what: str) -> bool:
+    """Return a truth value."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{what}: expected true or false, got {quote(value)}")
     return value
 
 
@@ -109,38 +102,58 @@ def free_text(value: object, what: str) -> str:
     return value
 
 
-def choice(value: object, what: str, allowed: Iterable[str]) -> str:
-    """Return a text that is one of those allowed."""
-    if not isinstance(value, str) or value not in allowed:
-        raise UsageError(f"{what}: expected {' or '.join(allowed)}, got {quote(value)}")
-    return value
-
-
-def whole(value: object, what: str) -> int:
-    """Return an integer of any moderate size."""
-    if type(value) is not int or abs(value) > MAX_INTEGER:
-        raise UsageError(f"{what}: expected an integer below 2**63 in size, got {quote(value)}")
-    return value
-
-
-def mapping(value: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any]:
-    """Return an object whose values are of these types, numbers finite."""
+def mapping(value: object, what: str) -> dict[str, Any]:
+    """Return an object."""
     if not isinstance(value, dict):
         raise UsageError(f"{what}: expected an object, got {quote(value)}")
-    for key, item in value.items():
-        if isinstance(item, bool) or not isinstance(item, kinds):
-            raise UsageError(f"{what}.{label(key)}: unexpected value {quote(item)}")
-        if isinstance(item, int | float) and not math.isfinite(number(item, f"{what}.{label(key)}")):
-            raise UsageError(f"{what}.{label(key)}: expected a finite number, got {quote(item)}")
     return value
 
 
-options = partial(mapping, kinds=(int, float, str))
+def read(kind: Any, value: object, what: str, readers: Mapping[Any, Callable[[object, str], Any]]) -> Any:
+    """Return a value of JSON as what an annotation asks for.
+
+    Args:
+        kind: a number, a text or a truth value; a tuple or a mapping of such; a `Literal`; a dataclass; or a union
+            of dataclasses, which their fields `kind` tell apart.
+        value: the value.
+        what: what messages call it.
+        readers: of other types.
+
+    Raises:
+        UsageError: it is something else; the message names the part.
+
+    """
+    origin, of = get_origin(kind), get_args(kind)
+    if (reader := readers.get(kind) or _SCALARS.get(kind)) is not None:
+        return reader(value, what)
+    if origin is Literal:
+        if value not in of:
+            raise UsageError(f"{what}: expected {' or '.join(of)}, got {quote(value)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            told = "numbers" if of[0] is float else "objects"
+            raise UsageError(f"{what}: expected a list of {told}, got {quote(value)}")
+        return tuple(read(of[0], item, f"{what}[{i}]", readers) for i, item in enumerate(value))
+    if origin is Mapping:
+        found = mapping(value, what)
+        return {key: read(of[1], item, f"{what}.{label(key)}", readers) for key, item in found.items()}
+    if type(None) in of:
+        return None if value is None else read(of[0], value, what, readers)
+    if of:
+        tags = {tag: one for one in of for tag in get_args(get_type_hints(one)["kind"])}
+        if (tag := text(mapping(value, what).get("kind"), f"{what}.kind")) not in tags:
+            raise UsageError(f"{what}.kind: expected one of {', '.join(tags)}, got {quote(tag)}")
+        kind = tags[tag]
+    record, hints = mapping(value, what), get_type_hints(kind)
+    check_keys(what, record, [part.name for part in fields(kind)])
+    try:
+        return kind(**{key: read(hints[key], item, key, readers) for key, item in record.items()})
+    except UsageError as error:
+        raise UsageError(f"{what}.{error}") from None
 
 
-def as_it_is(value: Any, what: str) -> Any:
-    """Return a value that the record itself checks."""
-    return value
+_SCALARS: dict[Any, Callable[[object, str], Any]] = {float: number, int: whole, str: text, bool: truth}
 
 
 def label(key: str) -> str:

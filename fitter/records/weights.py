@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,9 +15,8 @@ from fitact.fitter.numerics.histogram import DIGITS, of_counts
 from fitact.fitter.numerics.weight import Weight
 from fitact.text import columns, few
 
-from .approximants import Reader
-from .validate import check_keys, check_numbers, numbers, objects, record_of, text, whole
-from .validate import number as a_number
+from .validate import check_keys, check_numbers, record_of, text
+from .validate import read as read_as
 
 SCHEMA = "fitact.weights/1"
 MAX_BYTES = 1 << 25
@@ -74,20 +72,6 @@ class Site:
             raise UsageError(f"deviation: expected no negative number, got {self.deviation!r}")
         if self.least > self.largest or self.quantiles[0] > self.quantiles[1]:
             raise UsageError("least, quantiles: expected no more than largest, and the lesser quantile first")
-
-
-READ: Mapping[str, Reader] = {
-    "path": text,
-    "activation": text,
-    "count": whole,
-    "left_out": whole,
-    "mean": a_number,
-    "deviation": a_number,
-    "least": a_number,
-    "largest": a_number,
-    "quantiles": numbers,
-    "weight": lambda value, what: Weight(text(value, what)),
-}
 
 
 def site(
@@ -183,7 +167,7 @@ class Calibration:
 
     def to_json(self) -> str:
         """Return the calibration's file: the same numbers give the same bytes."""
-        sites = [{key: getattr(one, key) for key in READ} | {"weight": one.weight.text} for one in self.sites]
+        sites = [vars(one) | {"weight": one.weight.text} for one in self.sites]
         record = {"schema": SCHEMA, "sites": sites}
         return json.dumps(record, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
@@ -216,14 +200,8 @@ def from_json(source: str) -> Calibration:
     """
     record = record_of(source, SCHEMA, "a file of fitact calibrate")
     check_keys("the record", record, ("schema", "sites"))
-    sites = objects(record["sites"], "sites", MOST_SITES)
-    return Calibration(tuple(_site(i, one) for i, one in enumerate(sites)))
-
-
-def _site(i: int, record: Mapping[str, Any]) -> Site:
-    what = f"sites[{i}]"
-    check_keys(what, record, READ)
-    try:
-        return Site(**{name: read(record[name], name) for name, read in READ.items()})
-    except UsageError as error:
-        raise UsageError(f"{what}.{error}") from None
+    readers = {Weight: lambda value, what: Weight(text(value, what))}
+    sites: tuple[Site, ...] = read_as(tuple[Site, ...], record["sites"], "sites", readers)
+    if len(sites) > MOST_SITES:
+        raise UsageError(f"sites: expected at most {MOST_SITES} objects, got {len(sites)}")
+    return Calibration(sites)

@@ -22,7 +22,7 @@ from fitact import runtime
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate, render
 from fitact.errors import UsageError
-from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.fit import AnyFit
 from fitact.fitter.records.reading import read
 from fitact.runtime.kernels.registry import is_generated, registered
 from tests.codegen.test_codegen import fit as made_up

@@ -25,14 +25,14 @@ def test_round_trip(name):
 
 
 WRONG = [
-    ("rebuild", "activation.name", "silu", "activation.name: 'silu' is not a gate"),
+    ("rebuild", "activation.name", "silu", "activation.name: 'silu' is not in this catalog"),
     ("rebuild", "activation.name", ["swiglu"], "activation.name"),
     ("rebuild", "activation.expression", "gelu(g)*u", "activation.expression: 'gelu(g)*u' is not that of"),
     ("rebuild", "activation.parameters", {}, "activation"),
     ("rebuild", "activation", "swiglu", "activation: expected an object"),
     ("own", "activation.expression", "silu(g)", "got no factor of u"),
     ("own", "activation.expression", "silu(x)", "unknown name 'x'"),
-    ("own", "activation.expression", 1, "activation.expression: unexpected value 1"),
+    ("own", "activation.expression", 1, "activation.expression: expected text, got 1"),
     ("rebuild", "error", {"h_1": 0.0}, "error: expected , got"),
     ("rebuild", "code_g", None, "code_g: not a field of a fit of the method gate_rebuild"),
     (

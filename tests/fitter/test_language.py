@@ -577,65 +577,6 @@ def test_activation_refuses(text, reason):
     assert reason in one_line(error)
 
 
-@pytest.mark.parametrize(
-    ("text", "points"),
-    [
-        ("relu", [0]),
-        ("selu", [0]),
-        ("gelu", []),
-        ("relu(x - 3)", [3]),
-        ("relu(3 - 2*x)", [1.5]),
-        ("relu(x - 10)", []),  # an end of the interval is not inside it
-        ("relu(x - 11)", []),
-        ("abs(x - 1/3)", [1 / 3]),
-        ("x*sign(x + 2)", [-2]),
-        ("min(x, 1)", [1]),
-        ("max(min(x, 2), -3)", [-3, 2]),
-        ("max(x, x**2)", [0, 1]),
-        ("where(x**2 > 2, x, 0)", [-(2**0.5), 2**0.5]),
-        ("where(exp(x) <= 5, x, 0)", [np.log(5)]),
-        ("where(log(x) > 1, x, 0)", [np.e]),
-        ("where(x**3 > x, x, 0)", [-1, 0, 1]),
-        ("x + where(x > 1, where(x > 2, 1, 3), 2)", [1, 2]),
-        ("abs(x) + relu(x) + sign(x)*x", [0]),
-        ("relu(relu(x))", [0]),
-        ("max(x, relu(x))", [0]),
-    ],
-)
-def test_breakpoints(text, points):
-    found = Activation.of(text).switch_points(-10.0, 10.0)
-    assert found.shape == (len(points),)
-    np.testing.assert_allclose(found, points, rtol=1e-14, atol=1e-14)
-
-
-EVEN = (
-    *("hardshrink", "hardsigmoid", "hardtanh", "identity", "sigmoid", "softshrink", "softsign", "tanh"),
-    "tanhshrink",
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "even"),
-    [
-        *((name, name in EVEN) for name in CATALOG),
-        ("x", True),
-        ("x**3 + x + 2", True),
-        ("erf(x)", True),
-        ("x*abs(x)", True),
-        ("max(min(x, 1), -1)", True),
-        ("relu(x) - relu(-x)", True),
-        ("x**2", False),
-        ("abs(x)", False),
-        ("exp(x)", False),
-        ("x + 1e-6*x**2", False),
-        ("tanh(x - 1e-6)", False),
-        ("where(x > 0, x, 2*x)", False),
-    ],
-)
-def test_even_derivative(text, even):
-    assert (Activation.of(text).derivative_parity(10.0) == "even") is even
-
-
 # ------------------------------------------------------------------------------------------------ weights
 
 

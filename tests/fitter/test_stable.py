@@ -24,7 +24,6 @@ IDIOMS = {
     "(exp(x) - exp(-x))/(exp(x) + exp(-x))": "tanh(x)",
     "(exp(2*x) - 1)/(exp(2*x) + 1)": "tanh(x)",
     "2/(1 + exp(-2*x)) - 1": "tanh(x)",
-    "(2*exp(x) - exp(-x))/(2*exp(x) + exp(-x))": "tanh(x + log(2)/2)",
     "1 - tanh(x)**2": "sech2(x)",
     "log(cosh(x))": "logcosh(x)",
     "(x + sqrt(x**2 + 4))/2": "squareplus(x)",
@@ -40,9 +39,6 @@ IDIOMS = {
 OTHERS = [
     "sigmoid(10*x + 50) - sigmoid(10*x - 50)",
     "sigmoid(10*x - 50) - sigmoid(10*x + 50)",
-    "log((1 + exp(2*x))/(1 + exp(2*(x - 1))))/2",
-    "x*(exp(x)**2 + 2*exp(x))/(exp(x)**2 + 2*exp(x) + 2)",
-    "((1 + exp(x))**2 - 1)/((1 + exp(x))**2 + 1)",
     "x*log(2 - exp(-exp(x)))",
     "sqrt(1 + x**2) - 1 + x",
     "sqrt(1 + x**2) - x",

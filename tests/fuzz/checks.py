@@ -25,8 +25,7 @@ from fitact.fitter.expr.atoms import Where
 from fitact.fitter.expr.exact import value
 from fitact.fitter.methods.table import make, make_gate
 from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.fit import StepFit
-from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.fit import AnyFit, StepFit
 from fitact.fitter.records.reading import from_json
 from tests.support.generated import load
 

@@ -195,16 +195,6 @@ def test_stated_error_of_float32(one: Output) -> None:
     assert 0.9 * found <= one.error(torch.float32) <= 1.1 * found + 2 * 2.0**-24
 
 
-@pytest.mark.parametrize("point", [-2.7, 0.0123, 0.75, 3.3])
-@each_output()
-def test_stable_formulas(one: Output, point: float) -> None:
-    """The float64 formulas of these tests against mpmath."""
-    value, derivative = STABLE[one.plain]
-    f = real(CLOSED[one.plain][0])
-    assert abs(value(np.float64(point)) - float(f(MP.mpf(point)))) < 1e-15
-    assert abs(derivative(np.float64(point)) - float(MP.diff(f, MP.mpf(point)))) < 1e-15
-
-
 # ---------------------------------------------------------------------------------------------------- the record
 
 GOOD: dict[str, Any] = {
@@ -414,29 +404,3 @@ def test_infinity(one: Output, dtype: torch.dtype) -> None:
     expected = torch.tensor(SPECIAL[one.plain], dtype=torch.float64)
     allowed = one.error(dtype) * 1.001 + (2**-50 if dtype == torch.float64 else 4 * UNIT) + rounding(dtype)
     torch.testing.assert_close(dx.double(), expected, rtol=allowed, atol=allowed, equal_nan=True)
-
-
-@each_output()
-@EACH_DTYPE
-def test_nan(one: Output, dtype: torch.dtype) -> None:
-    """The value stays NaN; the gradient is g(NaN): NaN, but where only comparisons choose a constant."""
-    y, dx = run(one.function, torch.tensor([float("nan")], dtype=dtype))
-    assert y.isnan().all()
-    if one.plain in LINEAR:
-        assert dx.isfinite().all()
-        assert dx.item() == pytest.approx(0.01 if one.plain == "leaky_relu" else 0.0, rel=0.01)
-    else:
-        assert dx.isnan().all()
-
-
-@each_output()
-@EACH_DTYPE
-def test_zero_of_either_sign(one: Output, dtype: torch.dtype) -> None:
-    x = torch.tensor([0.0, -0.0], dtype=dtype)
-    y, dx = run(one.function, x)
-    assert same(y, one.stock(x))
-    expected = one.stock_gradient(x, torch.ones_like(x))
-    if one.plain == "selu":
-        torch.testing.assert_close(dx, expected, rtol=rounding(dtype) * 2.01, atol=0.0)
-    else:
-        assert bool((dx == expected).all())

@@ -12,7 +12,7 @@ from scipy import optimize, special
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods.fewbit import fit, refine
+from fitact.fitter.methods.fewbit import fit
 from fitact.fitter.numerics.moments import Moments
 from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
@@ -258,20 +258,6 @@ def test_dp_borders_equal_brute_force(name, domain, weight, cells, levels):
     assert total(chosen) == pytest.approx(least, rel=1e-10, abs=1e-14)
 
 
-@pytest.mark.parametrize("levels", [2, 4, 8, 16])
-@pytest.mark.parametrize("cells", [20, 60, 400])
-@pytest.mark.parametrize(("name", "domain", "weight"), SMALL)
-def test_refinement_is_never_worse(name, domain, weight, cells, levels):
-    activation, breakpoints, moments = moments_of(name, domain, weight, cells)
-    before = dp_borders(moments, levels)
-    after = refine(moments, activation, before, breakpoints)
-    assert np.all(np.diff([domain[0], *after, domain[1]]) > 0)
-    (worse, _), (better, _) = (
-        best_loss(name, np.array([domain[0], *borders, domain[1]]), weight) for borders in (before, after)
-    )
-    assert better <= worse * (1 + 1e-11)
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("name", "weight"), cases([*PLAIN, *WEIGHTED]))
 def test_borders_are_where_the_derivative_is_midway(name, bits, weight):
@@ -456,19 +442,6 @@ def test_a_step_derivative_is_fitted_without_error(formula, bits, levels, breaks
     assert len(breaks) == len(levels) - 1
 
 
-def test_relu_takes_one_bit():
-    a_fit = fitted("relu", 1)
-    assert (a_fit.borders, a_fit.levels) == ((0.0,), (0.0, 1.0))
-    assert a_fit(np.array([-0.0, 0.0, 1e-45])).tolist() == [0, 0, 1]
-    assert set(a_fit.error.values()) == {0.0}
-
-
-@pytest.mark.parametrize("bits", [3, 4])
-def test_selu_has_a_border_on_its_jump(bits):
-    """At 2 bits the optimum, 0.1010, spends no border on it."""
-    assert 0.0 in fitted("selu", bits).borders
-
-
 # --- domains, weights, bits, rounding
 
 
@@ -489,36 +462,6 @@ def test_a_small_part_of_the_domain_is_not_missed(name, bits, domain, weight, sc
     optimum = polish(name, start, (), domain, weight)[0]
     assert best_loss(name, edges_of(a_fit)[0], weight)[0] <= optimum * (1 + 1e-6)
     assert a_fit.error["objective"] == pytest.approx(optimum, rel=1e-6)
-
-
-@pytest.mark.parametrize("domain", [(20.0, 30.0), (-300.0, -40.0)])
-def test_a_domain_without_a_transition(domain):
-    a_fit = fitted("gelu", 3, domain)
-    assert set(a_fit.levels) == {float(domain[0] > 0)}
-    assert a_fit.error["max"] <= 1e-15
-
-
-@pytest.mark.parametrize(("name", "weight"), cases([*PLAIN, *WEIGHTED]))
-def test_error_falls_with_bits(name, weight):
-    errors = [fitted(name, bits, DOMAIN, weight).error["objective"] for bits in BITS]
-    assert all(more < less for less, more in pairwise(errors))
-
-
-@pytest.mark.parametrize(("name", "bits"), [("gelu", 3), ("tanh", 4), ("selu", 2), ("relu", 1)])
-def test_the_same_call_gives_the_same_bytes(name, bits):
-    first, second = (fit(Activation.of(name), bits, "a_fit").to_json() for _ in range(2))
-    assert first == second
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("name", "weight"), cases([("relu", "uniform"), *PLAIN, *WEIGHTED]))
-def test_borders_and_levels_are_increasing_float32(name, bits, weight):
-    a_fit = fitted(name, bits, DOMAIN, weight)
-    borders, levels = np.array(a_fit.borders), np.array(a_fit.levels)
-    assert (len(borders), len(levels)) == (2**bits - 1, 2**bits)
-    assert np.all(np.diff([DOMAIN[0], *borders, DOMAIN[1]]) > 0)
-    np.testing.assert_array_equal(borders, borders.astype(np.float32))
-    np.testing.assert_array_equal(levels, levels.astype(np.float32))
 
 
 # --- refusals

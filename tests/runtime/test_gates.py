@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fitact.fitter.records.gate import GateFit
+from fitact.fitter.records.fit import GateFit
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving import saving
 from tests.support.gates import rebuilt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.records.gate import GateFit
+from fitact.fitter.records.fit import GateFit
 
 EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from fitact.codegen.generate import render
-from fitact.fitter.records.kinds import AnyFit
+from fitact.fitter.records.fit import AnyFit
 from fitact.runtime.kernels import ops, registry
 from fitact.runtime.measure.saved import Saved
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import LearnedFit
 
 Numbers = dict[str, tuple[float, bool]]
 

@@ -16,7 +16,7 @@ from fitact.errors import FitWarning, UsageError, quote
 if TYPE_CHECKING:
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.numerics.weight import Weight
-    from fitact.fitter.records.kinds import AnyFit
+    from fitact.fitter.records.fit import AnyFit
 from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
     from fitact.fitter.numerics.weight import Weight
-    from fitact.fitter.records.kinds import AnyFit
+    from fitact.fitter.records.fit import AnyFit
 
 
 FITS = Path("generated/fits")

@@ -17,10 +17,7 @@ from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.parser import text_of
 from fitact.fitter.methods import exact, fewbit, inverted, relumix
 from fitact.fitter.numerics.dtypes import DTYPES
-from fitact.fitter.records.fit import ExactFit, InvertedFit, StepFit
-from fitact.fitter.records.gate import GateFit
-from fitact.fitter.records.kinds import AnyFit
-from fitact.fitter.records.learned import LearnedFit
+from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
 from fitact.text import columns
 
 from .options import say
