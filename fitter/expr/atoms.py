@@ -220,13 +220,25 @@ logcosh: Any = _atom(
 )
 asinh: Any = _atom("asinh", lambda u: 1 / hypot1(u), wide.asinh, far(arb.asinh, -INF, INF, LARGEST), parity=-1)
 sin: Any = _atom(
-    "sin", lambda u: cos(u), wide.sin, balls.periodic(arb.sin), encloses=balls.wave, triton="_tl.sin", parity=-1
+    "sin",
+    lambda u: cos(u),
+    wide.sin,
+    balls.periodic(arb.sin),
+    encloses=partial(balls.through, within=_INSIDE),
+    triton="_tl.sin",
+    parity=-1,
 )
 cos: Any = _atom(
-    "cos", lambda u: -sin(u), wide.cos, balls.periodic(arb.cos), encloses=balls.wave, triton="_tl.cos", parity=1
+    "cos",
+    lambda u: -sin(u),
+    wide.cos,
+    balls.periodic(arb.cos),
+    encloses=partial(balls.through, within=_INSIDE),
+    triton="_tl.cos",
+    parity=1,
 )
 tan: Any = _atom(
-    "tan", lambda u: 1 + tan(u) ** 2, wide.tan, balls.periodic(arb.tan), encloses=balls.poles, parity=-1
+    "tan", lambda u: 1 + tan(u) ** 2, wide.tan, balls.periodic(arb.tan), encloses=balls.through, parity=-1
 )
 atan: Any = _atom("atan", lambda u: hypot1(u) ** -2, wide.atan, arb.atan, parity=-1)
 erf: Any = _atom(
@@ -415,21 +427,10 @@ def terms(total: Expr) -> tuple[Expr, ...]:
     return tuple(sorted(total.args, key=lambda term: (term.could_extract_minus_sign(), not varies(term))))
 
 
-def size(expr: Expr) -> int:
-    """Return how many parts a formula has when written out."""
-    return sizes(expr)[0]
-
-
+@lru_cache(maxsize=10_000)
 def sizes(expr: Expr) -> tuple[int, int, int]:
     """Return how many parts a formula has when written out, and about how many its first two derivatives have."""
-    done: dict[Expr, tuple[int, int, int]] = {}
-
-    def parts(node: Expr) -> tuple[int, int, int]:
-        if node not in done:
-            done[node] = _parts(node, [parts(arg) for arg in node.args])
-        return done[node]
-
-    return parts(expr)
+    return _parts(expr, [sizes(arg) for arg in expr.args])
 
 
 def depth(expr: Expr) -> int:

@@ -133,26 +133,14 @@ def peak(function: Function) -> Enclosure:
     return lambda u: (fallen(sizes(u))[0], min(fallen(sizes(u))[1], ONE))
 
 
-def wave(function: Function) -> Enclosure:
-    """Return the enclosure of a sine or cosine."""
+def through(function: Function, within: Interval = REALS) -> Enclosure:
+    """Return the enclosure that the ball about an interval gives: of a function that waves, or has poles."""
 
     def enclosure(u: Interval) -> Interval:
         if not u[0] <= u[1]:
             return EMPTY
         ball = function(u[0].union(u[1])) if u[0].is_finite() and u[1].is_finite() else NAN
-        return (max(ball.lower(), -ONE), min(ball.upper(), ONE)) if ball.is_finite() else (-ONE, ONE)
-
-    return enclosure
-
-
-def poles(function: Function) -> Enclosure:
-    """Return the enclosure of a tangent."""
-
-    def enclosure(u: Interval) -> Interval:
-        if not u[0] <= u[1]:
-            return EMPTY
-        ball = function(u[0].union(u[1])) if u[0].is_finite() and u[1].is_finite() else NAN
-        return (ball.lower(), ball.upper()) if ball.is_finite() else REALS
+        return (max(ball.lower(), within[0]), min(ball.upper(), within[1])) if ball.is_finite() else within
 
     return enclosure
 
@@ -171,13 +159,9 @@ def multiply(a: Interval, b: Interval) -> Interval:
     """Return the enclosure of a product; 0 times an infinite end is 0, as the numbers themselves are finite."""
     if a[0].is_nan() or b[0].is_nan():
         return EMPTY
-    ends = [ZERO if u == 0 or v == 0 else u * v for u in set_of(a) for v in set_of(b)]
+    of, by = (u[:1] if u[0] is u[1] else u for u in (a, b))  # a number has one end
+    ends = [ZERO if u == 0 or v == 0 else u * v for u in of for v in by]
     return min(end.lower() for end in ends), max(end.upper() for end in ends)
-
-
-def set_of(u: Interval) -> Interval | tuple[Ball]:
-    """Return the ends of an interval; of a number only one."""
-    return u[:1] if u[0] is u[1] else u
 
 
 def reciprocal(u: Interval) -> Interval:

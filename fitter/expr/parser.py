@@ -131,7 +131,6 @@ class Parser:
         self.variable = variable  # what `expression` takes for x
         self.learned = frozenset(learned)
         self.variables: tuple[str, ...] = (variable, *learned)  # what messages name
-        self.sizes: dict[Expr, int] = {}
 
     def parse(self) -> Expr:
         """Return the formula."""
@@ -241,7 +240,7 @@ class Parser:
         That is a formula of too many parts, a constant that is not a real number of moderate size, and a
         coefficient that SymPy has multiplied out and float64 does not hold.
         """
-        if self.size(expr) > MAX_NODES:
+        if sizes(expr)[0] > MAX_NODES:
             self.refuse(node, f"too long: written out, it has more than {MAX_NODES} parts")
         if expr.is_number:
             number = value(expr, 0)
@@ -258,12 +257,6 @@ class Parser:
                 if size > MAX_NUMBER or size < MIN_NUMBER:
                     self.refuse(node, f"a coefficient is out of range: {MIN_NUMBER:g} to {MAX_NUMBER:g} in size")
         return expr
-
-    def size(self, expr: Expr) -> int:
-        """Return the number of nodes of a formula written out as a tree."""
-        if expr not in self.sizes:
-            self.sizes[expr] = 1 + sum(self.size(arg) for arg in expr.args)
-        return self.sizes[expr]
 
     def binary(self, node: ast.AST, op: ast.operator, left: Expr, right: Expr) -> Expr:
         """Return the result of an operator."""

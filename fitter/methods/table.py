@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.records.fit import AnyFit, AnyPlainFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
+from fitact.fitter.records.fit import AnyFit, GateFit, InvertedFit, LearnedFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 
@@ -26,52 +27,51 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "gates": {"rebuild": ()},
     "formulas": {"rebuild": ()},
 }
+RECORDED = {"activations": "", "gates": "gate_", "formulas": "learned_"}  # before the method in records
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4"}
 # What the options are by default, where the method has them.
 DOMAINS = {"fewbit": fewbit.DOMAIN}
 
 
-@np.errstate(all="ignore")  # what is not finite is refused where it matters
-def make(method: str, activation: Activation, name: str, **options: Any) -> AnyPlainFit:
-    """Fit by the method of that name; `options` are arguments of its `fit`."""
-    if method == "exact":
-        return exact.fit(activation, name, **options)
-    if method == "inverted":
-        if options.pop("family", "rational") == "parametric":
-            return inverted_published.fit(activation, name)
-        return inverted.fit(activation, name, **options)
-    bits = options.pop("bits")
-    if method == "relumix":
-        return relumix.fit(activation, bits, name, **options)
-    return fewbit.fit(activation, bits, name, **options)
+def _inverted(activation: Activation, name: str, *, family: str = "rational", **options: Any) -> InvertedFit:
+    if family == "parametric":
+        return inverted_published.fit(activation, name)
+    return inverted.fit(activation, name, **options)
 
 
-def make_gate(gate: Gate, name: str) -> GateFit:
+def _gate(gate: Gate, name: str) -> GateFit:
     """Return the fit of a gate, which approximates nothing."""
     return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
 
 
-def make_learned(formula: Learned, name: str) -> LearnedFit:
+def _learned(formula: Learned, name: str) -> LearnedFit:
     """Return the fit of a formula with learned numbers; warn if floating point fails on its start."""
     if (start := formula.start()) is not None:
         float_check.warn(start)
     return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
 
 
+# What makes a fit, by the method that the record names.
+_FIT: dict[str, Callable[..., AnyFit]] = {
+    "fewbit": fewbit.fit,
+    "relumix": relumix.fit,
+    "inverted": _inverted,
+    "exact": exact.fit,
+    "gate_rebuild": _gate,
+    "learned_rebuild": _learned,
+}
+
+
+@np.errstate(all="ignore")  # what is not finite is refused where it matters
+def make(method: str, activation: Activation | Gate | Learned, name: str, **options: Any) -> AnyFit:
+    """Fit by the method of that name in records; `options` are arguments of its `fit`."""
+    return _FIT[method](activation, name=name, **options)
+
+
 def again(fit: AnyFit) -> AnyFit:
     """Make a fit again from the options in its record: the same bytes, if nothing has changed."""
-    if isinstance(fit, GateFit):
-        return make_gate(fit.activation, fit.name)
-    if isinstance(fit, LearnedFit):
-        return make_learned(fit.activation, fit.name)
     if fit.name in relumix.PUBLISHED:
         return relumix.published(fit.name)
     if fit.name in inverted_published.NAMES:
         return inverted_published.published(fit.name)
-    options: dict[str, Any] = {}
-    options |= {"derivative": fit.derivative} if isinstance(fit, ExactFit) else {"bits": fit.bits, **fit.options}
-    if isinstance(fit, InvertedFit):
-        options |= {"domain": fit.domain}
-    if isinstance(fit, StepFit) and fit.method == "fewbit":
-        options |= {"domain": fit.domain, "weight": fit.weight}
-    return make(fit.method, fit.activation, fit.name, **options)
+    return make(fit.method, fit.activation, fit.name, **fit.made_with)

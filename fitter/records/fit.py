@@ -107,6 +107,11 @@ class Fit:
         if any(value < 0 for value in self.error.values()):
             raise UsageError(f"error: expected no negative number, got {quote(dict(self.error))}")
 
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """The arguments, beside the activation and the name, with which the method makes the fit again."""
+        return {}
+
     def to_json(self) -> str:
         """Return the fit's file: the same fit gives the same bytes."""
         record = {"schema": SCHEMA, **{part.name: getattr(self, part.name) for part in fields(self)}}
@@ -162,6 +167,12 @@ class StepFit(Fit):
         self.weight.check(*self.domain)
 
     @property
+    def made_with(self) -> dict[str, Any]:
+        """As in `Fit`."""
+        over = {"domain": self.domain, "weight": self.weight} if self.method == "fewbit" else {}
+        return {"bits": self.bits, **self.options, **over}
+
+    @property
     def mass(self) -> float:
         """The integral of the weight over the domain."""
         return self.weight.mass(*self.domain)
@@ -190,6 +201,11 @@ class ExactFit(Fit):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.formula  # the parser may refuse it
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """As in `Fit`."""
+        return {"derivative": self.derivative}
 
     @cached_property
     def formula(self) -> Expr:
@@ -255,6 +271,11 @@ class InvertedFit(Fit):
                         f"{what}.{dtype}: expected that of the worst approximant, {found!r}, got {stated!r}"
                     )
 
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """As in `Fit`."""
+        return {"bits": self.bits, "domain": self.domain, **self.options}
+
     def code(self, x: Array, dtype: str = "float32") -> Bits:
         """Return the code of x, any shape; that of NaN is 0."""
         return codes(self.borders[dtype], x)
@@ -310,8 +331,7 @@ class LearnedFit(Fit):
     activation: Learned
 
 
-AnyPlainFit = StepFit | ExactFit | InvertedFit  # of functions of x alone
-AnyFit = AnyPlainFit | GateFit | LearnedFit
+AnyFit = StepFit | ExactFit | InvertedFit | GateFit | LearnedFit
 KINDS: tuple[type[AnyFit], ...] = (StepFit, ExactFit, InvertedFit, GateFit, LearnedFit)
 
 

@@ -189,32 +189,6 @@ def test_asymptotes(text: str, left: Asymptote, right: Asymptote) -> None:
     assert same(asymptote(f, 1), right)
 
 
-def cosine_turns(high: float) -> list[float]:
-    """Roots of cos x − x sin x, that is of cot x = x: one in every (kπ, kπ + π/2), and their mirror images."""
-    right = []
-    for k in range(int(high / math.pi) + 1):
-        with mpmath.workdps(30):
-            at = float(
-                mpmath.findroot(
-                    lambda t: mpmath.cos(t) - t * mpmath.sin(t), (k + (0.3 if k == 0 else 0.02)) * mpmath.pi
-                )
-            )
-        assert k * math.pi < at < (k + 0.5) * math.pi
-        if at < high:
-            right.append(at)
-    return [-at for at in reversed(right)] + right
-
-
-@pytest.mark.parametrize("high", [10.0, 50.0])
-def test_growing_cosine(high: float) -> None:
-    f = parse("x*cos(x)")
-    turns = cosine_turns(high)
-    found = pieces(f, f.diff(x), -high, high)
-    middle = len(turns) // 2
-    check_pieces(found, -high, high, [(-1) ** (k - middle) for k in range(len(turns) + 1)], turns)
-    assert all((root.order_below, root.order_above) == (1, 1) for root in found.roots)
-
-
 TWO_SINES = [s * (2 * math.pi / 3) + 2 * math.pi * k for k in range(-5, 6) for s in (-1, 1)]
 EDGE = (math.asin(0.9999) / 3, (math.pi - math.asin(0.9999)) / 3)
 WINDOWS = [edge + 2 * math.pi * k / 3 for k in range(-2, 3) for edge in EDGE]
@@ -375,10 +349,3 @@ def test_parity() -> None:
     assert parity(parse("x*where(x > 9.9, 2, 1)").diff(x)) is None
     assert parity(parse("sqrt(x)").diff(x)) is None
     assert np.isfinite(REALS)
-
-
-def test_what_takes_long_is_analysed_once() -> None:
-    """Hundreds of poles take seconds, and several parts of `fitact show` ask for them."""
-    f, again = Activation.of("tan(x)"), Activation.of("tan(x)")
-    assert f.monotone() is again.monotone()
-    assert f.derivative_range() is again.derivative_range()

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import fewbit
 from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.fit import SCHEMA, StepFit, check_name
+from fitact.fitter.records.fit import SCHEMA, StepFit
 from fitact.fitter.records.reading import MAX_BYTES, from_json, read
 from tests.support.refusals import GONE, changed, refused, within
 
@@ -53,18 +52,6 @@ def test_round_trip():
     assert fit.digest() == hashlib.sha256(TEXT.encode()).hexdigest()
 
 
-def test_fields_are_the_record_s():
-    fit = from_json(TEXT)
-    assert (fit.name, fit.method, fit.bits, fit.even) == ("tanh_fewbit2", "fewbit", 2, True)
-    assert fit.activation == Activation.of("tanh")
-    assert fit.weight == Weight("normal(0, 2)")
-    assert fit.domain == (-10.0, 10.0)
-    assert fit.borders == (0.25, 0.75, 1.5)
-    assert fit.levels == (1.0, 0.75, 0.25, -0.0625)
-    assert fit.error == GOOD["error"]
-    assert fit.options == GOOD["options"]
-
-
 def test_layout_and_order_of_the_text_do_not_matter():
     shuffled = {key: GOOD[key] for key in sorted(GOOD, reverse=True)}
     assert from_json("\n" + json.dumps(shuffled, indent="\t") + "\n\n") == from_json(TEXT)
@@ -91,18 +78,6 @@ def test_same_fit_same_bytes():
     assert len(texts) == 1
     (text,) = texts
     assert from_json(text).to_json() == text
-
-
-def test_keys_are_sorted_and_floats_are_the_shortest():
-    def is_sorted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        assert keys == sorted(keys)
-        return dict(pairs)
-
-    fit = fewbit.fit(Activation.of("gelu"), 1, "a", cells=50)
-    text = fit.to_json()
-    json.loads(text, object_pairs_hook=is_sorted)
-    assert f"{fit.levels[0]!r}," in text
 
 
 @pytest.mark.parametrize(
@@ -354,35 +329,6 @@ def test_read_names_file_and_field(content, part, tmp_path):
     assert message.count(str(path)) == 1
 
 
-@pytest.mark.parametrize("name", ["b", "bits", "bits:"])
-def test_read_names_a_file_called_like_a_field(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(name).write_text(changed(GOOD, "bits", 7), encoding="utf-8")
-    assert refused(read, Path(name)).startswith(f"{name}: bits: expected")
-
-
-def test_a_file_as_large_as_allowed_is_read(tmp_path):
-    path = tmp_path / "large.json"
-    path.write_text(TEXT + " " * (MAX_BYTES - len(TEXT.encode())), encoding="utf-8")
-    assert path.stat().st_size == MAX_BYTES
-    assert read(path) == from_json(TEXT)
-
-
-def test_read_a_folder(tmp_path):
-    assert refused(read, tmp_path) == f"{tmp_path}: cannot be read: is a directory"
-
-
-def test_read_below_a_file(tmp_path):
-    (tmp_path / "file").touch()
-    assert "not a directory" in refused(read, tmp_path / "file" / "x.json")
-
-
-@pytest.mark.parametrize("name", ["a", "A", "gelu3", "a_b_", "match", "type", "none", "a" * 80])
-def test_good_name(name):
-    assert check_name(name) == name
-    assert from_json(changed(GOOD, "name", name)).name == name
-
-
 # ---------------------------------------------------------------------------------------------------- calls
 
 PLAIN = {**GOOD, "name": "p", "even": False, "borders": [-1.5, 0.0, 0.75]}
@@ -405,15 +351,6 @@ def test_levels_around_a_border_of_an_even_fit(i, side):
     fit, border = from_json(TEXT), GOOD["borders"][i]
     x = side * np.array([math.nextafter(border, 0), border, math.nextafter(border, math.inf)])
     assert fit(x).tolist() == [fit.levels[i], fit.levels[i], fit.levels[i + 1]]
-
-
-def test_a_call_counts_the_borders_below():
-    fit = plain()
-    x = np.random.default_rng(0).normal(0, 2, (5, 6, 7))
-    expected = [fit.levels[sum(border < value for border in fit.borders)] for value in x.ravel()]
-    assert fit(x).shape == x.shape
-    assert fit(x).ravel().tolist() == expected
-    assert fit(np.float32(0.5)).shape == ()
 
 
 @pytest.mark.parametrize("record", [GOOD, PLAIN], ids=["even", "plain"])

@@ -1,7 +1,6 @@
 """The record of inverted fits, and the commands that make, show and draw them."""
 
 import json
-import shlex
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -170,23 +169,6 @@ REFUSED = [
 @pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line for line, _ in REFUSED])
 def test_refuses(line: str, message: str, refuses: Callable[[str], str]) -> None:
     assert message in refuses(line)
-
-
-def test_shows_three_kinds_of_tables(command: Command) -> None:
-    names = ("gelu_inverted1", "gelu_fewbit3", "tanh_exact", "gelu_inverted2")
-    status, out, err = command("show " + " ".join(shlex.quote(str(FITS / f"{name}.json")) for name in names))
-    assert (status, err) == (0, "")
-    heads = [line for line in out.splitlines() if line.startswith(" ")]
-    assert [("objective" in head, "floor float32" in head) for head in heads] == [
-        (True, False),
-        (False, True),
-        (False, False),
-    ]
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if not line.startswith(" ")}
-    assert list(rows) == ["gelu_fewbit3", "gelu_inverted1", "gelu_inverted2", "tanh_exact"]
-    error, floor = GOOD["error"], GOOD["floor"]
-    dtypes = ("bfloat16", "float16", "float32")
-    assert rows["gelu_inverted1"] == ["1", *(f"{of[dtype]:.4g}" for of in (error, floor) for dtype in dtypes)]
 
 
 @pytest.mark.parametrize(

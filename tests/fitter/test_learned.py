@@ -12,7 +12,7 @@ import pytest
 from fitact.errors import UsageError
 from fitact.fitter.analysis.learned import Learned, Number
 from fitact.fitter.expr.catalog import LEARNED
-from fitact.fitter.methods.table import again, make_learned
+from fitact.fitter.methods.table import again, make
 from fitact.fitter.records.reading import from_json
 from tests.support.learned import CASES
 
@@ -71,7 +71,7 @@ def test_a_record_is_read_as_it_was_written(name: str) -> None:
 
 
 def test_the_same_fit_again() -> None:
-    fit = make_learned(Learned.of("prelu", {"weight": (0.1, True)}), "own")
+    fit = make("learned_rebuild", Learned.of("prelu", {"weight": (0.1, True)}), "own")
     assert again(from_json(fit.to_json())).to_json() == fit.to_json()
 
 

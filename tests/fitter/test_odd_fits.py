@@ -15,7 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fitact.errors import UsageError
-from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.plot import draw
 from fitact.fitter.records.reading import from_json
 from fitact.pictures import literal, save
@@ -133,28 +132,6 @@ def test_of_a_domain_far_away_a_part_is_drawn(domain: tuple[float, float]) -> No
     assert domain[0] <= x.min() < x.max() <= domain[1]
 
 
-# --------------------------------------------------------------------------------------------------------- weights
-
-
-@pytest.mark.parametrize(
-    ("text", "domain", "mass"),
-    [
-        ("uniform", (-10, 10), 20.0),
-        ("normal", (-10, 10), 1.0),
-        ("normal(0, 1)", (0, 40), 0.5),
-        ("normal(0.1, 1e-9)", (-10, 10), 1.0),
-        ("exp(-(1e6*x)**2)", (-10, 10), math.sqrt(math.pi) / 1e6),
-        ("x**2", (-3, 3), 18.0),
-        ("abs(x)", (-1, 3), 5.0),
-        ("1e-35", (-10, 10), 2e-34),
-    ],
-)
-def test_mass(text: str, domain: tuple[float, float], mass: float) -> None:
-    weight = Weight(text)
-    weight.check(*domain)
-    assert weight.mass(*domain) == pytest.approx(mass, rel=1e-6)
-
-
 # ----------------------------------------------------------------------------------------------------------- text
 
 
@@ -176,19 +153,6 @@ def test_text_is_literal(text: str) -> None:
 @pytest.mark.parametrize(("text", "shown"), [("a\nb", "a\\nb"), ("x" * 41, "x" * 37 + "..."), ("\0", "\\x00")])
 def test_text_is_one_short_line(text: str, shown: str) -> None:
     assert literal(text) == shown
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_long_titles_stay_in_their_columns(count: int) -> None:
-    fit = from_json(
-        json.dumps(step(name="long_" * 16, activation=own("0.25*x*sigmoid(1.31*x) + 0.2*sin(x)*exp(-x*x)")))
-    )
-    pixels = matplotlib.image.imread(io.BytesIO(draw([fit] * count, dpi=50)))[..., :3].min(axis=2)
-    ink = pixels[:20] < 0.9  # the titles' rows
-    width = ink.shape[1] // count
-    for one in range(count):
-        title = np.flatnonzero(ink[:, one * width : (one + 1) * width].any(axis=0))
-        assert 3 < title[0] < title[-1] < width - 3
 
 
 def test_nothing_to_draw() -> None:

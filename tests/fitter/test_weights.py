@@ -15,7 +15,7 @@ from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import fewbit
 from fitact.fitter.methods.table import again
-from fitact.fitter.numerics.histogram import MOST_CELLS, Histogram, of_counts, parsed
+from fitact.fitter.numerics.histogram import MOST_CELLS, of_counts, parsed
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.reading import from_json as fit_from_json
 from fitact.fitter.records.weights import Calibration, Site, from_json, read, site
@@ -156,11 +156,6 @@ def test_discrete_values_are_not_too_many(values: int, light: int) -> None:
     shares = np.array(found.masses) / np.diff(found.edges)
     if values < 60 and light == 3000:
         assert np.count_nonzero(shares == 3000) == values
-
-
-def test_one_value_alone() -> None:
-    found = of_counts([-1.0, 0.5, 0.6], [0, 7])
-    assert (found.edges, found.masses) == ((0.5, 0.6), (7.0,))
 
 
 # --- fits
@@ -304,7 +299,3 @@ def test_what_is_stated() -> None:
     assert one.quantiles == pytest.approx(np.quantile(SAMPLE, [0.001, 0.999]), abs=1 / 128)
     with pytest.raises(UsageError, match="sites: expected at least one"):
         Calibration(())
-
-
-def test_a_histogram_of_one_cell() -> None:
-    assert Histogram((0.0, 2.0), (5.0,))(np.array([-1.0, 0.0, 1.0, 2.0])).tolist() == [0, 0.5, 0.5, 0]

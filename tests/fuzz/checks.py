@@ -23,7 +23,7 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.expr.atoms import Where
 from fitact.fitter.expr.exact import value
-from fitact.fitter.methods.table import make, make_gate
+from fitact.fitter.methods.table import make
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import AnyFit, StepFit
 from fitact.fitter.records.reading import from_json
@@ -91,7 +91,7 @@ def check_gate(text: str) -> None:
     """Check that a gate is written, read and generated, or refused."""
     gate = answered(lambda: Gate.of(text))
     if gate is not None:
-        check_fit(make_gate(gate, "a"))
+        check_fit(make("gate_rebuild", gate, "a"))
 
 
 def check_fit(fit: AnyFit) -> AnyFit:

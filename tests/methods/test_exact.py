@@ -5,7 +5,6 @@ Every oracle is independent: formulas in mpmath and closed forms written in `out
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.methods import exact
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json
-from tests.conftest import ROOT
 from tests.support.generated import DTYPES, EACH_DTYPE, HALVES, patterns, run, same
 from tests.support.outputs import CLOSED, LINEAR, MP, Output, each_output, outputs, real
 from tests.support.refusals import GONE, changed, refused
@@ -307,20 +305,6 @@ def test_command_states(command) -> None:
     status, out, err = command(line)
     assert (status, err, out.splitlines()[-1]) == (0, "", "wrote generated/fits/own.json")
     assert from_json(Path("generated/fits/own.json").read_text()).derivative == "1/cosh(y)"
-
-
-def test_show_of_both_kinds(command) -> None:
-    folder = ROOT / "generated" / "fits"
-    names = ("relu2_exact", "gelu_fewbit3", "tanh_exact", "gelu_fewbit1")
-    status, out, err = command("show " + " ".join(shlex.quote(str(folder / f"{name}.json")) for name in names))
-    assert (status, err) == (0, "")
-    heads = [line for line in out.splitlines() if line.startswith(" ")]
-    rows = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
-    assert len(heads) == 2
-    assert "objective" in heads[0] and "bfloat16" in heads[1]
-    assert rows == ["gelu_fewbit3", "gelu_fewbit1", "relu2_exact", "tanh_exact"]
-    assert out.splitlines()[-1].endswith("1 - y**2")
-    assert all(line == line.rstrip() for line in out.splitlines())
 
 
 # --------------------------------------------------------------------------------------------- values, gradients

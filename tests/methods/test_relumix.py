@@ -201,27 +201,6 @@ def derivative_distance(oracle, knots, slopes):
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
 
-def samples(edges, width=0.25):
-    """Gauss–Legendre points (cells, 20) and weights on cells that the edges cut."""
-    cells = [np.linspace(a, b, 1 + int(np.ceil((b - a) / width))) for a, b in pairwise(edges)]
-    cells = np.unique(np.concatenate(cells))
-    half = np.diff(cells)[:, None] / 2
-    return cells[:-1, None] + half * (_NODES + 1), half * _WEIGHTS
-
-
-def best_values(oracle, knots):
-    """Slopes of the broken line of least squares that ends on the asymptotes, by dense sampling."""
-    inner = [b for b in oracle.breaks if knots[0] < b < knots[-1]]
-    x, w = (part.ravel() for part in samples(np.union1d(knots, inner), 0.1))
-    hats = np.stack([np.interp(x, knots, row) for row in np.eye(len(knots))], axis=1)
-    ends = np.array([m * c + b for (m, b), c in zip((oracle.left, oracle.right), knots[[0, -1]], strict=True)])
-    rest = oracle.value(x) - hats[:, [0, -1]] @ ends
-    root = np.sqrt(w)
-    free = np.linalg.lstsq(hats[:, 1:-1] * root[:, None], rest * root, rcond=None)[0]
-    values = np.concatenate([ends[:1], free, ends[1:]])
-    return np.concatenate([[oracle.left[0]], np.diff(values) / np.diff(knots), [oracle.right[0]]])
-
-
 # --- published figures and the long search
 
 
@@ -335,45 +314,6 @@ def test_one_relu_bends_where_the_asymptotes_meet(name):
     assert found.knots == pytest.approx([(b0 - b1) / (m1 - m0)], abs=1e-12)
     assert found.slopes.tolist() == [m0, m1]
     assert found.objective == pytest.approx(distance(oracle, found.knots, found.slopes), rel=1e-8)
-
-
-# --- the problem
-
-
-@cache
-def problem_of(name):
-    return relumix.Primitive(activation(name), *relumix.asymptotes(activation(name)))
-
-
-def random_knots(count, seed):
-    random = np.random.default_rng(seed)
-    return np.cumsum(random.uniform(0.2, 8 / count, count)) - 4 + random.normal()
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 15])
-@pytest.mark.parametrize("name", ["gelu", "tanh", "elu", "hardswish", "softsign"])
-def test_gradient_equals_finite_differences(name, count):
-    problem = problem_of(name)
-    for seed in range(3):
-        knots = random_knots(count, seed)
-        if count == 1:  # the line from one asymptote to the other is of no height at two knots that meet
-            knots = np.array([knots[0], knots[0] + 3.0])
-        gradient = problem(knots)[1]
-        for i, shift in enumerate(np.eye(len(knots)) * 1e-4):
-            one, two = (problem(knots + h * shift)[0] - problem(knots - h * shift)[0] for h in (1, 2))
-            difference = (8 * one - two) / (12 * 1e-4)  # error ∝ h⁴
-            assert gradient[i] == pytest.approx(difference, rel=1e-6, abs=1e-8)
-
-
-@pytest.mark.parametrize("count", [2, 3, 7, 15])
-@pytest.mark.parametrize("name", ["gelu", "tanh", "elu", "selu", "hardswish", "squareplus"])
-def test_values_are_optimal_for_any_knots(name, count):
-    oracle = ORACLES[name]
-    for seed in range(2):
-        knots = random_knots(count, seed)
-        objective, _, slopes = problem_of(name)(knots)
-        assert slopes == pytest.approx(best_values(oracle, knots), rel=1e-7, abs=1e-9)
-        assert objective == pytest.approx(distance(oracle, knots, slopes), rel=1e-8)
 
 
 class Brute:

@@ -154,8 +154,8 @@ def fit(
     from fitact.fitter.analysis.activation import Activation
     from fitact.fitter.analysis.gate import Gate
     from fitact.fitter.analysis.learned import Learned
-    from fitact.fitter.methods.table import DOMAINS, METHODS, make, make_gate, make_learned
-    from fitact.fitter.records.fit import ExactFit, check_name
+    from fitact.fitter.methods.table import DOMAINS, METHODS, RECORDED, make
+    from fitact.fitter.records.fit import InvertedFit, StepFit, check_name
 
     from .tables import fits as show_fits
 
@@ -212,17 +212,12 @@ def fit(
         for i, (activation, k) in enumerate(jobs):
             given["bits"] = k
             options = {key: given[key] for key in own if given[key] is not None}
-            if isinstance(activation, Gate):
-                made.append(make_gate(activation, name or f"{activation.name}_{method}"))
-            elif isinstance(activation, Learned):
-                made.append(make_learned(activation, name or f"{activation.name}_{method}"))
-            else:
-                if method in ("relumix", "inverted") and family != "parametric":
-                    options["progress"] = partial(advance, bar, i)
-                fit = make(method, activation, name or f"{activation.name}_{method}", **options)
-                if name is None and not isinstance(fit, ExactFit):
-                    fit = replace(fit, name=f"{fit.name}{fit.bits}")
-                made.append(fit)
+            if method in ("relumix", "inverted") and family != "parametric":
+                options["progress"] = partial(advance, bar, i)
+            fit = make(RECORDED[kind] + method, activation, name or f"{activation.name}_{method}", **options)
+            if name is None and isinstance(fit, StepFit | InvertedFit):
+                fit = replace(fit, name=f"{fit.name}{fit.bits}")
+            made.append(fit)
             advance(bar, i, 1.0)
     paths = [output or FITS / f"{one.name}.json" for one in made]
     for one, path in zip(made, paths, strict=True):
