@@ -107,11 +107,13 @@ def _named(record: dict[str, Any], what: str, known: Mapping[str, object], make:
             f"{what}.name: {quote(name)} is not in this catalog; the name of any other formula is null"
         )
     made = make(name)
-    if activation_record(made) != record:
-        raise UsageError(
-            f"{what}.expression: {quote(record['expression'])} is not that of {quote(name)} in this catalog, "
-            f"{quote(made.expression)}"
-        )
+    theirs = activation_record(made)
+    for part in ("expression", *record):
+        if record[part] != theirs.get(part):
+            raise UsageError(
+                f"{what}.{part}: {quote(record[part])} is not that of {quote(name)} in this catalog, "
+                f"{quote(theirs.get(part))}"
+            )
     return made
 
 

@@ -597,7 +597,7 @@ def test_show_catalog(capsys):
                 "roots of f'    -0.7517915247 (order 1)",
                 "range of f'    -0.1289041452 to 1.128904145",
                 "fewbit         yes: 1 to 4 bits",
-                "exact          no: no closed form of the derivative in the output was found: x occurs more than",
+                "exact          no: no closed form of its derivative in the output is known; state one",
             ],
         ),
         (

@@ -147,7 +147,7 @@ WRONG = [
     ("activation.expression", "tanh( x)", "activation.expression"),
     ("activation.expression", None, "activation.expression"),
     ("activation.parameters", {"alpha": 1.0}, "unknown parameter 'alpha'"),
-    ("activation.parameters", {}, "activation.expression"),
+    ("activation.parameters", {}, "activation.parameters"),
     ("activation.parameters", 1, "activation.parameters"),
     ("activation.parameters", {"alpha": "1"}, "activation.parameters.alpha"),
     ("activation.expression", 1, "activation.expression"),

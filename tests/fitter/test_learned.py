@@ -80,14 +80,16 @@ def test_records_that_are_wrong() -> None:
     number = record["activation"]["learned"][0]
     for change, message in (
         ({"learned": []}, r"activation\.learned: expected a list of 1 to 8 objects"),
-        ({"learned": [number]}, "unknown name 'gamma'"),
-        ({"learned": [number, number]}, "two learned numbers have one name|unknown name"),
+        ({"learned": [number]}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
+        ({"learned": [number, number]}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
+        ({"name": None, "learned": [number, number]}, "two learned numbers have one name|unknown name"),
         ({"learned": [number | {"start": "1"}]}, r"activation\.learned\[0\]\.start: expected a number, got '1'"),
         ({"learned": [number | {"channel": 1}]}, "channel: expected true or false, got 1"),
         ({"learned": [{"name": "alpha"}]}, r"activation\.learned\[0\]: expected channel, name, start"),
-        ({"name": "prelu"}, "is not that of 'prelu' in this catalog"),
-        ({"name": "gelu"}, "activation.name: 'gelu' is not a formula with learned numbers"),
-        ({"expression": "alpha*x"}, "the learned number gamma is used nowhere"),
+        ({"name": "prelu"}, "prelu has no learned number 'alpha'"),
+        ({"name": "gelu"}, "activation.name: 'gelu' is not in this catalog"),
+        ({"expression": "alpha*x"}, "'alpha[*]x' is not that of 'dyt' in this catalog"),
+        ({"name": None, "expression": "alpha*x"}, "the learned number gamma is used nowhere"),
     ):
         with pytest.raises(UsageError, match=message):
             from_json(json.dumps(record | {"activation": record["activation"] | change}))
