@@ -25,14 +25,15 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual 
 import torch
 from torch import nn
 
-from fitact.runtime.choose.candidates import replaced
-from fitact.runtime.measure.peak import peak_memory
-from fitact.runtime.measure.prepare import Example, Inputs, Prepared, Source, Training, prepare
+from fitact.runtime.choose.ways import Way, changed
+from fitact.runtime.measure.prepare import Example, Prepared, Source, Training, prepare
 from fitact.runtime.measure.saved import count_saved, gpu_kernels
 from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.norms.merge import merge_norm
+from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS, saving
 from fitact.runtime.saving.modules import attaching
+from tests.support.peak import peak_memory
 
 RESULTS = Path(__file__).parent / "results" / "conversion.json"
 OPTIMIZER = 2  # AdamW's tensors of a parameter's size
@@ -177,8 +178,9 @@ Around = AbstractContextManager[object]
 def variants(kind: str, prepared: Prepared, norms: bool) -> Iterator[tuple[str, Around]]:
     """Yield what a model has, merged norms or not, and the context that makes it so; "" for PyTorch as it is."""
     yield NORMS[kind] if norms else "", nullcontext()
-    for method, name in STEPS[kind].items():
-        yield f"{name} and {NORMS[kind]}" if norms else name, replaced(prepared.model, *method)
+    for (method, bits), name in STEPS[kind].items():
+        way = Way(name, method=method, bits=bits)
+        yield f"{name} and {NORMS[kind]}" if norms else name, changed([prepared.model], [way])
     if not norms:
         for error in ERRORS:
             yield f"saving, {error}", attaching(prepared.model, {"": partial(saving, error)})
@@ -276,7 +278,7 @@ def inverted() -> Iterator[Row]:
         setting = f"{'LoRA' if training.lora else 'full tuning'}, batch {batch}, {seq} tokens, float32"
         prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=torch.float32)
         stock = kept(prepared, inputs)
-        with replaced(prepared.model, "inverted", None):
+        with changed([prepared.model], [Way("inverted", method="inverted")]):
             bytes_kept = kept(prepared, inputs)
         yield Row(name, setting, "Inverted", stock, bytes_kept, None, None, published, "kept")
 

@@ -32,10 +32,13 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.choose.baselines import checkpointed, compiled
-from fitact.runtime.measure.prepare import Inputs, blocks_of, imported, prepare
+from fitact.runtime.choose.compiler import compiled
+from fitact.runtime.choose.ways import SELECTIVE, changed
+from fitact.runtime.measure.prepare import imported, prepare
 from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
 from fitact.runtime.measure.sources import from_callable
+from fitact.runtime.measure.subjects import blocks_of
+from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS
 
 RESULTS = Path(__file__).parent / "results" / "layers.json"
@@ -122,7 +125,8 @@ def bytes_saved(name: str, training: str, layers: int, around: Around) -> int:
 
 def selective(model: nn.Module, saved: Saved) -> AbstractContextManager[Any]:
     """Return a context in which each block is checkpointed, and keeps the results of its products."""
-    return checkpointed([block for _, block in blocks_of(model)], saved, selective=True)
+    blocks = [block for _, block in blocks_of(model)]
+    return changed(blocks, [SELECTIVE] * len(blocks))
 
 
 def saving(error: str, again: bool = False) -> Around:
@@ -138,7 +142,7 @@ def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
 
     prepared, inputs = prepare(from_callable(example), batch=BATCH, seq=SEQ)
     given = Inputs(inputs.args, inputs.kwargs)
-    found = compiled(prepared, given, BUDGETS, around=gpu_kernels)
+    found = compiled(prepared.subject(given), BUDGETS)
     names = [f"compiler, {budget:g}" for budget in BUDGETS]
     return dict(zip(names, (one.saved.bytes for one in found), strict=True)), dict(
         zip(names, (one.flops for one in found), strict=True)

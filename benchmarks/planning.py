@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import fitact
 from fitact.planning.make import Planner
 from fitact.planning.record import GIB
-from fitact.runtime.choose.subjects import of_model
 from fitact.runtime.measure.devices import measured
 from fitact.runtime.measure.reference import Block
+from fitact.runtime.measure.subjects import copied
 
 RESULTS = Path(__file__).parent / "results" / "planning_cpu.json"
 BLOCKS, HIDDEN, BATCH, SEQ = 6, 256, 4, 512
@@ -96,13 +96,13 @@ def main() -> None:
     torch.set_num_threads(1)
     model, x = made()
     device = measured("cpu")
-    planner = Planner(of_model(model, x, None, "cpu"), "none", device)
-    stock, low = (planner.plan(gib, "exact", front=False) for gib in (64, 1e-9))
+    planner = Planner(copied(model, x, None, "cpu"), "none", device)
+    stock, low = (planner.plan(gib, "exact") for gib in (64, 1e-9))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for share in SHARES:
             gib = (low.peak + share * (stock.stock_peak - low.peak)) * 1.0001 / GIB
-            plan = planner.plan(gib, "exact", front=False)
+            plan = planner.plan(gib, "exact")
             plan.save(Path(folder) / f"{share}.json")
             row = {
                 "budget_mib": round(gib * 1024, 1),

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import fitact
 from benchmarks.kernels.activations import keep_freed_memory
-from fitact.runtime.choose.baselines import checkpointed
+from fitact.runtime.choose.ways import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import Saved, count_saved
 from fitact.runtime.saving import ERRORS
@@ -123,10 +123,11 @@ def layers(width: int, tokens: int) -> list[dict[str, Any]]:
         for dtype in (torch.float32, torch.bfloat16):
             model = layer(name, width, dtype)
             x = torch.randn(2, tokens // 2, width).to(dtype)
+            own = blocks(model)
             ways: dict[str, Around] = {
                 "baseline": nullcontext,
                 **{error: saving(error) for error in ERRORS},
-                "selective checkpointing": partial(checkpointed, blocks(model), selective=True),
+                "selective checkpointing": lambda _, own=own: changed(own, [SELECTIVE] * len(own)),
             }
             times = measured({way: partial(step, model, x, around) for way, around in ways.items()})
             sizes = {way: bytes_saved(model, x, around) for way, around in ways.items()}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,46 +18,33 @@ from torch.overrides import TorchFunctionMode
 from fitact.errors import FitactError, UsageError, quote
 from fitact.text import one_line
 
-from .torch_internals import DataDependentOutputException, FakeTensor, tree_map_only, without_torch_function
+from .torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    tree_map_only,
+    without_torch_function,
+)
 
 Run = Callable[[nn.Module], object]
+NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # what tensors without memory raise
+REAL_INPUTS = "give a model and inputs with values to fitact.plan, or fake=False to measure"
 
 
 @contextmanager
-def generators(model: nn.Module, attempt: int = 0) -> Iterator[Callable[[], bool]]:
-    """Put the random generators of PyTorch, Python and NumPy back as they were.
-
-    Args:
-        model: the generators of its devices are put back too.
-        attempt: a seed for all of them; with 0 the numbers are those that would have come next.
-
-    Yields:
-        A function that tells whether numbers have been drawn on the CPU.
-
-    """
+def generators(model: nn.Module) -> Iterator[None]:
+    """Put the random generators of PyTorch, Python and NumPy, and of a model's devices, back as they were."""
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     numpy: Any = sys.modules.get("numpy")
     state = random.getstate()
     numpy_state = numpy and numpy.random.get_state()
     with torch.random.fork_rng(devices, enabled=True):
-        if attempt:
-            torch.manual_seed(attempt)
-            random.seed(attempt)
-            if numpy:
-                numpy.random.seed(attempt)
-        start = _states(numpy)
         try:
-            yield lambda: _states(numpy) != start
+            yield
         finally:
             random.setstate(state)
             if numpy:
                 numpy.random.set_state(numpy_state)
-
-
-def _states(numpy: Any) -> tuple[bytes, object, bytes]:
-    """Return the states of the generators on the CPU, which can be compared; NumPy's has arrays in it."""
-    numpy_state = pickle.dumps(numpy and numpy.random.get_state(legacy=False))
-    return bytes(torch.get_rng_state().tolist()), random.getstate(), numpy_state
 
 
 @contextmanager
@@ -187,8 +173,8 @@ def explained(name: str, which: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = one_line(error)
-        if isinstance(error, DataDependentOutputException):
-            why += "; it reads a tensor's value, and has none here: give it as an argument"
+        if isinstance(error, NO_VALUES):
+            why = f"it reads a tensor's value ({getattr(error, 'func', '')}), and has none here: {REAL_INPUTS}"
         raise UsageError(f"{name}: its {which} pass failed: {why}") from error
 
 
@@ -220,11 +206,11 @@ def runner(example_inputs: Any) -> Run:
     """
     match example_inputs:
         case Tensor():
-            return Call((example_inputs,), {})
+            return Inputs((example_inputs,))
         case tuple() | list():
-            return Call(tuple(example_inputs), {})
+            return Inputs(tuple(example_inputs))
         case Mapping():
-            return Call((), dict(example_inputs))
+            return Inputs((), dict(example_inputs))
     if callable(example_inputs) and not isinstance(example_inputs, nn.Module):
         run: Run = example_inputs
         return run
@@ -235,20 +221,19 @@ def runner(example_inputs: Any) -> Run:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Runs a model with arguments."""
+class Inputs:
+    """The arguments of a model, which it can be run with."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: nn.Module) -> object:
         """Return what the model returns."""
         return model(*self.args, **self.kwargs)
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Call:
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Inputs:
         """Return the same with a function of each tensor."""
-        args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
-        return Call(args, kwargs)
+        return Inputs(*tree_map_only(Tensor, function, (self.args, dict(self.kwargs))))
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -258,4 +243,4 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def real(run: Run) -> Run:
     """Return what runs a model with copies of example inputs, which it may overwrite."""
-    return run.mapped(_copied) if isinstance(run, Call) else run
+    return run.mapped(_copied) if isinstance(run, Inputs) else run

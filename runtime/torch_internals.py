@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 # Tensors with a device but without memory, and what they raise; the public alternative has only the device "meta".
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 

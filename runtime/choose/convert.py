@@ -1,26 +1,39 @@
-"""Converting a model in place: it saves less, or its activations are replaced by others; and putting it back."""
+"""Converting a model in place: it saves less, or its activations are replaced by others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace as replaced
 from functools import partial
+from numbers import Integral
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fitact.runtime.measure.twins import Twins
-from fitact.runtime.restore import runner
-from fitact.runtime.saving import saving
+from fitact.arguments import flags
+from fitact.errors import JobError, UsageError, quote
+from fitact.runtime.kernels.registry import is_generated
+from fitact.runtime.measure.saved import Saved, count_saved
+from fitact.runtime.measure.subjects import Patterns, inside, matching, outermost, tensors_of, trials
+from fitact.runtime.restore import Run, runner
+from fitact.runtime.saving.context import baseline, saving
+from fitact.runtime.saving.modules import Context, attach, attaching, detach
+from fitact.runtime.saving.storages import noting
+from fitact.runtime.torch_internals import is_compiled, storage_id
+from fitact.text import starred
 
-from .arguments import Patterns, check, check_shipped, check_substitutes, chosen, refused
-from .choices import Policy, Substitutes, paying
-from .context import attached
-from .detect import activation_sites
+from .detect import ActivationSite, activation_sites, recognise
 from .gradients import gradient_error
-from .records import Conversion, SiteRecord
-from .replacement import Replacement, Sites, as_likes, attempt, inner, plan, put
-from .trials import Trace, stock, traces
+from .records import Conversion, Gradient, ModuleRecord, SiteRecord
+from .replacement import Change, Policy, Substitutes, inner, paying, put_in, putting
+
+METHODS = ("fewbit", "relumix", "inverted", "exact")
+WIDTHS = range(1, 5)
+OLD = {"rebuild": "exact", "auto": "rounding", "coded": "rounding"}  # methods of once, and what replaces them
+NOTHING = "it has nothing to save"
+Hows = Mapping[str, Counter[str]]  # by module, the bytes that are stored in each way
 
 
 def convert(
@@ -62,8 +75,8 @@ def convert(
             mapping of named arguments, or a function that takes the model and runs it. The model is run forward,
             in training mode if the whole model is in evaluation mode, and with fake tensors where it allows that,
             so that nothing is computed. This changes neither the model nor the random generators of PyTorch,
-            Python and NumPy. Measured by these, a model with nothing to save is left as it is; so is an activation
-            that a method would let keep more.
+            Python and NumPy. Measured by these, a model with nothing to save is left as it is; so are the
+            activations of all layers with which a method would let the model save more.
         gradients: whether to compare the gradient of all parameters with the baseline's. This runs the model and
             its backward pass twice with `example_inputs` and real tensors, and takes the memory and time of a
             training step. By default this is done if there are inputs and the gradient is to be exact.
@@ -76,74 +89,195 @@ def convert(
         JobError: the gradient was compared and is off, though `error="exact"`; the model is then unchanged.
 
     """
-    model = inner(model)
-    check(
-        *(model, method, bits, error, replace or {}, example_inputs),
-        gradients=gradients,
-        dry_run=dry_run,
-        recompute_attention=recompute_attention,
-    )
-    if method is None and not replace:
-        context, measured = (
-            partial(saving, error, bits, recompute_attention=recompute_attention),
-            {"example_inputs": example_inputs, "gradients": gradients},
-        )
-        return attached(model, context, include, exclude, dry_run=dry_run, **measured)
-    sites = chosen(activation_sites(model, frozenset(replace or ())), include, exclude)
-    check_substitutes(sites, replace or {})
-    policy = Policy(method, bits if isinstance(bits, int) else None, replace or {})
+    model, substitutes = inner(model), replace or {}
+    flags(gradients=gradients is not None and gradients, dry_run=dry_run, recompute_attention=recompute_attention)
+    _check(model, method, bits, error, substitutes, example_inputs, gradients)
+    if recompute_attention and (method is not None or substitutes):
+        raise UsageError("recompute_attention: expected no method and no replace, which change activations alone")
+    run = None if example_inputs is None else runner(example_inputs)
+    if method is None and not substitutes:
+        context = partial(saving, error, bits, recompute_attention=recompute_attention)
+        return _attached(model, _contexts(model, context, include, exclude), run, dry_run, gradients)
+    own = frozenset(substitutes)
+    sites = _chosen(activation_sites(model, own), include, exclude)
+    _check_substitutes(sites, substitutes)
     if not sites:
         return Conversion((), dry_run, note="no module holds an activation, so that no method replaces one")
-    return _replaced(model, sites, policy, example_inputs, dry_run=dry_run, gradients=bool(gradients))
+    policy = Policy(method, bits if isinstance(bits, int) else None, substitutes)
+    replacements = [policy.replacement(site) for site in sites]
+    conversion = Conversion((), dry_run)
+    if run is not None:
 
+        def count(changes: Sequence[Change]) -> list[Saved]:
+            return [saved for saved, _ in _counted(model, run, changes)]
 
-def _replaced(
-    model: nn.Module, sites: Sites, policy: Policy, example_inputs: Any, *, dry_run: bool, gradients: bool
-) -> Conversion:
-    """Replace activations by a policy."""
-    replacements = policy.replacements(sites)
-    check_shipped(sites, replacements)
-    own = frozenset(policy.substitutes)
-    before = after = gradient = None
-    if example_inputs is not None:
-        run = runner(example_inputs)
-        measured = partial(traces, model, run, own, twins=Twins())
-        seed, before = attempt(sites, lambda seed: measured([stock], detail=True, attempt=seed)[0])
-        foreign = [usage.foreign for usage in before.usages]
-        sites = [
-            refused(site, f"its output is {dtype}, which no replacement takes" if dtype else "")
-            for site, dtype in zip(sites, foreign, strict=True)
-        ]
-        replacements, after = paying(
-            sites, policy.replacements(sites), policy.substitutes, before, partial(measured, attempt=seed)
-        )
-        replacements = as_likes(sites, replacements, before)
+        replacements, before, after = paying(sites, policy, replacements, count)
+        conversion = _with_modules(conversion, before, after)
         if gradients:
-            gradient = gradient_error(model, run, own, plan(replacements), attempt=seed)
+            gradient = gradient_error(model, run, nullcontext, partial(putting, replacements, own))
+            conversion = replaced(conversion, gradient=gradient)
     if not dry_run:
-        put(sites, replacements)
-    return Conversion(
-        tuple(_records(sites, replacements, before, after)),
-        dry_run,
-        None if before is None else before.kept,
-        None if after is None else after.kept,
-        () if before is None else before.unseen,
-        gradient,
-    )
-
-
-def _records(
-    sites: Sites, replacements: Sequence[Replacement], before: Trace | None, after: Trace | None
-) -> Iterator[SiteRecord]:
-    """Yield the records; a module at several sites has its bytes at the first of them."""
+        put_in(sites, replacements)
     first: dict[Any, str] = {}
-    for i, (site, replacement) in enumerate(zip(sites, replacements, strict=True)):
-        record = SiteRecord(site.path, "activation", site.found.before, replacement.label, replacement.reason)
+    records = []
+    for site, one in zip(sites, replacements, strict=True):
         path = first.setdefault(site.key, site.path)
-        if path != site.path:
-            reasons = (record.reason, f"the same module as {path}")
-            record = replaced(record, reason="; ".join(filter(None, reasons)))
-        elif before is not None and after is not None and after.usages[i].shared is not None:
-            now = after.usages[i]
-            record = replaced(record, saved_before=before.usages[i].kept, saved_after=now.kept, shared=now.shared)
-        yield record
+        reasons = [one.reason, f"the same module as {path}" if path != site.path else ""]
+        reason = "; ".join(filter(None, reasons))
+        records.append(SiteRecord(site.path, "activation", site.found.before, one.label, reason))
+    return replaced(conversion, sites=tuple(records))
+
+
+def _attached(
+    model: nn.Module, contexts: Mapping[str, Context], run: Run | None, dry_run: bool, gradients: bool | None
+) -> Conversion:
+    """Let modules of a model run in contexts, by path, and report what that saves."""
+    sites = tuple(_site(model, path, context) for path, context in contexts.items())
+    conversion = Conversion(sites, dry_run)
+    if run is not None:
+        changes: list[Change] = [partial(attaching, contexts=some) for some in ({}, contexts)]
+        (before, _), (after, hows) = _counted(model, run, changes)
+        conversion = _with_modules(conversion, before, after, hows)
+        exact = all(getattr(context(), "exact", True) for context in contexts.values())
+        if before.bytes == after.bytes:
+            left = tuple(replaced(site, after=None, reason=site.reason or NOTHING) for site in sites)
+            conversion, contexts = replaced(conversion, sites=left), {}
+        elif exact if gradients is None else gradients:
+            gradient = gradient_error(model, run, *changes)
+            if gradient.error and exact:
+                if not gradient_error(model, run, changes[0], changes[0]).error:
+                    promise = "but error='exact' promises the baseline's: please report it"
+                    raise JobError(f"{gradient}, {promise}; the model is unchanged")
+                gradient = Gradient(note="two runs of the model as it is have different gradients")
+            conversion = replaced(conversion, gradient=gradient)
+    if not dry_run:
+        for module in model.modules():
+            detach(module)
+        for path, context in contexts.items():
+            attach(model.get_submodule(path), context)
+    return conversion
+
+
+def _contexts(model: nn.Module, context: Context, include: Patterns, exclude: Patterns) -> dict[str, Context]:
+    """Return the contexts of modules by path: by default one of the whole model."""
+    paths = [path for path, _ in model.named_modules() if path]
+    included = [""] if include is None else outermost(matching(paths, include, "include", "module"))
+    excluded = outermost(matching(paths, exclude, "exclude", "module"))
+    included = [path for path in included if path not in excluded and not inside(path, excluded)]
+    return dict.fromkeys(included, context) | dict.fromkeys(excluded, baseline)
+
+
+def _site(model: nn.Module, path: str, context: Context) -> SiteRecord:
+    name = type(model.get_submodule(path)).__name__
+    if context is baseline:
+        return SiteRecord(path, "module", name, None, "excluded")
+    return SiteRecord(path, "module", name, str(context()))
+
+
+# --------------------------------------------------------------------------------------------------- what is saved
+
+
+def _counted(model: nn.Module, run: Run, changes: Sequence[Change]) -> list[tuple[Saved, Hows]]:
+    """Count what a model saves with each of several changes, and how its modules store that in contexts."""
+
+    def look(model: nn.Module, run: Run, *, change: Change) -> tuple[Saved, Hows]:
+        detail = not any(map(is_compiled, model.modules()))
+        hows: dict[str, Counter[str]] = {}
+        with change(model), count_saved(model, detail=detail) as saved:
+
+            def where(tensor: Tensor) -> tuple[str, int]:
+                own = storage_id(tensor) in saved.owned or saved.place is None
+                return saved.place.module if saved.place else "", 0 if own else tensor.nbytes
+
+            with noting(where) as seen:
+                tensors_of(run, model)
+        for (module, size), how in seen:
+            hows.setdefault(starred(module), Counter())[how()] += size
+        return saved, hows
+
+    return trials(model, run, [partial(look, change=change) for change in changes])
+
+
+def _with_modules(conversion: Conversion, before: Saved, after: Saved, hows: Hows | None = None) -> Conversion:
+    """Return a conversion with what is saved, in all and by module: those that saved most first."""
+    was, now = before.by_module(), after.by_module()
+    paths = {kept.module for saved in (before, after) for kept in saved.kept.values()}
+    records = [
+        ModuleRecord(
+            name,
+            count,
+            was.get(name, 0),
+            now.get(name, 0),
+            tuple(how for how, size in (hows or {}).get(name, Counter()).most_common() if size),
+        )
+        for name, count in Counter(map(starred, paths)).items()
+    ]
+    modules = tuple(sorted(records, key=lambda one: (-one.before, one.name)))
+    return replaced(conversion, saved_before=before.bytes, saved_after=after.bytes, modules=modules)
+
+
+# ------------------------------------------------------------------------------------------------------ arguments
+
+
+def _check(
+    model: nn.Module,
+    method: str | None,
+    bits: Any,
+    error: str,
+    substitutes: Mapping[Any, Any],
+    example_inputs: Any,
+    gradients: bool | None,
+) -> None:
+    """Raise a UsageError if the arguments of `convert` do not go together."""
+    if method in OLD:
+        raise UsageError(f"method {quote(method)}: it is now error={quote(OLD[method])}, without a method")
+    if method is not None and method not in METHODS:
+        raise UsageError(f"no method {quote(method)}: expected {', '.join(METHODS)}, or none")
+    if method is not None:
+        check_bits(method, bits)
+    if error != "exact" and (method is not None or substitutes):
+        raise UsageError(f"error {quote(error)}: expected no method and no replace, which have their own errors")
+    if gradients and example_inputs is None:
+        raise UsageError("gradients=True runs the model: pass example_inputs, the arguments of the model")
+    for old, new in substitutes.items():
+        for kind in (old, new):
+            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
+        if not is_generated(new):
+            raise UsageError(f"replace: {new.__name__} is not an activation that fitact codegen generated")
+    found = recognise(model)
+    if found is not None and (method is not None or substitutes):
+        raise UsageError(f"the model is itself an activation, {found.before}: use fitact.activation instead")
+
+
+def check_bits(method: str, bits: object) -> None:
+    """Raise a UsageError if a method's fits cannot have this number of bits."""
+    known = type(bits) is not bool and isinstance(bits, Integral) and bits in WIDTHS
+    if bits is not None and (method == "exact" or not known):
+        some = f"{', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
+        expected = "none for exact, which keeps no bits" if method == "exact" else some
+        raise UsageError(f"bits {quote(bits)}: expected {expected}")
+
+
+def _check_substitutes(sites: Sequence[ActivationSite], substitutes: Substitutes) -> None:
+    """Raise a UsageError if a class of the user's is not that of an activation in the model."""
+    for old in substitutes:
+        held = next((site.held for site in sites if type(site.held) is old), None)
+        if held is None:
+            raise UsageError(f"replace: the model holds no {old.__name__}")
+        if any(True for _ in held.children()) or any(True for _ in held.parameters()):
+            raise UsageError(f"replace: {old.__name__} holds modules or parameters, so it is not an activation")
+
+
+def _chosen(sites: Sequence[ActivationSite], include: Patterns, exclude: Patterns) -> list[ActivationSite]:
+    """Return all activations; those that patterns leave alone are marked as refused."""
+    paths = [site.path for site in sites]
+    included = paths if include is None else matching(paths, include, "include", "activation")
+    excluded = matching(paths, exclude, "exclude", "activation")
+    reasons = ["excluded" if path in excluded else "" if path in included else "not included" for path in paths]
+    return [
+        site
+        if site.found.refusal or site.found.converted or not reason
+        else replaced(site, found=replaced(site.found, refusal=reason))
+        for site, reason in zip(sites, reasons, strict=True)
+    ]

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fitact.errors import FitactError, UsageError
+from fitact.runtime.measure.blocks import ROW, Run, cut, filled, hooked, runs_of, skipped
 from fitact.runtime.measure.devices import Device
-from fitact.runtime.measure.meter import Mark, Timeline, Work
+from fitact.runtime.measure.meter import Mark, Meter, Work
+from fitact.runtime.measure.subjects import Subject
 from fitact.runtime.restore import differentiate, generators
 from fitact.text import one_line
 
-from .short import ROW, cut, filled, skipped
-from .subjects import Run, Subject, hooked, runs_of
 from .ways import REST, STOCK, Way, changed
 
 
@@ -121,7 +121,7 @@ def measure(
         UsageError: the stock model cannot be run.
 
     """
-    runs, marks = _stock_marks(subject, device, runs_of(subject, device))
+    runs, marks = stock_step(subject, device)
     parts = _Parts(marks, [len(run.blocks) for run in runs])
     segments, end = [_between(parts.between[0])], 0
     for run, after in zip(runs, parts.between[1:], strict=True):
@@ -129,22 +129,10 @@ def measure(
         span = parts.blocks[end - (len(run.blocks) + 1) // 2]
         segments += [Segment(run.paths, span.grads, {STOCK: span.cost}), _between(after)]
     segments[-1] = _with_rest(subject, device, runs, segments[-1])
-    return measure_more(Costs(tuple(segments), _step(marks), tuple(runs)), subject, device, ways, progress)
-
-
-def measure_more(
-    costs: Costs,
-    subject: Subject,
-    device: Device,
-    ways: Sequence[Way],
-    progress: Callable[[float], None] = lambda share: None,
-) -> Costs:
-    """Return the costs with those of more ways, as `measure` measures them."""
-    runs, notes = costs.runs, [*costs.notes]
+    notes: list[str] = []
     wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
     progress(1 / (1 + passes))
-    segments = [*costs.segments]
     for i in range(passes):
         given = [
             some[i * _slots(run) : (i + 1) * _slots(run)] or [STOCK]
@@ -154,7 +142,7 @@ def measure_more(
             for at, new in zip(range(1, len(segments), 2), found, strict=True):  # runs, and what lies between
                 segments[at] = replace(segments[at], costs=new | segments[at].costs)
         progress((2 + i) / (1 + passes))
-    return replace(costs, segments=tuple(segments), notes=tuple(notes))
+    return Costs(tuple(segments), _step(marks), tuple(runs), tuple(notes))
 
 
 def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], whole: Way = STOCK) -> Step:
@@ -173,11 +161,16 @@ def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
     return replace(end, costs={**end.costs, REST: cost})
 
 
-def _stock_marks(subject: Subject, device: Device, runs: list[Run]) -> tuple[list[Run], list[Mark]]:
-    """Return the runs, steady only if a step cut short foretells a longer one; and the stock marks.
+def stock_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mark]]:
+    """Return the runs of a model, steady only if a step cut short foretells a longer one; and the stock marks.
 
     The rest of a model may depend on the number of blocks, such as a loss that reads them all.
+
+    Raises:
+        UsageError: the stock model cannot be run.
+
     """
+    runs = runs_of(subject)
     stock = _stock(runs)
     if cut(runs, stock):
         try:
@@ -208,7 +201,7 @@ def _possible(run: Run, ways: Sequence[Way]) -> list[Way]:
     found = []
     for way in ways:
         try:
-            with changed(run.blocks[:1], [way], run.blocks[0], STOCK):
+            with changed(run.blocks[:1], [way]):
                 found.append(way)
         except UsageError:  # there is nothing in the block that it changes
             continue
@@ -289,15 +282,15 @@ def _marks(
         changed([*running.values()], [ways[i] for i in running], model, whole),
         skipped([every[i] for i in without]),
     ):
-        timeline = Timeline(device, [*model.parameters(), *model.buffers()])
-        with timeline, hooked(running, timeline.mark):
-            timeline.mark("start")
-            outputs = subject.run()
-            timeline.mark("loss")
+        meter = Meter([*model.parameters(), *model.buffers()], device)
+        with meter, hooked(running, meter.mark):
+            meter.mark("start")
+            outputs = subject.forward()
+            meter.mark("loss")
             differentiate(subject.name, outputs)
-            timeline.mark("end")
+            meter.mark("end")
         model.zero_grad(set_to_none=True)
-    return filled(timeline.marks, standing)
+    return filled(meter.marks, standing)
 
 
 class _Parts:

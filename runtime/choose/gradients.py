@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +12,14 @@ from fitact.runtime.restore import Run, generators, has_no_values, loss_of, real
 from fitact.runtime.torch_internals import tree_leaves
 from fitact.text import one_line
 
-from .detect import activation_sites
 from .records import Gradient
-from .trials import Plan, stock
+from .replacement import Change
 
 Gradients = Sequence[Tensor | None]
 
 
-def gradient_error(
-    model: nn.Module, run: Run, own: frozenset[type], plan: Plan, *, attempt: int = 0, baseline: Plan = stock
-) -> Gradient:
-    """Run a model forward and backward, as it is and with a plan, from the same random numbers.
+def gradient_error(model: nn.Module, run: Run, baseline: Change, change: Change) -> Gradient:
+    """Run a model forward and backward, as the baseline and with a change, from the same random numbers.
 
     The output's `loss` is differentiated, or an output of one number, or else the sum of all outputs times normal
     random numbers. The parameters' `grad` stays as it is.
@@ -31,10 +27,8 @@ def gradient_error(
     Args:
         model: the model, which is unchanged in the end.
         run: runs it.
-        own: further classes that are activations.
-        plan: replaces its activations.
-        attempt: chooses the random numbers, as in `traces`.
-        baseline: what the model is compared with.
+        baseline: makes it what it is compared with.
+        change: what is compared.
 
     Returns:
         The error, or why it could not be measured.
@@ -42,18 +36,17 @@ def gradient_error(
     """
     if has_no_values(model):
         return Gradient(note="the model's tensors have no values")
-    gradients = partial(_gradients, model, run, own, attempt)
     try:
-        return compared(gradients(baseline), gradients(plan))
+        return compared(*(_gradients(model, run, one) for one in (baseline, change)))
     except Exception as error:  # the conversion is valid without this measurement
         return Gradient(note=one_line(error))
 
 
-def _gradients(model: nn.Module, run: Run, own: frozenset[type], attempt: int, plan: Plan) -> Gradients:
-    with torch.inference_mode(False), torch.enable_grad(), generators(model, attempt), unchanged(model):
+def _gradients(model: nn.Module, run: Run, change: Change) -> Gradients:
+    with torch.inference_mode(False), torch.enable_grad(), generators(model), unchanged(model):
         if not model.training:
             model.train()
-        with plan(activation_sites(model, own)):
+        with change(model):
             loss = _loss(real(run)(model))
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             return torch.autograd.grad(loss, trained, allow_unused=True)

@@ -22,8 +22,6 @@ class SiteRecord:
         before: name of its class or function, e.g. `"GELUActivation"`.
         after: what stands there now, e.g. `"gelu_fewbit3"`, or the context that it runs in; None if left alone.
         reason: why it is left alone, or another note; `""` for neither.
-        saved_before, saved_after: bytes that autograd saves for it, before and after; None if not measured.
-        shared: whether a later operation saves the same storage as its output; None if not measured.
 
     """
 
@@ -32,28 +30,6 @@ class SiteRecord:
     before: str
     after: str | None
     reason: str = ""
-    saved_before: int | None = None
-    saved_after: int | None = None
-    shared: bool | None = None
-
-
-@dataclass(frozen=True)
-class Unseen:
-    """An activation that a module computes in its own `forward`, so that it cannot be replaced.
-
-    Attributes:
-        name: path of the module, or of several with a star for numbers, e.g. `"model.layers.*.mlp.experts"`.
-        saved: bytes that only its pointwise operations save, for all such modules together.
-        operations: PyTorch's functions that save them, those that save most first.
-
-    """
-
-    name: str
-    saved: int
-    operations: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"not seen: {self.name} saves {_size([self.saved])} through {', '.join(self.operations)}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +40,9 @@ class ModuleRecord:
         name: path of the module, or of several with a star for numbers, e.g. `"model.layers.*.mlp"`.
         count: how many such modules there are.
         before: bytes that all of them save as they are.
-        after: bytes that they save in a context of `fitact.saving`.
+        after: bytes that they save converted.
+        how: in which ways a context stores what they save, those for most bytes first: `"recomputed"`, `"8 bits"`,
+            `"mask in bits"`, `"index in fewer bytes"`, `"itself"`; without a context none.
 
     """
 
@@ -72,6 +50,7 @@ class ModuleRecord:
     count: int
     before: int
     after: int
+    how: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,10 +84,9 @@ class Conversion:
         sites: one record for each site, in the model's own order.
         dry_run: whether the model was left unchanged.
         saved_before, saved_after: bytes that autograd saves for the whole model; None if not measured.
-        unseen: activations that no module holds, those that save most first, if measured.
         gradient: how far the gradient is from the baseline's; None if not requested.
         note: why there are no sites; `""` if there are some.
-        modules: what each module saves in a context, if that was measured; those that saved most first.
+        modules: what each module saves, if that was measured; those that saved most first.
 
     """
 
@@ -116,7 +94,6 @@ class Conversion:
     dry_run: bool = False
     saved_before: int | None = None
     saved_after: int | None = None
-    unseen: tuple[Unseen, ...] = ()
     gradient: Gradient | None = None
     note: str = ""
     modules: tuple[ModuleRecord, ...] = ()
@@ -137,36 +114,38 @@ class Conversion:
 
 
 MIB = 2**20
-UNKNOWN = "-"
 ROWS = 12  # of the modules that saved most; one row for all others
 
 
 def _lines(conversion: Conversion) -> Iterator[str]:
-    """Yield the lines of the table; sites that differ only by numbers in their paths share a row."""
+    """Yield the lines of the tables; sites that differ only by numbers in their paths share a row."""
     groups: dict[tuple[object, ...], list[SiteRecord]] = {}
     for site in conversion.sites:
-        like = (_starred(site.name), site.before, site.after, _starred(site.reason), site.shared)
+        like = (_starred(site.name), site.before, site.after, _starred(site.reason))
         groups.setdefault(like, []).append(site)
-    measured = any(site.saved_before is not None for site in conversion.sites)
-    head = ("site", "", "was", "would be" if conversion.dry_run else "is")
-    rows = [head + (("saved", "now", "shared") if measured else ()) + ("note",)]
-    rows += [_row(group, measured) for group in groups.values()]
-    if len(conversion) != 1 or conversion.sites[0].kind != "module" or conversion.sites[0].reason:
-        yield from columns(rows, "<><<>>" if measured else "<>")
+    if conversion.note:
+        yield conversion.note
+    elif len(conversion) != 1 or conversion.sites[0].kind != "module" or conversion.sites[0].reason:
+        site_head = ("site", "", "was", "would be" if conversion.dry_run else "is", "note")
+        yield from columns([site_head, *map(_row, groups.values())])
     else:
         (site,) = conversion.sites
         verb = "would run" if conversion.dry_run else "runs"
         yield f"{site.name or 'the model'}, {site.before}, {verb} in {site.after}"
     if conversion.modules:
-        yield from columns([("module", "", "saved", "now"), *_module_rows(conversion.modules)], "<>>>")
-    yield from map(str, conversion.unseen)
+        how = ("how it is stored now",) if any(one.how for one in conversion.modules) else ()
+        yield from columns(
+            [("module", "", "saved", "now", *how), *_module_rows(conversion.modules, bool(how))], "<>>><"
+        )
+        if any("itself" in one.how and one.after for one in conversion.modules):
+            yield "itself: nothing cheap gives it; inputs and products of matrices are not computed again"
     if summary := "; ".join(_summary(conversion)):
         yield summary
     if conversion.gradient is not None:
         yield str(conversion.gradient)
 
 
-def _module_rows(modules: Sequence[ModuleRecord]) -> Iterator[tuple[str, ...]]:
+def _module_rows(modules: Sequence[ModuleRecord], how: bool) -> Iterator[tuple[str, ...]]:
     """Yield rows of the modules that saved most, and one of all others."""
     large, rest = list(modules[:ROWS]), modules[ROWS:]
     if rest:
@@ -174,19 +153,15 @@ def _module_rows(modules: Sequence[ModuleRecord]) -> Iterator[tuple[str, ...]]:
         large.append(ModuleRecord("all others", count, before, after))
     for one in large:
         times = f"×{one.count}" if one.count > 1 else ""
-        yield one.name or "the model", times, _size([one.before]), _size([one.after])
+        ways = (", ".join(one.how),) if how else ()
+        yield one.name or "the model", times, _size(one.before), _size(one.after), *ways
 
 
-def _row(group: Sequence[SiteRecord], measured: bool) -> tuple[str, ...]:
+def _row(group: Sequence[SiteRecord]) -> tuple[str, ...]:
     site = group[0]
     alone = len(group) == 1
     name, reason = (text if alone else _starred(text) for text in (site.name, site.reason))
-    times = "" if alone else f"×{len(group)}"
-    row: tuple[str, ...] = (name or "the model", times, site.before, site.after or "left alone")
-    if measured:
-        shared = UNKNOWN if site.shared is None else "yes" if site.shared else "no"
-        row += (_size([one.saved_before for one in group]), _size([one.saved_after for one in group]), shared)
-    return (*row, reason)
+    return name or "the model", "" if alone else f"×{len(group)}", site.before, site.after or "left alone", reason
 
 
 def _starred(text: str) -> str:
@@ -196,19 +171,18 @@ def _starred(text: str) -> str:
 
 def _summary(conversion: Conversion) -> Iterator[str]:
     """Yield how many activations were replaced, and what the model saves, as far as that is known."""
-    if not any(site.kind == "module" for site in conversion.sites):
+    if any(site.kind == "activation" for site in conversion.sites):
         yield f"{len(conversion.replaced)} of {len(conversion)} {'would be ' * conversion.dry_run}replaced"
-    if conversion.saved_before is not None and conversion.saved_after is not None:
-        share = 100 * conversion.saved_after / max(conversion.saved_before, 1)
-        before, after = _size([conversion.saved_before]), _size([conversion.saved_after])
+    before, after = conversion.saved_before, conversion.saved_after
+    if before is not None and after is not None:
         saves = "would save" if conversion.dry_run else "saves"
-        yield f"the model {saves} {after} for backward instead of {before}, {share:.1f} %"
+        if before == after:
+            yield f"the model {saves} {_size(after)} for backward as before, 0 % less"
+        else:
+            share = 100 * after / max(before, 1)
+            yield f"the model {saves} {_size(after)} for backward instead of {_size(before)}, {share:.1f} %"
 
 
-def _size(counts: Sequence[int | None]) -> str:
+def _size(count: int) -> str:
     """Return bytes in MiB; less than a MiB exactly."""
-    known = [count for count in counts if count is not None]
-    if not known:
-        return UNKNOWN
-    total = sum(known)
-    return f"{total / MIB:,.1f} MiB" if total >= MIB else f"{total:,} bytes"
+    return f"{count / MIB:,.1f} MiB" if count >= MIB else f"{count:,} bytes"

@@ -1,12 +1,12 @@
-"""What replaces an activation, also one that no example reaches; putting it in, and putting the original back."""
+"""Generated activations in place of a model's own: what a method has for each, those that pay, putting them in."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,18 +14,19 @@ from torch import nn
 
 from fitact.errors import UsageError
 from fitact.runtime.kernels.registry import registered
+from fitact.runtime.measure.saved import Saved
 from fitact.runtime.restore import check_model
-from fitact.runtime.saving.modules import detach
 from fitact.runtime.torch_internals import uncompiled
 from fitact.runtime.wrappers import Held, InPlace
-from fitact.text import starred
+from fitact.text import one_line, starred
 
-from .detect import ActivationSite, activation_sites, recognise
+from .detect import ActivationSite, Found, activation_sites, recipe, recognise, shipped_class
 from .probe import PLAIN, argument_of, computes
-from .records import Conversion, SiteRecord
-from .trials import Plan, Trace
+from .records import SiteRecord
 
+Change = Callable[[nn.Module], AbstractContextManager[Any]]  # changes a model until the context ends
 Sites = Sequence[ActivationSite]
+Substitutes = Mapping[type[nn.Module], type[nn.Module]]
 ORIGINAL = "_fitact_original"  # the attribute of a replacement that holds the original, outside its modules
 
 
@@ -37,14 +38,12 @@ class Replacement:
         kind: the class of the replacement; None to leave the activation alone.
         in_place: whether it must overwrite its input.
         reason: why it is left alone, or another note.
-        missing: whether it is left alone because nothing is shipped.
 
     """
 
     kind: type[nn.Module] | None = None
     in_place: bool = False
     reason: str = ""
-    missing: bool = False
 
     @property
     def label(self) -> str | None:
@@ -67,7 +66,67 @@ class Replacement:
         return module
 
 
-def put(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) -> None:
+@dataclass(frozen=True)
+class Policy:
+    """A rule that chooses replacements.
+
+    Attributes:
+        method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`; None to replace only by `substitutes`.
+        bits: the most bits kept per element; None for the method's default.
+        substitutes: generated classes by the classes they replace; they come before the method.
+
+    """
+
+    method: str | None
+    bits: int | None = None
+    substitutes: Substitutes = field(default_factory=dict)
+
+    def replacement(self, site: ActivationSite) -> Replacement:
+        """Return the replacement for a site."""
+        found = site.found
+        if found.converted:
+            return Replacement(reason=f"already {found.before}")
+        if found.refusal:
+            return Replacement(reason=found.refusal)
+        given = self.substitutes.get(type(site.held))
+        if given is not None:
+            return _in_place(Replacement(given, bool(getattr(site.held, "inplace", False))), found)
+        if self.method is None:
+            return Replacement()
+        kind = None if site.activation is None else shipped_class(site.activation, self.method, self.bits)
+        if kind is None:
+            return Replacement(reason=_missing(found, self.method, self.bits))
+        width = registered(kind).bits
+        narrow = self.bits is not None and 0 < width < self.bits
+        note = f"{width} bit{'s' if width > 1 else ''}: none of {self.bits} is shipped" if narrow else ""
+        return _in_place(Replacement(kind, found.in_place, note), found)
+
+
+def _in_place(replacement: Replacement, found: Found) -> Replacement:
+    """Refuse an in-place replacement where it is of no use."""
+    if not replacement.in_place or replacement.kind is None:
+        return replacement
+    if registered(replacement.kind).keeps_output:
+        return Replacement(reason="in place: a method that keeps the output needs another tensor for it")
+    if not found.keeps_input:
+        return Replacement(reason="in place: it keeps only its output, as most layers do")
+    return replacement
+
+
+def _missing(found: Found, method: str, bits: int | None) -> str:
+    """Return why nothing is shipped for an activation, and how to make it."""
+    command = recipe(found, method, bits)
+    if found.activation is None and not found.formula:
+        return "fitact does not know it: fit its formula with fitact fit, and pass replace={its class: yours}"
+    if found.activation and not found.parameters:
+        return f"{method}: nothing is shipped for {found.activation}; if there is a fit, {command} makes it"
+    return f"not shipped: {command}; then fitact codegen, and pass replace={{its class: yours}}"
+
+
+# ------------------------------------------------------------------------------------------------- putting them in
+
+
+def put_in(sites: Sites, replacements: Sequence[Replacement]) -> None:
     """Replace what is chosen; a module at several sites gets a single replacement."""
     made: dict[Any, nn.Module] = {}
     for site, replacement in zip(sites, replacements, strict=True):
@@ -82,9 +141,10 @@ def put(sites: Sequence[ActivationSite], replacements: Sequence[Replacement]) ->
 
 
 @contextmanager
-def putting(replacements: Sequence[Replacement], sites: Sequence[ActivationSite]) -> Iterator[None]:
-    """Replace what is chosen until the context ends."""
-    put(sites, replacements)
+def putting(replacements: Sequence[Replacement], own: frozenset[type], model: nn.Module) -> Iterator[None]:
+    """Replace what is chosen until the context ends; `own` are further classes that are activations."""
+    sites = activation_sites(model, own)
+    put_in(sites, replacements)
     try:
         yield
     finally:
@@ -92,26 +152,8 @@ def putting(replacements: Sequence[Replacement], sites: Sequence[ActivationSite]
             site.put(site.held)
 
 
-def plan(replacements: Sequence[Replacement]) -> Plan:
-    """Return replacements as a plan for a measurement."""
-    return partial(putting, replacements)
-
-
-def revert(model: nn.Module) -> Conversion:
-    """Put back in place what `convert` and `Plan.apply` changed.
-
-    Args:
-        model: the model, which is changed in place; a model that is not converted stays as it is. Each activation
-            becomes the same module or function as before.
-
-    Returns:
-        What was put back.
-
-    Raises:
-        UsageError: the model is not an nn.Module.
-
-    """
-    model = inner(model)
+def put_back(model: nn.Module) -> list[SiteRecord]:
+    """Put the originals of all replacements back, and return what was done."""
     records = []
     for site in activation_sites(model):
         original = vars(site.held).get(ORIGINAL) if isinstance(site.held, nn.Module) else None
@@ -123,10 +165,7 @@ def revert(model: nn.Module) -> Conversion:
         found = recognise(original)
         after = type(original).__name__ if found is None else found.before
         records.append(SiteRecord(site.path, "activation", site.found.before, after))
-    for path, module in model.named_modules():
-        if detach(module):
-            records.append(SiteRecord(path, "module", "saving", type(module).__name__))
-    return Conversion(tuple(records))
+    return records
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -138,57 +177,78 @@ def inner(model: nn.Module) -> nn.Module:
     return inner
 
 
-# ----------------------------------------------------------------------------------- sites that no example reaches
+# -------------------------------------------------------------------------------------------------- those that pay
 
-ATTEMPTS = 8  # a layer that is left out half the time is run in one of them, except in 1 case of 256
+MORE = "the model would save {:,} bytes more with it than without"
+OVERWRITTEN = "a later operation overwrites its output, so no method can keep the output"
 
 
-def attempt(sites: Sequence[ActivationSite], measure: Callable[[int], Trace]) -> tuple[int, Trace]:
-    """Find random numbers with which the model runs each activation or one like it; return them and the trace.
+def paying(
+    sites: Sites,
+    policy: Policy,
+    replacements: Sequence[Replacement],
+    count: Callable[[Sequence[Change]], list[Saved]],
+) -> tuple[list[Replacement], Saved, Saved]:
+    """Leave activations alone whose replacements cannot be used, or save more than they do.
 
-    Otherwise layers that a model leaves out at random would be measured as keeping nothing.
+    This is decided for all layers at once that differ only by numbers in their paths, so that layers that example
+    inputs do not reach are treated as those that they reach.
 
     Args:
         sites: where the activations are.
-        measure: runs the stock model with the random numbers of an attempt.
+        policy: what chose their replacements; those of its `substitutes` stay even where they save more, because
+            the user chose them.
+        replacements: one for each site.
+        count: counts what the model saves with each of several changes.
+
+    Returns:
+        The replacements, and what the model saves as it is and with them.
 
     """
-    likes = [_like(site) for site in sites]
-    reached = dict.fromkeys(range(ATTEMPTS), 0)
-    found: dict[int, Trace] = {}
-    for i in reached:
-        found[i] = measure(i)
-        usages = found[i].usages
-        reached[i] = len({like for like, usage in zip(likes, usages, strict=True) if usage.shared is not None})
-        if reached[i] == len({*likes}) or not found[i].random:
+    own = frozenset(policy.substitutes)
+    first: dict[Any, str] = {}
+    paths = [first.setdefault(site.key, site.path) for site in sites]
+    groups = [(site.found.before, starred(path)) for site, path in zip(sites, paths, strict=True)]
+    given = {group for group, site in zip(groups, sites, strict=True) if type(site.held) in own}
+    found = list(replacements)
+
+    def wanted() -> list[Any]:
+        return list(dict.fromkeys(group for group, one in zip(groups, found, strict=True) if one.kind))
+
+    def change(only: Sequence[Any]) -> Change:
+        pairs = zip(groups, found, strict=True)
+        return partial(putting, [one if group in only else Replacement() for group, one in pairs], own)
+
+    def leave(group: Any, reason: str) -> None:
+        found[:] = [
+            replace(one, kind=None, in_place=False, reason=reason) if mine == group and one.kind else one
+            for mine, one in zip(groups, found, strict=True)
+        ]
+
+    (before,) = count([change([])])
+    try:
+        (after,) = count([change(groups)])
+        usable = after.overwritten <= before.overwritten
+    except UsageError:
+        usable = False
+    if not usable:
+        for group in wanted():
+            try:
+                (alone,) = count([change([group])])
+                if alone.overwritten > before.overwritten:
+                    leave(group, OVERWRITTEN)
+            except UsageError as error:
+                leave(group, f"its replacement cannot be run: {one_line(error.__cause__ or error)}")
+        (after,) = count([change(groups)])
+    while some := [group for group in wanted() if group not in given]:
+        without = count([change([other for other in groups if other != group]) for group in some])
+        size, group = max(zip((after.bytes - one.bytes for one in without), some, strict=True), key=itemgetter(0))
+        if size <= 0:
             break
-    most = max(found, key=reached.__getitem__)  # the first of equals
-    return most, found[most]
-
-
-def as_likes(
-    sites: Sequence[ActivationSite], replacements: Sequence[Replacement], stock: Trace
-) -> list[Replacement]:
-    """Give each unreached site what most sites like it get; sites of one module get the same."""
-    reached = [usage.shared is not None for usage in stock.usages]
-    models: dict[Any, list[tuple[Replacement, ActivationSite]]] = {}
-    for site, replacement, was in zip(sites, replacements, reached, strict=True):
-        if was and not site.found.refusal and not site.found.converted:
-            models.setdefault(_like(site), []).append((replacement, site))
-    given: dict[Any, Replacement] = {}
-    found = []
-    for site, replacement, was in zip(sites, replacements, reached, strict=True):
-        likes = models.get(_like(site))
-        if likes and not was and not site.found.refusal and not site.found.converted:
-            counts = Counter((like.kind, like.in_place) for like, _ in likes)
-            (kind, in_place), _ = counts.most_common(1)[0]
-            model = next(one.path for like, one in likes if (like.kind, like.in_place) == (kind, in_place))
-            reason = f"example_inputs do not reach it: treated as {model}"
-            replacement = given.setdefault(site.key, Replacement(kind, in_place, reason))
-        found.append(replacement)
-    return found
-
-
-def _like(site: ActivationSite) -> tuple[str, str]:
-    """Return a key that the same activation has in every layer."""
-    return site.found.before, starred(site.path)
+        leave(group, MORE.format(size))  # one at a time: without it, others may pay
+        (after,) = count([change(groups)])
+    if after.bytes > before.bytes and some:  # what several of them save together, one of them alone would not
+        for group in some:
+            leave(group, MORE.format(after.bytes - before.bytes))
+        (after,) = count([change(groups)])
+    return found, before, after

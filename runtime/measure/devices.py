@@ -43,6 +43,11 @@ class Device:
     launch: float
     source: str
 
+    @property
+    def kernels(self) -> str:
+        """Whose kernels decide what is kept: `"cpu"` or `"cuda"`."""
+        return "cpu" if self.name.startswith("CPU") else "cuda"
+
     def seconds(self, traffic: int, products: int, products32: int, rest: int) -> float:
         """Return how long an operation takes, by bytes moved and by FLOPs of the three kinds."""
         computing = products / self.products + products32 / self.products32 + rest / self.rest

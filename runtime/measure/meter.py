@@ -1,4 +1,4 @@
-"""Following a training step: the bytes that are alive, and the work, from mark to mark."""
+"""The meter: the bytes that are alive in a training step, what is kept for backward, and the work, in one pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fitact.runtime.modes import OperationMode
+from fitact.runtime.restore import differentiate, generators
 from fitact.runtime.torch_internals import ATTENTION, GROUPED, storage_id, tree_iter
 
-from .devices import CURVED, Device
+from .devices import CURVED, DEVICES, USUAL, Device
+from .saved import Saved, count_saved
+from .subjects import Subject
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
@@ -34,19 +37,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
 
 # Operations that take about CURVED FLOPs for each element; the others count one.
 HEAVY = (
-    "exp",
-    "erf",
-    "tanh",
-    "gelu",
-    "silu",
-    "sigmoid",
-    "softmax",
-    "mish",
-    "softplus",
-    "pow",
-    "log",
-    "sin",
-    "cos",
+    *("exp", "erf", "tanh", "gelu", "silu", "sigmoid", "softmax", "mish", "softplus", "pow", "log", "sin", "cos"),
 )
 
 
@@ -92,16 +83,21 @@ class Mark:
     work: Work
 
 
-class Timeline(OperationMode):
+class Meter(OperationMode):
     """Counts storages while they are alive, and the work of operations.
 
     Args:
-        device: how long operations take.
         there: tensors that exist before and are not counted.
+        device: how long operations take.
+
+    Attributes:
+        level, peak: bytes that are alive; the most since the last mark.
+        work: since the last mark.
+        marks: moments of the step.
 
     """
 
-    def __init__(self, device: Device, there: Iterable[Tensor]) -> None:
+    def __init__(self, there: Iterable[Tensor] = (), device: Device = DEVICES[USUAL]) -> None:
         super().__init__()
         self.device = device
         self.level = self.peak = 0
@@ -117,12 +113,12 @@ class Timeline(OperationMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if func.namespace == "prim":  # a question
+        if func.namespace == "prim" or func is torch.ops.aten.detach.default:  # a question, or a name
             return result
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
                 self._born(leaf)
-        if not func.is_view and func is not torch.ops.aten.detach.default:
+        if not func.is_view:
             self.work += self._work(func, args, kwargs, result)
         return result
 
@@ -151,3 +147,42 @@ class Timeline(OperationMode):
         heavy = func.namespace == "fitact" or any(word in func.overloadpacket.__name__ for word in HEAVY)
         rest = max((leaf.numel() for leaf in tensors), default=0) * (CURVED if heavy else 1)
         return Work(self.device.seconds(traffic, 0, 0, rest), 0, traffic)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A training step of a model.
+
+    Attributes:
+        saved: what autograd keeps from forward to backward.
+        forward, backward: the work of both passes.
+        peak: the most bytes alive, without parameters, buffers and inputs.
+
+    """
+
+    saved: Saved
+    forward: Work
+    backward: Work
+    peak: int
+
+
+def whole_step(subject: Subject) -> Measured:
+    """Run a training step once, and count all of it.
+
+    Raises:
+        UsageError: the model cannot be run, or nothing in it is trained.
+
+    """
+    model = subject.model
+    with generators(model), subject.environment(), Meter([*model.parameters(), *model.buffers()]) as meter:
+        try:
+            with count_saved(model, detail=True) as saved:
+                outputs = subject.forward()
+            saved.release()  # so that backward frees it
+            meter.mark("loss")
+            differentiate(subject.name, outputs)
+            meter.mark("end")
+        finally:
+            model.zero_grad(set_to_none=True)
+    forward, backward = meter.marks
+    return Measured(saved, forward.work, backward.work, max(forward.peak, backward.peak))

@@ -7,51 +7,29 @@ PyTorch built for CUDA.) `fitact.runtime.measure.sources` makes the models.
 from __future__ import annotations
 
 import re
-import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from fitact.arguments import integer
 from fitact.errors import FitactError, JobError, UsageError, quote
-from fitact.runtime.modes import OperationMode
-from fitact.runtime.restore import loss_of
-from fitact.runtime.torch_internals import (
-    BATCH_NORM,
-    FakeTensorMode,
-    buffers_in,
-    parameters_in,
-    quiet_fake_tensors,
-    tree_leaves,
-    tree_map_only,
-)
+from fitact.runtime.restore import Inputs
+from fitact.runtime.torch_internals import FakeTensorMode
 from fitact.text import few, one_line
 
+from .subjects import Subject, blocks_of
+from .twins import Twins, fake
+
 LORA_RANK = 8
-NORMS = (
-    torch.ops.aten.native_batch_norm,
-    BATCH_NORM,
-    torch.ops.aten.native_group_norm,
-    torch.ops.aten.native_layer_norm,
-)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of a model."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 Example = tuple[nn.Module, Inputs]
@@ -144,28 +122,15 @@ class Prepared:
             made = self.source.inputs(self.model, batch, seq)
         return _converted(made, self.mode, self.dtype)
 
+    def subject(self, inputs: Inputs, autocast: torch.dtype | None = None, device: str = "cuda") -> Subject:
+        """Return the model with what runs it; arguments are those of `Subject`."""
+        return Subject(self.name, self.model, inputs, self.mode, autocast, device)
+
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Run forward, and return what backward starts from: the loss if there is one, or all outputs."""
-        statistics = nullcontext() if self.mode is None else Statistics()
-        with self.mode or nullcontext(), statistics, without_packing(), quiet_fake_tensors():
-            output = self.model(*inputs.args, **inputs.kwargs)
-        return starts(output, self.name)
-
-
-def starts(output: Any, name: str) -> list[Tensor]:
-    """Return what backward starts from: the loss of a model's output if there is one, or all its tensors.
-
-    Args:
-        output: what the model returned.
-        name: of the model, for the UsageError that no tensor depends on what is trained.
-
-    """
-    loss = loss_of(output)
-    leaves = tree_leaves(output) if loss is None else [loss]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not tensors:
-        raise UsageError(f"{name}: no output depends on what is trained")
-    return tensors
+        subject = self.subject(inputs, device="cpu")
+        with subject.environment():
+            return subject.forward()
 
 
 def prepare(
@@ -208,10 +173,9 @@ def prepare(
     model.train()
     with _meta(mode):
         (training or Training()).apply(model)
-    if mode is None:
-        model.to(dtype)
-    else:
-        _make_fake(model, mode, dtype)
+    model.to(dtype)
+    if mode is not None:
+        model, _ = Twins(mode).of(model)
     return Prepared(source.name, model, source, dtype, mode), _converted(inputs, mode, dtype)
 
 
@@ -219,72 +183,12 @@ def _meta(mode: FakeTensorMode | None) -> Any:
     return nullcontext() if mode is None else torch.device("meta")
 
 
-class Statistics(OperationMode):
-    """Gives fake norms the statistics of real norms, which are in float32 if any parameter is.
-
-    PyTorch's fake kernels for the CPU give them the input's dtype, which has half as many bits under autocast.
-    """
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        if func.overloadpacket not in NORMS or args[0].dtype == torch.float32:
-            return result
-        if not any(isinstance(other, Tensor) and other.dtype == torch.float32 for other in args[1:]):
-            return result
-        return (result[0], *(statistic.to(torch.float32) for statistic in result[1:]))
-
-
-@contextmanager
-def without_packing() -> Iterator[None]:
-    """Tell transformers that each row is one sequence.
-
-    It reads the values of position_ids to find packed sequences, and would take fake ones for packed.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
-        yield
-        return
-    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
-        yield
-
-
-def _make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-    """Replace all tensors of a model by fake ones on the CPU; shared tensors stay shared."""
-    made: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            copy = _faked(tensor.detach(), mode, dtype)
-            if isinstance(tensor, nn.Parameter):
-                with mode:
-                    copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = copy
-        return made[id(tensor)]
-
-    kept = []  # holds the tensors, so that no address is used again
-    for module in model.modules():
-        places: tuple[dict[str, Any], ...] = (parameters_in(module), buffers_in(module), vars(module))
-        for tensors in places:
-            for name, tensor in list(tensors.items()):
-                if isinstance(tensor, Tensor):
-                    kept.append(tensor)
-                    tensors[name] = fake(tensor)
-
-
-def _faked(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
-    kind = dtype if tensor.is_floating_point() else tensor.dtype
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
-
-
 def _converted(inputs: Inputs, mode: FakeTensorMode | None, dtype: torch.dtype) -> Inputs:
-    def convert(tensor: Tensor) -> Tensor:
-        if mode is None:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-        return _faked(tensor, mode, dtype).requires_grad_(tensor.requires_grad)
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 
-    args, kwargs = tree_map_only(Tensor, convert, (inputs.args, dict(inputs.kwargs)))
-    return Inputs(args, kwargs)
+    made = inputs.mapped(lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor)
+    return made if mode is None else made.mapped(partial(fake, mode))
 
 
 def some(names: Iterable[str]) -> str:
@@ -310,36 +214,6 @@ def imported(name: str) -> ModuleType:
         raise UsageError(f"{name} is not installed: pip install {name}") from None
     except Exception as error:
         raise UsageError(f"{name} cannot be imported: {one_line(error)}") from None
-
-
-# ------------------------------------------------------------------------------------------------ parts of a model
-
-
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks of a model, by name.
-
-    The longest nn.ModuleList or nn.Sequential gives the class of a block: its most frequent one. All modules of
-    that class are blocks. A model that repeats nothing is itself the only block.
-    """
-    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    counts: list[tuple[int, type]] = []
-    for module in model.modules():
-        if isinstance(module, containers):
-            classes = Counter(
-                type(child)
-                for child in module.children()
-                if any(child.children()) and not isinstance(child, containers)
-            )
-            counts += [(count, kind) for kind, count in classes.most_common(1) if count > 1]
-    if not counts:
-        return [("", model)]
-    kind = max(counts, key=lambda pair: pair[0])[1]
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if type(module) is kind and not inside:
-            found.append((name, module))
-    return found
 
 
 def _add_lora(model: nn.Module, layers: Sequence[str], rank: int) -> None:

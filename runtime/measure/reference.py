@@ -140,3 +140,27 @@ def relu_block(batch: int = 2, seq: int = 4096) -> Example:
 def composed_block(batch: int = 1, seq: int = 2048) -> Example:
     """Block of the formula 34bsh + 5bs²a: attention not fused, 16 heads, hidden 1024, three dropouts."""
     return _with_input(Block(nn.GELU(), 16, HIDDEN, fused=False, dropout=0.1), batch, seq)
+
+
+def closed_form(batch: int, seq: int, hidden: int, heads: int, element: int = 2) -> dict[str, int]:
+    """Return the bytes that a transformer layer keeps, by term: 34bsh + 5bs²a if an element has 2 bytes.
+
+    Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198,
+    section 4.1: attention that is not fused, an MLP that expands 4 times, three dropouts with masks of one byte
+    per element. The mean and deviation that a norm keeps for each row are not counted.
+
+    Args:
+        batch: b.
+        seq: s.
+        hidden: h.
+        heads: a.
+        element: bytes of an activation's element.
+
+    """
+    unit, scores = batch * seq * hidden, batch * seq * seq * heads
+    return {
+        "attention": (5 * element + 1) * unit,  # the inputs of q, k, v and of the projection, q, k, v, a mask
+        "scores": (2 * element + 1) * scores,  # softmax, its dropout, a mask: fused attention does not keep these
+        "mlp": (9 * element + 1) * unit,  # its input, the activation's input and output, a mask
+        "norms": 2 * element * unit,
+    }

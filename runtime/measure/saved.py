@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +26,7 @@ from fitact.runtime.kernels.registry import is_generated
 from fitact.runtime.modes import OperationMode, watching_saved
 from fitact.runtime.restore import following
 from fitact.runtime.saving import blocks
-from fitact.runtime.torch_internals import (
-    COPY_TO,
-    is_operator,
-    storage_id,
-)
+from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, version_of
 
 ACTIVATIONS = frozenset(
     [
@@ -81,27 +77,44 @@ class Kept:
     kind: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Saved:
     """The distinct storages that autograd has kept so far.
 
     Attributes:
-        storages: the storages by identity; held here, so that no address is used again.
+        storages: the storages by identity; held here, so that no address is used again, until `release`.
+        sizes: their bytes, likewise.
         kept: the same storages as records; empty unless the count is detailed.
         kinds: the kinds of operations that kept anything, if the count is detailed.
         owned: identities of the storages that modules own; these are never counted.
+        versions: tensors of these storages, with how often each had been changed in place when it was kept.
+        place: where in the modules the forward pass is; None unless the count is detailed.
 
     """
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     owned: set[int] = field(default_factory=set)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    place: Place | None = None
 
     @property
     def bytes(self) -> int:
         """Their total size in bytes."""
-        return sum(storage.nbytes() for storage in self.storages.values())
+        return sum(self.sizes.values())
+
+    def release(self) -> None:
+        """Hold no storage any more; the count is closed."""
+        self.storages.clear()
+        self.versions.clear()
+        self.place = None
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether something that is kept has been changed in place since, so that backward cannot use it."""
+        return any(version_of(tensor) != version for tensor, version in self.versions)
 
     def by_kind(self, module: str = "") -> dict[str, int]:
         """Return bytes by kind, the largest first, of the module with this path; by default of all."""
@@ -122,7 +135,20 @@ class Saved:
         if storage_id(storage) in self.owned or storage_id(storage) in self.storages:
             return False
         self.storages[storage_id(storage)] = storage
+        self.sizes[storage_id(storage)] = storage.nbytes()
+        self.versions.append((tensor.detach(), version_of(tensor)))
         return True
+
+
+counts: list[Saved] = []  # that are open
+
+
+def keep_unseen(tensors: Iterable[Any]) -> None:
+    """Count tensors that autograd keeps, and does not show: those of a checkpoint."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            for saved in counts:
+                saved.add(tensor)
 
 
 def _sums(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
@@ -154,7 +180,9 @@ def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
     }
     saved = Saved(owned=owned)
     with ExitStack() as stack:
-        place = stack.enter_context(place_in(modules, owned)) if detail else None
+        place = saved.place = stack.enter_context(place_in(modules, owned)) if detail else None
+        counts.append(saved)
+        stack.callback(counts.remove, saved)
 
         def see(tensor: Tensor) -> None:
             new, storage = saved.add(tensor), tensor.untyped_storage()
@@ -189,8 +217,12 @@ class Place:
         """Return the record of a storage that is kept now."""
         modules = [module for _, module in self.running]
         kind = "weights" if storage_id(storage) in self.copies else _kind(modules, self.operation)
-        name = self.running[-1][0] if self.running else ""
-        return Kept(storage.nbytes(), name, self.operation, kind)
+        return Kept(storage.nbytes(), self.module, self.operation, kind)
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that is running."""
+        return self.running[-1][0] if self.running else ""
 
 
 @contextmanager

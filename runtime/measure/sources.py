@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from fitact.arguments import integer
 from fitact.errors import UsageError, quote
+from fitact.runtime.restore import Inputs
 from fitact.text import LISTED, one_line
 
-from .prepare import Example, Inputs, Source, imported, some
+from .prepare import Example, Source, imported, some
 
 HEADS = {
     "none": "AutoModel",

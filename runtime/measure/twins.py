@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.restore import Copying
+from fitact.runtime.restore import Copying, Inputs, Run
 from fitact.runtime.torch_internals import FakeTensor, FakeTensorMode
 
 
@@ -34,8 +34,8 @@ class Twins:
             modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
             self.mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {key: twin for key, (tensor, twin) in self.made.items() if _alike(tensor, twin)}
-        faked = partial(fake, self.mode)
-        with Copying(faked, faked):
+        made = partial(fake, self.mode)
+        with Copying(made, made):
             twin = copy.deepcopy(model, memo)
         self.made |= {id(tensor): (tensor, memo[id(tensor)]) for tensor in tensors if id(tensor) in memo}
         return twin, self.mode
@@ -57,3 +57,8 @@ def fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     with mode:
         twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return twin.requires_grad_(tensor.requires_grad)
+
+
+def faked(run: Run, mode: FakeTensorMode) -> Run:
+    """Return what runs a model with fake inputs; a function of the user's makes its own."""
+    return run.mapped(partial(fake, mode)) if isinstance(run, Inputs) else run

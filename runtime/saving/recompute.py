@@ -322,10 +322,10 @@ class Reading:
 
     """
 
-    __slots__ = ("_computed", "_guard", "_layout", "_saved_at")
+    __slots__ = ("_guard", "_layout", "_saved_at", "computed")
 
     def __init__(self, computed: Computed | Quantised, tensor: Tensor, outside: bool) -> None:
-        self._computed, self._layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
+        self.computed, self._layout, self._saved_at = computed, layout_of(tensor), version_of_saved(tensor)
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
         self._guard = computed.guard
@@ -335,4 +335,4 @@ class Reading:
         if self._guard is not None and version_of_saved(self._guard) != self._saved_at:
             raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
         with quietly() if torch.is_grad_enabled() else without_torch_function():
-            return self._computed.read(self._layout)
+            return self.computed.read(self._layout)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from fitact.planning.make import plan, planner
     from fitact.planning.record import load_plan
     from fitact.runtime.choose.convert import convert
-    from fitact.runtime.choose.replacement import revert
-    from fitact.runtime.choose.ways import revert_plan
+    from fitact.runtime.choose.ways import revert
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.saving import checkpoint, hooks, saving
 
@@ -45,7 +44,6 @@ __all__ = [
     "plan",
     "planner",
     "revert",
-    "revert_plan",
     "saving",
     "shipped",
 ]
@@ -61,14 +59,17 @@ LAZY = {
     "load_plan": "fitact.planning.record",
     "plan": "fitact.planning.make",
     "planner": "fitact.planning.make",
-    "revert": "fitact.runtime.choose.replacement",
-    "revert_plan": "fitact.runtime.choose.ways",
+    "revert": "fitact.runtime.choose.ways",
     "saving": "fitact.runtime.saving",
 }
 
 
 # Names of once, by those that do the same now.
-OLD = {"rebuild": "fitact.convert(model)", "converted_functions": "fitact.saving()"}
+OLD = {
+    "rebuild": "fitact.convert(model)",
+    "converted_functions": "fitact.saving()",
+    "revert_plan": "fitact.revert(model)",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -18,6 +19,13 @@ def columns(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = align.ljust(len(widths), "<")
     return ["  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in rows]
+
+
+def three(value: float) -> str:
+    """Return a number with three significant digits."""
+    value = float(f"{value:.2e}")
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(digits, 0)}f}"
 
 
 def few(names: Sequence[str]) -> str:

@@ -261,24 +261,35 @@ def test_the_report() -> None:
     tensor, narrow = 512 * HIDDEN * 4, 512 * WIDTH * 4  # of an MLP's hidden numbers, and between layers
     statistics = 512 * 2 * 4
     assert report.modules == (
-        ModuleRecord("layers.*.mlp", 2, 2 * 3 * tensor, 2 * 2 * tensor),
-        ModuleRecord("layers.*.mlp.down", 2, 2 * tensor, 0),
-        ModuleRecord("layers.*.norm", 2, 2 * (narrow + statistics), 2 * (narrow + statistics)),
-        ModuleRecord("layers.*.mlp.gate", 2, 2 * narrow, 0),
-        ModuleRecord("head", 1, narrow, narrow),
+        ModuleRecord("layers.*.mlp", 2, 2 * 3 * tensor, 2 * 2 * tensor, ("itself", "recomputed")),
+        ModuleRecord("layers.*.mlp.down", 2, 2 * tensor, 0, ("recomputed",)),
+        ModuleRecord("layers.*.norm", 2, 2 * (narrow + statistics), 2 * (narrow + statistics), ("itself",)),
+        ModuleRecord("layers.*.mlp.gate", 2, 2 * narrow, 0, ("recomputed",)),
+        ModuleRecord("head", 1, narrow, narrow, ("itself",)),
     )
     assert str(report).splitlines() == [
         'the model, Model, runs in saving("exact")',
-        "module                         saved            now",
-        "layers.*.mlp       ×2        1.5 MiB        1.0 MiB",
-        "layers.*.mlp.down  ×2  524,288 bytes        0 bytes",
-        "layers.*.norm      ×2  139,264 bytes  139,264 bytes",
-        "layers.*.mlp.gate  ×2  131,072 bytes        0 bytes",
-        "head                    65,536 bytes   65,536 bytes",
+        "module                         saved            now  how it is stored now",
+        "layers.*.mlp       ×2        1.5 MiB        1.0 MiB  itself, recomputed",
+        "layers.*.mlp.down  ×2  524,288 bytes        0 bytes  recomputed",
+        "layers.*.norm      ×2  139,264 bytes  139,264 bytes  itself",
+        "layers.*.mlp.gate  ×2  131,072 bytes        0 bytes  recomputed",
+        "head                    65,536 bytes   65,536 bytes  itself",
+        "itself: nothing cheap gives it; inputs and products of matrices are not computed again",
         "the model saves 1.2 MiB for backward instead of 2.3 MiB, 51.5 %",
         "the gradient equals the baseline's, bit for bit",
     ]
     assert str(fitact.convert(model, dry_run=True)) == 'the model, Model, would run in saving("exact")'
+
+
+def test_how_everything_is_stored() -> None:
+    """By error class; dropout's mask in bits, and what attention saves in more bits than the rest."""
+    model = made()
+    for error, bits in (("rounding", "8 bits"), ("coarse", "4 bits")):
+        report = fitact.convert(model, error=error, example_inputs=X, dry_run=True)
+        rows = {one.name: one.how for one in report.modules}
+        assert bits in rows["layers.*.mlp"] and bits in rows["layers.*.norm"]
+        assert rows["layers.*.drop"] == ("mask in bits",)
 
 
 def test_nothing_to_save() -> None:
@@ -288,7 +299,7 @@ def test_nothing_to_save() -> None:
         report = fitact.convert(model, example_inputs=X)
         assert [(site.after, site.reason) for site in report] == [(None, "it has nothing to save")]
         assert report.saved_before == report.saved_after and not report.replaced and not attached(model)
-        assert "it has nothing to save" in str(report)
+        assert "it has nothing to save" in str(report) and "as before, 0 % less" in str(report)
         fitact.convert(model)  # without inputs it is not known
         assert attached(model) == [""]
 
@@ -350,8 +361,10 @@ def test_wrong_input(given: dict[str, Any], message: str) -> None:
 
 
 def test_names_of_once() -> None:
-    for name, now in (("rebuild", r"fitact\.convert\(model\)"), ("converted_functions", r"fitact\.saving\(\)")):
-        with pytest.raises(AttributeError, match=rf"^fitact\.{name} is now {now}$"):
+    names = {"rebuild": r"convert\(model\)", "converted_functions": r"saving\(\)"}
+    names |= {"revert_plan": r"revert\(model\)"}
+    for name, now in names.items():
+        with pytest.raises(AttributeError, match=rf"^fitact\.{name} is now fitact\.{now}$"):
             getattr(fitact, name)
 
 
@@ -361,8 +374,9 @@ def test_lazy_and_untrained_models() -> None:
         fitact.convert(lazy, example_inputs=X)
     fitact.convert(lazy)
     lazy(X).sum().backward()
-    with pytest.raises(UsageError, match="nothing is saved"):
-        fitact.convert(made().requires_grad_(False), example_inputs=X)
+    frozen = made().requires_grad_(False)
+    report = fitact.convert(frozen, example_inputs=X)
+    assert (report.saved_before, report.saved_after, report.replaced) == (0, 0, ()) and not attached(frozen)
 
 
 # ------------------------------------------------------------------------------ what stays as it is

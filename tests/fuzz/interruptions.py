@@ -29,7 +29,7 @@ COMMANDS = {
     "codegen --standalone": ["codegen", "--standalone"],
     "plot": ["plot", "-o", "picture.svg"],
     "show": ["show", "gelu"],
-    "plan": ["plan", "mine:mine", "--gib", "1", "--no-front", "-o", "plan.json"],
+    "plan": ["plan", "mine:mine", "--gib", "1", "-o", "plan.json"],
 }
 WRITING = tuple(command for command in COMMANDS if command != "show")
 MINE = """

@@ -10,7 +10,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,23 @@ import fitact
 from fitact.cli import main
 from fitact.errors import UsageError
 from fitact.planning import make
-from fitact.planning import problem as problems
-from fitact.planning.make import Planner
-from fitact.planning.problem import Problem
+from fitact.planning.make import ONE_BLOCK, Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
+from fitact.runtime.choose.checkpoints import Checkpointed
 from fitact.runtime.choose.costs import Costs, Step
 from fitact.runtime.choose.costs import step as measured_step
-from fitact.runtime.choose.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, WAYS, Checkpointed, Way, changed
+from fitact.runtime.choose.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, WAYS, Way, changed
 from fitact.runtime.measure import devices
 from fitact.runtime.measure.devices import DEVICES, Device
-from fitact.runtime.measure.meter import Timeline
-from fitact.runtime.measure.peak import peak_memory
-from fitact.runtime.measure.prepare import Inputs, Training, prepare
+from fitact.runtime.measure.meter import Meter
+from fitact.runtime.measure.prepare import Training, prepare
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.measure.sources import hugging_face
+from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS
 from fitact.runtime.torch_internals import storage_id
+from tests.support.peak import peak_memory
 
 CPU = dataclasses.replace(DEVICES["t4"], name="CPU of a test")
 LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
@@ -127,8 +127,7 @@ def equal(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
 def counted(model: nn.Module, inputs: Inputs) -> tuple[int, int, int]:
     """Return a real step's peak, by fitact's counter and PyTorch's tracker; and what is saved but for inputs."""
     owned = [*model.parameters(), *model.buffers()]
-    timeline = Timeline(CPU, owned)
-    with timeline:
+    with Meter(owned, CPU) as meter:
         step(model, inputs)
     model.zero_grad(set_to_none=True)
     tracked = peak_memory(lambda: step(model, inputs), model)["total"]
@@ -138,15 +137,15 @@ def counted(model: nn.Module, inputs: Inputs) -> tuple[int, int, int]:
     del output
     given = {storage_id(one) for one in (*inputs.args, *inputs.kwargs.values())}
     kept = sum(one.nbytes() for key, one in saved.storages.items() if key not in given)
-    return timeline.peak + sum(one.nbytes for one in owned), tracked, kept
+    return meter.peak + sum(one.nbytes for one in owned), tracked, kept
 
 
 def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str, share: float) -> Plan:
     """Plan for a share of the way from the least memory to the stock model's; apply, compare, revert."""
     low = planner.least(error)
-    assert not planner.plan(low * (1 - 1e-3) / GIB, error, front=False).fits
+    assert not planner.plan(low * (1 - 1e-3) / GIB, error).fits
     room = low + share * (planner.fixed + planner.costs.stock.peak - low)
-    plan = planner.plan(room / GIB, error, front=False)
+    plan = planner.plan(room / GIB, error)
     assert plan.fits and plan.peak <= room
     assert any(group.way != "stock" for group in plan.groups)
     assert from_json(plan.to_json()) == plan
@@ -160,7 +159,7 @@ def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str
         assert saved == pytest.approx(plan.kept, rel=0.01)
     if error == "exact":
         assert equal(results(twin, inputs), results(model, inputs))
-    fitact.revert_plan(twin)
+    fitact.revert(twin)
     assert [type(one) for one in twin.modules()] == [type(one) for one in model.modules()]
     return plan
 
@@ -170,7 +169,7 @@ def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str
 def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
     model, inputs = small(kind, lora)
     planner = fitact.planner(model, example_inputs=inputs, optimizer="none", device=CPU)
-    assert sentence(planner.plan(64, "exact", front=False)).startswith("fits as it is")
+    assert sentence(planner.plan(64, "exact")).startswith("fits as it is")
     for error, share in (("exact", 0.15), ("exact", 0.5), ("rounding", 0.5), ("coarse", 0.5), ("coarse", 1e-3)):
         check_applied(model, Inputs((), inputs), planner, error, share)
 
@@ -195,7 +194,7 @@ def test_what_is_outside_of_the_blocks_saves_less_too(autocast: str | None) -> N
     given = {"example_inputs": dict(inputs.kwargs), "optimizer": "none", "device": CPU, "autocast": autocast}
     plans = fitact.planner(model, **given, error="exact")
     low, stock = plans.least("exact"), plans.costs.stock.peak + plans.fixed
-    plan = plans.plan((low + 0.5 * (stock - low)) / GIB, "exact", front=False)
+    plan = plans.plan((low + 0.5 * (stock - low)) / GIB, "exact")
     assert (REST.name, ("",)) in [dataclasses.astuple(group) for group in plan.groups]
 
     def run() -> list[Tensor | None]:
@@ -220,22 +219,32 @@ def planner() -> Planner:
 
 def planned(error: str, front: bool = False) -> Plan:
     """Return the plan for a little more than the least memory."""
-    low = planner().plan(1e-9, error, front=False)
+    low = planner().plan(1e-9, error)
     return planner().plan(low.peak * 1.1 / GIB, error, front=front)
 
 
 def test_a_planner_plans_as_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = stack()
     low = planner().least("exact")
-    assert low == planner().plan(1e-9, "exact", front=False).peak
+    assert low == planner().plan(1e-9, "exact").peak
     gib = low * 1.1 / GIB
-    given: dict[str, Any] = {"example_inputs": x, "optimizer": "none", "device": CPU, "front": False}
+    given: dict[str, Any] = {"example_inputs": x, "optimizer": "none", "device": CPU}
     own = fitact.plan(model, gib=gib, error="exact", **given)
     monkeypatch.setattr(make, "measure", None)  # it has measured
-    assert planner().plan(gib, "exact", front=False) == own
-    assert planner().plan(gib, "coarse", front=False).seconds <= own.seconds
+    assert planner().plan(gib, "exact") == own
+    assert planner().plan(gib, "coarse").seconds <= own.seconds
     with pytest.raises(UsageError, match="expected exact"):
         planner().least("none")
+
+
+def test_a_planner_plans_up_to_its_error() -> None:
+    model, x = stack()
+    exact = fitact.planner(model, example_inputs=x, optimizer="none", device=CPU, error="exact")
+    assert exact.least("exact") == planner().least("exact")
+    for ask in (exact.least, partial(exact.plan, 1)):
+        with pytest.raises(UsageError, match=r"error 'rounding': expected exact$"):
+            ask("rounding")
+    assert {point.error for point in exact.plan(1, "exact", front=True).points} == {"exact"}
 
 
 def costs() -> Costs:
@@ -294,7 +303,7 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
     plan.apply(one)
     again.apply(other)
     assert [type(m).__name__ for m in one.modules()] == [type(m).__name__ for m in other.modules()]
-    with pytest.raises(UsageError, match="revert_plan"):
+    with pytest.raises(UsageError, match=r"call fitact\.revert"):
         plan.apply(one)
     compiled = stack()[0]
     compiled.compile()
@@ -364,10 +373,11 @@ def test_a_plan_for_another_model_changes_nothing() -> None:
 
 def test_what_does_not_fit_says_what_would() -> None:
     model, _ = stack()
-    plan = planner().plan(1e-6, "rounding", front=False)
+    plan = planner().plan(1e-6, "rounding")
     assert not plan.groups
-    assert "does not fit" in str(plan)
-    assert "GiB of it weights, gradients and optimizer" in str(plan)
+    assert "does not fit" in str(plan) and "\nto do: take a smaller batch" in str(plan)
+    assert "MiB of it weights, gradients and optimizer" in str(plan)
+    assert planner().plan(1e-6, "rounding", front=True).plot(format="svg")
     with pytest.raises(UsageError, match="does not fit"):
         plan.apply(model)
 
@@ -378,13 +388,14 @@ def test_wrong_arguments() -> None:
         ({"gib": -1}, "gib"),
         ({"gib": 0}, "gib: expected a number above 0, 1.04858e\\+06 or less, got 0"),
         ({"front": "no"}, "front: expected True or False, got 'no'"),
+        ({"blocks": "third.*"}, "blocks 'third.\\*': no module has such a path; there are first"),
         ({"error": "none"}, "expected exact"),
         ({"device": "abacus"}, "expected a100"),
         ({"optimizer": "lion"}, "expected adamw"),
         ({"autocast": "int8"}, "autocast"),
     ):
         with pytest.raises(UsageError, match=message):
-            fitact.plan(model, **({"gib": 1, "example_inputs": x, "front": False} | given))  # type: ignore[arg-type]
+            fitact.plan(model, **({"gib": 1, "example_inputs": x} | given))  # type: ignore[arg-type]
 
 
 def test_devices() -> None:
@@ -424,7 +435,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path = tmp_path / "plan.json"
     model = ["fitact.runtime.measure.reference:relu_mlp", "--batch", "1", "--seq", "64"]
     assert main(["plan", *model, "--gib", "8", "--device", "t4", "-o", str(path)]) == 0
-    assert "fits as it is" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert (
+        "fits as it is\nto do: nothing, train the model as it is\n" in printed and f"note: {ONE_BLOCK}" in printed
+    )
     assert [group.blocks for group in fitact.load_plan(path).groups] == [("",)]
 
 
@@ -453,11 +467,57 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
         done = measured_step(subject, device, runs, ways, whole)
         return dataclasses.replace(done, peak=done.peak + (high - low) // 8)
 
-    monkeypatch.setattr(problems, "step", noted)
-    found = planner().plan((planner().fixed + room) / GIB, "exact", front=False)
+    monkeypatch.setattr(make, "step", noted)
+    found = planner().plan((planner().fixed + room) / GIB, "exact")
     assert found.fits
     assert len(tried) > 1
     assert len(tried) == len({tuple(one) for one in tried})
+
+
+class Experts(nn.Module):
+    """Written by hand: each expert gets the tokens that chose it, so that shapes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.gate = nn.ModuleList(Block(32) for _ in range(3)), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        for i, expert in enumerate(self.experts):
+            where = (chosen == i).nonzero()[:, 0]
+            x = x.index_add(0, where, expert(x[where]))
+        return x.square().mean()
+
+
+def test_shapes_that_depend_on_values_are_planned_with_values() -> None:
+    """The peak is that of real training; without values there is one line that says what to do."""
+    torch.manual_seed(0)
+    model, inputs = Experts(), Inputs((torch.randn(300, 32),))
+    planner = fitact.planner(model, example_inputs=inputs.args, optimizer="none", device=CPU)
+    low, stock = planner.least("exact"), planner.fixed + planner.costs.stock.peak
+    plan = planner.plan((low + stock) / 2 / GIB, "exact")
+    assert any(group.way != "stock" for group in plan.groups)
+    assert type(model.experts[0]) is Block and model.gate.weight.grad is None
+    expected = results(model, inputs)
+    plan.apply(model)
+    assert equal(results(model, inputs), expected)
+    peak, *_ = counted(model, inputs)
+    assert peak == pytest.approx(plan.peak, rel=0.01)
+    with (
+        torch.device("meta"),
+        pytest.raises(UsageError, match=r"it reads a tensor's value .* give a model and inputs"),
+    ):
+        fitact.plan(Experts(), gib=1, example_inputs=torch.empty(300, 32))
+
+
+def test_blocks_that_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), Block(64), nn.Sequential(nn.Tanh(), Block(64)))
+    given: dict[str, Any] = {"example_inputs": torch.randn(99, 64), "optimizer": "none", "device": CPU}
+    whole = fitact.planner(model, **given)
+    assert whole.notes == (ONE_BLOCK,) and whole.plan(1, "exact").groups[0].blocks == ("",)
+    named = fitact.planner(model, **given, blocks=["1", "2.1", "2.*"])
+    assert not named.notes and [run.paths for run in named.costs.runs] == [("1",), ("2.0",), ("2.1",)]
+    assert named.least("exact") <= whole.least("exact")
 
 
 MINE = """
@@ -479,7 +539,7 @@ def test_the_largest_size(
     (tmp_path / "sizes_of_mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    call = "plan sizes_of_mine:mine --gib 0.0015 --error exact --no-front --batch 3 --seq 17"
+    call = "plan sizes_of_mine:mine --gib 0.0015 --error exact --batch 3 --seq 17"
     assert main([*call.split(), "--largest", name]) == 0
     size = int(re.findall(rf"the largest {name} that fits is (\d+)", capsys.readouterr().out)[0])
     assert size > 1
@@ -489,7 +549,7 @@ def test_the_largest_size(
         printed = capsys.readouterr()
         assert f": {verdict}" in printed.out
         assert ("no plan fits 0.0015 GiB: a step takes at least 0.0015" in printed.err) == bool(more)
-        assert [Path(file).exists() for file in files[1::2]] == [not more] * 2
+        assert [Path(file).exists() for file in files[1::2]] == [not more, True]  # the picture in any case
 
 
 def test_no_size_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.choose.costs import measure, step
-from fitact.runtime.choose.short import cut
-from fitact.runtime.choose.subjects import Subject, of_model, of_prepared, runs_of
 from fitact.runtime.choose.ways import FULL, SELECTIVE, STOCK, WAYS, Way
+from fitact.runtime.measure.blocks import cut, runs_of
 from fitact.runtime.measure.devices import DEVICES
 from fitact.runtime.measure.prepare import prepare
 from fitact.runtime.measure.sources import hugging_face
+from fitact.runtime.measure.subjects import Subject, copied
 
 DEVICE = DEVICES["t4"]
 EXACT, ROUNDING = WAYS["exact"], WAYS["rounding"]
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def subject(model: nn.Module) -> Subject:
-    return of_model(model, torch.randn(2, 16, 8), None, "cpu")
+    return copied(model, torch.randn(2, 16, 8), None, "cpu")
 
 
 ROWS = {
@@ -69,7 +69,7 @@ def test_a_step_cut_short_is_the_whole_step(ways: list[Way], frozen: int) -> Non
     for block in [model.embed, *model.blocks][: frozen + 1 if frozen else 0]:
         block.requires_grad_(False)
     of = subject(model)
-    runs = runs_of(of, DEVICE)
+    runs = runs_of(of)
     assert [len(run.blocks) for run in runs] == ([5, 4] if frozen else [9])
     assert all(run.steady for run in runs)
     assert cut(runs, ways)
@@ -84,7 +84,7 @@ def test_a_step_cut_short_is_the_whole_step(ways: list[Way], frozen: int) -> Non
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_moe"])
 def test_full_size_models_are_cut_short(kind: str) -> None:
     prepared, inputs = prepare(hugging_face(kind), batch=2, seq=64)
-    of = of_prepared(prepared, inputs)
+    of = prepared.subject(inputs)
     costs = measure(of, DEVICE, [STOCK])
     assert all(run.steady for run in costs.runs)
     ways = [STOCK for run in costs.runs for _ in run.blocks]
@@ -102,5 +102,5 @@ def test_blocks_that_work_differently_are_not_cut_short() -> None:
     block = model.blocks[3]
     assert isinstance(block, Block)
     block.times = 2
-    (run,) = runs_of(subject(model), DEVICE)
+    (run,) = runs_of(subject(model))
     assert not run.steady

@@ -17,12 +17,10 @@ from benchmarks import kept
 from fitact.fitter.numerics.dtypes import rounded
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.reading import read
-from fitact.planning.make import Planner
-from fitact.planning.problem import Problem
+from fitact.planning.make import Planner, Problem
 from fitact.planning.programme import peak
 from fitact.planning.record import GIB
 from fitact.runtime.choose.compare import measure
-from fitact.runtime.choose.subjects import of_prepared
 from fitact.runtime.choose.ways import FULL, STOCK
 from fitact.runtime.measure.devices import USUAL, device_of
 from fitact.runtime.measure.prepare import Training, prepare
@@ -357,13 +355,13 @@ def test_times_in_the_context() -> None:
 def test_the_plan() -> None:
     """What is computed again beyond the stock model, beside checkpointing of all blocks; and the least memory."""
     prepared, inputs = prepare(hugging_face("llama"), Training(lora=("all",)), batch=8, seq=2048)
-    planner = Planner(of_prepared(prepared, inputs), "adamw", device_of(USUAL))
+    planner = Planner(prepared.subject(inputs), "adamw", device_of(USUAL))
     problem = Problem(planner.costs, "exact")
     segments = planner.costs.segments
     full = sum(
         one.count * (one.costs[FULL].work.flops - one.costs[STOCK].work.flops) for one in segments if one.paths
     )
-    plans = [planner.plan(24, error, front=False) for error in ("rounding", "exact")]
+    plans = [planner.plan(24, error) for error in ("rounding", "exact")]
     less = [100 - 100 * plan.flops_again / full for plan in plans]
     bytes_of = (
         planner.fixed + planner.costs.stock.peak,

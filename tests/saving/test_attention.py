@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
-from fitact.runtime.choose.baselines import checkpointed
-from fitact.runtime.measure.peak import peak_memory
+from fitact.runtime.choose.ways import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
+from tests.support.peak import peak_memory
 from tests.support.saving import HALF, cast, differences, kept, kept_of, loss_of, observed, pair, train
 
 SETTINGS = {
@@ -420,7 +420,7 @@ def test_models(name: str, setting: str) -> None:
     blocks = [one for one in baseline.modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):
         after, before = (kept_of(one, lambda one=one: run(one, wide)) for one in (model, baseline))
-        with count_saved(baseline) as selective, checkpointed(blocks, selective, selective=True):
+        with count_saved(baseline) as selective, changed(blocks, [SELECTIVE] * len(blocks)):
             y = run(baseline, wide)
     del y
     assert after < (0.5 * before if name in SDPA else selective.bytes)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitact.runtime.measure.peak import peak_memory
 from fitact.runtime.saving.blocks import BITS, columns_of, decode, encode, nbytes
 from fitact.runtime.torch_internals import FakeTensorMode
+from tests.support.peak import peak_memory
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(128, 256), (100, 192), (3, 5, 64), (64, 96), (70, 97), (33, 130), (1000,), (200, 1), (1, 1), (0, 64)]

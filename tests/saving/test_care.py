@@ -18,10 +18,10 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fitact
-from fitact.runtime.measure.peak import peak_memory
 from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import MLP, MODELS, SETTINGS, Gate, Own, Read, RMSNorm
 from tests.support.lifetimes import HELD, lifetimes
+from tests.support.peak import peak_memory
 from tests.support.saving import HALF, X, agree, cast, differences, kept, loss_of, observed, pair, train
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.measure.peak import peak_memory
 from fitact.runtime.measure.prepare import imported
 from tests.support.around import AROUND
 from tests.support.blocks import SETTINGS
 from tests.support.convolutions import IMAGES as X
 from tests.support.convolutions import KINDS, UNITS, unit
+from tests.support.peak import peak_memory
 from tests.support.saving import HALF, agree, cast, differences, kept, observed, pair, train
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import fitact
 from fitact import saving
-from fitact.runtime.measure.peak import peak_memory
-from fitact.runtime.measure.prepare import imported, without_packing
+from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure.subjects import without_packing
 from fitact.runtime.measure.twins import Twins
 from fitact.runtime.saving.loss import PIECE
+from tests.support.peak import peak_memory
 
 WIDTH = 8
 PRECISIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import fitact
 from fitact import saving
-from fitact.runtime.choose.baselines import checkpointed
-from fitact.runtime.measure.peak import peak_memory
-from fitact.runtime.measure.prepare import blocks_of
+from fitact.runtime.choose.ways import SELECTIVE, changed
 from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
+from fitact.runtime.measure.subjects import blocks_of
 from fitact.runtime.torch_internals import storage_id, tree_leaves
 from tests.support.models import NEWER, batch_of, made, step
+from tests.support.peak import peak_memory
 from tests.support.saving import HALF, cast, differences, gradients
 
 PRECISIONS = {"float32": (torch.float32, None), "bfloat16": (HALF, None), "autocast": (torch.float32, HALF)}
@@ -100,7 +100,7 @@ def test_gradients_and_bytes(name: str, precision: str) -> None:
     blocks = [block for _, block in blocks_of(baseline)]
 
     def selective(saved: Saved) -> AbstractContextManager[Any]:
-        return checkpointed(blocks, saved, selective=True)
+        return changed(blocks, [SELECTIVE] * len(blocks))
 
     def exact(_: Saved) -> AbstractContextManager[Any]:
         return saving()

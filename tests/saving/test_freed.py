@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fitact
-from fitact.runtime.measure.peak import peak_memory
+from tests.support.peak import peak_memory
 
 
 class Block(nn.Module):

@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
-from fitact.runtime.measure.peak import peak_memory
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.torch_internals import innermost_mode
 from tests.support.around import AROUND
 from tests.support.blocks import SETTINGS
 from tests.support.calls import CALLS, WIDE, Feed
 from tests.support.lifetimes import HELD, lifetimes
+from tests.support.peak import peak_memory
 from tests.support.saving import (
     HALF,
     X,

@@ -67,7 +67,7 @@ class Seen:
         found: dict[Quantised, list[Tensor]] = {}
         for tensor, stored in self.packed:
             if type(stored) is Reading:
-                found.setdefault(stored._computed, []).append(tensor)
+                found.setdefault(stored.computed, []).append(tensor)
         return found
 
     def bytes(self) -> int:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import fitact
-from fitact.runtime.measure.peak import peak_memory
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import gpu_kernels
 from tests.support.models import TIMM_CONV, VIT, batch_of, inputs_of, made, step
+from tests.support.peak import peak_memory
 from tests.support.processes import run
 from tests.support.saving import HALF, cast, differences, gradients, kept_of
 

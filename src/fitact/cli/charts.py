@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fitact.pictures import blank, defaults, save
 
 if TYPE_CHECKING:
-    from fitact.runtime.choose.compared import Report, Row
+    from fitact.runtime.choose.compare import Report, Row
 from .memory_tables import GIB, MIB, sizes
 
 # What fitact changes comes first, in the strongest colour.

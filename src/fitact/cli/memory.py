@@ -171,10 +171,7 @@ def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
     "--gib",
     type=FiniteRange(0, MOST_GIB, min_open=True),
     metavar="G",
-    help="Also find the largest batch and the longest sequence that fit in this many GiB.",
-)
-@click.option(
-    "--peak", is_flag=True, help="Also track the peak of a training step; takes minutes for large models."
+    help="Also find the largest batch and the longest sequence whose training steps fit in this many GiB.",
 )
 @click.option("--bytes", "exact", is_flag=True, help="Print bytes, not MiB.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Draw a bar chart: PNG, SVG or PDF.")
@@ -185,7 +182,6 @@ def memory(
     budgets: Sequence[float],
     no_compiler: bool,
     gib: float | None,
-    peak: bool,
     exact: bool,
     output: Path | None,
     numbers: Path | None,
@@ -224,7 +220,6 @@ def memory(
             budgets=() if no_compiler else once(budgets),
             gib=gib,
             optimizer=asked.optimizer,
-            peak=peak,
             progress=partial(advance, bar, 0),
         )
     if output is not None:

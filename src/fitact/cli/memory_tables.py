@@ -10,7 +10,7 @@ from fitact.text import columns
 from .options import say
 
 if TYPE_CHECKING:
-    from fitact.runtime.choose.compared import Report
+    from fitact.runtime.choose.compare import Report
 
 
 KIB = 2**10
@@ -40,28 +40,16 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
         f"{which} keeps {size(block)}{' bytes' if exact else ''}",
     ]
     text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
-    if report.closed_form is not None:
-        scores = report.closed_form["scores"]
-        whole = sum(report.closed_form.values())
-        wide = "float32" in (report.autocast or report.dtype)
-        form = f"by the count {'66bsh + 9bs²a, 34bsh + 5bs²a in 16 bits' if wide else '34bsh + 5bs²a'}"
-        text += [
-            f"{form}, with three dropouts: {size(whole)}; without the scores, "
-            f"which fused attention does not keep: {size(whole - scores)}, {_percent(scores / whole)} less"
-        ]
-    text += ["", *columns(*_table(report, size))]
-    if any(row.batch is not None or row.seq is not None for row in report.rows):
-        text += _room(report)
+    text += ["", *columns(*_table(report, size)), *_fixed(report)]
     return text + [f"note: {note}" for note in report.notes]
 
 
 def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, ...]], str]:
     """Return the rows, and the alignment of their columns."""
-    head = ["", "kept", "of stock", "replaced", "FLOPs again", "traffic again"]
-    peaks = any(row.peak is not None for row in report.rows)
+    head = ["", "kept", "of stock", "replaced", "FLOPs again", "traffic again", "peak"]
     batches = any(row.batch is not None for row in report.rows)
     lengths = any(row.seq is not None for row in report.rows)
-    head += ["peak"] * peaks + ["batch"] * batches + ["seq"] * lengths
+    head += ["batch"] * batches + ["seq"] * lengths
     table = [tuple(head)]
     for row in report.rows:
         again = row.traffic != 0
@@ -69,25 +57,27 @@ def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, 
         line += ["" if row.replaced is None else f"{row.replaced} of {report.sites}"]
         line += [_percent(row.flops) if again else ""]
         line += ["" if not again else "-" if row.traffic is None else _percent(row.traffic)]
-        mark = "~" if row.scaled else ""
-        line += ["" if row.peak is None else size(row.peak)] * peaks
+        mark = "~" if row.peak is None else ""
+        line += ["-" if row.peak is None else size(row.peak)]
         line += ["" if row.batch is None else f"{mark}{row.batch:,}"] * batches
         line += ["" if row.seq is None else f"{mark}{row.seq:,}"] * lengths
         table.append(tuple(line))
     return table, "<" + ">" * (len(head) - 1)
 
 
-def _room(report: Report) -> list[str]:
+def _fixed(report: Report) -> list[str]:
+    """Return lines on what peaks hold, and on the largest sizes."""
     fixed = {
         "parameters": report.parameter_bytes,
         "gradients": report.gradient_bytes,
         report.optimizer: report.optimizer_bytes,
     }
     parts = " + ".join(f"{count / GIB:.2f} GiB {name}" for name, count in fixed.items() if count)
-    scaled = "; ~: scaled from stock, not measured" if any(row.scaled for row in report.rows) else ""
-    return [
-        f"batch, seq: the largest, each with the other as above, that fits {report.gib:g} GiB with {parts}{scaled}"
-    ]
+    text = [f"peak: of a training step, with {parts}"]
+    if report.gib is not None:
+        scaled = "; ~: scaled from stock" if report.rows[-1].peak is None else ""
+        text += [f"batch, seq: the largest whose peak fits {report.gib:g} GiB, the other as above{scaled}"]
+    return text
 
 
 def _percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +42,13 @@ from .options import FILE, advance, progress, say
     type=click.Choice(["batch", "seq"]),
     help="Plan for the largest batch, or the longest sequence, that fits; takes a few times as long.",
 )
-@click.option("--no-front", is_flag=True, help="Leave out other ways, and plans for other memories.")
+@click.option(
+    "--blocks",
+    multiple=True,
+    metavar="PATTERN",
+    help="Paths of the blocks, e.g. 'features.*'. Repeatable.  [default: the modules that the model repeats]",
+)
+@click.option("--front", is_flag=True, help="Also other ways, and plans for other memories; --plot draws these.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
 @click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
 def plan(
@@ -51,17 +58,17 @@ def plan(
     device: str,
     measures: bool,
     largest: str | None,
-    no_front: bool,
+    blocks: tuple[str, ...],
+    front: bool,
     output: Path | None,
     picture: Path | None,
 ) -> None:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
-    Each repeated block may be left as it is, save less, or be checkpointed, fully
-    or selectively. The model and its inputs are built without memory, and nothing is downloaded. Time is predicted
-    by a model of the device. MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may
-    take batch and seq. If no plan fits, the command says what a step takes at least, writes no file, and exits
-    with status 1.
+    Each block may be left as it is, save less, or be checkpointed, fully or selectively. The model and its inputs
+    are built without memory, and nothing is downloaded. Time is predicted by a model of the device.
+    MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may take batch and seq. If no
+    plan fits, the command says what a step takes at least, writes no plan, and exits with status 1.
 
     \b
     Examples:
@@ -71,14 +78,12 @@ def plan(
       fitact plan --hf gpt2 --gib 12 --error exact --largest batch
     """
     from fitact.pictures import format_of
-    from fitact.planning.largest import largest as largest_of
     from fitact.planning.make import Planner, Words
+    from fitact.planning.make import largest as largest_of
     from fitact.planning.record import GIB
     from fitact.runtime.choose.compare import DTYPES
-    from fitact.runtime.choose.subjects import of_prepared
     from fitact.runtime.measure.devices import device_of, measured
     from fitact.runtime.measure.prepare import prepare
-    from fitact.runtime.saving import ERRORS
 
     if picture is not None:
         format_of(picture)
@@ -88,53 +93,43 @@ def plan(
     if gib is None:
         if where.memory is None:
             raise UsageError(f"{where.name}: its memory is not known: give --gib")
-        gib = where.memory / 2**30
+        gib = where.memory / GIB
     source, training = asked.source, asked.training
     of = DTYPES[asked.dtype or ("bfloat16" if asked.autocast is None else "float32")]
     if largest is not None and largest not in source.varies:
         raise UsageError(f"--largest {largest}: {source.name} takes none")
     sizes = {"batch": asked.batch, "seq": asked.seq}
     prepared, inputs = prepare(source, training, batch=asked.batch, seq=asked.seq, dtype=of)
-    kernels = "cpu" if where.name.startswith("CPU") else "cuda"
     casting = DTYPES[asked.autocast] if asked.autocast else None
+    front = front or picture is not None
 
     def planner(size: int | None = None) -> Planner:
         """Return the planner of the sizes that are given, or of another one in place of the largest."""
         now = sizes if largest is None or size is None else sizes | {largest: size}
         given = [f"{name} {count}" for name, count in now.items() if name in source.varies]
+        subject = prepared.subject(inputs if size is None else prepared.inputs(**now), casting, where.kernels)
+        words = Words(str(training), ", ".join(given) or "inputs as given")
         with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
-            return Planner(
-                of_prepared(prepared, inputs if size is None else prepared.inputs(**now), casting, kernels),
-                asked.optimizer,
-                where,
-                Words(str(training), ", ".join(given) or "inputs as given"),
-                error=error if no_front or largest is not None else ERRORS[-1],
-                progress=partial(advance, bar, 0),
-            )
+            subject = replace(subject, blocks=blocks)
+            return Planner(subject, asked.optimizer, where, words, error, partial(advance, bar, 0))
 
     if largest is None:
-        result = planner().plan(gib, error, front=not no_front)
+        result = planner().plan(gib, error, front=front)
     else:
-        limit = source.longest(prepared.model) if largest == "seq" else None
-        degree = 2 if largest == "seq" else 1
+        here, limit, degree = sizes[largest], None, 1
+        if largest == "seq":
+            limit, degree = source.longest(prepared.model), 2
         size, result = largest_of(
-            planner,
-            gib=gib,
-            error=error,
-            here=sizes[largest],
-            limit=limit,
-            degree=degree,
-            front=not no_front,
+            planner, gib=gib, error=error, here=here, limit=limit, degree=degree, front=front
         )
+        say(f"the largest {largest} that fits is {size}")
     if output is not None and result.fits:
         result.save(output)
-    if picture is not None and result.fits:
+    if picture is not None:
         result.plot(picture)
-    if largest is not None:
-        say(f"the largest {largest} that fits is {size}")
     say(str(result))
-    if not result.fits:
-        raise JobError(f"no plan fits {gib:g} GiB: a step takes at least {result.peak / GIB:.3g} GiB")
-    for path in (output, picture):
+    for path in (output if result.fits else None, picture):
         if path is not None:
             say(f"wrote {path}")
+    if not result.fits:
+        raise JobError(f"no plan fits {gib:g} GiB: a step takes at least {result.peak / GIB:.3g} GiB")

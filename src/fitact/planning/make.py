@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fitact.arguments import flags, positive
-from fitact.errors import UsageError, quote
+from fitact.errors import JobError, UsageError, quote
+from fitact.runtime.choose.capacity import Curve
 from fitact.runtime.choose.compare import DTYPES, MOST_GIB, OPTIMIZERS
-from fitact.runtime.choose.costs import Costs, measure, measure_more
-from fitact.runtime.choose.subjects import Subject, of_model
-from fitact.runtime.choose.ways import OF_BLOCKS, Way
+from fitact.runtime.choose.costs import Cost, Costs, Step, measure, step
+from fitact.runtime.choose.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, Way
 from fitact.runtime.measure.devices import USUAL, Device, device_of
+from fitact.runtime.measure.subjects import Patterns, Subject, copied
 from fitact.runtime.saving import ERRORS
 
-from .problem import Problem, chosen, points_of
-from .record import GIB, Plan, Point
+from .programme import Option, Stage, fastest, least, peak, seconds
+from .record import GIB, Group, Plan, Point
 
 if TYPE_CHECKING:
     from torch import nn
+
+WORTH = 1e-3  # of a step's time: a model that fits as it is, is not changed for less
+TRIES = 6  # of budgets, until what the programme answers also fits as measured
+FRONT = 9  # budgets of each line of the front
+EVERY = {2: "second", 3: "third", 4: "fourth"}  # of the blocks, which are checkpointed
+ONE_BLOCK = (
+    "no block repeats, so the whole model is one block: name its blocks with --blocks PATTERN, in Python blocks="
+)
+
+Answer = list[list[int]]
 
 
 def plan(
@@ -32,14 +45,16 @@ def plan(
     optimizer: str = "adamw",
     device: str | Device = USUAL,
     autocast: str | None = None,
-    front: bool = True,
+    blocks: Patterns = None,
+    front: bool = False,
 ) -> Plan:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
-    The model is copied as fake tensors: this takes no memory, and does not change the model. Each of its repeated
-    blocks may be left as it is, save less (see `fitact.saving`), or be checkpointed, fully or selectively. What
-    each choice saves, needs at its peak and computes again is counted by running the model. An integer programme
-    finds the choices with the least time.
+    The model is copied as fake tensors: this takes no memory, and does not change the model. Each of its blocks
+    may be left as it is, save less (see `fitact.saving`), or be checkpointed, fully or selectively. What each
+    choice saves, needs at its peak and computes again is counted by running the model. An integer programme finds
+    the choices with the least time. A model that reads values, such as experts whose shapes depend on their
+    tokens, is copied with its values and run with the real inputs, which takes the memory of a training step.
 
     Args:
         model: the model, with its adapters and frozen layers, in its dtype.
@@ -52,16 +67,17 @@ def plan(
         device: for which time is predicted: a name in `fitact.runtime.measure.devices.DEVICES`, or what `measured`
             there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
+        blocks: patterns (fnmatch) of the paths of the blocks; by default the modules that the model repeats.
         front: whether to find the least time for other memories, too.
 
     Returns:
         The plan, which prints, draws (`plot`), applies to a model (`apply`), and can be kept (`save`).
 
     Raises:
-        UsageError: an argument is not valid, or the model cannot be run with fake tensors.
+        UsageError: an argument is not valid, or the model cannot be run.
 
     """
-    check(gib, error)
+    _check(gib, error)
     flags(front=front)
     made = planner(
         model,
@@ -69,7 +85,8 @@ def plan(
         optimizer=optimizer,
         device=device,
         autocast=autocast,
-        error=ERRORS[-1] if front else error,
+        blocks=blocks,
+        error=error,
     )
     return made.plan(gib, error, front=front)
 
@@ -81,6 +98,7 @@ def planner(
     optimizer: str = "adamw",
     device: str | Device = USUAL,
     autocast: str | None = None,
+    blocks: Patterns = None,
     error: str = ERRORS[-1],
 ) -> Planner:
     """Measure once what each way to train each block of a model costs, for plans for several memories.
@@ -91,13 +109,14 @@ def planner(
         optimizer: as for `plan`.
         device: as for `plan`.
         autocast: as for `plan`.
-        error: the ways that it allows are measured at once, others when a plan may take them.
+        blocks: as for `plan`.
+        error: the largest error that plans may allow.
 
     Returns:
         The planner: `planner.plan(gib, error)` returns a plan, `planner.least(error)` the least bytes of a step.
 
     Raises:
-        UsageError: an argument is not valid, or the model cannot be run with fake tensors.
+        UsageError: an argument is not valid, or the model cannot be run.
 
     """
     where = device_of(device) if isinstance(device, str) else device
@@ -106,8 +125,7 @@ def planner(
     casting = None if autocast is None else DTYPES.get(autocast)
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
-    subject = of_model(model, example_inputs, casting, "cpu" if where.name.startswith("CPU") else "cuda")
-    return Planner(subject, optimizer, where, error=error)
+    return Planner(copied(model, example_inputs, casting, where.kernels, blocks), optimizer, where, error=error)
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,7 @@ class Planner:
         optimizer: as for `plan`.
         device: for which time is predicted.
         words: what plans say about the model.
-        error: the ways that it allows are measured at once, others when a plan may take them.
+        error: the largest error that plans may allow.
         progress: called with the share of the measuring that is done.
 
     Raises:
@@ -143,7 +161,7 @@ class Planner:
         error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        check_error(error)
+        _check_error(error)
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
         self.subject, self.optimizer, self.device, self.words = subject, optimizer, device, words or Words()
@@ -156,28 +174,14 @@ class Planner:
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
-        self._error = error
-        ways = self._allowed(error)
-        self._costs = measure(subject, device, ways, progress)
+        self.error = error
+        ways = [way for way in OF_BLOCKS if ERRORS.index(way.error) <= ERRORS.index(error)]
+        self.costs = measure(subject, device, ways, progress)
+        self.notes = self.costs.notes
+        if [run.paths for run in self.costs.runs] == [("",)]:
+            self.notes = (ONE_BLOCK, *self.notes)
 
-    @property
-    def costs(self) -> Costs:
-        """The costs of all ways."""
-        return self._costs_of(ERRORS[-1])
-
-    def _allowed(self, error: str) -> list[Way]:
-        """Return the ways that an error allows."""
-        return [way for way in OF_BLOCKS if ERRORS.index(way.error) <= ERRORS.index(error)]
-
-    def _costs_of(self, error: str) -> Costs:
-        """Return the costs, among them those of all ways that an error allows."""
-        there = self._allowed(self._error)
-        if ways := [way for way in self._allowed(error) if way not in there]:
-            self._costs = measure_more(self._costs, self.subject, self.device, ways)
-            self._error = error
-        return self._costs
-
-    def plan(self, gib: float, error: str, *, front: bool = True) -> Plan:
+    def plan(self, gib: float, error: str, *, front: bool = False) -> Plan:
         """Plan how to train each block, so that a step fits a memory and takes the least time.
 
         Args:
@@ -189,12 +193,9 @@ class Planner:
             UsageError: an argument is not valid.
 
         """
-        check(gib, error)
-        costs = self.costs if front else self._costs_of(error)
-        problem = Problem(costs, error)
-        room = int(gib * GIB) - self.fixed
-        groups, done = chosen(self.subject, self.device, problem, room)
-        stock = costs.stock
+        _check(gib, error, self.error)
+        groups, done = self._chosen(error, int(gib * GIB) - self.fixed)
+        stock = self.costs.stock
         again = done.work - stock.work
         return Plan(
             model=self.subject.name,
@@ -216,13 +217,8 @@ class Planner:
             stock_seconds=stock.work.seconds,
             groups=tuple(groups),
             points=self.points if front else (),
-            notes=costs.notes,
+            notes=self.notes,
         )
-
-    @cached_property
-    def points(self) -> tuple[Point, ...]:
-        """The baselines, and the front of each error."""
-        return tuple(points_of(self.costs, self.fixed))
 
     def least(self, error: str) -> int:
         """Return the least peak of a step in bytes, as measured, with the ways that an error allows.
@@ -231,21 +227,193 @@ class Planner:
             error: how far gradients may be off, as for `fitact.plan`.
 
         Raises:
-            UsageError: the error is unknown.
+            UsageError: the error is unknown, or larger than that of the planner.
 
         """
-        check_error(error)
-        _, done = chosen(self.subject, self.device, Problem(self._costs_of(error), error), 0)
-        return self.fixed + done.peak
+        _check_error(error, self.error)
+        return self.fixed + self._chosen(error, 0)[1].peak
+
+    @cached_property
+    def points(self) -> tuple[Point, ...]:
+        """The baselines, and the front of each error, by the costs of single blocks."""
+        problem = Problem(self.costs, "exact")
+
+        def point(name: str, answer: Answer, error: str = "exact", of: Problem = problem) -> Point:
+            return Point(name, error, self.fixed + peak(of.stages, answer), seconds(of.stages, answer))
+
+        stock = point("stock", problem.every(STOCK))
+        points = [stock, *(point(way.name, problem.every(way)) for way in (FULL, SELECTIVE))]
+        points += [point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()]
+        for error in ERRORS[: ERRORS.index(self.error) + 1]:
+            of = Problem(self.costs, error)
+            low, high = least(of.stages), stock.peak - self.fixed
+            line: list[Point] = []
+            for k in range(FRONT):
+                answer = fastest(of.stages, slack(low + (high - low) * k // (FRONT - 1)))
+                if answer is not None and (not line or seconds(of.stages, answer) < line[-1].seconds):
+                    line.append(point("plan", answer, error, of))
+            points += line
+        return tuple(points)
+
+    # ------------------------------------------------------------------------------- answers that fit as measured
+
+    def _chosen(self, error: str, room: int) -> tuple[list[Group], Step]:
+        """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
+        problem = Problem(self.costs, error)
+        found = self._within(problem, room)
+        if found is None:
+            answer = problem.frugal()
+            found = answer, self._step(problem, answer)
+        for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
+            less = self._within(problem, found[1].peak - 1) if found[1].peak > room else None
+            if less is None:
+                break
+            found = less
+        if found[1].peak <= room:
+            return problem.groups(found[0]), found[1]
+        return [], min(found[1], self.costs.stock, key=lambda one: one.peak)
+
+    def _within(self, problem: Problem, room: int) -> tuple[Answer, Step] | None:
+        """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
+        stock = self.costs.stock
+        limit = room
+        best: tuple[Answer, Step] | None = (problem.every(STOCK), stock) if stock.peak <= room else None
+        for _ in range(TRIES):
+            answer = fastest(problem.stages, limit)
+            if answer is None:
+                break
+            done = self._step(problem, answer)
+            if done.peak <= room:
+                if best is None or done.work.seconds < best[1].work.seconds * (1 - WORTH):
+                    best = answer, done
+                break
+            limit = peak(problem.stages, answer) - (done.peak - room)  # less than it needs by the sum
+        return best
+
+    def _step(self, problem: Problem, answer: Answer) -> Step:
+        return step(self.subject, self.device, self.costs.runs, problem.taken(answer), problem.whole(answer))
 
 
-def check(gib: float, error: str) -> None:
-    """Raise UsageError unless these are a memory in GiB and an error of gradients."""
+class Problem:
+    """The programme of a model's costs, with the ways that an error allows.
+
+    Attributes:
+        costs: the costs.
+        ways: for each segment the ways, in the order of the stages' options.
+        stages: the programme's stages.
+
+    """
+
+    def __init__(self, costs: Costs, error: str) -> None:
+        self.costs = costs
+        most = ERRORS.index(error)
+        self.ways = [
+            [way for way in (*OF_BLOCKS, REST) if way in one.costs and ERRORS.index(way.error) <= most]
+            for one in costs.segments
+        ]
+        self.stages = [
+            Stage(one.count, one.grads, tuple(_option(one.costs[way]) for way in ways))
+            for one, ways in zip(costs.segments, self.ways, strict=True)
+        ]
+
+    def every(self, way: Way, n: int = 1) -> Answer:
+        """Return the answer in which every n-th block goes a way, where it can; the others stay as they are."""
+        answer: Answer = []
+        block = 0
+        for segment, ways in zip(self.costs.segments, self.ways, strict=True):
+            chosen = []
+            for _ in range(segment.count):
+                goes = way in ways and bool(segment.paths) and block % n == 0
+                chosen.append(ways.index(way) if goes else 0)
+                block += bool(segment.paths)
+            answer.append(chosen)
+        return answer
+
+    def groups(self, answer: Answer) -> list[Group]:
+        """Return the groups of blocks that go the same way, each in one part of the model."""
+        paths = (path for segment in self.costs.segments for path in segment.paths)
+        by_way = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
+        found = [Group(way.name, tuple(path for _, path in some)) for way, some in by_way]
+        return found if self.whole(answer) == STOCK else [*found, Group(REST.name, ("",))]
+
+    def whole(self, answer: Answer) -> Way:
+        """Return the way of the whole model, which is that of what follows its last block."""
+        return self.ways[-1][answer[-1][0]]
+
+    def taken(self, answer: Answer) -> list[Way]:
+        """Return the way of each block."""
+        return [
+            ways[i]
+            for segment, ways, chosen in zip(self.costs.segments, self.ways, answer, strict=True)
+            for i in chosen[: len(segment.paths)]
+        ]
+
+    def frugal(self) -> Answer:
+        """Return an answer with the lowest peak."""
+        found = fastest(self.stages, slack(least(self.stages)))
+        return found if found is not None else self.every(FULL)
+
+
+def slack(room: int) -> int:
+    """Return a little more room than is needed, for the solver's tolerance."""
+    return room + room // 10**5
+
+
+def _option(cost: Cost) -> Option:
+    return Option(cost.keep, cost.high, cost.work.seconds)
+
+
+def largest(
+    planner: Callable[[int], Planner],
+    *,
+    gib: float,
+    error: str,
+    here: int,
+    limit: int | None = None,
+    degree: int = 1,
+    front: bool = False,
+) -> tuple[int, Plan]:
+    """Find the largest size with which a step fits a memory, and plan it.
+
+    The least memory of a few sizes is measured. The size where their polynomial meets the memory is tried, and the
+    polynomial is moved to what that size takes, until one size fits and the next does not.
+
+    Args:
+        planner: the planner of a size.
+        gib: the memory of a step in GiB.
+        error: how far gradients may be off, as for `fitact.plan`.
+        here: a size to begin with.
+        limit: the largest possible size; None if there is none.
+        degree: of the polynomial: 1 for batches, 2 for lengths of sequences.
+        front: as for `fitact.plan`.
+
+    Returns:
+        The size, and the plan.
+
+    Raises:
+        JobError: not even a size of 1 fits.
+        UsageError: an argument is not valid.
+
+    """
+    _check(gib, error)
+    planners = cache(planner)
+    start = here if limit is None else max(1, min(here, limit // (degree + 1)))
+    nodes = [start * k for k in range(1, degree + 2) if limit is None or start * k <= limit]
+    curve = Curve(lambda size: planners(size).least(error), limit, nodes)
+    size = curve.largest(int(gib * GIB))
+    if not size:
+        needed = curve.measure(1) / GIB
+        raise JobError(f"not even 1 fits {gib:g} GiB: that takes at least {needed:.3g} GiB")
+    return size, planners(size).plan(gib, error, front=front)
+
+
+def _check(gib: float, error: str, most: str = ERRORS[-1]) -> None:
+    """Raise UsageError unless these are a memory in GiB and an error of gradients, up to the largest allowed."""
     positive("gib", gib, MOST_GIB)
-    check_error(error)
+    _check_error(error, most)
 
 
-def check_error(error: str) -> None:
-    """Raise UsageError unless this is an error of gradients."""
-    if error not in ERRORS:
-        raise UsageError(f"error {quote(error)}: expected {', '.join(ERRORS)}")
+def _check_error(error: str, most: str = ERRORS[-1]) -> None:
+    allowed = ERRORS[: ERRORS.index(most) + 1]
+    if error not in allowed:
+        raise UsageError(f"error {quote(error)}: expected {', '.join(allowed)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fitact.errors import UsageError, quote
 from fitact.files import read_text, write
 from fitact.fitter.records.validate import number, record_of, whole
-from fitact.text import columns
+from fitact.text import columns, three
 
 if TYPE_CHECKING:
     from torch import nn
@@ -143,7 +144,7 @@ class Plan:
         return data
 
     def apply(self, model: nn.Module) -> None:
-        """Change the blocks of a model as planned, in place; `fitact.revert_plan` puts them back.
+        """Change the blocks of a model as planned, in place; `fitact.revert` puts them back.
 
         Add adapters, freeze layers, and choose the dtype first.
 
@@ -171,10 +172,9 @@ def sentence(plan: Plan) -> str:
     from fitact.runtime.saving import ERRORS
 
     if not plan.fits:
-        rest = plan.fixed + plan.gradients
+        rest = _gib(plan.fixed + plan.gradients)
         return (
-            f"does not fit: a step takes at least {plan.peak / GIB:.3g} GiB, {rest / GIB:.3g} GiB of it weights, "
-            "gradients and optimizer"
+            f"does not fit: a step takes at least {_gib(plan.peak)}, {rest} of it weights, gradients and optimizer"
         )
     used = [WAYS[group.way] for group in plan.groups]
     wide = max(used, key=lambda way: ERRORS.index(way.error))
@@ -182,17 +182,26 @@ def sentence(plan: Plan) -> str:
         return "fits as it is"
     prefix = "fits as it is, and " if plan.stock_peak <= plan.gib * GIB else "fits "
     words = "exact gradients" if wide.error == "exact" else wide.name
-    return f"{prefix}with {words}, {_pace(plan)}"
+    pace = f"{three(abs(100 * plan.slower))} % {'faster' if plan.slower < 0 else 'slower'}"
+    return f"{prefix}with {words}, {pace}"
 
 
-def _pace(plan: Plan) -> str:
-    share = 100 * plan.slower
-    return f"{abs(share):.{0 if abs(share) >= 9.5 else 1}f} % {'faster' if share < 0 else 'slower'}"
+def _advice(plan: Plan) -> str:
+    """Return what to do, in a line."""
+    if not plan.fits:
+        return "to do: take a smaller batch (fitact plan --largest batch finds it), a larger error, or train less"
+    counts: Counter[str] = Counter()
+    for group in plan.groups:
+        counts[group.way] += len(group.blocks)
+    if {*counts} == {"stock"}:
+        return "to do: nothing, train the model as it is"
+    return f"to do: plan.apply(model), which makes {', '.join(f'{n} {way}' for way, n in counts.most_common())}"
 
 
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.model}: {plan.inputs}, {plan.dtype}; {plan.training}; {plan.optimizer}"
     yield f"{plan.gib:g} GiB, gradients {plan.error}, time on {plan.device}: {sentence(plan)}"
+    yield _advice(plan)
     yield ""
     if plan.groups:
         rows = [(group.way, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
@@ -205,8 +214,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if plan.groups:
         yield (
-            f"{1e3 * plan.seconds:,.3g} ms a step, stock {1e3 * plan.stock_seconds:,.3g} ms; computed again: "
-            f"{plan.flops_again / 1e12:,.3g} TFLOP of products; moved again: {_gib(plan.traffic_again)}"
+            f"{three(1e3 * plan.seconds)} ms a step, stock {three(1e3 * plan.stock_seconds)} ms; computed again: "
+            f"{three(plan.flops_again / 1e12)} TFLOP of products; moved again: {_gib(plan.traffic_again)}"
         )
     if plan.points:
         yield ""
@@ -218,7 +227,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 def table(points: Sequence[Point], stock: float) -> list[str]:
     """Return the lines of a table of points: memory against time."""
     head = ("", "gradients", "peak", "time, of stock")
-    rows = [(p.name, p.error, _gib(p.peak), f"{100 * p.seconds / stock:.1f} %") for p in points]
+    rows = [(p.name, p.error, _gib(p.peak), f"{three(100 * p.seconds / stock)} %") for p in points]
     return columns([head, *rows], "<<>>")
 
 
@@ -229,7 +238,7 @@ def _span(blocks: Sequence[str]) -> str:
 
 
 def _gib(count: int) -> str:
-    return f"{count / GIB:,.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:,.2f} MiB"
+    return f"{three(count / GIB)} GiB" if count >= GIB // 10 else f"{three(count / 2**20)} MiB"
 
 
 # --------------------------------------------------------------------------------------------------------- reading

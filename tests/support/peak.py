@@ -1,40 +1,17 @@
-"""The peak memory of a training step: from a GPU's allocator, or estimated without a GPU."""
+"""The peak memory of a training step, by PyTorch's own tracker, beside which fitact's meter is tested."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fitact.errors import JobError
 from fitact.runtime.torch_internals import memory_tracker
-
-
-@dataclass
-class Allocated:
-    """Bytes of a GPU's memory that PyTorch's allocator has handed out.
-
-    Attributes:
-        before, after: bytes at the start and the end of the context.
-        peak: the most bytes in between.
-
-    """
-
-    before: int
-    after: int = 0
-    peak: int = 0
-
-    @property
-    def delta(self) -> int:
-        """The bytes still allocated at the end."""
-        return self.after - self.before
 
 
 class _Unlisted(WeakIdKeyDictionary):
@@ -42,33 +19,6 @@ class _Unlisted(WeakIdKeyDictionary):
 
     def values(self) -> Any:
         return ()
-
-
-@contextmanager
-def cuda_memory(device: torch.device | int | None = None) -> Iterator[Allocated]:
-    """Measure the CUDA allocator inside the context.
-
-    Args:
-        device: the GPU; by default the current one.
-
-    Yields:
-        The record; `after` and `peak` are set when the context closes.
-
-    Raises:
-        JobError: there is no GPU; `peak_memory` estimates without one.
-
-    """
-    if not torch.cuda.is_available():
-        raise JobError("PyTorch finds no GPU: peak_memory estimates without one")
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    allocated = Allocated(torch.cuda.memory_allocated(device))
-    try:
-        yield allocated
-    finally:
-        torch.cuda.synchronize(device)
-        allocated.after = torch.cuda.memory_allocated(device)
-        allocated.peak = torch.cuda.max_memory_allocated(device)
 
 
 def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.Optimizer) -> dict[str, int]:

@@ -1,140 +1,34 @@
-"""The baselines: checkpointing, full and selective, and the compiler; and the extra work that each costs."""
+"""What PyTorch's compiler keeps for backward under a memory budget, as it is and in fewer bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, fx
 
 from fitact.runtime.compile.compander import Compander
 from fitact.runtime.compile.partition import Partition
 from fitact.runtime.measure.meter import FLOPS
-from fitact.runtime.measure.prepare import Inputs, Prepared, without_packing
-from fitact.runtime.measure.saved import Saved
-from fitact.runtime.modes import OperationMode
-from fitact.runtime.restore import loss_of
+from fitact.runtime.measure.saved import Saved, gpu_kernels
+from fitact.runtime.measure.subjects import Subject, without_packing
+from fitact.runtime.restore import Inputs, loss_of
 from fitact.runtime.torch_internals import (
     FakeTensorMode,
-    kept_selectively,
     min_cut,
     partition_with,
     quiet_fake_tensors,
     storage_id,
     trace_joint,
     tree_flatten,
-    tree_iter,
     tree_leaves,
     tree_unflatten,
     unset_fake_temporarily,
 )
-
-aten = torch.ops.aten
-
-
-# From 2.14 on, hooks of saved tensors can see what a selective checkpoint keeps; this keeps them from seeing it.
-UNSEEN = (
-    {"respect_saved_tensors_hooks": False}
-    if "respect_saved_tensors_hooks" in signature(checkpoint).parameters
-    else {}
-)
-
-
-@contextmanager
-def checkpointed(blocks: Sequence[nn.Module], saved: Saved, *, selective: bool = False) -> Iterator[None]:
-    """Checkpoint blocks inside the context, and count what checkpointing keeps unseen by autograd.
-
-    Args:
-        blocks: each is run again in the backward pass, from its inputs.
-        saved: the count, which receives the inputs of the blocks and what is kept selectively.
-        selective: whether to keep the results of matrix products, convolutions and fused attention, and to run
-            only the rest again.
-
-    """
-    caches: list[Any] = []
-
-    def contexts() -> tuple[Any, Any]:
-        pair = selectively()
-        caches.append(pair[0])
-        return pair
-
-    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                for leaf in tree_iter((args, kwargs)):
-                    if isinstance(leaf, Tensor):
-                        saved.add(leaf)
-            # The generator's state is not saved: it is not on the device, and fake tensors have none.
-            options: dict[str, Any] = {"context_fn": contexts, **UNSEEN} if selective else {}
-            result = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
-            for cache in caches:
-                for tensor in kept_selectively(cache):
-                    saved.add(tensor)
-            caches.clear()
-            return result
-
-        return run
-
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(mock.patch.object(block, "forward", wrap(block.forward)))
-        yield
-
-
-def selectively() -> tuple[Any, Any]:
-    """Return contexts of a checkpoint that keeps results of matrix products, convolutions and attention."""
-    pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
-    return pair
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    costly = getattr(operation, "overloadpacket", operation) in FLOPS
-    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class Work(OperationMode):
-    """The work of all operations inside it.
-
-    Attributes:
-        flops: FLOPs of matrix products, convolutions and attention, as PyTorch counts them.
-        traffic: bytes that operations read and write, without fusion; views and questions for a device are free.
-
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-        self.traffic = 0
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        if (count := FLOPS.get(func.overloadpacket)) is not None:
-            self.flops += count(*args, **kwargs, out_val=result)
-        if func.namespace != "prim" and not func.is_view and func is not aten.detach.default:
-            self.traffic += sum(
-                leaf.numel() * leaf.element_size()
-                for leaf in tree_iter((args, kwargs, result))
-                if isinstance(leaf, Tensor)
-            )
-        return result
-
-
-def work_of(step: Callable[[], object]) -> Work:
-    """Run a step and return its work."""
-    work = Work()
-    with work:
-        step()
-    return work
-
-
-# ---------------------------------------------------------------------------------------------------- the compiler
 
 
 @dataclass(frozen=True)
@@ -222,21 +116,17 @@ def _flops(module: fx.GraphModule) -> int:
 
 
 def compiled(
-    prepared: Prepared,
-    inputs: Inputs,
+    subject: Subject,
     budgets: Sequence[float],
     advance: Callable[[], None] = lambda: None,
-    around: Callable[[], Any] = nullcontext,
     coded: Sequence[float] = (),
 ) -> list[Compiled]:
     """Trace a model as `torch.compile` does, and count in its graphs what each memory budget keeps.
 
     Args:
-        prepared: the model.
-        inputs: its inputs.
+        subject: the model, whose `call` are its arguments.
         budgets: memory budgets between 0 and 1.
         advance: called after the model has been traced, and after each result.
-        around: a context for the forward pass, such as autocast.
         coded: the budgets for which the bytes are also counted with codes, and with PyTorch's float8.
 
     Returns:
@@ -244,7 +134,8 @@ def compiled(
         and partitioner; no code is generated.
 
     """
-    model, mode = prepared.model, prepared.mode
+    model, mode, inputs = subject.model, subject.mode, subject.call
+    assert isinstance(inputs, Inputs)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names, values = list(tensors), list(tensors.values())
     leaves, spec = tree_flatten((inputs.args, dict(inputs.kwargs)))
@@ -256,7 +147,7 @@ def compiled(
             filled[i] = tensor
         args, kwargs = tree_unflatten(filled, spec)
         owned = dict(zip(names, given, strict=False))
-        with around():
+        with gpu_kernels() if subject.device == "cuda" else nullcontext(), subject.casting():
             output = torch.func.functional_call(model, owned, args, kwargs)
         loss = loss_of(output)
         found = tree_leaves(output) if loss is None else [loss]

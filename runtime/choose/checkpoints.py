@@ -1,0 +1,98 @@
+"""Blocks that are run again in backward, wholly or but for products of matrices."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fitact.runtime.measure.meter import FLOPS
+from fitact.runtime.measure.saved import keep_unseen
+from fitact.runtime.torch_internals import FakeTensor, kept_selectively, tree_iter
+
+CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
+# From 2.14 on, hooks of saved tensors can see what a selective checkpoint keeps; this keeps them from seeing it.
+UNSEEN = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in signature(checkpoint).parameters
+    else {}
+)
+
+
+def selectively() -> tuple[Any, Any]:
+    """Return contexts of a checkpoint that keeps results of matrix products, convolutions and attention."""
+    pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
+    return pair
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    costly = getattr(operation, "overloadpacket", operation) in FLOPS
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed:
+    """A block that is run again in backward; its class is a subclass of the block's own, with the same name.
+
+    Attributes:
+        fitact_inner: the class that the block had.
+        fitact_checkpoint: one of CHECKPOINTS.
+
+    """
+
+    fitact_inner: type[Any]
+    fitact_checkpoint: str
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what the block does, and keep only its arguments, or also the results of products."""
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        pairs: list[tuple[Any, Any]] = []
+        # fake tensors have no random numbers
+        options: dict[str, Any] = {"preserve_rng_state": not any(isinstance(leaf, FakeTensor) for leaf in given)}
+
+        def contexts() -> tuple[Any, Any]:
+            pairs.append(selectively())
+            return pairs[-1]
+
+        if self.fitact_checkpoint == CHECKPOINTS[2]:
+            options |= {"context_fn": contexts, **UNSEEN}
+        if torch.is_grad_enabled():
+            keep_unseen(given)
+        run = partial(self.fitact_inner.forward, self)
+        result = checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        keep_unseen(tensor for pair in pairs for tensor in kept_selectively(pair[0]))
+        pairs.clear()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make the block again: its class is nowhere to be imported from."""
+        return _again, (self.fitact_checkpoint, self.fitact_inner), self.__dict__.copy()
+
+
+@cache
+def _class(kind: str, inner: Any) -> Any:
+    names = {"fitact_inner": inner, "fitact_checkpoint": kind}
+    names |= {"__module__": inner.__module__, "__qualname__": inner.__qualname__}
+    return type(inner.__name__, (Checkpointed, inner), names)
+
+
+def _again(kind: str, inner: Any) -> Any:
+    made = _class(kind, inner)
+    return made.__new__(made)
+
+
+def check_in(block: nn.Module, kind: str) -> None:
+    """Let a block be run again in backward, in place; `kind` is one of CHECKPOINTS, but the first."""
+    inner: Any = type(block)
+    block.__class__ = _class(kind, inner)
+
+
+def check_out(block: nn.Module) -> bool:
+    """Let a block be run once again, in place; returns whether it was run again in backward."""
+    if not isinstance(block, Checkpointed):
+        return False
+    block.__class__ = block.fitact_inner
+    return True

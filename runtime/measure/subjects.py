@@ -1,0 +1,284 @@
+"""Models with what runs them: with fake tensors, which have no memory, or with real ones."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fitact.errors import FitactError, UsageError, quote
+from fitact.runtime.modes import OperationMode
+from fitact.runtime.restore import (
+    NO_VALUES,
+    Run,
+    check_model,
+    explained,
+    generators,
+    has_no_values,
+    loss_of,
+    real,
+    runner,
+    unchanged,
+)
+from fitact.runtime.torch_internals import BATCH_NORM, FakeTensorMode, quiet_fake_tensors, tree_leaves
+from fitact.text import few, one_line
+
+from .saved import gpu_kernels
+from .twins import Twins, faked
+
+aten = torch.ops.aten
+NORMS = (aten.native_batch_norm, BATCH_NORM, aten.native_group_norm, aten.native_layer_norm)
+# Classes of FSDP: a forward pass gathers their parameters, and only the backward pass gives them back.
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+Look = TypeVar("Look")
+Patterns = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with what runs it.
+
+    Attributes:
+        name: its name in tables.
+        model: the model, in training mode.
+        call: runs it.
+        mode: the mode of its fake tensors; None if they are real.
+        autocast: the dtype of autocast; None if it is off.
+        device: `"cuda"` to keep what a GPU's kernels keep, or `"cpu"`.
+        blocks: patterns of the paths of its blocks; none for the modules that it repeats.
+
+    """
+
+    name: str
+    model: nn.Module
+    call: Run
+    mode: FakeTensorMode | None
+    autocast: torch.dtype | None = None
+    device: str = "cuda"
+    blocks: Patterns = None
+
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """Enter what surrounds a step."""
+        with ExitStack() as stack:
+            stack.enter_context(without_memory(self.mode) if self.mode else without_packing())
+            stack.enter_context(gpu_kernels() if self.device == "cuda" else nullcontext())
+            yield
+
+    def casting(self) -> AbstractContextManager[Any]:
+        """Return a context of the subject's autocast."""
+        if self.autocast is None:
+            return nullcontext()
+        kind = next((one.device.type for one in self.model.parameters()), "cpu")
+        return torch.autocast(kind, dtype=self.autocast)
+
+    def forward(self) -> list[Tensor]:
+        """Run forward; return what backward starts from: the loss of the output if there is one, or all tensors.
+
+        Raises:
+            UsageError: the model cannot be run, or no output depends on what is trained.
+
+        """
+        with explained(self.name, "forward"), self.casting():
+            output = self.call(self.model)
+        loss = loss_of(output)
+        leaves = tree_leaves(output) if loss is None else [loss]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not tensors and torch.is_grad_enabled():
+            raise UsageError(f"{self.name}: no output depends on what is trained")
+        return tensors
+
+
+def copied(
+    model: nn.Module,
+    example_inputs: Any,
+    autocast: torch.dtype | None = None,
+    device: str = "cuda",
+    blocks: Patterns = None,
+) -> Subject:
+    """Return a user's model as a subject, copied as fake tensors, or with its values where it reads them.
+
+    Args:
+        model: the model, which is not changed.
+        example_inputs: as for `fitact.convert`.
+        autocast: as in `Subject`.
+        device: as in `Subject`.
+        blocks: as in `Subject`.
+
+    Raises:
+        UsageError: it is no nn.Module, or cannot be copied or run.
+
+    """
+    check_model(model)
+    run = runner(example_inputs)
+    name = type(model).__name__
+    try:
+        twin, mode = Twins().of(model)
+        made = faked(run, mode)
+    except Exception as error:
+        raise UsageError(f"{name}: it cannot be copied without memory: {one_line(error)}") from error
+    subject = Subject(name, twin.train(), made, mode, autocast, device, blocks)
+    try:
+        with generators(model), subject.environment(), torch.no_grad(), unchanged(twin):
+            subject.forward()
+    except UsageError as error:
+        if not isinstance(error.__cause__, NO_VALUES) or has_no_values(model):
+            raise
+        return replace(subject, model=copy.deepcopy(model).train(), call=real(run), mode=None)
+    return subject
+
+
+class Statistics(OperationMode):
+    """Gives fake norms the statistics of real norms, which are in float32 if any parameter is.
+
+    PyTorch's fake kernels for the CPU give them the input's dtype, which has half as many bits under autocast.
+    """
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if func.overloadpacket not in NORMS or args[0].dtype == torch.float32:
+            return result
+        if not any(isinstance(other, Tensor) and other.dtype == torch.float32 for other in args[1:]):
+            return result
+        return (result[0], *(statistic.to(torch.float32) for statistic in result[1:]))
+
+
+@contextmanager
+def without_memory(mode: FakeTensorMode) -> Iterator[None]:
+    """Enter a context in which a model of fake tensors saves what a real one saves."""
+    with mode, Statistics(), without_packing(), quiet_fake_tensors():
+        yield
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Tell transformers that each row is one sequence.
+
+    It reads the values of position_ids to find packed sequences, and would take fake ones for packed.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+def trials(model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run], Look]]) -> list[Look]:
+    """Look at a model several times; each time it may be changed, and run.
+
+    It is run as it trains: in its own mode, or in training mode if it is in evaluation mode as a whole. Every look
+    starts from the same state. Fake copies are run; where that is not possible, because the model looks at values,
+    the model itself is run, and put back as it was.
+
+    Args:
+        model: the model, which is unchanged in the end, as the generators of random numbers are.
+        run: runs it.
+        looks: functions of the model, or of a fake copy, and of what runs it.
+
+    Raises:
+        UsageError: the model cannot be run, or is sharded.
+
+    """
+    if any(kind.__name__ in SHARDED for module in model.modules() for kind in type(module).__mro__):
+        raise UsageError("the model is sharded, and cannot be run forward alone: convert it first, then shard it")
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError("the model has parameters that are not initialised yet: run it once, then convert it")
+
+    def looked(
+        of: nn.Module, again: Callable[[], Run], around: Callable[[], AbstractContextManager[Any]]
+    ) -> list[Look]:
+        found = []
+        for look in looks:
+            torch.clear_autocast_cache()  # of casts that the look before has made
+            with generators(model), around(), unchanged(of):
+                found.append(look(of if of.training else of.train(), again()))
+        return found
+
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            twin, mode = Twins().of(model)
+            return looked(twin, partial(faked, run, mode), partial(without_memory, mode))
+        except Exception:  # whatever fake tensors cannot do, real ones may
+            return looked(model, partial(real, run), nullcontext)
+        finally:
+            torch.clear_autocast_cache()
+
+
+def tensors_of(run: Run, model: nn.Module) -> list[Tensor]:
+    """Run a model, and return the tensors of its output; raise a UsageError if it cannot be run."""
+    try:
+        return [leaf for leaf in tree_leaves(run(model)) if isinstance(leaf, Tensor)]
+    except FitactError:
+        raise
+    except Exception as error:
+        raise UsageError(f"the model cannot be run with example_inputs: {one_line(error)}") from error
+
+
+def matching(paths: Collection[str], given: Patterns, name: str, what: str) -> list[str]:
+    """Return the paths that patterns match, each of which must match one.
+
+    Args:
+        paths: all paths.
+        given: the patterns.
+        name: of the argument, for the UsageError.
+        what: has these paths, likewise.
+
+    """
+    patterns = [given] if isinstance(given, str) else given or ()
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise UsageError(f"{name} {quote(pattern)}: no {what} has such a path; there are {few([*paths])}")
+    return [path for path in paths if any(fnmatchcase(path, pattern) for pattern in patterns)]
+
+
+def inside(path: str, others: Collection[str]) -> bool:
+    """Return whether a path is inside of any of other paths."""
+    return any(path.startswith(f"{other}.") for other in others)
+
+
+def outermost(paths: Collection[str]) -> list[str]:
+    """Return the paths that are not inside of others."""
+    return [path for path in paths if not inside(path, paths)]
+
+
+def blocks_of(model: nn.Module, patterns: Patterns = None) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of a model, by name: the repeated ones, or those whose paths match patterns.
+
+    The longest nn.ModuleList or nn.Sequential gives the class of a block: its most frequent one. All modules of
+    that class are blocks. A model that repeats nothing is itself the only block.
+
+    Raises:
+        UsageError: a pattern matches no module.
+
+    """
+    modules = dict(model.named_modules())
+    if patterns:
+        found = outermost(matching([path for path in modules if path], patterns, "blocks", "module"))
+        return [(path, modules[path]) for path in found]
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    counts: list[tuple[int, type]] = []
+    for module in modules.values():
+        if isinstance(module, containers):
+            classes = Counter(
+                type(child)
+                for child in module.children()
+                if any(child.children()) and not isinstance(child, containers)
+            )
+            counts += [(count, kind) for kind, count in classes.most_common(1) if count > 1]
+    if not counts:
+        return [("", model)]
+    kind = max(counts, key=lambda pair: pair[0])[1]
+    found = outermost([path for path, module in modules.items() if type(module) is kind])
+    return [(path, modules[path]) for path in found]
