@@ -144,6 +144,12 @@ def next_call() -> int:
     return number
 
 
+def running_call() -> int | None:
+    """Return the number of the node whose backward runs in this thread, None if none does."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else calls_of(node)
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which modes of `torch.overrides` see no operation; there is no public one."""
     return torch._C.DisableTorchFunction()

@@ -29,7 +29,19 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .recompute import Reading, Recompute, Unsuitable
-from .storage import Bits, Hooks, Mark, Small, Stored, is_dense, is_parameter, layout_of, marked, quietly
+from .storage import (
+    Bits,
+    Hooks,
+    Mark,
+    Small,
+    Stored,
+    free_passed,
+    is_dense,
+    is_parameter,
+    layout_of,
+    marked,
+    quietly,
+)
 
 Function = Callable[..., Any]
 Rule = Callable[["Capture", Function, Sequence[Any], dict[str, Any]], Any]
@@ -297,6 +309,7 @@ class Capture(TorchFunctionMode):
 
 def unpack(saved: Stored | Reading) -> Tensor:
     """Return what autograd saved."""
+    free_passed()
     return saved.unpack()
 
 

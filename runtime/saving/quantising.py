@@ -13,6 +13,7 @@ from fitact.runtime.torch_internals import (
     GROUPED_MM,
     base_of,
     mark_of,
+    next_call,
     storage_id,
     version_of_saved,
     without_torch_function,
@@ -200,6 +201,7 @@ class Quantising(Capture):
             if not _is_read(tensor, *call):
                 return None
             quantised = Quantised(memory, self.hooks, bits, call[0] in KINKED)
+            quantised.first = next_call() - 1
         mark.add(quantised)
         return quantised
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fitact.runtime.kernels.autocast import active_autocast
 from fitact.runtime.torch_internals import (
-    after_backward,
+    next_call,
     version_guard,
     version_of_saved,
     without_torch_function,
@@ -23,6 +23,7 @@ from .storage import (
     CHANGED,
     Hooks,
     Layout,
+    Made,
     Mark,
     Quantised,
     Stored,
@@ -273,43 +274,27 @@ def _filled(argument: Any, tensors: Any) -> Any:
     return argument
 
 
-class Computed:
-    """A tensor that is computed in backward, once in each pass for all its readers.
+class Computed(Made):
+    """A tensor that is computed in backward.
 
     Attributes:
-        readers: how many saved tensors and other computations read it.
         guard: counts changes of the tensor in place; None before it was saved.
 
     """
 
-    __slots__ = ("__weakref__", "_left", "_read_from", "_recompute", "_value", "guard", "readers")
+    readers = 0
+    sources: Sequence[Stored | Computed]
+    guard: Tensor | None = None
 
-    def __init__(self, recompute: Recompute, values: Sequence[Stored | Computed]) -> None:
-        self._recompute, self._read_from = recompute, values
-        self._value: Tensor | None = None
-        self.guard: Tensor | None = None
-        self.readers = self._left = 0
+    def __init__(self, recompute: Recompute, sources: Sequence[Stored | Computed]) -> None:
+        self._recompute, self.sources, self.first = recompute, sources, next_call() - 1
 
-    def value(self) -> Tensor:
-        """Return the tensor; it is held until its last reader has it, or the pass ends."""
-        value = self._value
-        if value is None:
-            value = self._recompute.run(self._read_from)
-            self._left = self.readers
-            if self._left > 1 and after_backward(self.release):
-                self._value = value
-        self._left -= 1
-        if self._left < 1:
-            self._value = None
-        return value
+    def _make(self) -> Tensor:
+        return self._recompute.run(self.sources)
 
     def read(self, layout: Layout) -> Tensor:
         """Return a view of the tensor."""
-        return in_layout(self.value(), layout)
-
-    def release(self) -> None:
-        """Free the tensor, though a reader may not have run."""
-        self._value = None
+        return in_layout(self.made(), layout)
 
 
 class Reading:
@@ -329,6 +314,7 @@ class Reading:
         if computed.guard is None and not outside:
             computed.guard = version_guard(tensor)
         self._guard = computed.guard
+        computed.saved = True
 
     def unpack(self) -> Tensor:
         """Return the tensor to autograd."""

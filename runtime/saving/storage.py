@@ -7,7 +7,7 @@ tensor can be recomputed. It refers to storages weakly: what autograd frees is f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from fitact.runtime.torch_internals import (
     after_backward,
     base_of,
     mark_of,
+    next_call,
+    running_call,
     set_mark,
     version_guard,
     version_of_saved,
@@ -137,7 +139,84 @@ def in_layout(tensor: Tensor, layout: Layout) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- stored
 
 
-class Stored:
+class Made:
+    """A tensor that is made in backward, once in each pass for all its readers, and held until the last has it.
+
+    Attributes:
+        readers: how many saved tensors and computations read it.
+        first: the number of the first node that reads it, where this is known; its backward runs last.
+        saved: whether an operation saved it, or a tensor of its memory.
+        sources: what it is made from.
+
+    """
+
+    # of the class, since hardly one has another value and many are made
+    readers, first, saved = 1, 0, False
+    sources: Sequence[Made] = ()
+    _made: Tensor | None = None
+    _left = 0
+
+    def _make(self) -> Tensor:
+        raise NotImplementedError
+
+    def made(self) -> Tensor:
+        """Return the tensor to one reader."""
+        tensor = self._made
+        if tensor is None:
+            tensor = self._make()
+            self._left = self._left or self.readers
+            if self._left > 1:
+                self._hold(tensor)
+        self._left -= 1
+        if self._left < 1:
+            self._made = None
+        return tensor
+
+    def _hold(self, tensor: Tensor) -> None:
+        if not after_backward(self.release):
+            self._left = 1
+            return
+        self._made = tensor
+        _held.append(weakref.ref(self))
+        if not self.saved:  # PyTorch holds none such: it takes the place of what it is made from
+            for one in self.sources:
+                one.set_aside()
+
+    def set_aside(self) -> None:
+        """Free the tensor until its next reader, for which it is made again."""
+        if self._made is not None:
+            self._made = None
+            for one in self.sources:
+                one.expect()
+
+    def expect(self) -> None:
+        """Expect one more reader in this pass."""
+        if self._left < 1:  # it has to be made again
+            for one in self.sources:
+                one.expect()
+        self._left += 1
+
+    def release(self) -> None:
+        """Free the tensor, though a reader may not have run."""
+        self._made, self._left = None, 0
+
+    def is_held(self, call: int) -> bool:
+        """Return whether the tensor is held; frees it if backward has come to a node before the first reader."""
+        if self.first > call:
+            self.release()
+        return self._made is not None
+
+
+_held: list[Callable[[], Made | None]] = []  # and some that were freed since
+
+
+def free_passed() -> None:
+    """Free what only nodes would read whose backward does not run: it goes from the last node to the first."""
+    if _held and (call := running_call()) is not None:
+        _held[:] = [ref for ref in _held if (one := ref()) is not None and one.is_held(call)]
+
+
+class Stored(Made):
     """A tensor as it was saved; the hooks that were on outside of the context store it, if there are any.
 
     Attributes:
@@ -145,24 +224,20 @@ class Stored:
         ours: whether no operation of the model saved it.
         claimed: whether something is recomputed from it.
         instead: what it is computed by, if that turned out to add less.
-        readers: how many operations and computations read it.
 
     """
 
-    # of the class, since hardly a storage has another value and many are made
-    ours, claimed, instead, readers = False, False, None, 1
+    ours, claimed, instead = False, False, None
     _hooks: Hooks | None = None
     _layout: Layout | None = None
-    _back: Tensor | None = None
     _copied: Tensor | None = None
-    _left = 0
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         # autograd reads a parameter as it is in backward, also if its data was replaced
         self._kept: Any = tensor if tensor.is_leaf else tensor.detach()
         self.version = version_of_saved(tensor)
         if hooks is not None:
-            self._hooks = hooks
+            self._hooks, self.first = hooks, next_call() - 1
 
     @property
     def layout(self) -> Layout:
@@ -216,33 +291,16 @@ class Stored:
 
     def _unpacked(self, layout: Layout) -> Tensor:
         assert self._hooks is not None
-        tensor = self._handed_back()
+        tensor = self.made()
         if not self._whole or (tensor.size(), tensor.stride()) == layout[:2]:
             return tensor
         size, stride, offset = layout
         return tensor.contiguous().as_strided(size, stride, tensor.storage_offset() + offset)
 
-    def _handed_back(self) -> Tensor:
-        """Return what is given back from elsewhere, asked once in each pass; a checkpoint runs the model again."""
-        tensor = self._back
-        if tensor is None:
-            tensor = self._fetch()
-            self._left = self.readers
-            if self._left > 1 and after_backward(self.release):
-                self._back = tensor
-        self._left -= 1
-        if self._left < 1:
-            self._back = None
-        return tensor
-
-    def _fetch(self) -> Tensor:
+    def _make(self) -> Tensor:
         assert self._hooks is not None
         with with_torch_function():
             return self._hooks.unpack(self._kept)
-
-    def release(self) -> None:
-        """Free what was given back, though a reader may not have run."""
-        self._back = None
 
     def can_read(self, layout: Layout) -> bool:
         """Return whether a tensor of the same memory can be read from what is stored."""
@@ -295,7 +353,7 @@ class Bits(Stored):
 
     def read(self, layout: Layout) -> Tensor:
         """Return the mask, or the factors."""
-        bits = self._kept if self._hooks is None else self._handed_back()
+        bits = self._kept if self._hooks is None else self.made()
         mask = unpack(bits, *self.layout[:2])
         if self._factor is not None:
             dtype, p = self._factor
@@ -331,7 +389,7 @@ class Small(Stored):
 
     def read(self, layout: Layout) -> Tensor:
         """Return the indices."""
-        index: Tensor = self._kept if self._hooks is None else self._handed_back()
+        index: Tensor = self._kept if self._hooks is None else self.made()
         return in_layout(index.long(), layout) if self._whole else index.long()
 
     def can_read(self, layout: Layout) -> bool:
@@ -348,6 +406,7 @@ class Quantised(Stored):
 
     """
 
+    sources: Sequence[Stored]
     _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
     guard: Tensor | None = None
 
@@ -357,7 +416,7 @@ class Quantised(Stored):
         self._dtype, self.bits, self.version = tensor.dtype, bits, version_of_saved(tensor)
         with quietly():
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
-        self._parts = [Stored(one, hooks).settle() for one in parts]
+        self.sources = [Stored(one, hooks).settle() for one in parts]
 
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
@@ -365,10 +424,10 @@ class Quantised(Stored):
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the memory."""
-        return self._handed_back().as_strided(*layout)
+        return self.made().as_strided(*layout)
 
-    def _fetch(self) -> Tensor:
-        codes, scales, shifts = (one.value() for one in self._parts)
+    def _make(self) -> Tensor:
+        codes, scales, shifts = (one.value() for one in self.sources)
         return decode(codes, scales, shifts, self._shape, self._dtype)
 
     def can_read(self, layout: Layout) -> bool:

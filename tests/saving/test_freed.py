@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -49,6 +50,50 @@ class Model(nn.Module):
         for block in self.blocks:
             x = self.call(block, x)
         return x
+
+
+class Heads(nn.Module):
+    """Heads read what the block recomputes, too: one before the block's own layer, one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.early, self.late = nn.Linear(128, 8), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        normed = self.norm(x)
+        y = F.gelu(self.up(normed))
+        early = F.gelu(self.early(y))
+        return x + self.down(y), early, F.gelu(self.late(normed))
+
+
+def of_heads(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    """Return the sum of what the last block returns, and the outputs of all heads."""
+    outputs = []
+    for block in model:
+        x, *others = block(x)
+        outputs += others
+    return [x.sum(), *outputs]
+
+
+def _kept(model: nn.Sequential, x: Tensor) -> None:
+    loss, *_heads = of_heads(model, x)
+    loss.backward()
+
+
+def _input(model: nn.Sequential, x: Tensor) -> None:
+    first = x * 2
+    loss, *_heads = of_heads(model, first)
+    torch.autograd.grad(loss, first)
+
+
+PARTS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
+    "heads that no loss reads": _kept,
+    "heads that are gone": lambda model, x: of_heads(model, x)[0].backward(),
+    "the gradient of the input": _input,
+    "the gradient of a bias": lambda model, x: of_heads(model, x)[0].backward(inputs=[model[0].up.bias]),
+    "the gradient of a head": lambda model, x: of_heads(model, x)[-2].sum().backward(),
+}
 
 
 @pytest.fixture
@@ -102,3 +147,47 @@ def test_peak(call: str, include: str | None) -> None:
     baseline = peak()
     fitact.convert(model, include=include)
     assert peak() <= baseline
+
+
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+@pytest.mark.parametrize("part", PARTS)
+def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
+    """What only nodes read whose backward does not run is not held for these."""
+    x = torch.randn(512, 64, requires_grad=True)
+    peaks = []
+    for context in (nullcontext(), fitact.saving(error)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Heads() for _ in range(6)))
+        with context:
+            made = peak_memory(lambda model=model: PARTS[part](model, x), model)
+        peaks.append(made["total"])
+        x.grad = None
+    assert peaks[1] <= peaks[0]
+
+
+def test_peak_of_a_scan() -> None:
+    """Each state is computed again from a term of all steps, which PyTorch does not save, and the model neither."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 64)
+    x = torch.randn(4, 64, 32)
+
+    def scan() -> Tensor:
+        step, inputs = F.softplus(layer(x)).chunk(2, -1)
+        decay = torch.exp(-step[..., None] * torch.arange(1.0, 17.0))
+        terms = step[..., None] * torch.tanh(inputs)[..., :16][:, :, None] * inputs[..., None]
+        state, outputs = torch.zeros(4, 32, 16), []
+        for i in range(x.shape[1]):
+            state = decay[:, i] * state + terms[:, i]
+            outputs.append(state.square().sum())
+        return torch.stack(outputs)
+
+    def train() -> None:
+        scan().sum().backward()
+
+    train()
+    gradient, layer.weight.grad = layer.weight.grad, None
+    peaks = [peak_memory(train, layer)["total"]]
+    layer.weight.grad = None
+    with fitact.saving():
+        peaks.append(peak_memory(train, layer)["total"])
+    assert torch.equal(layer.weight.grad, gradient) and peaks[1] <= peaks[0]
