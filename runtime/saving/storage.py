@@ -420,7 +420,7 @@ class Quantised(Stored):
 
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
-        return bool(self._parts[1].value().isfinite().all())
+        return bool(self.sources[1].value().isfinite().all())
 
     def read(self, layout: Layout) -> Tensor:
         """Return a tensor of the memory."""

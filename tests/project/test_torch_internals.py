@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +124,32 @@ def test_storages_are_told_apart() -> None:
     with torch_internals.FakeTensorMode():
         fakes = [torch.zeros(4), torch.zeros(4)]
     assert len({torch_internals.storage_id(fake) for fake in fakes}) == 2
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch_internals.FakeTensorMode])
+def test_memory_that_nothing_else_refers_to(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    with mode():
+        x = torch.randn(4, 4)
+        assert torch_internals.is_alone(x)
+        view = x[1:]
+        assert not torch_internals.is_alone(x) and not torch_internals.is_alone(view)
+        del view
+        assert torch_internals.is_alone(x)
+
+
+def test_the_node_that_runs() -> None:
+    calls: list[int | None] = [torch_internals.running_call()]
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(torch_internals.running_call())
+        return tensor
+
+    x = torch.ones(4, requires_grad=True)
+    first = torch_internals.next_call()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = x.exp().sin().sigmoid()
+    y.sum().backward()
+    assert calls == [None, first + 2, first + 1, first]
 
 
 def test_versions_count_changes_in_place() -> None:

@@ -71,7 +71,7 @@ class Seen:
         return found
 
     def bytes(self) -> int:
-        return sum(part.value().nbytes for one in self.quantised for part in one._parts)
+        return sum(part.value().nbytes for one in self.quantised for part in one.sources)
 
 
 WAYS: dict[str, Call] = {
