@@ -17,7 +17,7 @@ from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.expr.wide import Array, wide
 
-from .validate import check_numbers
+from .validate import check_numbers, readable
 
 MOST_RADICALS = 3  # at both ends of a cell and inside
 MOST_COEFFICIENTS = 33
@@ -31,6 +31,7 @@ Kind = Literal["power", "exponential", "root"]
 Approximates = Literal["derivative", "sigmoid"]
 
 
+@readable
 @dataclass(frozen=True)
 class Radical:
     """One term of the variable t: a radical of y − anchor.
@@ -77,6 +78,7 @@ def variable(radicals: Sequence[Radical], y: Floats, anchors: Sequence[float | N
     return np.asarray(sum(radical(y, anchor) for radical, anchor in terms))
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class Quotient:
     """f′ = p(t)/q(t), where t is a sum of radicals of y.
@@ -144,6 +146,7 @@ def _horner(coefficients: Sequence[float], t: Single, fused: bool) -> Single:
     return value
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class PublishedApproximant:
     """An approximant of the paper, in v = y − anchor, where the anchor is the minimum of f.

@@ -37,6 +37,7 @@ from .validate import (
     label,
     number,
     read,
+    readable,
     whole,
 )
 
@@ -122,6 +123,7 @@ class Fit:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class StepFit(Fit):
     """A step function in place of f′: level i on (border i − 1, border i].
@@ -182,6 +184,7 @@ class StepFit(Fit):
         return np.asarray(self.levels)[codes(self.borders, np.abs(x) if self.even else x)]
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class ExactFit(Fit):
     """f′ as a function of the output y, so that only y is kept.
@@ -213,6 +216,7 @@ class ExactFit(Fit):
         return stable(parse(self.derivative, what="derivative", variable="y"))
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class InvertedFit(Fit):
     """f′ as a function of the output y and of a code, which tells the cell that x lies in.
@@ -301,6 +305,7 @@ class InvertedFit(Fit):
         return derivative
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class GateFit(Fit):
     """A gate that keeps g and u for backward and nothing else: a, a′, b and b′ are computed again, exactly.
@@ -316,6 +321,7 @@ class GateFit(Fit):
     activation: Gate
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class LearnedFit(Fit):
     """A formula with learned numbers that keeps x for backward, and computes all else from it again, exactly.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
@@ -16,7 +16,7 @@ from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.numerics.weight import Weight
 
 from .fit import KINDS, SCHEMA, AnyFit, Option, activation_record
-from .validate import check_keys, label, mapping, number, record_of, text
+from .validate import check_keys, hints_of, label, mapping, number, record_of, text
 from .validate import read as read_as
 
 T = TypeVar("T", Activation, Gate, Learned)
@@ -59,7 +59,7 @@ def from_json(source: str) -> AnyFit:
         if name in expected:
             raise UsageError(f"{name}: missing")
         raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     return kind(**{name: read_as(hints[name], record[name], name, _READERS) for name in hints if name in expected})
 
 

@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from fitact.errors import UsageError, quote
+
+T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,79}")
 MAX_INTEGER = 2**63 - 1
@@ -109,6 +111,20 @@ def mapping(value: object, what: str) -> dict[str, Any]:
     return value
 
 
+_HINTS: dict[Any, dict[str, Any]] = {}  # the types of the fields of each record that can be read
+
+
+def readable(kind: type[T]) -> type[T]:
+    """Let `read` read a dataclass. Python evaluates its annotations here, so that reading runs nothing."""
+    _HINTS[kind] = get_type_hints(kind)
+    return kind
+
+
+def hints_of(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields of a record."""
+    return _HINTS[kind]
+
+
 def read(kind: Any, value: object, what: str, readers: Mapping[Any, Callable[[object, str], Any]]) -> Any:
     """Return a value of JSON as what an annotation asks for.
 
@@ -141,11 +157,11 @@ def read(kind: Any, value: object, what: str, readers: Mapping[Any, Callable[[ob
     if type(None) in of:
         return None if value is None else read(of[0], value, what, readers)
     if of:
-        tags = {tag: one for one in of for tag in get_args(get_type_hints(one)["kind"])}
+        tags = {tag: one for one in of for tag in get_args(_HINTS[one]["kind"])}
         if (tag := text(mapping(value, what).get("kind"), f"{what}.kind")) not in tags:
             raise UsageError(f"{what}.kind: expected one of {', '.join(tags)}, got {quote(tag)}")
         kind = tags[tag]
-    record, hints = mapping(value, what), get_type_hints(kind)
+    record, hints = mapping(value, what), _HINTS[kind]
     check_keys(what, record, [part.name for part in fields(kind)])
     try:
         return kind(**{key: read(hints[key], item, key, readers) for key, item in record.items()})

@@ -15,7 +15,7 @@ from fitact.fitter.numerics.histogram import DIGITS, of_counts
 from fitact.fitter.numerics.weight import Weight
 from fitact.text import columns, few
 
-from .validate import check_keys, check_numbers, record_of, text
+from .validate import check_keys, check_numbers, readable, record_of, text
 from .validate import read as read_as
 
 SCHEMA = "fitact.weights/1"
@@ -28,6 +28,7 @@ TAIL, FREEDOM = 0.05, 3
 NARROWEST = 2.0**-16  # deviation of that tail
 
 
+@readable
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """What goes into one activation of a model.
