@@ -18,6 +18,7 @@ from fitact.runtime.kernels.registry import is_generated
 from fitact.runtime.measure.saved import Saved, count_saved
 from fitact.runtime.measure.subjects import Patterns, inside, matching, outermost, tensors_of, trials
 from fitact.runtime.restore import Run, runner
+from fitact.runtime.saving import Amount
 from fitact.runtime.saving.context import baseline, saving
 from fitact.runtime.saving.modules import Context, attach, attaching, detach
 from fitact.runtime.saving.storages import noting
@@ -43,6 +44,7 @@ def convert(
     *,
     error: str = "exact",
     recompute_attention: bool = False,
+    offload: Amount = False,
     replace: Substitutes | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
@@ -64,6 +66,7 @@ def convert(
             the others. Without one, as for `fitact.saving`.
         error: how far gradients may be off, as for `fitact.saving`: by default `"exact"`, bit for bit PyTorch's.
         recompute_attention: as for `fitact.saving`: whether backward runs fused attention once more.
+        offload: what goes to the host, as for `fitact.saving`; without a method.
         replace: generated classes of your own for classes of activations, such as `{nn.GELU: MyGelu3}`. They
             replace every module of exactly that class, whatever its parameters; use `include` or `exclude` to
             limit this. Without a method, no other activations are replaced.
@@ -94,9 +97,11 @@ def convert(
     _check(model, method, bits, error, substitutes, example_inputs, gradients)
     if recompute_attention and (method is not None or substitutes):
         raise UsageError("recompute_attention: expected no method and no replace, which change activations alone")
+    if offload and (method is not None or substitutes):
+        raise UsageError("offload: expected no method and no replace, which save nothing in a context")
     run = None if example_inputs is None else runner(example_inputs)
     if method is None and not substitutes:
-        context = partial(saving, error, bits, recompute_attention=recompute_attention)
+        context = partial(saving, error, bits, recompute_attention=recompute_attention, offload=offload)
         return _attached(model, _contexts(model, context, include, exclude), run, dry_run, gradients)
     own = frozenset(substitutes)
     sites = _chosen(activation_sites(model, own), include, exclude)

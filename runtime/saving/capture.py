@@ -37,6 +37,7 @@ from .storage import (
     Stored,
     free_passed,
     is_dense,
+    is_leaf,
     is_parameter,
     layout_of,
     marked,
@@ -74,6 +75,11 @@ class Capture(TorchFunctionMode):
         self.autocast = True
         self.masks: list[tuple[Bits, Mark]] | None = None
         self.p = 0.0
+
+    @property
+    def outside(self) -> bool:
+        """Whether the user's hooks store what is saved: PyTorch sees no change in place then."""
+        return self.hooks is not None and not self.hooks.own
 
     def __enter__(self) -> Any:
         self._context.__enter__()
@@ -143,7 +149,7 @@ class Capture(TorchFunctionMode):
             own = recompute is not None and storage is output.untyped_storage()
             computed = recompute.claim(self.keep) if own and recompute is not None else None
             if computed is not None:
-                stored.recompute_instead(Reading(computed, output, self.hooks is not None))
+                stored.recompute_instead(Reading(computed, output, self.outside))
             else:
                 if own:
                     mark_of(storage).recompute = None
@@ -196,7 +202,7 @@ class Capture(TorchFunctionMode):
             if self._changed is not None:
                 protect(self._changed)
             if computed is not None:
-                return Reading(computed, tensor, self.hooks is not None)
+                return Reading(computed, tensor, self.outside)
         if not grows:
             stored = self._in_fewer_bytes(tensor, mark)
         if stored is None:
@@ -224,8 +230,9 @@ class Capture(TorchFunctionMode):
         return stored
 
     def _stored(self, tensor: Tensor) -> Stored:
-        stored = Stored(tensor, self.hooks)
-        return stored if self.hooks is None else stored.settle()
+        if self.hooks is None or (self.hooks.own and is_leaf(tensor)):
+            return Stored(tensor, None)
+        return Stored(tensor, self.hooks).settle()
 
     def _is_argument(self, tensor: Tensor) -> bool:
         assert self.current is not None

@@ -14,6 +14,7 @@ from fitact.runtime.torch_internals import break_graph, in_functorch_transform
 
 from . import rules as rules  # which fill the table
 from .capture import Capture
+from .offload import Amount, offload_hooks
 from .quantising import Quantising, policy_of
 
 
@@ -48,9 +49,13 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         recompute_attention: whether PyTorch's `scaled_dot_product_attention` saves its inputs alone, and backward
             runs it once more: two more products of matrices beside the seven of fused attention. With dropout it
             is not run again.
+        offload: what is left to be stored goes to pinned memory of the host, beside what the GPU computes, and
+            comes back before backward needs it: `"all"`; a share, such as 0.5; or how many bytes lie there at
+            most, an int. Less than 1 MiB stays, and what backward needs first. Without a GPU nothing moves, and a
+            warning says so. Inside of other hooks, such as a checkpoint's, these decide.
 
     Raises:
-        UsageError: the error class, a kind or a number of bits is unknown.
+        UsageError: the error class, a kind, a number of bits or what to offload is unknown.
 
     """
 
@@ -60,10 +65,14 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         bits: int | Mapping[str, int] | None = None,
         *,
         recompute_attention: bool = False,
+        offload: Amount = False,
     ) -> None:
         self._policy, self._recompute_attention = policy_of(error, bits), recompute_attention
+        self._offload = offload
+        offload_hooks(offload)  # which checks it
         more = [f"bits={bits}"] if bits else []
-        self._given = ", ".join([f'"{error}"', *more, *["recompute_attention=True"] * recompute_attention])
+        more += ["recompute_attention=True"] * recompute_attention + [f"{offload=}"] * bool(offload)
+        self._given = ", ".join([f'"{error}"', *more])
 
     def __str__(self) -> str:
         return f"saving({self._given})"
@@ -80,6 +89,7 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         if not in_functorch_transform():
             capture = Quantising(self._policy) if self._policy else Capture()
             capture.recompute_attention = self._recompute_attention
+            capture.hooks = capture.hooks or offload_hooks(self._offload)
             capture.__enter__()
         _entered.captures.append(capture)
         return self

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from fitact.runtime.torch_internals import base_of, break_graph, version_of_saved, without_torch_function
 
 from .capture import Capture, is_plain, unpack
+from .offload import Amount, offload_hooks
 from .quantising import DTYPES, FEW, STATISTIC, policy_of
 from .recompute import Reading
 from .storage import Quantised, Stored, is_dense, is_parameter, marked
@@ -22,7 +23,7 @@ from .storage import Quantised, Stored, is_dense, is_parameter, marked
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def hooks(bits: int = 8) -> Pair:
+def hooks(bits: int | None = 8, offload: Amount = False) -> Pair:
     """Return hooks that store what autograd saves in block codes, for whatever takes such a pair.
 
     That is `torch.autograd.graph.saved_tensors_hooks`, torch_remat's function of this name and the argument of its
@@ -40,25 +41,32 @@ def hooks(bits: int = 8) -> Pair:
 
     Args:
         bits: of a code: 8, 6, 5, 4 or 3. Normal numbers come back 0.5, 2.3, 4.8, 10 or 22 % off (root mean square,
-            of theirs), and 0.6, 2.5, 5, 19 or 35 % of the largest of their block of 64 at most.
+            of theirs), and 0.6, 2.5, 5, 19 or 35 % of the largest of their block of 64 at most. None to quantise
+            nothing.
+        offload: what goes to the host, as for `saving`; codes do, if tensors are quantised.
 
     Returns:
         The functions `pack` and `unpack`. As in PyTorch, `unpack` raises RuntimeError if a tensor was changed in
         place after it was saved.
 
     Raises:
-        UsageError: there are no codes of so many bits.
+        UsageError: there are no codes of so many bits, or what to offload is unknown.
 
     """
-    context = WithoutMode(policy_of("exact", bits)["norm"])
-    context.hooks = None  # where the pair is made says nothing of where it is used
+    context = WithoutMode(policy_of("exact", bits).get("norm"))
+    context.hooks = offload_hooks(offload)  # and none that are on here: the pair is used elsewhere
     return context.pack, unpack
 
 
 def checkpoint(
-    function: Callable[..., Any], *args: Any, error: str = "rounding", use_reentrant: bool = False, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    error: str = "rounding",
+    offload: Amount = False,
+    use_reentrant: bool = False,
+    **kwargs: Any,
 ) -> Any:
-    """Run a function as `torch.utils.checkpoint.checkpoint` does, and store its inputs quantised.
+    """Run a function as `torch.utils.checkpoint.checkpoint` does, and store its inputs quantised or on the host.
 
     Backward runs it again, from the inputs that come back. Tensors among the arguments are stored as `hooks` says:
     once if several such functions read one. Those in lists, mappings and objects are stored as they are.
@@ -70,6 +78,7 @@ def checkpoint(
         function: takes the arguments, as for PyTorch's checkpoint.
         args: its arguments.
         error: `"rounding"`, inputs in 8 bits; `"coarse"`, 4 bits; or `"exact"`, as they are.
+        offload: what goes to the host, as for `saving`.
         use_reentrant: as for PyTorch's checkpoint.
         kwargs: arguments by name, of PyTorch's checkpoint, such as `context_fn` and `preserve_rng_state`, or of
             the function.
@@ -78,12 +87,13 @@ def checkpoint(
         What the function returns.
 
     Raises:
-        UsageError: there is no such class of errors.
+        UsageError: there is no such class of errors, or what to offload is unknown.
 
     """
     if torch.compiler.is_compiling():
         break_graph("checkpoint is for eager code: compile the function that it is given")
     context = WithoutMode(policy_of(error, None).get("norm"))
+    context.hooks = context.hooks or offload_hooks(offload)
     names, n = [name for name, one in kwargs.items() if isinstance(one, Tensor)], len(args)
     args = *args, *map(kwargs.pop, names)
 
@@ -118,7 +128,7 @@ class WithoutMode(Capture):
             quantised = self._quantised(tensor, self._bits)
         if quantised is None:
             return super().pack(tensor)
-        return Reading(quantised, tensor, self.hooks is not None)
+        return Reading(quantised, tensor, self.outside)
 
     def _is_read(self, tensor: Tensor) -> bool:
         """Return whether a tensor is one that a function reads, and neither a weight, a mask nor a statistic."""

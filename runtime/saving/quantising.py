@@ -168,7 +168,7 @@ class Quantising(Capture):
                 stored = self.keep(tensor, mark, not tensor.is_leaf)
         if stored is None:
             stored = super().pack(tensor)
-        return Reading(stored, tensor, self.hooks is not None) if type(stored) is Quantised else stored
+        return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
 
     def keep(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised."""
@@ -183,7 +183,7 @@ class Quantising(Capture):
         if quantised is None:
             super().settle(stored, storage, output)
         else:
-            stored.recompute_instead(Reading(quantised, output, self.hooks is not None))
+            stored.recompute_instead(Reading(quantised, output, self.outside))
 
     def _quantised(self, tensor: Tensor, mark: Mark) -> Quantised | None:
         """Return the codes of a tensor's memory; None if it has to be stored as it is."""

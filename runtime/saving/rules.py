@@ -87,7 +87,7 @@ def _changing(
                 computed.readers -= 1
                 computed = None
         if computed is not None:
-            stored.recompute_instead(Reading(computed, value, capture.hooks is not None))
+            stored.recompute_instead(Reading(computed, value, capture.outside))
         else:
             capture.settle(stored, storage, output)
     return output

@@ -39,12 +39,17 @@ CHANGED = (
 
 
 class Hooks:
-    """The hooks outside of a context: what is stored by them can be read inside of them alone."""
+    """The hooks outside of a context: what is stored by them can be read inside of them alone.
 
-    __slots__ = ("__weakref__", "pack", "unpack")
+    Attributes:
+        own: whether they offload, and get no memory that is there in any case.
 
-    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self.pack, self.unpack = pack, unpack
+    """
+
+    __slots__ = ("__weakref__", "own", "pack", "unpack")
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], own: bool = False) -> None:
+        self.pack, self.unpack, self.own = pack, unpack, own
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hooks) and (self.pack, self.unpack) == (other.pack, other.unpack)
@@ -316,6 +321,8 @@ class Stored(Made):
 
         PyTorch would allow this if no operation saved it, or none whose backward runs.
         """
+        if type(self) is Stored and isinstance(self._kept, Stored):  # what offloads
+            self._kept.copy()
         if self._hooks is None and self._copied is None:
             tensor: Tensor = self._kept
             self._copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -452,6 +459,13 @@ def quietly() -> Iterator[None]:
 def is_parameter(tensor: Tensor) -> bool:
     """Return whether a tensor is a parameter, or a view of one: its memory is the model's in any case."""
     return _is_own(tensor) or _is_own(base_of(tensor))
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter or a leaf of the user's with a gradient, or a view of one."""
+    base = base_of(tensor)
+    owner = tensor if base is None else base
+    return isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)
 
 
 def _is_own(tensor: Tensor | None) -> bool:

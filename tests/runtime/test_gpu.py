@@ -26,6 +26,7 @@ from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
 from fitact.runtime.saving import blocks, saving
 from fitact.runtime.saving.blocks import BITS, decode, encode
+from fitact.runtime.saving.offload import _made
 from tests.conftest import INTERPRETED
 from tests.support import values
 from tests.support.gates import near
@@ -497,3 +498,35 @@ def test_block_codes_take_no_memory_beside() -> None:
     parts = encode(x, 4)
     decode(*parts, x.shape, x.dtype)
     assert torch.cuda.max_memory_allocated() - before <= blocks.nbytes(x.shape, 4) + x.nbytes + 2**21
+
+
+@needs_gpu
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+def test_offload(error: str) -> None:
+    """Gradients stay, bit for bit; what is saved takes a fraction of the memory, and nothing of it stays."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(1024, 1024, device="cuda") for _ in range(12)]
+    x = torch.randn(8192, 1024, device="cuda")
+
+    def forward(offload: bool | str) -> torch.Tensor:
+        y = x * 1
+        with saving(error, offload=offload):
+            for layer in layers:
+                y = F.softplus(layer(y)).sin()
+        return y
+
+    found, sizes = [], []
+    for offload in (False, "all", "all", 0.5, 2**26):
+        for layer in layers:
+            layer.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = forward(offload)
+        torch.cuda.synchronize()
+        sizes.append(torch.cuda.memory_allocated() - before)
+        y.square().sum().backward()
+        found.append([layer.weight.grad.clone() for layer in layers])
+        del y
+    assert all(torch.equal(*pair) for one in found[1:] for pair in zip(one, found[0], strict=True))
+    assert sizes[1] < 0.6 * sizes[0] and sizes[2] == sizes[1]
+    assert all(one.bytes == 0 for one in _made.offloads.values())

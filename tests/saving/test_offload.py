@@ -1,0 +1,440 @@
+"""Offloading by a simulated link: gradients, the order of copies and waits, bounds, and what is left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fitact
+from fitact import saving
+from fitact.errors import UsageError
+from fitact.runtime.saving import offload
+from fitact.runtime.saving.offload import DEPTH, Offload
+from tests.support.blocks import Layer
+from tests.support.links import SimulatedLink
+from tests.support.saving import HALF, cast, differences, gradients, loss_of
+
+CPU = torch.device("cpu")
+FAST, SLOW = 1e9, 1e3  # bytes a second; a module of a `Model` takes one
+WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
+SIZE = WIDE.nbytes
+BYTES = 3 * SIZE
+
+
+class Model(nn.Module):
+    """Layers, whose modules take a second each."""
+
+    def __init__(self, link: SimulatedLink | None = None, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(p=0.1) for _ in range(depth))
+        for module in self.layers.modules() if link else ():
+            if not [*module.children()]:
+                module.register_forward_hook(lambda *_: link.compute(1))
+                module.register_full_backward_pre_hook(lambda *_: link.compute(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], SimulatedLink]]:
+    """Makes the CPU's link; at the end, nothing may be left and nothing may have gone wrong."""
+    made: list[SimulatedLink] = []
+
+    def link(bandwidth: float) -> SimulatedLink:
+        made.append(SimulatedLink(bandwidth))
+        monkeypatch.setitem(offload.LINKS, CPU, made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(offload, "LEAST", 2**12)
+    monkeypatch.setattr(offload, "_made", offload._Made())
+    gc.collect()
+    gc.disable()
+    yield link
+    for one in offload._made.offloads.values():
+        assert one.bytes == 0 and not one._known and not one._numbered
+    gc.enable()
+    for one in made:
+        one.compute(1e9)
+        assert not one.violations and not one.alive("to host") and not one.alive("to device")
+
+
+def the(amount: Any) -> Offload:
+    """Return this thread's hooks for an amount."""
+    hooks = offload.offload_hooks(amount)
+    assert hooks is not None
+    return hooks.pack.__self__  # type: ignore[attr-defined, no-any-return]
+
+
+def step(model: nn.Module, context: AbstractContextManager[Any], x: Tensor = WIDE, dtype: Any = None) -> Any:
+    """Return the output and all gradients of a step."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    with context, cast(dtype):
+        y = model(x * 1)
+    loss_of(y).backward()
+    return y.detach(), x.grad, gradients(model)
+
+
+@pytest.mark.parametrize("dtype", [None, HALF])
+@pytest.mark.parametrize("bandwidth", [FAST, SLOW])
+@pytest.mark.parametrize("amount", ["all", True, 0.5, BYTES])
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+def test_gradients(links: Any, error: str, amount: Any, bandwidth: float, dtype: Any) -> None:
+    link = links(bandwidth)
+    model = Model(link)
+    expected = step(model, saving(error), dtype=dtype)
+    assert not link.log
+    assert not differences(expected, step(model, saving(error, offload=amount), dtype=dtype))
+    assert len({name for name, _ in link.log}) == 2
+
+
+def test_exactly_pytorchs(links: Any) -> None:
+    links(FAST)
+    model = Model()
+    assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
+
+
+def test_order(links: Any) -> None:
+    """All copies to the host come first; of the others hardly one is waited for."""
+    link = links(FAST)
+    model = Model(link)
+    step(model, saving(offload="all"))
+    names = [name for name, _ in link.log]
+    went = names.count("to host")
+    assert names == ["to host"] * went + ["to device"] * (len(names) - went)
+    sizes = [size for _, size in link.log]
+    assert 0 <= went - (len(names) - went) <= DEPTH  # what was on its way at the end stayed
+    back = sizes[went:]
+    assert sorted(back) == sorted(sizes[: len(back)])
+    assert link.stalls < 3.01 * max(sizes) / FAST  # one a layer is late, which dropout reads at once
+
+
+def test_a_slow_link(links: Any) -> None:
+    """What is computed waits, and no more than DEPTH copies run, with the newest memory beside them."""
+    link = links(SLOW)
+    model, there = Model(link), []
+    send = Offload._send
+
+    def counted(self: Offload) -> None:
+        send(self)
+        there.append(sum(one.bytes is not None for one in self._numbered.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Offload, "_send", counted)
+        step(model, saving(offload="all"))
+    assert max(there) == DEPTH + 1
+    assert link.stalls > 0
+
+
+def test_back_on_the_device(links: Any) -> None:
+    """In backward, at most what is read and DEPTH memories more are back at a time."""
+    link = links(FAST)
+    most: list[int] = []
+    to_device = link.to_device
+
+    def counted(copy: Tensor) -> Any:
+        made = to_device(copy)
+        most.append(len(link.alive("to device")))
+        return made
+
+    link.to_device = counted
+    step(Model(link), saving(offload="all"))
+    assert len(most) > 10 and max(most) <= DEPTH + 3  # attention reads two
+
+
+def test_codes_travel(links: Any) -> None:
+    """Of what is quantised, only codes and scales."""
+    sizes = []
+    for error in ("exact", "rounding", "coarse"):
+        link = links(FAST)
+        step(Model(depth=1), saving(error, offload="all"))
+        sizes.append(sum(size for name, size in link.log if name == "to host"))
+    assert sizes[2] < 0.7 * sizes[1] < 0.5 * sizes[0]
+
+
+def test_views_go_once(links: Any) -> None:
+    """Queries, keys and values are views of one memory."""
+    link = links(FAST)
+    x = WIDE.clone().requires_grad_()
+    with saving(offload="all"):
+        q, k, v = (
+            F.linear(x, torch.randn(192, 64, requires_grad=True)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        )
+        y = F.scaled_dot_product_attention(q, k, v).sin().mul(2).cos()
+    y.sum().backward()
+    assert [size for name, size in link.log if name == "to host"].count(3 * SIZE) == 1
+    assert max(size for _, size in link.log) == 3 * SIZE
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_share(links: Any, share: float) -> None:
+    sums = []
+    for amount in ("all", share):
+        link = links(FAST)
+        step(Model(link, depth=6), saving(offload=amount))
+        sums.append(sum(size for name, size in link.log if name == "to host"))
+    assert share - 0.1 < sums[1] / sums[0] <= share + 0.02
+
+
+def test_two_hundred_steps(links: Any) -> None:
+    """Nothing grows, and no more lies on the host than was said."""
+    link = links(FAST)
+    model, made = Model(link, depth=2), the(BYTES)
+    logs, first = [], None
+    for _ in range(200):
+        found = step(model, saving(offload=BYTES))
+        first = first or found
+        assert not differences(first, found)
+        assert made.bytes == 0 and not made._known and not made._numbered and len(made._leaving) <= DEPTH + 1
+        logs.append(len(link.log))
+        link.log.clear()
+    assert 0 < link.most <= BYTES
+    assert len({*logs}) == 1
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("bandwidth", [FAST, SLOW])
+def test_an_exception_leaves_nothing_behind(links: Any, where: str, bandwidth: float) -> None:
+    link = links(bandwidth)
+    model, broken = Model(link), [True]
+
+    def fail(*_: Any) -> None:
+        if broken[0]:
+            raise ZeroDivisionError
+
+    layer = model.layers[1]
+    (layer.register_forward_hook if where == "forward" else layer.register_full_backward_hook)(fail)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            step(model, saving(offload="all"))
+    assert the("all").bytes == 0
+    broken[0] = False
+    assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
+
+
+def test_several_backward_passes(links: Any) -> None:
+    """A graph that is kept, and a gradient that needs a part of it."""
+    link = links(FAST)
+    model, results = Model(link), []
+    for context in (nullcontext(), saving(offload="all")):
+        model.zero_grad()
+        torch.manual_seed(1)
+        x = WIDE.clone().requires_grad_()
+        with context:
+            loss = loss_of(model(x * 1))
+        last = model.layers[2].down.weight
+        (part,) = torch.autograd.grad(loss, last, retain_graph=True)
+        assert not link.alive("to device")  # what came ahead, too
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append((part, x.grad, gradients(model)))
+        del loss
+    assert not differences(*results)
+
+
+def test_two_graphs(links: Any) -> None:
+    """The older one is read first."""
+    links(FAST)
+    model, results = Model(), []
+    for context in (nullcontext(), saving(offload="all")):
+        model.zero_grad()
+        torch.manual_seed(1)
+        losses = []
+        for factor in (1, 2):
+            with context:
+                losses.append(loss_of(model(WIDE * factor)))
+        while losses:
+            losses.pop(0).backward()
+        results.append(gradients(model))
+    assert not differences(*results)
+
+
+@pytest.mark.parametrize("bandwidth", [FAST, SLOW])
+@pytest.mark.parametrize("later", [0, 1, 3, 6])
+def test_a_change_that_pytorch_allows(links: Any, bandwidth: float, later: int) -> None:
+    """Scores in half precision are stored in place of their softmax in float32, then changed, and saved again."""
+    link = links(bandwidth)
+    found = []
+    for context in (nullcontext(), saving(offload="all")):
+        x = WIDE.to(HALF).requires_grad_()
+        with context:
+            scores = x * 3
+            y = F.softmax(scores, -1, dtype=torch.float32).square()
+            for _ in range(later):
+                y = F.linear(y, torch.ones(64, 64, requires_grad=True)).exp().sin()
+            scores.add_(1)
+            link.compute(1e-5)
+            z = scores.square().float()
+        (y.square() + z).sum().backward()
+        found.append(x.grad)
+    assert not differences(*found)
+
+
+@pytest.mark.parametrize("later", [0, 1, 3, 6])
+def test_a_change_that_pytorch_forbids(links: Any, later: int) -> None:
+    links(SLOW)
+    x = WIDE.clone().requires_grad_()
+    with saving(offload="all"):
+        hidden = F.linear(x, torch.ones(64, 64, requires_grad=True))
+        y = F.linear(hidden, torch.ones(64, 64, requires_grad=True))
+        for _ in range(later):
+            y = F.linear(y, torch.ones(64, 64, requires_grad=True))
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    del y
+
+
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+def test_a_change_of_what_is_recomputed(links: Any, error: str) -> None:
+    links(FAST)
+    x = WIDE.clone().requires_grad_()
+    with saving(error, offload="all"):
+        y = F.gelu(F.linear(x, torch.ones(64, 64, requires_grad=True)))
+        z = F.linear(y, torch.ones(64, 64, requires_grad=True)).exp()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    del y, z
+
+
+def test_convert(links: Any) -> None:
+    """A converted model's forward offloads; a method saves nothing in a context."""
+    link = links(FAST)
+    model = Model()
+    expected = step(model, nullcontext())
+    fitact.convert(model, offload="all")
+    assert not differences(expected, step(model, nullcontext()))
+    assert link.log
+    fitact.revert(model)
+    with pytest.raises(UsageError, match="offload: expected no method"):
+        fitact.convert(model, "fewbit", offload="all")
+
+
+def test_hooks(links: Any) -> None:
+    """Codes of a pair travel; without codes gradients are PyTorch's."""
+    link = links(FAST)
+    model, results = Model(), []
+    for context in (
+        nullcontext(),
+        saved_tensors_hooks(*fitact.hooks(None, offload="all")),
+        saved_tensors_hooks(*fitact.hooks(8)),
+        saved_tensors_hooks(*fitact.hooks(8, offload="all")),
+    ):
+        results.append((step(model, context), sum(size for _, size in link.log)))
+        link.log.clear()
+    (exact, nothing), (same, whole), (coded, none), (sent, codes) = results
+    assert not differences(exact, same) and not differences(coded, sent)
+    assert nothing == none == 0 < codes < 0.5 * whole  # the factors of dropout are no codes
+
+
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+def test_checkpoints(links: Any, error: str) -> None:
+    """Inputs of blocks go, but for the last ones; each comes back while the block after it runs again."""
+    link = links(FAST)
+    model = Model(link, depth=8)
+
+    def run(call: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = call(layer, x)
+        return x
+
+    def found(call: Any) -> Any:
+        model.zero_grad()
+        torch.manual_seed(1)
+        x = WIDE.clone().requires_grad_()
+        y = run(call, x * 1)
+        loss_of(y).backward()
+        return y.detach(), x.grad, gradients(model)
+
+    exact = partial(checkpoint, use_reentrant=False)
+    expected = found(exact if error == "exact" else partial(fitact.checkpoint, error=error))
+    assert not link.log
+    assert not differences(expected, found(partial(fitact.checkpoint, error=error, offload="all")))
+    assert [name for name, _ in link.log] == ["to host"] * 7 + ["to device"] * 6
+    assert {size for _, size in link.log} == {SIZE if error == "exact" else WIDE.numel()}
+    assert link.stalls == 0
+
+
+def test_pytorchs_checkpoints_inside(links: Any) -> None:
+    """The context gets their inputs."""
+    link = links(FAST)
+    layers = nn.ModuleList(Layer(p=0.1) for _ in range(6))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    model = Checkpointed()
+    assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
+    assert [name for name, _ in link.log] == ["to host"] * 5 + ["to device"] * 3
+
+
+def test_inside_of_other_hooks(links: Any) -> None:
+    """A checkpoint around the context drops what it stores: nothing moves."""
+    link = links(FAST)
+    model = Model()
+
+    def inside(x: Tensor) -> Tensor:
+        with saving(offload="all"):
+            y: Tensor = model(x)
+        return y
+
+    y = checkpoint(inside, WIDE.clone().requires_grad_(), use_reentrant=False)
+    y.sum().backward()
+    assert not link.log
+
+
+def test_leaves_and_small_tensors_stay(links: Any) -> None:
+    link = links(FAST)
+    x, w = WIDE.clone().requires_grad_(), torch.randn(64, 64, requires_grad=True)
+    with saved_tensors_hooks(*fitact.hooks(None, offload="all")):
+        y = (x * w).square().sum((0, 1)).exp() * F.linear(x[0, 0], nn.Parameter(w.detach())).exp()
+    y.sum().backward()
+    assert not link.log  # the product was the newest, the others are leaves or small
+    del y
+
+
+def test_without_a_link() -> None:
+    """One warning, and gradients as without offloading; below a MiB nothing would move, so nothing is said."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(offload, "_made", offload._Made())
+    model = Model()
+    expected = step(model, saving())
+    assert not differences(expected, step(model, saving(offload="all")))
+    wide = torch.cat([WIDE] * 8)
+    with pytest.warns(UserWarning, match="offload moves nothing: tensors of the device cpu stay where they are"):
+        step(model, saving(offload="all"), wide)
+    step(model, saving(offload="all"), wide)  # warnings are errors
+    patch.undo()
+
+
+@pytest.mark.parametrize("amount", ["some", 0, 4096, -1, 1.5, 0.0, None, float("nan")])
+def test_refused(amount: Any) -> None:
+    for call in (saving, fitact.hooks, partial(fitact.checkpoint, torch.sin, WIDE)):
+        with pytest.raises(
+            UsageError, match=r'offload: expected "all", a share up to 1.0, or bytes from 1,048,576 on'
+        ):
+            call(offload=amount)

@@ -1,0 +1,99 @@
+"""A link between a device and the host that is simulated: both are the CPU, and copies take time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Copy:
+    """A copy, which does not keep its ends alive.
+
+    Attributes:
+        name: `"to host"` or `"to device"`.
+        done: when it is done.
+        into: what it writes.
+        of: what it reads.
+
+    """
+
+    name: str
+    done: float
+    into: Callable[[], Tensor | None]
+    of: Callable[[], Tensor | None]
+
+
+class SimulatedLink:
+    """Copies bytes one after another, so many a second; the bytes of a copy that is not done yet are of NaN.
+
+    A copy reads its source when it is done: what was changed meanwhile is wrong, as it may be on a GPU. What is
+    computed takes no time but that of `compute`.
+
+    Attributes:
+        now: the time.
+        stalls: how long what is computed has waited for copies.
+        log: the copies that were asked for, as names and bytes.
+        violations: memory that was freed while a copy still wrote it, or read it for one that lives.
+        most: the most bytes that were on the host.
+
+    """
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth, self.now, self.stalls, self.most = bandwidth, 0.0, 0.0, 0
+        self.log: list[tuple[str, int]] = []
+        self.violations: list[str] = []
+        self._free = 0.0
+        self._running: deque[Copy] = deque()
+        self._there: dict[str, list[Callable[[], Tensor | None]]] = {"to host": [], "to device": []}
+
+    def alive(self, name: str) -> list[Tensor]:
+        """Return the copies to the host, or to the device, that something still holds."""
+        return [one for held in self._there[name] if (one := held()) is not None]
+
+    def compute(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self._until(self.now + seconds)
+
+    def _until(self, time: float) -> None:
+        self.now = max(self.now, time)
+        while self._running and self._running[0].done <= self.now:
+            copy = self._running.popleft()
+            into, of = copy.into(), copy.of()
+            if into is not None and of is not None:
+                into.copy_(of)
+            elif (into is None) == (copy.name == "to device"):
+                self.violations.append(f"{copy.name}: freed too soon")
+
+    def _copied(self, name: str, into: Tensor, of: Tensor) -> Copy:
+        self.log.append((name, of.nbytes))
+        self._there[name] = [held for held in self._there[name] if held() is not None] + [ref(into)]
+        self._free = max(self._free, self.now) + of.nbytes / self.bandwidth
+        self._running.append(Copy(name, self._free, ref(into), ref(of)))
+        return self._running[-1]
+
+    def to_host(self, memory: Tensor) -> tuple[Tensor, Any]:
+        copy = torch.full_like(memory, 255)
+        copied = self._copied("to host", copy, memory)
+        self.most = max(self.most, sum(one.nbytes for one in self.alive("to host")))
+        return copy, copied
+
+    def to_device(self, copy: Tensor) -> tuple[Tensor, Any]:
+        memory = torch.full_like(copy, 255)
+        return memory, self._copied("to device", memory, copy)
+
+    def wait(self, event: Copy, memory: Tensor) -> None:
+        self.stalls += max(event.done - self.now, 0)
+        self._until(event.done)
+
+    def is_done(self, event: Copy) -> bool:
+        return event.done <= self.now
+
+    def finish(self, event: Copy) -> None:
+        self._until(event.done)
