@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,14 +105,9 @@ def test_exported_without_gradients(name: str, strict: bool, tmp_path: Path) -> 
 )
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
 def test_compiled_ahead_of_time(grad: bool, tmp_path: Path) -> None:
-    refused = torch.__version__ < (2, 12)  # without gradients only activations are compiled
-    model = between_layers(*(name for name in LAYERS if grad or not refused or not name.endswith("norm")))
+    model = between_layers(*LAYERS)
     program = export(model, torch.randn(6, 8), grad=grad)
     package = str(tmp_path / "model.pt2")
-    if refused and grad:
-        with pytest.raises(RuntimeError, match=rf"PyTorch {re.escape(torch.__version__)} compiles it ahead"):
-            torch._inductor.aoti_compile_and_package(program, package_path=package)
-        return
     path = torch._inductor.aoti_compile_and_package(program, package_path=package)
     compiled = torch._inductor.aoti_load_package(path)
     for rows in (6, 2000):

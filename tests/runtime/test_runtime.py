@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fitact
 from fitact.runtime.kernels import reference as eager
 from fitact.runtime.kernels import registry
+from fitact.runtime.kernels.inputs import memory_order
 from tests.support.generated import forward_op, run
 from tests.support.steps import Shipped, each, shipped
 
@@ -105,3 +107,16 @@ def test_registering_twice_is_harmless() -> None:
         warnings.simplefilter("error")
         assert registry.register(step) == step.key
     assert eager.TILE == 8192
+
+
+def test_memory_order_is_that_of_empty_like() -> None:
+    """Of tensors that are permuted, sliced, expanded, overlapping, and with dimensions of one or no element."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        dims = draw.randrange(5)
+        sizes = [draw.choice((0, 1, 1, 2, 3, 4)) for _ in range(dims)]
+        strides = [draw.choice((0, 1, 1, 2, 3, 4, 6, 12)) for _ in range(dims)]
+        x = torch.empty_strided(sizes, strides, device="meta")
+        if draw.random() < 0.5:
+            x = torch.empty(sizes, device="meta").permute(draw.sample(range(dims), dims))
+        assert torch.empty_like(x).permute(memory_order(x)).is_contiguous(), (x.shape, x.stride())
