@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 from fitact.runtime.saving.blocks import BITS
 from tests.support.instructions import FLOATS, TARGETS, BlockKernel, amd, machine_codes, nvidia
 
-QUICK = {("bf16", "sm_90"), ("fp32", "sm_90"), ("bf16", "gfx942")}
+QUICK = {("bf16", "sm_80"), ("bf16", "sm_90"), ("fp32", "sm_90"), ("bf16", "gfx942")}
 CASES = [
     pytest.param(*case, id="-".join(case), marks=[] if case in QUICK else pytest.mark.full)
     for case in product(FLOATS, TARGETS)
