@@ -117,8 +117,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.kept
 	$(BIN)/python -m benchmarks.saving
 	$(BIN)/python -m benchmarks.planning
-	$(BIN)/python -m benchmarks.compiled
-	$(BIN)/python -m benchmarks.compiled --graphs
+	$(BIN)/python -m benchmarks.compiled --times
 	$(BIN)/python benchmarks/conversion.py
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence --compiled

@@ -1,21 +1,18 @@
 """What codes under the compiler save and cost, beside the compiler alone and beside its own pass to float8.
 
-    python -m benchmarks.compiled [-o RESULTS.json] [--graphs] [--budget B ...] [MODEL ...]
+    python -m benchmarks.compiled [-o RESULTS.json] [--times] [MODEL ...]
 
-Two blocks of an MLP and small models of transformers and timm, two layers each, of width 256, in bfloat16, without
-dropout. Each is compiled at several memory budgets: as it is, with codes of 8 and 4 bits, with codes of 8 and 6
-bits also of the tensors of attention and of inputs ("all"), and with PyTorch's pass
-`activation_quantization_aten_pass`, which keeps all these in float8, with a scale. Counted are the bytes that the
-compiled function keeps for backward, without parameters and inputs, a token a layer, and the kernels that the
-compiler generates. Gradients are compared with those that the compiler alone computes at the same budget, and
-these with float32. Parameters whose gradients are more than half rounding are left out of the largest error.
-Errors are null where a gradient is not finite.
+Two blocks of an MLP and small models of transformers and timm, two layers each, of width 256, without dropout, in
+bfloat16. Each is compiled with a memory budget of 0.9: as it is, with each class of errors, with codes of 8 and
+of 6 bits for all kinds of tensors, and with PyTorch's pass `activation_quantization_aten_pass`, which stores
+tensors in float8, with a scale. No kernels are made: PyTorch runs the compiler's graphs operator by operator.
+Counted are the bytes that the forward graph hands to the backward graph, without parameters and inputs, a token a
+layer. The gradient of all parameters is compared with the one that the compiler alone computes. Errors are null
+where a gradient is not finite.
 
-At the default budget all are timed on a CPU, in turns: a time is the least of all rounds. There is one thread, and
-its own time counts. Models and budgets that are named replace their part of the results.
-
-With `--graphs` no kernels are made: PyTorch runs the compiler's graphs operator by operator. This gives bytes and
-errors in a fraction of the time. What keeps codes of everything is compared with float8 then, for whole models.
+With `--times` some models are compiled to the end, in float32, where codes cost most beside products. Then the
+kernels that the compiler generates are counted, and steps are timed on one thread, in turns: a time is the least
+of all rounds, and the thread's own time counts. Models that are named replace their part of the results.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ import argparse
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -46,11 +41,9 @@ from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.torch_internals import storage_id
 
-TOKENS, WIDTH, LAYERS = 512, 256, 2
-BUDGETS = (0.9, 1.0, 0.7)
-TIMED = 0.9
-NOISE = 0.5  # a gradient that rounding changes by more says nothing
-ALL = {"attention": True, "inputs": True}  # what float8 takes too
+TOKENS, WIDTH, LAYERS, BUDGET = 512, 256, 2, 0.9
+TIMED = ("SwiGLU MLP", "gpt2", "llama")
+RESULTS = Path(__file__).parent / "results" / "compiled.json"
 FLOAT8 = {
     "activation_quantization_aten_pass": {
         "use_scaling": True,
@@ -142,17 +135,12 @@ MODELS: dict[str, tuple[Callable[[], Made], int]] = {  # and how many tokens
 }
 
 
-WHOLE = (*KINDS, "vit")
-
-
-def ways(budget: float) -> dict[str, dict[str, Any]]:
+def ways() -> dict[str, dict[str, Any]]:
     """Return the options of the compiler by name of what is compared; the compiler alone first."""
     return {
-        "plain": {},
-        "codes, 8 bits": dict(fitact.compile_options(budget=budget)),
-        "codes, 4 bits": dict(fitact.compile_options(error="coarse", budget=budget)),
-        "all, 8 bits": dict(fitact.compile_options(budget=budget, **ALL)),
-        "all, 6 bits": dict(fitact.compile_options(error="coarse", bits=6, budget=budget, **ALL)),
+        "compiler alone": {},
+        **{error: dict(fitact.compile_options(error=error, budget=BUDGET)) for error in ("rounding", "coarse")},
+        **{f"{bits} bits": dict(fitact.compile_options(bits=bits, budget=BUDGET)) for bits in (8, 6)},
         "float8": {"post_grad_fusion_options": FLOAT8},
     }
 
@@ -164,14 +152,9 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, dy:
     return {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Return the relative error of each gradient."""
-    return {name: float((found[name] - one).norm() / one.norm()) for name, one in wanted.items()}
-
-
-def whole(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole(gradient: dict[str, Tensor]) -> Tensor:
     """Return all gradients as one."""
-    return {"": torch.cat([one.flatten() for one in gradient.values()])}
+    return torch.cat([one.flatten() for one in gradient.values()])
 
 
 def written(number: float) -> float | None:
@@ -199,78 +182,81 @@ def run_graphs(model: nn.Module, options: dict[str, Any], budget: float) -> Call
     return compiled
 
 
-def compare(name: str, budget: float, graphs: bool) -> Iterator[dict[str, Any]]:
-    """Yield what is found for each way to compile a model at a budget."""
+def compare(name: str) -> Iterator[dict[str, Any]]:
+    """Yield what each way to compile a model saves, and how far the whole gradient is off."""
     make, tokens = MODELS[name]
     torch.manual_seed(0)
-    wide, x = make()
-    model = deepcopy(wide).to(torch.bfloat16)
-    narrow = x.bfloat16() if x.is_floating_point() else x
-    dy = torch.randn_like(wide(x))
-    exact = gradients(wide, wide, x, dy)
-    calls, rows, plain = {}, {}, exact
+    model, x = make()
+    model.to(torch.bfloat16)
+    x = x.bfloat16() if x.is_floating_point() else x
+    dy = torch.randn_like(model(x))
+    plain: Tensor | None = None
+    for way, options in ways().items():
+        torch.compiler.reset()
+        call = run_graphs(model, options, BUDGET)
+        found = whole(gradients(model, call, x, dy))
+        plain = found if plain is None else plain
+        with count_saved(model) as saved:
+            saved.owned.add(storage_id(x))
+            y = call(x)
+        del y
+        off = written(float((found - plain).norm() / plain.norm()))
+        yield {"model": name, "way": way, "bytes": round(saved.bytes / tokens / LAYERS), "whole": off}
+
+
+def timed(name: str) -> dict[str, dict[str, float]]:
+    """Return the kernels of each way, and the time of its step beside that of the compiler alone."""
+    torch.manual_seed(0)
+    model, x = MODELS[name][0]()
+    dy = torch.randn_like(model(x))
+    steps, kernels = {}, {}
     torch.compiler.reset()
-    with ExitStack() as stack:
-        stack.enter_context(
-            torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False)
-        )
-        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
-        for way, options in ways(budget).items():
-            if graphs and way.startswith("codes"):
+    functorch, inductor = torch._functorch.config, torch._inductor.config
+    with (
+        functorch.patch(activation_memory_budget=BUDGET, enable_autograd_cache=False),
+        inductor.patch(fx_graph_cache=False),
+    ):
+        for way, options in ways().items():
+            if "bits" in way:
                 continue
             metrics.reset()
-            call: Any
-            if graphs:
-                torch.compiler.reset()
-                call = run_graphs(model, options, budget)
-            else:
-                call = torch.compile(model, fullgraph=True, dynamic=False, options=options)
-            found = gradients(model, call, narrow, dy.bfloat16())
-            kernels = metrics.generated_kernel_count
-            with count_saved(model) as saved:
-                saved.owned.add(storage_id(narrow))
-                y = call(narrow)
-            del y
-            errors = error(found, plain)
-            if way == "plain":
-                plain, kept = found, {one for one, value in errors.items() if value < NOISE}
-            calls[way] = call
-            counted = {} if graphs else {"kernels": kernels}
-            rows[way] = {
-                "model": name,
-                "budget": budget,
-                "way": way,
-                "bytes": round(saved.bytes / tokens / LAYERS),
-                **counted,
-                "largest": written(float(torch.tensor([errors[one] for one in kept]).max())),
-                "whole": written(error(whole(found), whole(exact if way == "plain" else plain))[""]),
-            }
-        if budget == TIMED and not graphs:
-            steps = {way: partial(gradients, model, call, narrow, dy.bfloat16()) for way, call in calls.items()}
-            times = measured({way: partial(_run, one) for way, one in steps.items()})
-            for way, seconds in times.items():
-                rows[way]["time"] = round(seconds / times["plain"], 3)
-    yield from rows.values()
+            call = torch.compile(model, fullgraph=True, dynamic=False, options=options)
+            steps[way] = partial(_run, partial(gradients, model, call, x, dy))
+            steps[way]()
+            kernels[way] = metrics.generated_kernel_count
+    times = measured(steps)
+    first = times["compiler alone"]
+    return {way: {"kernels": kernels[way], "time": round(times[way] / first, 3)} for way in steps}
 
 
 def _run(step: Callable[[], Any]) -> None:
     step()
 
 
+NAMES = {"gpt2": "GPT-2", "bert": "BERT", "llama": "LLaMA", "vit": "ViT"}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the documents' table."""
+    lines = ["| | | bytes | error |", "|---|---|---:|---:|"]
+    for row in rows:
+        name = NAMES.get(row["model"], row["model"]) if row["way"] == "compiler alone" else ""
+        off = "NaN" if row["whole"] is None else f"{100 * row['whole']:.2g} %" if row["whole"] else ""
+        lines.append(f"| {name} | {row['way']} | {row['bytes']:,} | {off} |".replace("  ", " "))
+    return lines
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--budget", dest="budgets", action="append", type=float, choices=BUDGETS)
-    parser.add_argument("--graphs", action="store_true", help="make no kernels; bytes and errors of whole models")
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--times", action="store_true", help=f"also time steps of {', '.join(TIMED)}")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if unknown := {*arguments.models} - MODELS.keys():
         parser.error(f"{', '.join(unknown)}: expected {', '.join(MODELS)}")
     keep_freed_memory()
     torch.set_num_threads(1)
-    given = "graphs" if arguments.graphs else "cpu"
-    path = arguments.output or Path(__file__).parent / "results" / f"compiled_{given}.json"
     record = {
         "machine": f"{platform.machine()}, {platform.system()}",
         "threads": 1,
@@ -279,16 +265,18 @@ def main() -> None:
         "timm": imported("timm").__version__,
         "date": date.today().isoformat(),
     }
+    path = arguments.output
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    order = {model: i for i, model in enumerate(MODELS)}
-    for budget in arguments.budgets or BUDGETS:
-        for name in arguments.models or (WHOLE if arguments.graphs else MODELS):
-            rows = [row for row in rows if (row["model"], row["budget"]) != (name, budget)]
-            for row in compare(name, budget, arguments.graphs):
-                rows.append(row)
+    for name in arguments.models or MODELS:
+        rows = [row for row in rows if row["model"] != name] + list(compare(name))
+        times = timed(name) if arguments.times and name in TIMED else {}
+        for row in rows:
+            if row["model"] == name:
+                row.update(times.get(row["way"], {}))
                 print(row, flush=True)
-            rows.sort(key=lambda row: (order[row["model"]], -row["budget"]))
-            path.write_text(json.dumps(record | {"rows": rows}, indent=2) + "\n")
+        rows.sort(key=lambda row: [*MODELS].index(row["model"]))
+        path.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
+    print("\n".join(table(rows)))
     print(f"wrote {path}")
 
 

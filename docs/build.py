@@ -58,7 +58,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "runtime.compile.compile.compile_options",
             "runtime.compile.compile.compile_report",
             "runtime.compile.report.CompileReport",
-            "runtime.compile.report.KeptRecord",
+            "runtime.compile.report.SavedRecord",
         ),
     ),
     (

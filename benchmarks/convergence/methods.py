@@ -84,11 +84,6 @@ def _plural(bits: int) -> str:
     return f"{bits} bit{'s' if bits > 1 else ''}"
 
 
-def compiling(bits: int, more: bool) -> Callable[..., Callable[[Tensor], Tensor]]:
-    """Return what compiles a model that keeps codes, perhaps also of attention and of inputs."""
-    return partial(fitact.compile, error="coarse", bits=bits, attention=more, inputs=more)
-
-
 def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
@@ -123,13 +118,10 @@ METHODS = {
         ),
         Method("compiled", "compiled, exact", COMPILED, compiled=torch.compile),
         *(
-            Method(f"compiled{k}{name}", f"compiled, {k} bits{label}", COMPILED, compiled=compiling(k, bool(name)))
-            for k, name, label in (
-                (8, "", ""),
-                (4, "", ""),
-                (8, "-all", ", attention"),
-                (6, "-all", ", attention"),
+            Method(
+                f"compiled-{error}", f"compiled, {error}", COMPILED, compiled=partial(fitact.compile, error=error)
             )
+            for error in ("rounding", "coarse")
         ),
         Method("rebuild", "rebuilt", LEARNED, conversion=fitact.convert),
     )

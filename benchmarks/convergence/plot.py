@@ -24,7 +24,7 @@ COLORS = {
     FEW_BIT: ("#9ecae1", "#6baed6", "#3182bd", "#08306b"),
     OTHER: ("#7b3294", "#1b9e77", "#999999", "#b8860b", "#d6604d"),
     RANDOM: ("#fdbe85", "#fd8d3c", "#d94701", "#7f2704"),
-    COMPILED: ("#999999", "#08306b", "#9ecae1", "#d94701", "#fdbe85"),
+    COMPILED: ("#999999", "#08306b", "#9ecae1"),
     LEARNED: ("#08306b",),
 }
 COLOR = {

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.compile.compander import Compander
 from fitact.runtime.compile.partition import Partition
 from fitact.runtime.measure.meter import FLOPS
 from fitact.runtime.measure.saved import Saved, gpu_kernels
 from fitact.runtime.measure.subjects import Subject, without_packing
 from fitact.runtime.restore import Inputs, loss_of
+from fitact.runtime.saving.quantising import POLICIES
 from fitact.runtime.torch_internals import (
     FakeTensorMode,
     min_cut,
@@ -74,7 +74,7 @@ class _Partitions:
             self.found.append(read())
             self.advance()
             if budget in self.coded:
-                coded = Partition(budget, Compander(8), (), lambda records: None)
+                coded = Partition(budget, POLICIES["rounding"], False, lambda records: None)
                 with unset_fake_temporarily():
                     coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
                 self.found.append(read(kept="codes"))

@@ -1,1 +1,1 @@
-"""Codes under the compiler: what the compiled forward pass keeps for backward, in fewer bits."""
+"""`torch.compile` with block codes in place of what the compiled forward pass saves for backward."""

@@ -1,21 +1,71 @@
-"""Codes as nodes of a graph, which the compiler sees and fuses with what is around them."""
+"""How saved tensors are stored in a graph: block codes by two ops, masks in bits by operators that are fused."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import FakeTensor, size_hint
 
-from .kept import CAST, value_of
-
 aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
 BYTE = 8
-ROW = 64
-BIAS = 127  # of exponents
-HUGE = 2.0**54  # numbers below have squares whose sums are finite
+
+# The compiler calls these as they are: its own kernels for the same operators are up to four times as many.
+_library = torch.library.Library("fitact", "FRAGMENT")
+_PARTS = "Tensor codes, Tensor scales, Tensor shifts, Tensor shape"
+_library.define(f"encode_blocks(Tensor x, int columns, int bits, bool signs) -> ({_PARTS})")
+_library.define(f"decode_blocks({_PARTS}, int columns, ScalarType dtype) -> Tensor")
+
+
+def _encode(x: Tensor, columns: int, bits: int, signs: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the codes, scales and shifts of a tensor, and a tensor without elements that has its shape.
+
+    Args:
+        x: of any shape.
+        columns: length of the rows that it is cut into, a multiple of 64 that divides its size; or 64.
+        bits: as for `blocks.encode`.
+        signs: the same.
+
+    """
+    return *blocks.encode(x.reshape(_rows(x.numel(), columns)), bits, signs), x.new_empty(*x.shape, 0)
+
+
+def _decode(
+    codes: Tensor, scales: Tensor, shifts: Tensor, shape: Tensor, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the tensor that was encoded."""
+    sizes = shape.shape[:-1]
+    return blocks.decode(codes, scales, shifts, _rows(sizes.numel(), columns), dtype).view(sizes)
+
+
+def _rows(size: int, columns: int) -> tuple[int, ...]:
+    return (size // columns, columns) if size % columns == 0 else (size,)
+
+
+def _fake_encode(x: Tensor, columns: int, bits: int, signs: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same without numbers; sizes may vary."""
+    size, block = x.numel(), blocks.BLOCK
+    count = -(-size // block)
+    tiles = -(-(size // columns) // block) * (columns // block) + count - size // block
+    codes, shifts = x.new_empty(count, bits, dtype=torch.int64), x.new_empty(tiles, 4, dtype=torch.int64)
+    return codes, x.new_empty(count, dtype=torch.bfloat16), shifts, x.new_empty(*x.shape, 0)
+
+
+def _fake_decode(
+    codes: Tensor, scales: Tensor, shifts: Tensor, shape: Tensor, columns: int, dtype: torch.dtype
+) -> Tensor:
+    return shape.new_empty(shape.shape[:-1], dtype=dtype)
+
+
+for _name, _run, _fake in (("encode_blocks", _encode, _fake_encode), ("decode_blocks", _decode, _fake_decode)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fitact::{_name}", _fake, lib=_library)
 
 
 class Graph:
@@ -42,96 +92,52 @@ class Graph:
         return node
 
 
-def exponents(graph: Graph, x: fx.Node) -> fx.Node:
-    """Return a power of two for each row of x, near its root mean square: the exponent and 127, as a byte.
-
-    A row is as many of the last dimensions as have 64 elements together. Divided by its power of two, it has a
-    root mean square of 0.84 to 1.68. NaN, infinities and numbers of more than 2^54 do not count.
-    """
-    value = value_of(x)
-    assert value is not None
-    dims, size = [], 1
-    for dim in reversed(range(value.dim())):
-        if size < ROW:
-            dims.append(dim)
-            size *= size_hint(value.shape[dim])
-    wide = graph(CAST, x, torch.float32)
-    usual = graph(aten.lt.Scalar, graph(aten.abs.default, wide), HUGE)
-    wide = graph(aten.where.ScalarOther, usual, wide, 0)
-    square = graph(aten.mean.dim, graph(aten.mul.Tensor, wide, wide), dims, True)
-    exponent = graph(aten.mul.Tensor, graph(aten.log2.default, square), 0.5)
-    exponent = graph(aten.round.default, graph(aten.add.Tensor, exponent, BIAS - 0.25))
-    exponent = graph(aten.clamp_max.default, graph(aten.clamp_min.default, exponent, 1), 2 * BIAS - 1)
-    return graph(CAST, exponent, torch.uint8)
+def encode(graph: Graph, x: fx.Node, bits: int, signs: bool) -> list[fx.Node]:
+    """Return the parts of a tensor's block codes."""
+    order, columns = _layout(x.meta["val"])
+    x = graph(aten.permute.default, x, order)
+    parts = graph(torch.ops.fitact.encode_blocks.default, x, columns, bits, signs)
+    return [graph(operator.getitem, parts, i) for i in range(4)]
 
 
-def scaled(graph: Graph, x: fx.Node, exponents: fx.Node, sign: int) -> fx.Node:
-    """Return x times its rows' powers of two, to the power `sign`, in float32."""
-    exponent = graph(aten.sub.Tensor, graph(CAST, exponents, torch.float32), BIAS)
-    power = graph(aten.exp2.default, graph(aten.mul.Tensor, exponent, sign))
-    return graph(aten.mul.Tensor, graph(CAST, x, torch.float32), power)
+def decode(graph: Graph, parts: Sequence[fx.Node], like: Tensor) -> fx.Node:
+    """Return the tensor of block codes; `like`: what stands for it in the graph that encoded it."""
+    order, columns = _layout(like)
+    x = graph(torch.ops.fitact.decode_blocks.default, *parts, columns, like.dtype)
+    return graph(aten.permute.default, x, sorted(range(len(order)), key=order.__getitem__))
 
 
-def pack(graph: Graph, parts: fx.Node, bits: int) -> fx.Node:
-    """Return parts of 1, 4 or 6 bits as bytes, along the last dimension; the first part has the lowest bits."""
-    value = value_of(parts)
-    assert value is not None
-    if BYTE % bits:
-        return _pack_across(graph, parts, bits)
-    count, last = BYTE // bits, value.dim() - 1
-    parts = graph(CAST, parts, torch.uint8)
+def _layout(x: Tensor) -> tuple[list[int], int]:
+    """Return the dimensions of a tensor as they lie in memory, and the length of the rows that it is cut into."""
+    order = sorted(range(x.dim()), key=lambda dim: -size_hint(x.stride(dim)))
+    shape = [x.shape[dim] for dim in order]
+    if all(isinstance(size, int) for size in shape):
+        return order, blocks.columns_of(shape)
+    features: Any = shape[-1]
+    fills = isinstance(features, int) and features % blocks.BLOCK == 0
+    return order, features if fills else blocks.BLOCK
+
+
+def pack(graph: Graph, mask: fx.Node) -> fx.Node:
+    """Return a mask in bits, uint8: eight along the last dimension are a byte, the first the lowest bit."""
+    last = mask.meta["val"].dim() - 1
+    mask = graph(CAST, mask, torch.uint8)
     packed = None
-    for i in range(count):
-        part = graph(aten.slice.Tensor, parts, last, i, torch.iinfo(torch.int64).max, count)
-        part = graph(aten.bitwise_left_shift.Tensor_Scalar, part, bits * i) if i else part
+    for i in range(BYTE):
+        part = graph(aten.slice.Tensor, mask, last, i, torch.iinfo(torch.int64).max, BYTE)
+        part = graph(aten.bitwise_left_shift.Tensor_Scalar, part, i)
         packed = part if packed is None else graph(aten.bitwise_or.Tensor, packed, part)
     assert packed is not None
     return packed
 
 
-def _pack_across(graph: Graph, parts: fx.Node, bits: int) -> fx.Node:
-    """Return parts of more than half a byte as bytes; each has bits of two parts, the end of one and the next."""
-    value = value_of(parts)
-    assert value is not None
-    place = _places(graph, value.shape[-1] * bits // BYTE, value)
-    bit = graph(aten.mul.Tensor, place, BYTE)
-    part = graph(aten.div.Tensor_mode, bit, bits, rounding_mode="floor")
-    shift = graph(aten.sub.Tensor, bit, graph(aten.mul.Tensor, part, bits))
-    wide = graph(CAST, parts, torch.int32)
-    low, high = (_at(graph, wide, one) for one in (part, graph(aten.add.Tensor, part, 1)))
-    both = graph(aten.bitwise_or.Tensor, low, graph(aten.bitwise_left_shift.Tensor_Scalar, high, bits))
-    byte = graph(aten.bitwise_right_shift.Tensor, both, graph(CAST, shift, torch.int32))
-    return graph(CAST, graph(aten.bitwise_and.Scalar, byte, (1 << BYTE) - 1), torch.uint8)
-
-
-def unpack(graph: Graph, packed: fx.Node, bits: int) -> fx.Node:
-    """Return the parts of bytes, uint8."""
-    value = value_of(packed)
-    assert value is not None
-    bit = graph(aten.mul.Tensor, _places(graph, value.shape[-1] * BYTE // bits, value), bits)
-    byte = graph(aten.bitwise_right_shift.Tensor_Scalar, bit, BYTE.bit_length() - 1)
-    shift = graph(aten.bitwise_and.Scalar, bit, BYTE - 1)
-    found = _at(graph, packed, byte)
-    if BYTE % bits:
-        after = graph(aten.clamp_max.default, graph(aten.add.Tensor, byte, 1), value.shape[-1] - 1)
-        high = graph(CAST, _at(graph, packed, after), torch.int32)
-        high = graph(aten.bitwise_left_shift.Tensor_Scalar, high, BYTE)
-        found = graph(aten.bitwise_or.Tensor, graph(CAST, found, torch.int32), high)
-        shift = graph(CAST, shift, torch.int32)
-    else:
-        shift = graph(CAST, shift, torch.uint8)
-    found = graph(aten.bitwise_right_shift.Tensor, found, shift)
-    return graph(CAST, graph(aten.bitwise_and.Scalar, found, (1 << bits) - 1), torch.uint8)
-
-
-def _places(graph: Graph, count: Any, like: Tensor) -> fx.Node:
-    """Return 0, 1, 2, … as int64."""
-    kind = {"dtype": torch.int64, "device": like.device, "requires_grad": False}
-    return graph(torch.ops.prims.iota.default, count, start=0, step=1, **kind)
-
-
-def _at(graph: Graph, x: fx.Node, places: fx.Node) -> fx.Node:
-    """Return the elements of x at places along the last dimension."""
-    value = value_of(x)
-    assert value is not None
-    return graph(aten.index.Tensor, x, [*[None] * (value.dim() - 1), places])
+def unpack(graph: Graph, packed: fx.Node) -> fx.Node:
+    """Return the mask of bits, bool."""
+    value: Tensor = packed.meta["val"]
+    kind = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
+    bit = graph(torch.ops.prims.iota.default, value.shape[-1] * BYTE, start=0, step=1, **kind)
+    place = graph(aten.bitwise_right_shift.Tensor_Scalar, bit, 3)
+    byte = graph(aten.index.Tensor, packed, [*[None] * (value.dim() - 1), place])
+    shift = graph(CAST, graph(aten.bitwise_and.Scalar, bit, BYTE - 1), torch.uint8)
+    one = graph(aten.bitwise_and.Scalar, graph(aten.bitwise_right_shift.Tensor, byte, shift), 1)
+    return graph(aten.ne.Scalar, one, 0)

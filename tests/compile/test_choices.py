@@ -1,9 +1,9 @@
-"""What becomes codes, on request and never, and how near what stands for them is; graphs run without kernels."""
+"""What is stored in which bits, and how far gradients are off; graphs run without kernels."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fitact
-from benchmarks.compiled import FLOAT8, run_graphs
-from fitact.runtime.compile.codes import Graph, exponents, pack, scaled, unpack
-from fitact.runtime.compile.compander import Compander, error_of
-from fitact.runtime.compile.report import KeptRecord
-from fitact.runtime.torch_internals import FakeTensorMode
-from tests.compile.test_compile import Gelu, made, off, step
-from tests.support.gpu_code import gpu_kernels, loads
+from benchmarks import compiled as benchmark
+from fitact.runtime.compile.report import SavedRecord
+from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.saving import blocks
+from tests.compile.test_compile import Gelu, SwiGLU, made, off, step
+
+run_graphs = benchmark.run_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -30,25 +30,17 @@ def _fresh() -> Iterator[None]:
 
 
 def coded(
-    block: Callable[[], nn.Module], shape: tuple[int, ...], **arguments: Any
-) -> tuple[int, float, dict[str, KeptRecord]]:
-    """Return bytes kept, the largest error of a gradient, and the last record of each operation."""
-    stock = made(block)
+    block: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **arguments: Any
+) -> tuple[int, float, list[SavedRecord]]:
+    """Return bytes saved, the largest error of a gradient, and the records of what is not a parameter or small."""
+    stock = made(block, dtype=dtype)
     budget = arguments.pop("budget", 1.0)
     _, expected = step(stock, run_graphs(stock, {}, budget), shape)
     torch._dynamo.reset()
-    model, options = made(block), fitact.compile_options(budget=budget, **arguments)
-    kept, found = step(model, run_graphs(model, options, 1.0), shape)
-    return kept, off(found, expected), {record.operation: record for record in options.report.graphs[0]}
-
-
-def float8(block: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, float]:
-    stock = made(block)
-    _, expected = step(stock, run_graphs(stock, {}, 1.0), shape)
-    torch._dynamo.reset()
-    model = made(block)
-    kept, found = step(model, run_graphs(model, {"post_grad_fusion_options": FLOAT8}, 1.0), shape)
-    return kept, off(found, expected)
+    model, options = made(block, dtype=dtype), fitact.compile_options(budget=budget, **arguments)
+    size, found = step(model, run_graphs(model, options, 1.0), shape)
+    (records,) = options.report.graphs
+    return size, off(found, expected), [one for one in records if one.reason not in ("a parameter", "small")]
 
 
 class Masked(nn.Module):
@@ -72,25 +64,20 @@ class Masked(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.full
-@pytest.mark.long
 def test_masks_of_numbers() -> None:
-    """A mask of 0 and −∞ that attention keeps becomes bits or stays; as a code, or in float8, it would be NaN."""
+    """A mask of 0 and −∞ that attention saves becomes bits or stays; as a code it would be NaN."""
     shape = (2, 128, 64)
-    kept, error, records = coded(partial(Masked, True), shape, error="exact")
+    _, error, records = coded(partial(Masked, True), shape, torch.bfloat16, error="exact")
     assert error == 0
-    mask = records["where"]
-    assert (mask.code, mask.before, mask.after) == ("bits", 128 * 128 * 2, 128 * 128 // 8)
-    less, error, records = coded(partial(Masked, False), shape, attention=True)
-    assert error < 0.015
-    assert records["convert_element_type"].reason == "of attention's mask"
-    assert less < 0.62 * kept
-    _, error = float8(partial(Masked, False), shape)
-    assert math.isnan(error)
+    (mask,) = (one for one in records if one.operation == "where")
+    assert (mask.kind, mask.bits, mask.before, mask.after) == ("mask", 1, 128 * 128 * 2, 128 * 128 // 8)
+    _, error, records = coded(partial(Masked, False), shape, torch.bfloat16, bits=8)
+    assert error < 0.02
+    assert {one.reason for one in records if one.operation == "convert_element_type"} == {"attention's mask"}
 
 
 class Scored(nn.Module):
-    """Attention by two batched products and a softmax, a gated layer, and a loss."""
+    """Attention by two batched products and a softmax of masked scores, a gated layer, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,103 +85,195 @@ class Scored(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        y = (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
-        y = self.out(x + y.transpose(1, 2).reshape(2, 128, 64) * self.gate(x).sigmoid())
+        seen = torch.ones(128, 128, dtype=torch.bool).tril()
+        weights = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf).softmax(-1)
+        y = (weights @ v).transpose(1, 2).reshape(2, 128, 64)
+        y = self.out(x + y * self.gate(x).sigmoid())
         return F.cross_entropy(y.view(256, 64), torch.arange(256) % 64)
 
 
-@pytest.mark.full
-@pytest.mark.long
-def test_same_choice_as_float8() -> None:
-    """With the tensors coded that PyTorch's pass takes, less is kept, and gradients are nearer."""
-    shape = (2, 128, 64)
-    whole, error, records = coded(Scored, shape, attention=True, inputs=True, loss=True)
-    left = {name: record.reason for name, record in records.items() if record.code is None}
-    assert {*left.values()} <= {"a parameter", "small", "a statistic", "of int64"}, left
-    kept, least = float8(Scored, shape)
-    assert whole <= kept
-    assert error < least
-    default, _, records = coded(Scored, shape)
-    assert {record.reason for record in records.values()} >= {
-        "of products that attention makes",
-        "an input",
-        "kept by the loss",
-    }
-    assert whole < default
+class Sharp(nn.Module):
+    """Attention whose queries and keys are normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(64, 192), nn.Linear(64, 64), nn.RMSNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(2, 128, 64))
 
 
-@pytest.mark.parametrize(("bits", "error"), [(4, 0.11), (6, 0.027), (8, 0.0075)])
-def test_bits(bits: int, error: float) -> None:
-    kept, least, _ = coded(Gelu, (512, 256), error="coarse", bits=bits, budget=0.9)
-    assert kept == 512 * (1024 * bits // 8 + 1 + 8)  # an exponent, and two statistics
-    assert error / 2 < least < error
+class Convolved(nn.Module):
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(8, 64, 3), norm(), nn.Conv2d(64, 64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.norm(self.first(x))))
 
 
-def test_what_cannot_be_evaluated() -> None:
-    """A note says then that the error is that of the numbers themselves."""
-    code = Compander(8)
-    for operator, note in ((torch.ops.aten.bitwise_not, "not known: what bitwise_not makes of it"), (F.gelu, "")):
-        graph = torch.fx.Graph()
-        x, dy = graph.placeholder("x"), graph.placeholder("dy")
-        target = getattr(operator, "default", torch.ops.aten.gelu.default)
-        graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (dy, graph.call_function(target, (x,)))))
-        error, found = error_of([x], code)
-        assert found == note
-        assert error == pytest.approx(code.error() if note else code.error([F.gelu]), rel=1e-9)
+class Scaled(nn.Module):
+    """A factor for each channel, from a mean over the pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(512, 512), nn.Conv2d(512, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * self.layer(x.mean((2, 3))).sigmoid()[:, :, None, None])
 
 
-@pytest.mark.parametrize("bits", [1, 4, 6])
-def test_packing(bits: int) -> None:
-    """Parts lie in bytes one after the other, the first in the lowest bits, as the integer they make together."""
-    graph, mode = torch.fx.Graph(), FakeTensorMode()
-    parts = torch.randint(1 << bits, (3, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    x = graph.placeholder("x")
-    x.meta["val"] = mode.from_tensor(parts)
-    end = graph.output(x)
-    module = torch.fx.GraphModule(nn.Module(), graph)
-    builder = Graph(module, end)
-    packed = pack(builder, x, bits)
-    end.args = ((packed, unpack(builder, packed, bits)),)
-    module.recompile()
-    found, again = module(parts)
-    assert torch.equal(again, parts)
-    for row, own in zip(found.tolist(), parts.tolist(), strict=True):
-        assert int.from_bytes(bytes(row), "little") == sum(part << bits * i for i, part in enumerate(own))
+class Rectified(Gelu):
+    """An activation whose slope jumps at 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.leaky_relu(self.up(x), -1.0))
 
 
-def test_numbers_out_of_the_usual() -> None:
-    """NaN, an infinity or a number that has no finite square leaves the codes of the others in its row."""
-    graph, mode = torch.fx.Graph(), FakeTensorMode()
-    numbers = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
-    numbers[0, 0], numbers[1, 0], numbers[2, 0] = torch.nan, -torch.inf, 1e30
-    x = graph.placeholder("x")
-    x.meta["val"] = mode.from_tensor(numbers)
-    end = graph.output(x)
-    module = torch.fx.GraphModule(nn.Module(), graph)
-    builder, code = Graph(module, end), Compander(8)
-    power = exponents(builder, x)
-    codes = code.encode(builder, scaled(builder, x, power, -1))
-    end.args = (scaled(builder, code.decode(builder, codes), power, 1),)
-    module.recompile()
-    miss = (module(numbers) - numbers)[:, 1:].norm(dim=1) / numbers[:, 1:].norm(dim=1)
-    assert miss.max() < 0.012
+Kind = tuple[str, str, int | None, str]
+SOFTMAX: Kind = ("bmm", "", None, "of a softmax")
+OUTPUT: Kind = ("_scaled_dot_product_flash_attention_for_cpu", "attention", 8, "")
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, set[Kind]]] = {
+    "scores": (
+        Scored,
+        (2, 128, 64),
+        0.9,
+        {SOFTMAX, ("bmm", "attention", 8, ""), ("clone", "attention", 8, ""), ("addmm", "activation", 4, "")},
+    ),
+    "weights and a loss": (
+        Scored,
+        (2, 128, 64),
+        1.0,
+        {
+            *(("bmm", "attention", 8, ""), ("clone", "attention", 8, ""), ("addmm", "activation", 4, "")),
+            *(("div", "attention", 8, ""), ("bitwise_not", "mask", 1, ""), ("add", "linear", 4, "")),
+            ("addmm", "", None, "saved by the loss"),
+        },
+    ),
+    # Attention reads what is computed from these queries and keys: 8 bits, not 4.
+    "normalised": (Sharp, (2, 128, 64), 0.9, {("addmm", "norm", 8, ""), OUTPUT}),
+    "batch norm": (
+        partial(Convolved, partial(nn.BatchNorm2d, 64)),
+        (4, 8, 16, 16),
+        0.9,
+        {("convolution", "", None, "of a norm over the batch")},
+    ),
+    "group norm": (
+        partial(Convolved, partial(nn.GroupNorm, 4, 64)),
+        (4, 8, 16, 16),
+        0.9,
+        {("convolution", "norm", 4, "")},
+    ),
+    "statistic": (
+        Scaled,
+        (32, 512, 8, 8),
+        1.0,
+        {("mean", "linear", 4, ""), ("addmm", "", None, "a statistic"), ("mul", "linear", 4, "")},
+    ),
+    "swiglu": (SwiGLU, (128, 256), 0.9, {("mm", "activation", 4, ""), ("mm", "gate", 4, "")}),
+}
 
 
-@pytest.mark.full
-@pytest.mark.long
-def test_kernels_of_a_gpu() -> None:
-    """Codes are made in the kernels that make the tensors or read them anyway; backward has few kernels more."""
-    x = torch.randn(512, 256, dtype=torch.bfloat16).requires_grad_()
-    stock = gpu_kernels(made(Gelu, Gelu), {}, 0.9, x)
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(name: str) -> None:
+    block, shape, budget, expected = KINDS[name]
+    _, error, records = coded(block, shape, error="coarse", budget=budget)
+    found = {(one.operation, one.kind, one.bits, one.reason) for one in records if one.operation != "input"}
+    assert found == expected
+    assert error < 0.3
+
+
+def test_bits_by_kind() -> None:
+    """Of the kinds that are named; the others have those of the class of errors."""
+    _, _, records = coded(SwiGLU, (128, 256), bits={"gate": 6, "attention": 8}, budget=0.9)
+    assert {(one.kind, one.bits) for one in records if one.kind} == {("gate", 6), ("activation", 8)}
+    errors = {one.bits: one.error for one in records if one.kind}
+    assert 0.004 < errors[8] < 0.007 and 0.015 < errors[6] < 0.03
+
+
+def llama(layers: int, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return benchmark.LastHidden("llama", benchmark.KINDS["llama"] | {"num_hidden_layers": layers}).to(dtype)
+
+
+TOKENS = torch.arange(512)[None]
+
+
+@pytest.mark.parametrize("error", ["exact", "rounding", "coarse"])
+def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
+    """A LLaMA layer: the difference between models of two layers and of one."""
+    sizes: dict[bool, list[int]] = {False: [], True: []}
+    for layers in (1, 2):
+        for compiled in sizes:
+            torch._dynamo.reset()
+            model = llama(layers, torch.bfloat16)
+            call = run_graphs(model, fitact.compile_options(error=error), 1.0) if compiled else model
+            with count_saved(model) as saved, nullcontext() if compiled else fitact.saving(error):
+                y = call(TOKENS)
+            sizes[compiled].append(saved.bytes)
+            del y
+    layer = {compiled: two - one for compiled, (one, two) in sizes.items()}
+    statistics = 2 * 4 * 512  # of the norms, which the context recomputes
+    assert layer[True] <= layer[False] + statistics
+    units = {"exact": 11.7, "rounding": 8.0, "coarse": 4.2}  # its input is one
+    assert layer[True] / (512 * 256 * 2) < units[error]
+
+
+@pytest.mark.parametrize(("error", "least", "most"), [("rounding", 0.002, 0.01), ("coarse", 0.05, 0.13)])
+def test_the_whole_gradient(error: str, least: float, most: float) -> None:
+    """In float32, beside the compiler alone."""
+    gradients = []
+    for options in ({}, fitact.compile_options(error=error)):
+        torch._dynamo.reset()
+        model = llama(2, torch.float32)
+        dy = torch.randn(1, 512, 256, generator=torch.Generator().manual_seed(1))
+        run_graphs(model, options, 0.9)(TOKENS).backward(dy)
+        gradients.append(torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]))
+    expected, found = gradients
+    assert least < float((found - expected).norm() / expected.norm()) < most
+
+
+def test_signs_at_a_jump() -> None:
+    """An element that is not 0 keeps its sign, where a slope jumps at 0, however small it is beside its block."""
+    model = made(Rectified, dtype=torch.float32)
+    with torch.no_grad():
+        model[0].up.weight.mul_(1e-5)
+        model[0].up.weight[::64] *= 1e5
+        model[0].up.bias.zero_()
+    _, expected = step(model, run_graphs(model, {}, 0.9), (128, 256))
+    torch._dynamo.reset()
     options = fitact.compile_options()
-    coded = gpu_kernels(made(Gelu, Gelu), options, 0.9, x)
-    codes = sum(record.code is not None for record in options.report.graphs[0])
-    assert codes == 3
-    # One is read by GELU, and one by a norm, whose kernel makes its sum; these read nothing twice.
-    assert len(coded[0]) == len(stock[0])
-    for text, plain in zip(coded[0].values(), stock[0].values(), strict=True):
-        assert loads(text) <= loads(plain) + 1  # a power of two that another kernel made
-    assert sum(map(loads, coded[0].values())) <= sum(map(loads, stock[0].values())) + 1
-    stores = [sum(text.count("tl.store(") for text in graph.values()) for graph in (coded[0], stock[0])]
-    assert stores[0] - stores[1] <= 2 * codes  # codes, and powers of two
-    assert len(coded[1]) <= len(stock[1]) + codes
+    _, found = step(model, run_graphs(model, options, 1.0), (128, 256))
+    assert [one.kind for one in options.report.graphs[0] if one.bits] == ["activation"]
+    assert off(found[:1], expected[:1]) < 1e-5  # of the input, which the slopes alone decide
+
+
+class Split(nn.Module):
+    """Parts of one product that are saved, one of them transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).chunk(2, -1)
+        return self.down(a.exp() * b.t().tanh().t())
+
+
+def test_views_of_one_storage() -> None:
+    """What is saved of one storage is encoded once, as it lies in memory."""
+    _, error, records = coded(Split, (128, 64), budget=1.0)
+    found = [(one.before, one.after) for one in records if one.operation == "addmm"]
+    assert found == [(4 * 128 * 256, blocks.nbytes((128, 256), 8))]
+    assert error < 0.02
+
+
+def test_inputs() -> None:
+    """On request those that are no parameters."""
+    for inputs, bits in ((False, None), (True, 8)):
+        torch._dynamo.reset()
+        _, error, records = coded(Gelu, (128, 256), inputs=inputs, budget=0.9)
+        assert {one.bits for one in records if one.operation == "input"} == {bits}
+        assert error < 0.02

@@ -1,28 +1,52 @@
-"""The code for numbers of any kind: how near it is to the best table, and to numbers of any scale."""
+"""The ops of block codes, and masks in bits, as a graph calls them."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import t as student
+from torch import nn
 
-from fitact.runtime.compile.compander import Compander
+from fitact.runtime.compile.codes import Graph, pack, unpack
+from fitact.runtime.saving import blocks
+from fitact.runtime.torch_internals import FakeTensorMode
 
-
-def test_nearly_the_best_table() -> None:
-    """Its objective for Student's t beside the least that 256 numbers have, found by a dynamic programme."""
-    edges = np.sinh(np.linspace(-np.arcsinh(256), np.arcsinh(256), 400_001)) / 4
-    x = (edges[1:] + edges[:-1]) / 2
-    weight = student.pdf(x, 3) * np.diff(edges)
-    weight /= weight.sum()
-    miss = (x - Compander(8).rounded(torch.from_numpy(x)).numpy()) ** 2
-    objective = (weight * miss / (x * x + (weight * x * x).sum())).sum()
-    assert 1.03 < objective / 2.420280511e-05 < 1.04
+OPS = torch.ops.fitact
 
 
-@pytest.mark.parametrize("deviation", [0.84, 1.0, 1.68])
-def test_error_of_scaled_rows(deviation: float) -> None:
-    x = deviation * torch.randn(200_000, dtype=torch.float64)
-    off = (Compander(8).rounded(x) - x).norm() / x.norm()
-    assert 0.008 < off < 0.01
+@pytest.mark.parametrize("shape", [(64, 128), (3, 77, 192), (130, 34), (65, 33), (4096,)])
+@pytest.mark.parametrize("bits", [8, pytest.param(5, marks=pytest.mark.full), 4])
+def test_the_ops_are_those_of_saving(shape: tuple[int, ...], bits: int) -> None:
+    """With rows as long as the features, or of 64, as where sizes vary; and without numbers as with them."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for columns in {blocks.columns_of(shape), blocks.BLOCK}:
+        *parts, form = OPS.encode_blocks(x, columns, bits, False)
+        assert sum(part.nbytes for part in parts) <= x.numel() * (bits + 0.3125) / 8 + 32 * columns + 64
+        assert form.nbytes == 0
+        found = OPS.decode_blocks(*parts, form, columns, x.dtype)
+        assert found.shape == x.shape and found.dtype == x.dtype
+        if columns == blocks.columns_of(shape):
+            expected = blocks.encode(x, bits)
+            assert all(torch.equal(one, other) for one, other in zip(parts, expected, strict=True))
+            assert sum(part.nbytes for part in parts) == blocks.nbytes(shape, bits)
+            assert torch.equal(found, blocks.decode(*expected, shape, x.dtype))
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(OPS.encode_blocks, (x, columns, bits, False), test_utils=checks)
+        torch.library.opcheck(OPS.decode_blocks, (*parts, form, columns, x.dtype), test_utils=checks)
+
+
+def test_masks() -> None:
+    """Eight lie in a byte, the first in the lowest bit."""
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    mask = torch.rand(3, 24, generator=torch.Generator().manual_seed(0)) < 0.5
+    x = graph.placeholder("x")
+    x.meta["val"] = mode.from_tensor(mask)
+    end = graph.output(x)
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    builder = Graph(module, end)
+    packed = pack(builder, x)
+    end.args = ((packed, unpack(builder, packed)),)
+    module.recompile()
+    found, again = module(mask)
+    assert torch.equal(again, mask)
+    for row, own in zip(found.tolist(), mask.tolist(), strict=True):
+        assert int.from_bytes(bytes(row), "little") == sum(bit << i for i, bit in enumerate(own))

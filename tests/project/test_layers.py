@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # The rooms from the bottom up: a module imports from its own room and from those before it.
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
 RUNTIME = ("torch_internals", "shipped")
-MODELS = ("restore", "modes", "norms", "saving.blocks", "measure", "compile", "saving", "wrappers")
+MODELS = ("restore", "modes", "norms", "saving.blocks", "measure", "saving", "compile", "wrappers")
 CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "learned", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
 ORDER = [

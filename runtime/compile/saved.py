@@ -1,0 +1,250 @@
+"""The tensors that a compiled forward graph hands to its backward graph, and which kind each is of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from fitact.runtime.saving.quantising import DTYPES, FEW, STATISTIC
+from fitact.runtime.torch_internals import PRODUCTS, UNSAFE_VIEW, is_operator, schema_name, size_hint
+
+from .codes import CAST
+
+aten = torch.ops.aten
+BATCHED = (aten.bmm.default, aten.baddbmm.default)
+MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)  # a norm has one
+MAXIMA = aten.amax.default, aten.max.dim  # so has a softmax
+LINEAR = CAST.overloadpacket, aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.clone
+SOFTMAX = "of a softmax"
+
+
+class SavedTensor(NamedTuple):
+    """One tensor that the forward graph hands on.
+
+    Attributes:
+        node: of the forward graph.
+        place: the placeholder of the backward graph that receives it.
+        base: what it is a view of, perhaps itself.
+        reader: what reads it.
+        reason: why it stays as it is; `""` if it may be stored otherwise.
+
+    """
+
+    node: fx.Node
+    place: fx.Node
+    base: fx.Node
+    reader: Reader
+    reason: str
+
+
+class Reader(NamedTuple):
+    """What reads a tensor.
+
+    Attributes:
+        kind: the tensor's, of `quantising.KINDS`; `""` if it has none.
+        reason: why it is none.
+        sharp: whether attention reads what is computed from the tensor.
+
+    """
+
+    kind: str
+    reason: str = ""
+    sharp: bool = False
+
+
+def value_of(node: Any) -> Tensor | None:
+    """Return the fake tensor that stands for a node's result; None if that is no tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def elements(node: Any) -> int:
+    """Return the elements of a node's result; for a dynamic shape as when the graph was traced."""
+    value = value_of(node)
+    return 0 if value is None else size_hint(value.numel())
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node's result has the storage of its first argument."""
+    target: Any = node.target
+    return is_operator(target) and (target.is_view or target is UNSAFE_VIEW)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Return whether a node computes each element from the elements at the same place."""
+    target: Any = node.target
+    return is_operator(target) and (torch.Tag.pointwise in target.tags or target is CAST)
+
+
+def condition_of(node: fx.Node) -> fx.Node | None:
+    """Return the condition that chooses between two numbers for a node's elements; None if there are more."""
+    if node.target is not aten.where.self:
+        return None
+    condition, *others = node.args
+    numbers = [one for one in others if isinstance(one, fx.Node)]
+    alone = all(one.target is aten.full.default and not one.args[0] for one in numbers)
+    return condition if alone and isinstance(condition, fx.Node) else None
+
+
+def is_mask(node: fx.Node) -> bool:
+    """Return whether the elements of a node are two numbers at most, which bits store as they are."""
+    value = value_of(node)
+    return condition_of(node) is not None or (value is not None and value.dtype is torch.bool)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return what a node is a view of, perhaps itself."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def saved(
+    forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, owned: Collection[int], inputs: bool
+) -> Iterator[SavedTensor]:
+    """Yield what the forward graph hands to the backward graph.
+
+    Args:
+        forward: the forward graph.
+        backward: the backward graph, whose placeholders have the names of what they receive.
+        outputs: how many of the forward graph's outputs, from the first on, are the model's own.
+        owned: which of the inputs are parameters and buffers.
+        inputs: whether other inputs may be stored otherwise.
+
+    """
+    graph = _Graph(forward, outputs, owned, inputs)
+    places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for node in graph.results[outputs:]:
+        if value_of(node) is not None:
+            reason = graph.reason(node)
+            reader = Reader("") if reason or is_mask(node) else graph.reader(node)
+            yield SavedTensor(node, places[node.name], base_of(node), reader, reason or reader.reason)
+
+
+class _Graph:
+    """A forward graph, and the roles of its nodes."""
+
+    def __init__(self, forward: fx.GraphModule, outputs: int, owned: Collection[int], inputs: bool) -> None:
+        self.nodes = list(forward.graph.nodes)
+        self.places = {node: i for i, node in enumerate(self.nodes)}
+        given = list(forward.graph.find_nodes(op="placeholder"))
+        (end,) = forward.graph.find_nodes(op="output")
+        self.results: Sequence[Any] = end.args[0]
+        returned = [one for one in self.results[:outputs] if isinstance(one, fx.Node)]
+        self.returned = {base_of(one) for one in returned}
+        self.inputs = inputs
+        self.loss = _loss(returned)
+        self.weights = {node for i, node in enumerate(given) if i in owned}
+        for node in self.nodes:
+            if (
+                node.op == "call_function"
+                and node.all_input_nodes
+                and self.weights.issuperset(node.all_input_nodes)
+            ):
+                self.weights.add(node)
+
+    def reason(self, node: fx.Node) -> str:
+        """Return why a node is left as it is, whatever reads it."""
+        value, base = value_of(node), base_of(node)
+        assert value is not None
+        if base in self.weights:
+            return "a parameter" if base.op == "placeholder" else "made of parameters alone"
+        if base.op == "placeholder" and not self.inputs:
+            return "an input"
+        if value.dtype not in DTYPES and value.dtype is not torch.bool:
+            return f"of {str(value.dtype).removeprefix('torch.')}"
+        if elements(node) < FEW:
+            return "small"
+        if base in self.loss:
+            return "saved by the loss"
+        return "an output of the model" if base in self.returned else ""
+
+    def reader(self, node: fx.Node) -> Reader:
+        """Return what reads a node first, through operators that change each element alone, sums and copies."""
+        base = base_of(node)
+        found, first, sharp = {base}, None, False
+        todo = {self.places[user] for user in base.users}
+        while todo:
+            place = min(todo)
+            todo.remove(place)
+            one = self.nodes[place]
+            if is_pointwise(one) and elements(one) >= STATISTIC * elements(base):
+                return Reader("", "a statistic")
+            reader = self._reads(one, found)
+            first = first or reader
+            sharp |= reader is not None and reader.kind == "attention"
+            if one not in found and (reader is None or reader.kind == "activation"):
+                found.add(one)
+                todo |= {self.places[user] for user in one.users}
+        first = first or Reader("", "read by nothing that is quantised")
+        made = None if first.reason == SOFTMAX else self._made(base)
+        read = made or first
+        return Reader(read.kind, read.reason, sharp)
+
+    def _reads(self, node: fx.Node, found: Collection[fx.Node]) -> Reader | None:
+        """Return what a node is as a reader of the nodes that are found; None if it passes their elements on."""
+        target: Any = node.target
+        if _attends(node):
+            read = any(one in found for one in node.args[:3])  # queries, keys and values
+            return Reader("attention") if read else Reader("", "attention's mask")
+        if target in PRODUCTS:
+            return Reader("attention" if self._is_batched(node) else "linear")
+        if _maximises(node):
+            return Reader("", SOFTMAX)
+        if target in MEANS:
+            rank, dims = node.all_input_nodes[0].meta["val"].dim(), cast("Any", node.args[1:2])
+            over = [dim % rank for dim in (dims[0] if dims and dims[0] else range(rank))]
+            return Reader("", "of a norm over the batch") if 0 in over else Reader("norm")
+        if target is aten.mul.Tensor and any(
+            one not in found and elements(one) == elements(node) and one.meta["val"].is_floating_point()
+            for one in node.all_input_nodes
+        ):
+            return Reader("gate")
+        square = target is aten.pow.Tensor_Scalar and node.args[1] == 2  # of a norm
+        linear = getattr(target, "overloadpacket", None) in LINEAR or is_view(node) or square
+        return Reader("activation") if is_pointwise(node) and not linear else None
+
+    def _made(self, base: fx.Node) -> Reader | None:
+        """Return the reader of what attention makes, or the maximum of a softmax."""
+        source = base.all_input_nodes[0] if base.target is operator.getitem else base
+        if _attends(source):
+            return Reader("attention") if base.args[1] == 0 else Reader("", "attention's statistics")
+        if any(_maximises(base_of(one)) for one in base.all_input_nodes):
+            return Reader("", SOFTMAX)
+        return Reader("attention") if self._is_batched(base) else None
+
+    def _is_batched(self, node: fx.Node) -> bool:
+        """Whether a node is a product of two batches, as attention makes them; one with a weight is a layer."""
+        return node.target in BATCHED and not any(base_of(one) in self.weights for one in node.all_input_nodes)
+
+
+def _attends(node: fx.Node) -> bool:
+    return node.op == "call_function" and "attention" in schema_name(node.target)
+
+
+def _maximises(node: fx.Node) -> bool:
+    return node.target in MAXIMA or (node.op == "call_function" and "softmax" in schema_name(node.target))
+
+
+def _loss(returned: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return what leads to a loss: from a number that is returned back to a product or a sum of two tensors."""
+    found: set[fx.Node] = set()
+    todo = [node for node in returned if (value := value_of(node)) is not None and not value.dim()]
+    while todo:
+        node = todo.pop()
+        if node in found or node.op == "placeholder":
+            continue
+        found.add(node)
+        if node.target not in PRODUCTS and not _adds_tensors(node):
+            todo += node.all_input_nodes
+    return found
+
+
+def _adds_tensors(node: fx.Node) -> bool:
+    """Whether a node is the sum of two tensors of one shape."""
+    shapes = [value.shape for one in node.all_input_nodes if (value := value_of(one)) is not None]
+    return node.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
