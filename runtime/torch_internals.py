@@ -335,7 +335,7 @@ def break_graph(reason: str) -> None:
 
 def is_tracing() -> bool:
     """Return whether `torch.jit.trace` or `torch.fx.symbolic_trace` runs; no public function tells the second."""
-    return torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace._is_fx_tracing_flag
+    return torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
 def trace_joint(
