@@ -28,7 +28,7 @@ from fitact.runtime.torch_internals import (
 )
 
 from . import cheap
-from .recompute import Reading, Recompute, Unsuitable
+from .recompute import Computed, Reading, Recompute, Unsuitable
 from .storage import (
     Bits,
     Hooks,
@@ -45,6 +45,7 @@ from .storage import (
 )
 
 Function = Callable[..., Any]
+Call = tuple[Function, Sequence[Any]]
 Rule = Callable[["Capture", Function, Sequence[Any], dict[str, Any]], Any]
 FEW = 64  # elements: a mask of fewer is stored as it is
 INTEGERS = torch.int8, torch.int16, torch.int32
@@ -69,7 +70,7 @@ class Capture(TorchFunctionMode):
         self._pack = self.pack
         self._context = saved_tensors_hooks(self._pack, unpack)
         self._first_call = next_call()
-        self.current: tuple[Function, Sequence[Any]] | None = None
+        self.current: Call | None = None
         self._undecided: list[tuple[Stored, torch.UntypedStorage]] | None = None
         self._changed: Tensor | None = None
         self.autocast = True
@@ -149,7 +150,7 @@ class Capture(TorchFunctionMode):
             own = recompute is not None and storage is output.untyped_storage()
             computed = recompute.claim(self.keep) if own and recompute is not None else None
             if computed is not None:
-                stored.recompute_instead(Reading(computed, output, self.outside))
+                stored.recompute_instead(self.computed(computed, output, (func, args)))
             else:
                 if own:
                     mark_of(storage).recompute = None
@@ -170,6 +171,10 @@ class Capture(TorchFunctionMode):
             raise
         finally:
             self.current = self._undecided = self._changed = None
+
+    def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
+        """Return how autograd gets a value that a call saves and backward computes."""
+        return Reading(computed, value, self.outside)
 
     def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
         """Store what could not be recomputed, after a call that returned the output."""
@@ -202,7 +207,7 @@ class Capture(TorchFunctionMode):
             if self._changed is not None:
                 protect(self._changed)
             if computed is not None:
-                return Reading(computed, tensor, self.outside)
+                return self.computed(computed, tensor, self.current)
         if not grows:
             stored = self._in_fewer_bytes(tensor, mark)
         if stored is None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fitact.errors import UsageError
@@ -21,15 +22,13 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .blocks import BITS
-from .capture import Capture, Function
-from .recompute import Reading, Recompute
-from .storage import Mark, Quantised, Stored, is_dense, is_parameter
+from .capture import Call, Capture, Function
+from .recompute import Computed, Reading, Recompute
+from .storage import Mark, Quantised, Slope, Stored, is_dense, is_parameter, quietly
 
-Call = tuple[Function, Sequence[Any]]
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
-# By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never. Batch and
-# instance norms are none of them: a ReLU often follows, whose slope jumps where a decoded input changes its sign.
+# By kind, the functions whose tensors have it: theirs are quantised, those of all other functions never.
 KINDS: Mapping[str, Mapping[str, str]] = {
     "gate": {
         "F": "glu",
@@ -45,7 +44,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "Tensor": "sigmoid tanh relu prelu erf pow __pow__ sigmoid_ tanh_ relu_",
     },
     "norm": {
-        "F": "layer_norm rms_norm group_norm local_response_norm",
+        "F": "layer_norm rms_norm group_norm batch_norm local_response_norm",
         "torch": "layer_norm rms_norm group_norm square",
         "Tensor": "square",
     },
@@ -65,6 +64,11 @@ KINKED = cheap.found("F", "relu relu6 leaky_relu prelu rrelu elu celu selu thres
 KINKED |= cheap.found("torch", "relu relu_ prelu celu selu celu_ selu_") | cheap.found(
     "Tensor", "relu relu_ prelu"
 )
+# Kinds of ReLU whose backward asks only whether the input is above 0, or also below a number.
+RELUS = (
+    cheap.found("F", "relu leaky_relu") | cheap.found("torch", "relu relu_") | cheap.found("Tensor", "relu relu_")
+)
+CLIPPED = F.relu6, F.hardtanh
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # a tensor of so many times fewer elements than what a function reads is a statistic
 SHARP = 8  # bits from which the logits of attention are computed again at least
@@ -175,6 +179,16 @@ class Quantising(Capture):
         stored = self._quantised(tensor, mark) if grows else None
         return stored or super().keep(tensor, mark, grows)
 
+    def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
+        """Return how autograd gets a value that a call saves: of a decoded ReLU its slope, in bits."""
+        slope = None
+        if call is not None and value.numel() >= FEW and is_dense(value) and computed.is_decoded():
+            slope = _slope(value, *call)
+        if slope is None:
+            return super().computed(computed, value, call)
+        computed.readers -= 1
+        return Slope(value, self.hooks, slope, computed)
+
     def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
         """Store what could not be recomputed; the output of an activation quantised."""
         quantised: Quantised | None = None
@@ -204,6 +218,20 @@ class Quantising(Capture):
             quantised.first = next_call() - 1
         mark.add(quantised)
         return quantised
+
+
+def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> Tensor | None:
+    """Return where the slope of a kind of ReLU is 1, by what it saves; None of other functions.
+
+    A decoded input may be on the other side of a kink, where the slope jumps.
+    """
+    with quietly():
+        if func in RELUS:
+            return value > 0
+        if func in CLIPPED:
+            low, high = args[1:3] if func is F.hardtanh and len(args) > 2 else (0.0, 6.0)
+            return (value > 0) & (value < high) if low == 0 < 1 < high else None
+    return None
 
 
 def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:

@@ -23,7 +23,7 @@ from . import cheap
 from .attention import AttentionAgain, again, attention
 from .capture import CHANGES, RULES, Capture, Function, changed, is_plain, note, protect
 from .loss import by_rows
-from .recompute import Reading, Source
+from .recompute import Source
 from .storage import Stored, layout_of, marked
 
 
@@ -87,7 +87,7 @@ def _changing(
                 computed.readers -= 1
                 computed = None
         if computed is not None:
-            stored.recompute_instead(Reading(computed, value, capture.outside))
+            stored.recompute_instead(capture.computed(computed, value, (func, args)))
         else:
             capture.settle(stored, storage, output)
     return output

@@ -331,6 +331,10 @@ class Stored(Made):
             if self.ours:
                 self._kept = None
 
+    def is_decoded(self) -> bool:
+        """Return whether it is stored in codes."""
+        return False
+
     def recompute_instead(self, reading: Any) -> None:
         """Store nothing: the tensor can be recomputed."""
         self._kept, self.instead = None, reading
@@ -370,6 +374,30 @@ class Bits(Stored):
     def can_read(self, layout: Layout) -> bool:
         """Return True: bits have no other layout."""
         return True
+
+
+class Slope(Bits):
+    """Where the slope of a kind of ReLU is 1, in one bit an element, in place of its input or output.
+
+    Args:
+        value: what the activation saves.
+        hooks: those outside of the context.
+        slope: bool, as the value.
+        computed: what computes the value, for those who read it later.
+
+    """
+
+    def __init__(self, value: Tensor, hooks: Hooks | None, slope: Tensor, computed: object) -> None:
+        with quietly():
+            super().__init__(slope, hooks)
+        self._factor, self.version, self._computed = (value.dtype, 0.0), version_of_saved(value), computed
+        self._guard = version_guard(value)
+
+    def unpack(self) -> Tensor:
+        """Return 1 where the slope is 1, else 0; raises RuntimeError if the value was changed in place."""
+        if version_of_saved(self._guard) != self.version:
+            raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self.version))
+        return super().unpack()
 
 
 class Small(Stored):
@@ -443,6 +471,10 @@ class Quantised(Stored):
 
     def is_current(self) -> bool:
         """Return True: codes are tensors of their own."""
+        return True
+
+    def is_decoded(self) -> bool:
+        """Return True."""
         return True
 
     def copy(self) -> None:
