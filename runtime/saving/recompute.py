@@ -298,7 +298,7 @@ class Computed(Made):
 
     def is_decoded(self) -> bool:
         """Return whether it is computed from codes."""
-        return any(one.is_decoded() for one in self._read_from)
+        return any(one.is_decoded() for one in self.sources)
 
 
 class Reading:

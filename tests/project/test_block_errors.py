@@ -32,7 +32,8 @@ def test_what_the_document_says_of_them() -> None:
     errors = [row["error"] for row in RECORD["rows"]]
     assert max(error["rounding"] for error in errors) < 0.01
     assert tuple(round(of(error["coarse"] for error in errors), 2) for of in (min, max)) == (0.07, 0.11)
-    assert all(3.5 < error["e4m3, 1×128"] / error["8 bits"] < 5 for error in errors)
+    ratios = [error["e4m3, 1×128"] / error["8 bits"] for error in errors]
+    assert (round(min(ratios)), round(max(ratios))) == (4, 5)
 
 
 @pytest.mark.long

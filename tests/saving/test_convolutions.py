@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,56 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fitact
 from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure.saved import count_saved
 from tests.support.around import AROUND
 from tests.support.blocks import SETTINGS
 from tests.support.convolutions import IMAGES as X
 from tests.support.convolutions import KINDS, UNITS, unit
 from tests.support.peak import peak_memory
 from tests.support.saving import HALF, agree, cast, differences, kept, observed, pair, train
+
+SLOPES: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "relu, in place": partial(nn.ReLU, inplace=True),
+    "relu6": partial(nn.ReLU6, inplace=True),
+    "leaky": nn.LeakyReLU,
+    "leaky, in place": partial(nn.LeakyReLU, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_in_bits(name: str) -> None:
+    """No decoded number changes a slope: biases of norms are off by what follows alone, which here is nothing."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, 32, 32)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), SLOPES[name](), nn.Conv2d(16, 4, 1))
+    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+    with count_saved(model) as saved, fitact.saving("rounding", bits={"linear": 8}):
+        y = model(x)
+    found = torch.autograd.grad(y.square().sum(), [*model.parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    error = {name: float((a - b).norm() / b.norm()) for name, a, b in zip(names, found, expected, strict=True)}
+    assert error["1.bias"] == 0
+    assert all(error[name] < 0.01 for name in ("0.weight", "1.weight", "3.weight"))
+    codes = x.numel() * 8 // 8 + x.numel() // 64 * 2
+    slopes = x.numel() // 8
+    shifts = 4 * x.shape[1] * 4
+    assert x.nbytes + codes + slopes < saved.bytes < x.nbytes + codes + slopes + 2 * shifts + 1024
+
+
+def test_slopes_see_changes() -> None:
+    """What PyTorch checks holds."""
+    model = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())
+    for context in (nullcontext(), fitact.saving("rounding")):
+        with context:
+            y = model(torch.randn(4, 16, 32, 32).requires_grad_())
+            z = y.sum()
+        y.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.backward()
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
