@@ -381,14 +381,16 @@ def _root(exprs: tuple[Expr, Expr, Expr], a: float, b: float, side: int) -> Numb
     """Return the root of the first formula in (a, b), to 25 digits or more.
 
     `exprs` are the formula and its first two derivatives; `side` is its sign at a, which differs from that at b.
-    Each step is Newton's for f/f′, which converges fast to multiple roots too, or halves the bracket.
+    Each step is Newton's for f/f′, which converges fast to multiple roots too, or halves the bracket where that is
+    not half as long as the step before.
     """
     with ctx.workprec(200):
         low, high = arb(a), arb(b)
         if low < 0 < high and value(exprs[0], 0, 20) == 0:
             return ZERO
         at = ((low + high) / 2).mid()
-        for _ in range(200):
+        last = high - low
+        for _ in range(400):
             found, derivative, curve = (value(expr, at, 40) for expr in exprs)
             if found == 0:
                 return at
@@ -401,7 +403,10 @@ def _root(exprs: tuple[Expr, Expr, Expr], a: float, b: float, side: int) -> Numb
             close = arb("1e-28") * abs(at)
             if abs(step) <= close or high - low <= close:
                 return at
-            at = (at - step).mid() if low < at - step < high else ((low + high) / 2).mid()
+            if low < at - step < high and 2 * abs(step) <= abs(last):
+                at, last = (at - step).mid(), step
+            else:
+                at, last = ((low + high) / 2).mid(), (high - low) / 2
         return at
 
 

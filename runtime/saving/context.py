@@ -45,7 +45,8 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             inputs of norms, activations and linear layers and the factors of gates are stored in 8 bits; or
             `"coarse"`, about 10 %, where these take 4 bits, and what attention saves 8.
         bits: 8, 6, 5, 4 or 3 for all of these, or for some by kind, such as `{"gate": 6, "attention": 8}`. The
-            kinds are `gate`, `activation`, `norm`, `linear`, with convolutions, and `attention`.
+            kinds are `gate`, `activation`, `norm`, `linear`, with convolutions, `attention`, and `batch_norm`,
+            which `"rounding"` leaves as it is and `"coarse"` stores in 8 bits.
         recompute_attention: whether PyTorch's `scaled_dot_product_attention` saves its inputs alone, and backward
             runs it once more: two more products of matrices beside the seven of fused attention. With dropout it
             is not run again.

@@ -44,10 +44,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "Tensor": "sigmoid tanh relu prelu erf pow __pow__ sigmoid_ tanh_ relu_",
     },
     "norm": {
-        "F": "layer_norm rms_norm group_norm batch_norm local_response_norm",
+        "F": "layer_norm rms_norm group_norm local_response_norm",
         "torch": "layer_norm rms_norm group_norm square",
         "Tensor": "square",
     },
+    "batch_norm": {"F": "batch_norm"},
     "linear": {
         "F": "linear",
         "torch": "addmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
@@ -77,7 +78,7 @@ _NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)
 POLICIES: Mapping[str, Mapping[str, int]] = {
     "exact": {},
     "rounding": _NARROW,
-    "coarse": {**dict.fromkeys(_NARROW, 4), "attention": 8},
+    "coarse": {**dict.fromkeys(_NARROW, 4), "batch_norm": 8, "attention": 8},
 }
 
 

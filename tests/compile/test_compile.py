@@ -296,7 +296,10 @@ def test_beside_converted_activations() -> None:
     [
         ({"error": "none"}, "error: expected 'exact', 'rounding' or 'coarse', got 'none'"),
         ({"bits": 7}, "bits: expected 3, 4, 5, 6 or 8, got 7"),
-        ({"bits": {"logits": 8}}, "bits: expected the kinds gate, activation, norm, linear or attention"),
+        (
+            {"bits": {"logits": 8}},
+            "bits: expected the kinds gate, activation, norm, batch_norm, linear or attention",
+        ),
         ({"budget": 1.5}, "budget: expected a number from 0 to 1, got 1.5"),
         ({"inputs": torch.ones(2)}, "inputs: expected True or False, got tensor"),
         ({"attention": True}, "attention: say in how many bits"),

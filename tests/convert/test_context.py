@@ -344,7 +344,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "coded"}, "method 'coded': it is now error='rounding', without a method"),
     ({"error": "few-bit"}, "error: expected 'exact', 'rounding' or 'coarse', got 'few-bit'"),
     ({"bits": 9}, "bits: expected 3, 4, 5, 6 or 8, got 9"),
-    ({"bits": {"gates": 8}}, "bits: expected the kinds gate, activation, norm, linear or attention, got 'gates'"),
+    (
+        {"bits": {"gates": 8}},
+        "bits: expected the kinds gate, activation, norm, batch_norm, linear or attention, got 'gates'",
+    ),
     ({"gradients": True}, "gradients=True runs the model: pass example_inputs"),
     ({"gradients": "no"}, "gradients: expected True or False, got 'no'"),
     ({"example_inputs": torch.zeros(2, 3)}, "the model cannot be run with example_inputs: RuntimeError"),

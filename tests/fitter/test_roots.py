@@ -183,6 +183,18 @@ def test_roots(text: str, low: float, high: float, expected: list[float] | None)
     assert found.at == pytest.approx(expected, rel=1e-15, abs=1e-20)
 
 
+@pytest.mark.parametrize("level", [1e-30, 1e-4, 0.3, 0.5, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("scale", [1e-6, 1, 1000])
+def test_roots_beside_flat_tails(level: float, scale: float) -> None:
+    """Newton's steps are short there and lead slowly to the root, which is as far away as the domain's end."""
+    found = roots(parse(f"sigmoid({scale!r}*x) - {level!r}"), -REALS, REALS)
+    with mpmath.workdps(40):
+        share, factor = mpmath.mpf(repr(level)), mpmath.mpf(repr(scale))
+        expected = float(mpmath.log(share / (1 - share)) / factor)
+    assert found.complete
+    assert found.at.tolist() == pytest.approx([expected], rel=1e-14, abs=1e-300)
+
+
 def test_signs_beside_zeros_and_flats() -> None:
     cubic = roots(parse("x*(x - 1)**2"), -5, 5)
     assert cubic.below.tolist() == [-1, 1] and cubic.above.tolist() == [1, 1]

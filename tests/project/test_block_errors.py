@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.convergence.tasks import SMALL
-from benchmarks.evidence import blocks
+from benchmarks.evidence import blocks, convolutions
 from tests.conftest import ROOT
 
 RECORD: dict[str, Any] = json.loads(blocks.RESULTS.read_text("utf-8"))
@@ -34,6 +34,15 @@ def test_what_the_document_says_of_them() -> None:
     assert tuple(round(of(error["coarse"] for error in errors), 2) for of in (min, max)) == (0.07, 0.11)
     ratios = [error["e4m3, 1×128"] / error["8 bits"] for error in errors]
     assert (round(min(ratios)), round(max(ratios))) == (4, 5)
+
+
+def test_the_document_of_convolutions() -> None:
+    record: dict[str, Any] = json.loads(convolutions.RESULTS.read_text("utf-8"))
+    assert "\n".join(convolutions.table(record["rows"])) in DOCUMENT
+    with_relu = record["rows"][:4]
+    assert all(row["error"]["rounding, batch norms too"] < 0.01 for row in with_relu)
+    assert all(row["saved"]["rounding, batch norms too"] < row["saved"]["exact"] / 2 for row in with_relu)
+    assert all(row["error"]["rounding"] < 0.01 for row in record["rows"])
 
 
 @pytest.mark.long
