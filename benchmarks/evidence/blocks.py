@@ -190,26 +190,31 @@ def table(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+def record(
+    about: str | None,
+    output: Path,
+    steps: int,
+    measured: Mapping[str, Callable[[Recipe], Iterator[dict[str, Any]]]],
+    lines: Callable[[list[dict[str, Any]]], list[str]],
+) -> None:
+    """Measure with a recipe, print a table of the rows, and write all to a file, by the command line."""
+    parser = argparse.ArgumentParser(description=about and about.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=steps, help="of training")
+    parser.add_argument("-o", "--output", type=Path, default=output)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     recipe = replace(SMALL.recipes["characters"], steps=arguments.steps, rate=RATE, validation=8)
-    record = {
+    found: dict[str, Any] = {
         "machine": f"{platform.machine()}, {platform.system()}",
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "steps": arguments.steps,
-        "rows": list(rows(recipe)),
-        "times": list(times()),
+        **{name: list(measure(recipe)) for name, measure in measured.items()},
     }
-    arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(record["rows"])))
+    arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(lines(found["rows"])))
     print(f"wrote {arguments.output}")
 
 
 if __name__ == "__main__":
-    main()
+    record(__doc__, RESULTS, STEPS, {"rows": rows, "times": lambda _: times()}, table)

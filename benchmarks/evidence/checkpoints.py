@@ -11,13 +11,9 @@ codes from there stand in the same places.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +27,7 @@ from fitact.runtime.saving import storage
 
 from ..convergence.tasks import SMALL, Batch, Recipe
 from ..convergence.training import loss_of
-from .blocks import DTYPES, OTHERS, RATE, descaled, trained, with_outliers
+from .blocks import DTYPES, OTHERS, descaled, record, trained, with_outliers
 
 RESULTS = Path(__file__).parents[1] / "results" / "checkpoints.json"
 DEPTHS, STEPS = (4, 12, 32), 200
@@ -42,7 +38,7 @@ ERRORS: Mapping[str, str] = {"8 bits": "rounding", "4 bits": "coarse", FLOAT8: "
 def gradient(model: nn.Module, batch: Batch, error: str) -> Tensor:
     """Return the gradient of all parameters with each block checkpointed, float64 (parameters,)."""
     model = copy.deepcopy(model)
-    for block in model.get_submodule("blocks"):  # type: ignore[union-attr]
+    for block in model.get_submodule("blocks").children():
         block.forward = partial(fitact.checkpoint, block.forward, error=error)
     loss_of(model, batch, SMALL).backward()
     return torch.cat([one.grad.double().flatten() for one in model.parameters() if one.grad is not None])
@@ -81,25 +77,5 @@ def table(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    recipe = replace(SMALL.recipes["characters"], steps=arguments.steps, rate=RATE, validation=8)
-    record = {
-        "machine": f"{platform.machine()}, {platform.system()}",
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
-        "steps": arguments.steps,
-        "rows": list(rows(recipe)),
-    }
-    arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(record["rows"])))
-    print(f"wrote {arguments.output}")
-
-
 if __name__ == "__main__":
-    main()
+    record(__doc__, RESULTS, STEPS, {"rows": rows}, table)

@@ -2,7 +2,7 @@
 
 A pass runs the whole model once, forward and backward, with several ways at once: blocks that are alike follow one
 another, and each way gets two of them. The second is measured, because its neighbour is changed like it. Where
-more than four blocks in a row go the same way, four run, and the third stands for those that are skipped.
+more than four blocks in a row go the same way, four run, and the third is counted for those that are skipped.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _marks(
     row: int = ROW,
     whole: Way = STOCK,
 ) -> list[Mark]:
-    """Run a step, with at most so many blocks of a row that goes the same way, and return its moments."""
+    """Run a step, with at most `row` consecutive blocks that go the same way, and return its moments."""
     model = subject.model
     standing = cut(runs, ways, row)
     without = {place + k for place, count in standing.items() for k in range(1, count + 1)}

@@ -69,7 +69,7 @@ for _name, _run, _fake in (("encode_blocks", _encode, _fake_encode), ("decode_bl
 
 
 class Graph:
-    """A graph that gets nodes, each with the fake tensor that stands for its result.
+    """A graph that gets nodes, each with its result as a fake tensor.
 
     Args:
         module: the module of the graph.
@@ -101,7 +101,7 @@ def encode(graph: Graph, x: fx.Node, bits: int, signs: bool) -> list[fx.Node]:
 
 
 def decode(graph: Graph, parts: Sequence[fx.Node], like: Tensor) -> fx.Node:
-    """Return the tensor of block codes; `like`: what stands for it in the graph that encoded it."""
+    """Return the tensor of block codes; `like`: its fake tensor in the graph that encoded it."""
     order, columns = _layout(like)
     x = graph(torch.ops.fitact.decode_blocks.default, *parts, columns, like.dtype)
     return graph(aten.permute.default, x, sorted(range(len(order)), key=order.__getitem__))

@@ -74,7 +74,7 @@ def compile_options(
     return CompileOptions({OPTION: partitioner(partition, _identity(partition))}, report)
 
 
-def compile(  # noqa: A001  it stands for torch.compile
+def compile(  # noqa: A001  as torch.compile
     model: Compiled,
     *,
     error: str = "rounding",

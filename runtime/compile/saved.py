@@ -57,7 +57,7 @@ class Reader(NamedTuple):
 
 
 def value_of(node: Any) -> Tensor | None:
-    """Return the fake tensor that stands for a node's result; None if that is no tensor."""
+    """Return a node's result as a fake tensor; None if that is no tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 

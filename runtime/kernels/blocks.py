@@ -84,7 +84,7 @@ def _load(base, index, exists, bits: tl.constexpr, width: tl.constexpr, before: 
 
 @jit
 def _root(v, bits: tl.constexpr):
-    """Return the square root, off by less than what can change a code of so many bits."""
+    """Return the square root, off by less than what can change a code of `bits` bits."""
     inverse = tl.rsqrt(v)
     root = v * inverse
     if bits == 8:
@@ -117,7 +117,7 @@ def encode_tile(
     """Encode the tile of this program: x, `rows` rows of `across` blocks → codes, scales and shifts.
 
     levels: N of `saving.blocks`. most: the largest finite scale. rounds, back: as its `_grid` has them. rest: x is
-    one block, of which n elements exist.
+    one block, whose first n elements exist.
     """
     tile, index, exists = _blocks(rows, across)
     inside = _inside(exists, n, rest)

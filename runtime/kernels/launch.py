@@ -20,7 +20,7 @@ def threads_of(dtype: torch.dtype) -> int:
 
 
 def options(threads: int, device: torch.device) -> dict[str, Any]:
-    """Return Triton's options for a program of so many threads.
+    """Return Triton's options for a program of `threads` threads.
 
     Products and sums are fused whatever the version's own default is, so that every version computes the same.
     """

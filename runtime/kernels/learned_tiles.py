@@ -222,7 +222,7 @@ def learned_backward_block(
     """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
 
     The tensors are (rows, channels, inner) in memory. A program makes TRIPS trips, each over BLOCK elements of one
-    channel, or over HEIGHT rows of WIDTH channels if `inner` is None, which stands for 1.
+    channel, or over HEIGHT rows of WIDTH channels if `inner` is None, which means 1.
 
     dx, sums: None if not wanted; sums: (blocks of a channel, count, channels), float32. channels: None for one.
     derivative, gradient: device functions of x and of the numbers; gradient takes the number of the row, too.

@@ -9,7 +9,7 @@
 
 In a standalone folder, which has a copy of this file, they have the folder's own namespace. `other` is a gate's u
 or the learned numbers, `kept` is x or y, and what a kind does not have is None. The two bools say which gradients
-are wanted; an empty tensor stands for one that is not. `dtype` is that of y in forward, and of the gradient of x
+are wanted; one that is not is an empty tensor. `dtype` is that of y in forward, and of the gradient of x
 in backward, as its place in DTYPES: before 2.12, programs compiled ahead of time misread PyTorch's own dtypes.
 
 To PyTorch they are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a hash of

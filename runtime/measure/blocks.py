@@ -139,7 +139,7 @@ ROW = 4  # blocks of a row that run: the first two, one whose neighbours are lik
 
 
 def cut(runs: Sequence[Run], ways: Sequence[Any], row: int = ROW) -> dict[int, int]:
-    """Return how many of the blocks after it a block stands for, by its place.
+    """Return for how many of the blocks after it a block is counted, by its place.
 
     Args:
         runs: the runs of blocks.
@@ -169,7 +169,7 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
-    """Return the marks of a step as if skipped blocks had done what the block that stands for them did.
+    """Return the marks of a step as if skipped blocks had done what the block did that is counted for them.
 
     Args:
         marks: of the step, without marks of the skipped blocks.

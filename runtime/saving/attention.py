@@ -76,7 +76,7 @@ def attention(
 
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether tensors are a CPU's matrices, of which one needs a gradient."""
+    """Whether tensors are a CPU's matrices, and one needs a gradient."""
     if not all(type(one) in PLAIN and one.layout is torch.strided and one.device.type == "cpu" for one in tensors):
         return False
     return any(one.requires_grad for one in tensors) and all(one.numel() and one.dim() > 1 for one in tensors)
@@ -197,7 +197,7 @@ class Again:
         self._made: tuple[Tensor, Sequence[Tensor | None]] | None = None
 
     def first(self, *tensors: Tensor | None) -> Tensor:
-        """Return the output, of which nothing is saved."""
+        """Return the output; nothing is saved for it."""
         return self._run(tensors)[0].detach()
 
     def run(self, *tensors: Tensor | None) -> Tensor:

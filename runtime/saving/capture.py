@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ Call = tuple[Function, Sequence[Any]]
 Rule = Callable[["Capture", Function, Sequence[Any], dict[str, Any]], Any]
 FEW = 64  # elements: a mask of fewer is stored as it is
 INTEGERS = torch.int8, torch.int16, torch.int32
+# Is told of each tensor that autograd saves, and how it is stored, by contexts that are made while it is set.
+observer: ContextVar[Callable[[Tensor, Stored | Reading], None] | None] = ContextVar("observer", default=None)
 
 
 class Capture(TorchFunctionMode):
@@ -67,7 +70,8 @@ class Capture(TorchFunctionMode):
         outer = saved_tensor_hooks()
         owner = getattr(outer[0], "__self__", None) if outer else None
         self.hooks: Hooks | None = owner.hooks if isinstance(owner, Capture) else Hooks(*outer) if outer else None
-        self._pack = self.pack
+        self._observer = observer.get()
+        self._pack = self.pack if self._observer is None else self._observed
         self._context = saved_tensors_hooks(self._pack, unpack)
         self._first_call = next_call()
         self.current: Call | None = None
@@ -76,6 +80,12 @@ class Capture(TorchFunctionMode):
         self.autocast = True
         self.masks: list[tuple[Bits, Mark]] | None = None
         self.p = 0.0
+
+    def _observed(self, tensor: Tensor) -> Stored | Reading:
+        stored = self.pack(tensor)
+        assert self._observer is not None
+        self._observer(tensor, stored)
+        return stored
 
     @property
     def outside(self) -> bool:
@@ -133,7 +143,7 @@ class Capture(TorchFunctionMode):
         return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
 
     def plain(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], instead: Any = None) -> Any:
-        """Make a call of which nothing is noted; of another function in its place, if one is given."""
+        """Make a call without a note on its output; or another call in its place, if one is given."""
         self.current = func, args
         try:
             return func(*args, **kwargs) if instead is None else instead()

@@ -71,7 +71,7 @@ def _context_of(module: nn.Module) -> AbstractContextManager[Any]:
 
 @cache
 def _class(own: Any) -> Any:
-    @wraps(own.forward)  # of which transformers and `torch.fx` read the arguments
+    @wraps(own.forward)  # transformers and `torch.fx` read its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _as_it_is():
             return own.forward(self, *args, **kwargs)

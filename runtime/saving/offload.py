@@ -250,7 +250,7 @@ class Offload:
         return memory
 
     def _takes(self, size: int) -> bool:
-        """Return whether the amount allows so many bytes more."""
+        """Return whether the amount allows `size` bytes more."""
         self._seen += size
         if type(self._amount) is float and self._sent + size > self._amount * self._seen:
             return False

@@ -50,7 +50,7 @@ def hooks(bits: int | None = 8, offload: Amount = False) -> Pair:
         place after it was saved.
 
     Raises:
-        UsageError: there are no codes of so many bits, or what to offload is unknown.
+        UsageError: there are no codes of `bits` bits, or what to offload is unknown.
 
     """
     context = WithoutMode(policy_of("exact", bits).get("norm"))

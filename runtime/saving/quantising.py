@@ -71,7 +71,7 @@ RELUS = (
 )
 CLIPPED = F.relu6, F.hardtanh
 FEW = 4096  # elements: a tensor of fewer is stored as it is
-STATISTIC = 16  # a tensor of so many times fewer elements than what a function reads is a statistic
+STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
 SHARP = 8  # bits from which the logits of attention are computed again at least
 
 _NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)

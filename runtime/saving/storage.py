@@ -7,6 +7,7 @@ tensor can be recomputed. It refers to storages weakly: what autograd frees is f
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -144,7 +145,7 @@ def in_layout(tensor: Tensor, layout: Layout) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- stored
 
 
-class Made:
+class Made(ABC):
     """A tensor that is made in backward, once in each pass for all its readers, and held until the last has it.
 
     Attributes:
@@ -161,8 +162,9 @@ class Made:
     _made: Tensor | None = None
     _left = 0
 
+    @abstractmethod
     def _make(self) -> Tensor:
-        raise NotImplementedError
+        """Return the tensor."""
 
     def made(self) -> Tensor:
         """Return the tensor to one reader."""

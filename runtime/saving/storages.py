@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
 
-from .capture import Capture
-from .quantising import Quantising
+from .capture import observer
 from .recompute import Reading
 from .storage import Bits, Quantised, Small, Stored
 
@@ -30,26 +27,11 @@ def noting(where: Callable[[Tensor], Any]) -> Iterator[Seen]:
 
     """
     seen: Seen = []
-    inside: list[Any] = []
-
-    def spied(pack: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
-        @wraps(pack)
-        def noted(self: Any, tensor: Tensor) -> Any:
-            inside.append(tensor)
-            try:
-                made = pack(self, tensor)
-            finally:
-                inside.pop()
-            if not inside:
-                seen.append((where(tensor), lambda: _how(made)))
-            return made
-
-        return noted
-
-    with ExitStack() as stack:
-        for kind in (Capture, Quantising):
-            stack.enter_context(mock.patch.object(kind, "pack", spied(vars(kind)["pack"])))
+    token = observer.set(lambda tensor, made: seen.append((where(tensor), lambda: _how(made))))
+    try:
         yield seen
+    finally:
+        observer.reset(token)
 
 
 def _how(saved: Stored | Reading) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.convergence.tasks import SMALL
-from benchmarks.evidence import checkpoints
+from benchmarks.evidence import blocks, checkpoints
 from fitact.runtime.saving.blocks import nbytes
 from tests.conftest import ROOT
 
@@ -34,7 +34,7 @@ def test_what_the_document_says() -> None:
 @pytest.mark.long
 def test_the_numbers_again() -> None:
     """A model that was trained for less time; errors are of the same order."""
-    recipe = replace(SMALL.recipes["characters"], steps=60, rate=checkpoints.RATE, validation=8)
+    recipe = replace(SMALL.recipes["characters"], steps=60, rate=blocks.RATE, validation=8)
     for row, stated in zip(checkpoints.rows(recipe, (4,)), RECORD["rows"][:4], strict=True):
         for name, error in row["error"].items():
             assert stated["error"][name] / 3 < error < 3 * stated["error"][name], (row, name)
