@@ -60,13 +60,13 @@ BERT_PUBLISHED, MISTRAL_PUBLISHED = -23.1, -15.7
 
 @dataclass(frozen=True)
 class Row:
-    """One conversion of one model, and the published change; changes are shares of stock, in per cent.
+    """One conversion of one model, and the published change; changes are shares of the baseline, in per cent.
 
     Attributes:
         model, setting: which, and how it is trained.
         what: what was converted.
-        stock, kept: bytes kept for backward, before and after.
-        whole_stock, whole: bytes of the whole, before and after; None where no peak is published.
+        baseline, kept: bytes kept for backward, before and after.
+        whole_baseline, whole: bytes of the whole, before and after; None where no peak is published.
         published: the paper's change, in per cent; None where it has none.
         of: what that is a share of, "peak" or "kept".
 
@@ -75,9 +75,9 @@ class Row:
     model: str
     setting: str
     what: str
-    stock: int
+    baseline: int
     kept: int
-    whole_stock: int | None
+    whole_baseline: int | None
     whole: int | None
     published: float | None
     of: str
@@ -85,14 +85,14 @@ class Row:
     @property
     def change(self) -> float:
         """The change of what is kept, in per cent."""
-        return 100 * (self.kept / self.stock - 1)
+        return 100 * (self.kept / self.baseline - 1)
 
     @property
     def whole_change(self) -> float | None:
         """The change of the whole, in per cent."""
-        if self.whole is None or self.whole_stock is None:
+        if self.whole is None or self.whole_baseline is None:
             return None
-        return 100 * (self.whole / self.whole_stock - 1)
+        return 100 * (self.whole / self.whole_baseline - 1)
 
 
 # ------------------------------------------------------------------------------------------------------- measuring
@@ -197,11 +197,11 @@ def vit(tuning: str) -> Iterator[Row]:
         for what, around in variants("vit", prepared, norms):
             with around:
                 found[what] = kept(prepared, inputs, True), peak(prepared, inputs, True)
-    stock, whole_stock = found.pop("")
+    baseline, whole_baseline = found.pop("")
     setting = f"{tuning}, batch 64, mixed precision"
     for what, (bytes_kept, whole) in found.items():
         published = VIT_PUBLISHED.get((tuning, what))
-        yield Row("ViT-B/16", setting, what, stock, bytes_kept, whole_stock, whole, published, "peak")
+        yield Row("ViT-B/16", setting, what, baseline, bytes_kept, whole_baseline, whole, published, "peak")
 
 
 def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
@@ -229,20 +229,20 @@ def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
     checks = {}
     for what, around in variants("llama", prepared, norms=False):
         with around:
-            checks[what or "stock"] = {"composed": composed[what], "measured": kept(prepared, inputs)}
+            checks[what or "baseline"] = {"composed": composed[what], "measured": kept(prepared, inputs)}
     if any(check["composed"] != check["measured"] for check in checks.values()):
         raise SystemExit(f"32 layers do not save what one and two layers say: {checks}")
     beside = held_by_qlora(prepared.model)
-    stock = composed.pop("")
+    baseline = composed.pop("")
     setting = "QLoRA, batch 4, 640 tokens, bfloat16"
     rows = [
         Row(
             "LLaMA-7B",
             setting,
             what,
-            stock,
+            baseline,
             size,
-            stock + beside,
+            baseline + beside,
             size + beside,
             LLAMA_PUBLISHED.get(what),
             "peak",
@@ -277,10 +277,10 @@ def inverted() -> Iterator[Row]:
     for name, source, training, batch, seq, published in cases:
         setting = f"{'LoRA' if training.lora else 'full tuning'}, batch {batch}, {seq} tokens, float32"
         prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=torch.float32)
-        stock = kept(prepared, inputs)
+        baseline = kept(prepared, inputs)
         with changed([prepared.model], [Way("inverted", method="inverted")]):
             bytes_kept = kept(prepared, inputs)
-        yield Row(name, setting, "Inverted", stock, bytes_kept, None, None, published, "kept")
+        yield Row(name, setting, "Inverted", baseline, bytes_kept, None, None, published, "kept")
 
 
 # ---------------------------------------------------------------------------------------------------------- output

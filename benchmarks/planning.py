@@ -4,7 +4,7 @@
 
 A GPT-like model is trained as planned at three budgets, in processes of their own. The peak is the most memory
 that the process has in its steps, as the kernel counts it, less what it has before them. Times are the least CPU
-time of a step in four turns, on one thread, as ratios to the first budget's, which the stock model fits.
+time of a step in four turns, on one thread, as ratios to the first budget's, which the baseline fits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results" / "planning_cpu.json"
 BLOCKS, HIDDEN, BATCH, SEQ = 6, 256, 4, 512
 STEPS = 6
 TURNS = 4
-SHARES = (1.0, 0.55, 0.1)  # of the way from the least memory to the stock model's
+SHARES = (1.0, 0.55, 0.1)  # of the way from the least memory to the baseline's
 MIB = 2**20
 
 
@@ -97,11 +97,11 @@ def main() -> None:
     model, x = made()
     device = measured("cpu")
     planner = Planner(copied(model, x, None, "cpu"), "none", device)
-    stock, low = (planner.plan(gib, "exact") for gib in (64, 1e-9))
+    baseline, low = (planner.plan(gib, "exact") for gib in (64, 1e-9))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for share in SHARES:
-            gib = (low.peak + share * (stock.stock_peak - low.peak)) * 1.0001 / GIB
+            gib = (low.peak + share * (baseline.baseline_peak - low.peak)) * 1.0001 / GIB
             plan = planner.plan(gib, "exact")
             plan.save(Path(folder) / f"{share}.json")
             row = {
@@ -120,7 +120,7 @@ def main() -> None:
         row["seconds"] = min(second for _, times in results for second in times)
     first = rows[0]
     for row in rows:
-        row["foretold_time"] = round(row.pop("foretold_seconds") / stock.stock_seconds, 3)
+        row["foretold_time"] = round(row.pop("foretold_seconds") / baseline.baseline_seconds, 3)
         row["seconds"] = round(row["seconds"], 3)
         row["time"] = round(row["seconds"] / first["seconds"], 3)
         print(row)

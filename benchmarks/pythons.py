@@ -38,15 +38,15 @@ def gradients(model, x):
 torch.manual_seed(0)
 x = torch.randn(64, 32)
 model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
-stock = gradients(model, x)
+baseline = gradients(model, x)
 for given in ({"error": "exact"}, {"error": "rounding", "example_inputs": (x,)}):
     assert fitact.convert(model, **given).replaced
     found = gradients(model, x)
-    assert all(torch.allclose(a, b, rtol=0.1, atol=1e-3) for a, b in zip(stock, found))
-    assert all(map(torch.equal, stock, found)) == (given == {"error": "exact"})
+    assert all(torch.allclose(a, b, rtol=0.1, atol=1e-3) for a, b in zip(baseline, found))
+    assert all(map(torch.equal, baseline, found)) == (given == {"error": "exact"})
     fitact.revert(model)
 fitact.convert(model, replace={torch.nn.GELU: Own})
-assert not all(map(torch.equal, stock, gradients(model, x)))
+assert not all(map(torch.equal, baseline, gradients(model, x)))
 print(torch.__version__)
 """
 

@@ -1,4 +1,4 @@
-"""What is compared: how each method changes a model that is made of stock modules."""
+"""What is compared: how each method changes a model that is made of PyTorch's modules."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ METHODS = {
         Method("inverted1", "inverted, 1 bit", OTHER, _shipped("inverted", 1)),
         # what is left of a difference beside the next one comes of merging, not of what is kept
         Method(
-            "norms-stock",
-            "stock norms, affine merged",
+            "norms-baseline",
+            "PyTorch's norms, affine merged",
             OTHER,
             norm=partial(nn.LayerNorm, elementwise_affine=False),
         ),

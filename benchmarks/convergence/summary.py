@@ -22,12 +22,12 @@ LEAST = 3  # seeds: with two, an interval is 13 times as wide as the differences
 COMPARISONS = {
     "exact": [(name, EXACT.name) for name in METHODS if name != EXACT.name],
     "same bits": [(f"fewbit{k}", f"stochastic{k}") for k in (1, 2, 3, 4)],
-    "same parameters": [("norms", "norms-stock")],
+    "same parameters": [("norms", "norms-baseline")],
 }
 DIFFERENCES = {
     "exact": "Differences from it",
     "same bits": "Differences of Few-Bit from stochastic quantisation of as many bits",
-    "same parameters": "Difference of memory-sharing norms from stock norms whose affine part is merged too",
+    "same parameters": "Difference of memory-sharing norms from PyTorch's norms whose affine part is merged too",
 }
 
 

@@ -77,7 +77,7 @@ class Task:
     Attributes:
         name: in files and options.
         title: in pictures and sentences.
-        model: recipe → stock model, with random weights from PyTorch's global generator.
+        model: recipe → baseline, with random weights from PyTorch's global generator.
         data: recipe, seed, device → data.
         accuracy: whether that is reported too.
         begins_with: the task whose exactly trained model of the same seed this one goes on with.

@@ -20,7 +20,7 @@ from fitact.errors import JobError
 from .antibodies import IGNORED, Batch
 
 Options = dict[str, Any] | None  # of fitact.convert; None leaves the model as it is
-STOCK, REBUILT = "stock", "rebuilt"
+BASELINE, REBUILT = "baseline", "rebuilt"
 PARTS = {  # of a layer of BERT → what is differentiated by
     "attention": "weights of attention",
     "intermediate": "weights of intermediate.dense",
@@ -28,7 +28,7 @@ PARTS = {  # of a layer of BERT → what is differentiated by
     "input": "input of the layer",
 }
 COLORS = {
-    "stock": "#222222",
+    "baseline": "#222222",
     "fewbit3": "#d94701",
     "inverted1": "#1b9e77",
 }
@@ -84,23 +84,23 @@ def errors(model: nn.Module, batch: Batch, methods: dict[str, Options]) -> Itera
     """Yield the relative errors (Frobenius) of gradients: a row for each method and each layer, from 1 on.
 
     The model computes in float32, as it is or converted; what they are compared with, in float64. `bits` says
-    whether all gradients of the layer are bit for bit those of the stock model in float32.
+    whether all gradients of the layer are bit for bit those of the baseline in float32.
 
     Raises:
-        JobError: rebuilt outputs do not have the gradients of the stock model.
+        JobError: rebuilt outputs do not have the gradients of the baseline.
 
     """
     exact = gradients(copy.deepcopy(model).double(), batch)
-    stock = gradients(copy.deepcopy(model), batch)
+    baseline = gradients(copy.deepcopy(model), batch)
     for method, options in methods.items():
         changed = copy.deepcopy(model)
         if options is not None:
             fitact.convert(changed, **options)
         found = gradients(changed, batch)
         for i in range(len(layers_of(model))):
-            same = all(torch.equal(found[i, part], stock[i, part]) for part in PARTS)
-            if method in (STOCK, REBUILT) and not same:
-                raise JobError(f"layer {i + 1}, {method}: expected the gradients of the stock model, bit for bit")
+            same = all(torch.equal(found[i, part], baseline[i, part]) for part in PARTS)
+            if method in (BASELINE, REBUILT) and not same:
+                raise JobError(f"layer {i + 1}, {method}: expected the gradients of the baseline, bit for bit")
             off = {part: (found[i, part] - exact[i, part]).norm() / exact[i, part].norm() for part in PARTS}
             yield (
                 {"method": method, "layer": i + 1}
@@ -129,7 +129,7 @@ def _described(x: Tensor) -> dict[str, Tensor]:
 
 
 def draw(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
-    """Draw the errors by depth, a panel for each part, as PNG; rebuilt outputs lie on the stock model's line."""
+    """Draw the errors by depth, a panel for each part, as PNG; rebuilt outputs lie on the baseline's line."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = figure.subplots(1, len(PARTS), sharey=True)
     methods = [method for method in COLORS if any(row["method"] == method for row in rows)]

@@ -53,19 +53,19 @@ from .antibodies import (
     receptors,
     split,
 )
-from .gradients import REBUILT, STOCK, Options, draw, errors, logits_of, loss_of, pre_activations
+from .gradients import BASELINE, REBUILT, Options, draw, errors, logits_of, loss_of, pre_activations
 
 RESULTS = Path(__file__).parents[1] / "results" / "evidence.json"
 PACKAGES = ("fitact", "peft", "scipy", "torch", "transformers")
 MASKED_FROM = 1  # seed of what is masked of held-out sequences
 METHODS: dict[str, tuple[str, Options]] = {
-    STOCK: ("stock", None),
+    BASELINE: ("baseline", None),
     REBUILT: ("rebuilt outputs", {"error": "exact"}),
     "fewbit3": ("Few-Bit, 3 bits", {"method": "fewbit", "bits": 3}),
     "inverted1": ("inverted, 1 bit", {"method": "inverted", "bits": 1}),
 }
 LABELS = {method: label for method, (label, _) in METHODS.items()}
-TESTED = [method for method in METHODS if method not in (STOCK, REBUILT)]
+TESTED = [method for method in METHODS if method not in (BASELINE, REBUILT)]
 REGIMES = {"lora": "LoRA", "full": "all weights"}
 Job = tuple[str, str, int]
 
@@ -169,19 +169,21 @@ def evaluate(model: nn.Module, batch: Batch) -> tuple[float, float]:
 
 
 def agree(runs: Iterable[Run]) -> None:
-    """Raise JobError unless runs with rebuilt outputs have every loss of the stock runs, to the last bit."""
+    """Raise JobError unless runs with rebuilt outputs have every loss of the baseline's runs, to the last bit."""
     found = {(run.task, run.method, run.seed): run for run in runs}
     for (regime, method, seed), run in found.items():
-        stock = found.get((regime, STOCK, seed))
-        if method == REBUILT and stock and (run.curve, run.loss) != (stock.curve, stock.loss):
-            raise JobError(f"{regime}, seed {seed}: expected the stock losses with rebuilt outputs, got others")
+        baseline = found.get((regime, BASELINE, seed))
+        if method == REBUILT and baseline and (run.curve, run.loss) != (baseline.curve, baseline.loss):
+            raise JobError(
+                f"{regime}, seed {seed}: expected the baseline's losses with rebuilt outputs, got others"
+            )
 
 
 def compare(runs: Iterable[Run]) -> list[Comparison]:
-    """Return held-out losses compared with the stock runs; the tests of a regime are corrected together."""
+    """Return held-out losses compared with the baseline's runs; the tests of a regime are corrected together."""
     values = {(run.task, run.method, run.seed): run for run in runs}
-    pairs = [(method, STOCK) for method in TESTED]
-    return [one for regime in REGIMES for one in compare_pairs(values, regime, "loss", "stock", pairs)]
+    pairs = [(method, BASELINE) for method in TESTED]
+    return [one for regime in REGIMES for one in compare_pairs(values, regime, "loss", "baseline", pairs)]
 
 
 def circumstances(setting: Setting, genes: Genes) -> dict[str, Any]:
@@ -227,12 +229,12 @@ def measure(model: nn.Module, genes: Genes, setting: Setting) -> dict[str, Any]:
 def tables(record: dict[str, Any]) -> dict[str, str]:
     """Return what docs/antibody.md shows of the results, as Markdown: differences, gradients by part."""
     kept = {(run["task"], run["method"]): run["kept_bytes"] for run in record["runs"] if run["seed"] == 0}
-    rows = ["| trained | kept for backward | bytes | held-out loss less stock, nats | p, Holm | would be found |"]
+    rows = ["| trained | saved for backward | bytes | loss less the baseline's, nats | p, Holm | would be found |"]
     rows.append("|---|---|---:|---:|---:|---:|")
     for regime, title in REGIMES.items():
         compared = {one["method"]: one for one in record["comparisons"] if one["task"] == regime}
         for method in (method for method in METHODS if (regime, method) in kept):
-            share = kept[regime, method] / kept[regime, STOCK]
+            share = kept[regime, method] / kept[regime, BASELINE]
             start = f"| {title} | {LABELS[method]} | {100 * share:.1f} % |"
             rows.append(f"{start} {_compared(method, compared.get(method))} |")
     found = {"differences": "\n".join(rows)}
@@ -249,7 +251,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _compared(method: str, one: dict[str, Any] | None) -> str:
-    if method == STOCK:
+    if method == BASELINE:
         return "| |"
     if method == REBUILT:
         return "0, every loss the same | |"
@@ -281,20 +283,24 @@ def sentences(record: dict[str, Any]) -> list[str]:
         " of masked residues are found."
     ]
     for regime, title in REGIMES.items():
-        stock = [run for run in record["runs"] if (run["task"], run["method"]) == (regime, STOCK)]
-        if not stock or any(run["loss"] is None for run in stock):
+        baseline = [run for run in record["runs"] if (run["task"], run["method"]) == (regime, BASELINE)]
+        if not baseline or any(run["loss"] is None for run in baseline):
             continue
-        losses, shares = ([run[key] for run in stock] for key in ("loss", "accuracy"))
+        losses, shares = ([run[key] for run in baseline] for key in ("loss", "accuracy"))
         said.append(
-            f"Stock training of {title} ends at {min(losses):.3f} to {max(losses):.3f} nats over {len(stock)}"
-            f" seeds, with {100 * min(shares):.1f} to {100 * max(shares):.1f} % found."
+            f"Baseline training of {title} ends at {min(losses):.3f} to {max(losses):.3f} nats "
+            f"over {len(baseline)} seeds, with {100 * min(shares):.1f} to {100 * max(shares):.1f} % found."
         )
     tested = [one for one in record["comparisons"] if one["difference"] is not None]
     for regime, title in REGIMES.items():
         told = [LABELS[one["method"]] for one in tested if one["task"] == regime and one["distinguishable"]]
         of = [one for one in tested if one["task"] == regime]
         if each := [one["detectable"] for one in of]:
-            verdict = f"told apart from stock: {', '.join(told)}" if told else "no method is told apart from stock"
+            verdict = (
+                f"told apart from the baseline: {', '.join(told)}"
+                if told
+                else "no method is told apart from the baseline"
+            )
             said.append(
                 f"With {title} trained, {_seeds(of)}, {verdict} (tests at {100 * LEVEL:.0f} %, Holm); a true"
                 f" difference of {_two(min(each))} to {_two(max(each))} nats, depending on the method, would have"

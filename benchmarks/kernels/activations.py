@@ -36,7 +36,7 @@ from fitact.runtime.measure.saved import count_saved
 REPEATS = 15
 SECONDS = 0.2  # of warming up
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-STOCK: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+BASELINE: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 SHIPPED = {
     "gelu": ("gelu_fewbit1", "gelu_fewbit2", "gelu_fewbit3", "gelu_fewbit4", "gelu_inverted1", "gelu_inverted2"),
     "silu": ("silu_fewbit3", "silu_inverted1"),
@@ -55,17 +55,17 @@ def keep_freed_memory() -> None:
 
 def rivals(name: str) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """Yield what is measured of an activation, PyTorch's own first."""
-    stock = STOCK[name]
-    yield "eager", stock
+    baseline = BASELINE[name]
+    yield "eager", baseline
     for shipped in SHIPPED[name]:
         yield shipped, getattr(import_module(f"fitact.generated.{shipped}"), shipped)
-    yield "torch.compile", torch.compile(stock)
+    yield "torch.compile", torch.compile(baseline)
 
     def budgeted(x: Tensor) -> Tensor:
         with torch._functorch.config.patch(activation_memory_budget=0.7):
             return compiled(x)
 
-    compiled = torch.compile(lambda x: stock(x), dynamic=False)
+    compiled = torch.compile(lambda x: baseline(x), dynamic=False)
     yield "torch.compile, budget 0.7", budgeted
 
 
@@ -171,7 +171,7 @@ def main() -> None:
     try:
         for dtype in arguments.dtype:
             for size in arguments.size:
-                for name in STOCK:
+                for name in BASELINE:
                     x = torch.randn(size).to(getattr(torch, dtype))
                     print(f"\n{name}, {size:,} elements, {dtype}", flush=True)
                     measurements = rows(dict(rivals(name)), x)

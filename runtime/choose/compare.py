@@ -1,4 +1,4 @@
-"""Where a model's bytes are, and what each method and baseline saves: `measure`, behind `fitact memory`.
+"""Where a model's bytes are, and what each way of storing them saves: `measure`, behind `fitact memory`.
 
     from fitact.runtime.choose.compare import measure
     from fitact.runtime.measure.prepare import Training
@@ -6,7 +6,7 @@
 
     report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048, gib=24)
     report.block                                   # bytes of one block by kind
-    {row.name: row.bytes for row in report.rows}   # bytes kept, stock and with each method and baseline
+    {row.name: row.bytes for row in report.rows}   # bytes saved, as it is and in each way
 
     def mine(batch, seq):                          # a model of your own, with its input
         return MyModel(), torch.randn(batch, seq, 512)
@@ -43,9 +43,9 @@ from .capacity import Curve
 from .checkpoints import CHECKPOINTS
 from .compiler import compiled
 from .convert import check_bits
-from .costs import step, stock_step
+from .costs import baseline_step, step
 from .detect import REFUSED, activation_sites
-from .ways import STOCK, Way, changed
+from .ways import BASELINE, Way, changed
 
 SCHEMA = "fitact.memory/2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,20 +58,20 @@ DEVICE = DEVICES[USUAL]  # for which no time is said
 
 @dataclass(frozen=True)
 class Row:
-    """The model as it is (stock), with a method, or with a baseline.
+    """The model as it is (baseline), with a method, or with a baseline.
 
     Attributes:
         name: name of the method or baseline.
         bytes: bytes kept for backward.
         kinds: these bytes by kind; `checkpoint` is what checkpointing keeps, `graph` what the compiler keeps.
-        replaced: how many activations were replaced; None for stock and baselines.
+        replaced: how many activations were replaced; None for the baseline, checkpointing and the compiler.
         flops: FLOPs that are run again, as a share of the forward pass's.
         traffic: bytes that are read and written again, as a share of the forward pass's; None under the compiler,
             which fuses operations.
         peak: bytes at the peak of a training step, parameters and the optimizer's state among them, without
             inputs; None under the compiler.
         batch, seq: the largest whose peaks fit, each with the other unchanged; None if not requested or not
-            variable. Under the compiler they are scaled from stock's.
+            variable. Under the compiler they are scaled from the baseline's.
 
     """
 
@@ -101,8 +101,8 @@ class Report:
         blocks: how often the block repeats; 1 if it is the whole model.
         block_name: the block's class.
         block: bytes that one block keeps, by kind.
-        operations, modules: bytes that the stock model keeps, by operation and by module.
-        rows: stock first, then the methods, then the baselines.
+        operations, modules: bytes that the baseline keeps, by operation and by module.
+        rows: the baseline first, then the methods, checkpointing and the compiler.
         gib: the memory for which the largest sizes were found.
         notes: further remarks.
 
@@ -150,9 +150,9 @@ def measure(
     fake: bool = True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Report:
-    """Measure where a model's bytes are, and what each method and baseline would save.
+    """Measure where a model's bytes are, and what each method, checkpointing and the compiler would save.
 
-    A training step of the model is run once as it is, and once for each method and baseline.
+    A training step of the model is run once as it is, and once in each way.
 
     Args:
         source: the model, from `hugging_face`, `timm_model` or `from_callable`; or a function that returns a model
@@ -226,7 +226,7 @@ class _Measurement:
 
     def report(self, training: str, bits: Sequence[int], budgets: Sequence[float], gib: float | None) -> Report:
         model, source = self.subject.model, self.prepared.source
-        stock = whole_step(self.subject)
+        baseline = whole_step(self.subject)
         sites = [site for site in activation_sites(model) if site.found.before not in REFUSED]
         blocks = blocks_of(model)
         if len(blocks) == 1:
@@ -245,14 +245,14 @@ class _Measurement:
         fixed = sum(one.nbytes for one in (*parameters, *model.buffers())) + state
         rows = {}
         for candidate in candidates:
-            if row := self.row(candidate, stock, fixed):
+            if row := self.row(candidate, baseline, fixed):
                 rows[candidate] = row
             self.advance()
         refused = [one.name for one in candidates if one.way.method and one not in rows]
         if refused:
             names = sorted({site.activation for site in sites if site.activation})
             self.notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
-        found = [*rows.values(), *self.compiled_rows(stock, budgets)]
+        found = [*rows.values(), *self.compiled_rows(baseline, budgets)]
         if gib is not None:
             found = self.fitted(rows, found, sized, int(gib * GIB) - fixed)
         self.progress(1.0)
@@ -273,9 +273,9 @@ class _Measurement:
             sites=len(sites),
             blocks=len(blocks),
             block_name=type(blocks[0][1]).__name__,
-            block=stock.saved.by_kind(blocks[len(blocks) // 2][0]),
-            operations=stock.saved.by_operation(),
-            modules=stock.saved.by_module(),
+            block=baseline.saved.by_kind(blocks[len(blocks) // 2][0]),
+            operations=baseline.saved.by_operation(),
+            modules=baseline.saved.by_module(),
             rows=tuple(found),
             gib=gib,
             notes=tuple(self.notes),
@@ -284,7 +284,7 @@ class _Measurement:
     def candidates(self, blocks: Sequence[nn.Module], bits: Sequence[int] | None) -> Iterator[_Candidate]:
         """Yield the ways that are compared; methods only if there are bits."""
         model = [self.subject.model]
-        yield _Candidate("stock", model, STOCK)
+        yield _Candidate("baseline", model, BASELINE)
         methods = [*(("fewbit", k) for k in bits or ()), ("relumix", 2), ("inverted", None), ("exact", None)]
         for method, k in methods if bits is not None else []:
             name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
@@ -295,12 +295,12 @@ class _Measurement:
         for name, kind in zip(("full", "selective"), CHECKPOINTS[1:], strict=True):
             yield _Candidate(f"checkpointing, {name}", blocks, Way(kind, checkpoint=kind))
 
-    def row(self, candidate: _Candidate, stock: Measured, fixed: int) -> Row | None:
+    def row(self, candidate: _Candidate, baseline: Measured, fixed: int) -> Row | None:
         """Measure a candidate; None if there is nothing in the model that it changes, or it fails."""
-        way, done = candidate.way, stock
+        way, done = candidate.way, baseline
         try:
             with changed(candidate.modules, [way] * len(candidate.modules)) as replaced:
-                if way is not STOCK:
+                if way is not BASELINE:
                     done = whole_step(self.subject)
         except UsageError as error:  # PyTorch does not checkpoint operations in place
             if not way.method:
@@ -310,14 +310,14 @@ class _Measurement:
         if way.checkpoint:
             kinds["checkpoint"] = done.saved.bytes - sum(kinds.values())
         flops, traffic = (
-            (getattr(done.forward + done.backward, what) - getattr(stock.forward + stock.backward, what))
-            / max(getattr(stock.forward, what), 1)
+            (getattr(done.forward + done.backward, what) - getattr(baseline.forward + baseline.backward, what))
+            / max(getattr(baseline.forward, what), 1)
             for what in ("flops", "traffic")
         )
         row = Row(candidate.name, done.saved.bytes, kinds, peak=fixed + done.peak)
         return replace(row, replaced=replaced) if way.method else replace(row, flops=flops, traffic=traffic)
 
-    def compiled_rows(self, stock: Measured, budgets: Sequence[float]) -> Iterator[Row]:
+    def compiled_rows(self, baseline: Measured, budgets: Sequence[float]) -> Iterator[Row]:
         """Yield what the compiler keeps."""
         if not budgets:
             return
@@ -327,10 +327,10 @@ class _Measurement:
             self.notes.append(f"the compiler cannot trace the model: {one_line(error)}")
             return
         for one in found:
-            again = max(one.flops - stock.forward.flops - stock.backward.flops, 0)
+            again = max(one.flops - baseline.forward.flops - baseline.backward.flops, 0)
             name = f"compiler, {one.budget:g} and {one.kept}" if one.kept else f"compiler, budget {one.budget:g}"
             kinds = {"graph": one.saved.bytes}
-            yield Row(name, one.saved.bytes, kinds, flops=again / max(stock.forward.flops, 1), traffic=None)
+            yield Row(name, one.saved.bytes, kinds, flops=again / max(baseline.forward.flops, 1), traffic=None)
 
     # ------------------------------------------------------------------------------------------- the largest sizes
 
@@ -344,8 +344,8 @@ class _Measurement:
         limits = {"batch": None, "seq": source.longest(self.subject.model)}
         if limits["seq"] is not None and "seq" in sized:
             self.notes.append(f"{self.prepared.name} has positions for {limits['seq']} tokens")
-        runs, _ = stock_step(self.subject, DEVICE)
-        ways = [STOCK for run in runs for _ in run.blocks]
+        runs, _ = baseline_step(self.subject, DEVICE)
+        ways = [BASELINE for run in runs for _ in run.blocks]
 
         def needed(candidate: _Candidate, name: str, size: int) -> int:
             subject = replace(self.subject, call=self.prepared.inputs(**{**self.sizes, name: size}))

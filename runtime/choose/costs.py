@@ -19,7 +19,7 @@ from fitact.runtime.measure.subjects import Subject
 from fitact.runtime.restore import differentiate, generators
 from fitact.text import one_line
 
-from .ways import REST, STOCK, Way, changed
+from .ways import BASELINE, REST, Way, changed
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Segment:
     Attributes:
         paths: of the blocks; empty for what lies between, which occurs once.
         grads: bytes of the gradients that the backward pass of one block leaves.
-        costs: by way; for what lies between only stock's, and after the last run also that with less saved there.
+        costs: by way; for what lies between only the baseline's, and after the last run also that with less
+            saved there.
 
     """
 
@@ -65,14 +66,14 @@ class Costs:
 
     Attributes:
         segments: the runs of blocks, and what lies between, before and after.
-        stock: the step of the stock model.
+        baseline: the step of the baseline.
         runs: the runs of blocks among them.
         notes: ways that a block refuses, and why.
 
     """
 
     segments: tuple[Segment, ...]
-    stock: Step
+    baseline: Step
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
 
@@ -111,31 +112,31 @@ def measure(
     Args:
         subject: the model.
         device: how long operations take.
-        ways: the ways, stock first.
+        ways: the ways, baseline first.
         progress: called with the share that is done.
 
     Returns:
         The costs. Ways that a block refuses are left out; those that fail are noted, too.
 
     Raises:
-        UsageError: the stock model cannot be run.
+        UsageError: the baseline cannot be run.
 
     """
-    runs, marks = stock_step(subject, device)
+    runs, marks = baseline_step(subject, device)
     parts = _Parts(marks, [len(run.blocks) for run in runs])
     segments, end = [_between(parts.between[0])], 0
     for run, after in zip(runs, parts.between[1:], strict=True):
         end += len(run.blocks)
         span = parts.blocks[end - (len(run.blocks) + 1) // 2]
-        segments += [Segment(run.paths, span.grads, {STOCK: span.cost}), _between(after)]
+        segments += [Segment(run.paths, span.grads, {BASELINE: span.cost}), _between(after)]
     segments[-1] = _with_rest(subject, device, runs, segments[-1])
     notes: list[str] = []
-    wanted = [_possible(run, [way for way in ways if way != STOCK]) for run in runs]
+    wanted = [_possible(run, [way for way in ways if way != BASELINE]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
     progress(1 / (1 + passes))
     for i in range(passes):
         given = [
-            some[i * _slots(run) : (i + 1) * _slots(run)] or [STOCK]
+            some[i * _slots(run) : (i + 1) * _slots(run)] or [BASELINE]
             for run, some in zip(runs, wanted, strict=True)
         ]
         for found in _tried(subject, device, runs, given, notes):
@@ -145,7 +146,9 @@ def measure(
     return Costs(tuple(segments), _step(marks), tuple(runs), tuple(notes))
 
 
-def step(subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], whole: Way = STOCK) -> Step:
+def step(
+    subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], whole: Way = BASELINE
+) -> Step:
     """Measure a training step of the whole model, with a way for each block of its runs, and one for the whole."""
     return _step(_marks(subject, device, runs, ways, whole=whole))
 
@@ -154,37 +157,37 @@ def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
     """Return what lies after the last run, with what it costs if that takes less memory in a context."""
     if any(block is subject.model for run in runs for block in run.blocks):
         return end
-    marks = _marks(subject, device, runs, _stock(runs), whole=REST)
-    cost, stock = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost, end.costs[STOCK]
-    if cost.keep >= stock.keep and cost.high >= stock.high:
+    marks = _marks(subject, device, runs, _baseline(runs), whole=REST)
+    cost, baseline = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost, end.costs[BASELINE]
+    if cost.keep >= baseline.keep and cost.high >= baseline.high:
         return end
     return replace(end, costs={**end.costs, REST: cost})
 
 
-def stock_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mark]]:
-    """Return the runs of a model, steady only if a step cut short foretells a longer one; and the stock marks.
+def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mark]]:
+    """Return the runs of a model, steady only if a step cut short foretells a longer one; and the baseline marks.
 
     The rest of a model may depend on the number of blocks, such as a loss that reads them all.
 
     Raises:
-        UsageError: the stock model cannot be run.
+        UsageError: the baseline cannot be run.
 
     """
     runs = runs_of(subject)
-    stock = _stock(runs)
-    if cut(runs, stock):
+    baseline = _baseline(runs)
+    if cut(runs, baseline):
         try:
-            longer, marks = (_marks(subject, device, runs, stock, row) for row in (ROW + 1, ROW))
+            longer, marks = (_marks(subject, device, runs, baseline, row) for row in (ROW + 1, ROW))
         except UsageError:  # a block that is skipped breaks the model
             longer = marks = []
         if marks and _step(marks).like(_step(longer)):
             return runs, marks
         runs = [replace(run, steady=False) for run in runs]
-    return runs, _marks(subject, device, runs, stock)
+    return runs, _marks(subject, device, runs, baseline)
 
 
-def _stock(runs: Sequence[Run]) -> list[Way]:
-    return [STOCK for run in runs for _ in run.blocks]
+def _baseline(runs: Sequence[Run]) -> list[Way]:
+    return [BASELINE for run in runs for _ in run.blocks]
 
 
 def _step(marks: Sequence[Mark]) -> Step:
@@ -193,7 +196,7 @@ def _step(marks: Sequence[Mark]) -> Step:
 
 
 def _between(span: _Span) -> Segment:
-    return Segment((), span.grads, {STOCK: span.cost})
+    return Segment((), span.grads, {BASELINE: span.cost})
 
 
 def _possible(run: Run, ways: Sequence[Way]) -> list[Way]:
@@ -233,13 +236,13 @@ def _tried(
         return
     except FitactError:
         every = list(dict.fromkeys(way for some in given for way in some))
-        if every == [STOCK]:
+        if every == [BASELINE]:
             raise
     for way in every:
         try:
-            yield _pass(subject, device, runs, [[way] if way in some else [STOCK] for some in given])
+            yield _pass(subject, device, runs, [[way] if way in some else [BASELINE] for some in given])
         except FitactError as error:
-            if way == STOCK:
+            if way == BASELINE:
                 raise
             notes.append(f"{way.name}: it fails: {one_line(error.__cause__ or error)}")
 
@@ -248,7 +251,7 @@ def _pass(
     subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Way]]
 ) -> list[dict[Way, Cost]]:
     """Return the costs that a pass measures, in each run of each way."""
-    ways = _stock(runs)
+    ways = _baseline(runs)
     where: list[dict[Way, int]] = []
     first = 0
     for run, some in zip(runs, given, strict=True):
@@ -268,7 +271,7 @@ def _marks(
     runs: Sequence[Run],
     ways: Sequence[Way],
     row: int = ROW,
-    whole: Way = STOCK,
+    whole: Way = BASELINE,
 ) -> list[Mark]:
     """Run a step, with at most `row` consecutive blocks that go the same way, and return its moments."""
     model = subject.model

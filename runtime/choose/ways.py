@@ -47,7 +47,7 @@ class Way:
 
 
 def _of_blocks() -> Iterator[Way]:
-    yield Way("stock")
+    yield Way("baseline")
     yield from (Way(kind, checkpoint=kind) for kind in CHECKPOINTS[1:])
     for error in ERRORS:
         for kind in CHECKPOINTS:
@@ -58,7 +58,7 @@ def _of_blocks() -> Iterator[Way]:
 
 
 OF_BLOCKS = tuple(_of_blocks())
-STOCK, FULL, SELECTIVE = OF_BLOCKS[:3]
+BASELINE, FULL, SELECTIVE = OF_BLOCKS[:3]
 REST = Way("exact outside of the blocks", context=partial(saving, "exact"))  # of the whole model
 WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, REST)}
 
@@ -67,7 +67,7 @@ def put(module: nn.Module, way: Way) -> int:
     """Change a module, in place; `revert` puts it back.
 
     Args:
-        module: a stock block, or the whole model.
+        module: a baseline block, or the whole model.
         way: what it becomes.
 
     Returns:
@@ -89,7 +89,7 @@ def put(module: nn.Module, way: Way) -> int:
 
 @contextmanager
 def changed(
-    modules: Sequence[nn.Module], ways: Sequence[Way], model: nn.Module | None = None, whole: Way = STOCK
+    modules: Sequence[nn.Module], ways: Sequence[Way], model: nn.Module | None = None, whole: Way = BASELINE
 ) -> Iterator[int]:
     """Change modules, and what is outside of them, until the context ends.
 
@@ -116,7 +116,7 @@ def changed(
 
 def _inside(way: Way, whole: Way) -> Way:
     """Return a way for a block of a model that has a way itself: one that is to stay as it is must leave it."""
-    return replace(STOCK, context=baseline) if whole == REST and way == STOCK else way
+    return replace(BASELINE, context=baseline) if whole == REST and way == BASELINE else way
 
 
 def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
@@ -140,7 +140,7 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     for path in (path for _, paths in groups for path in paths):
         if path not in there:
             raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
-    whole = next((WAYS[name] for name, _ in groups if WAYS[name] == REST), STOCK)
+    whole = next((WAYS[name] for name, _ in groups if WAYS[name] == REST), BASELINE)
     with ExitStack() as undo:
         undo.callback(revert, model)
         for name, paths in groups:

@@ -530,7 +530,7 @@ def test_examples_of_memory_and_plan_run(run, example):
         example = example.replace(deep, shallow)
     status, out, err = run(example.removeprefix("fitact "))
     assert status == 0, err
-    assert "stock" in out
+    assert "baseline" in out
 
 
 @pytest.mark.parametrize("name", [one for one in cli.commands if one not in MEASURING])

@@ -33,9 +33,9 @@ def coded(
     block: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **arguments: Any
 ) -> tuple[int, float, list[SavedRecord]]:
     """Return bytes saved, the largest error of a gradient, and the records of what is not a parameter or small."""
-    stock = made(block, dtype=dtype)
+    baseline = made(block, dtype=dtype)
     budget = arguments.pop("budget", 1.0)
-    _, expected = step(stock, run_graphs(stock, {}, budget), shape)
+    _, expected = step(baseline, run_graphs(baseline, {}, budget), shape)
     torch._dynamo.reset()
     model, options = made(block, dtype=dtype), fitact.compile_options(budget=budget, **arguments)
     size, found = step(model, run_graphs(model, options, 1.0), shape)

@@ -93,7 +93,7 @@ LIBRARIES = {
 def check_replaced(activation: Any, name: str, before: str | None = None) -> tuple[Tensor, Tensor]:
     """Convert a model, and return its output before and after; all else is as it was, in the end too."""
     model, x = Holds(activation), 3 * torch.randn(50, 16)
-    stock, state, paths = model(x), [*model.state_dict()], [path for path, _ in model.named_modules()]
+    baseline, state, paths = model(x), [*model.state_dict()], [path for path, _ in model.named_modules()]
     (site,) = fitact.convert(model, "fewbit")
     assert (site.name, site.after) == ("act", name) and before in (None, site.before)
     found = model(x)
@@ -101,7 +101,7 @@ def check_replaced(activation: Any, name: str, before: str | None = None) -> tup
     assert isinstance(activation, nn.Module) or [path for path, _ in model.named_modules()] == paths
     assert sites(fitact.revert(model)) == {"act": site.before}
     assert model.act is activation
-    return stock, found
+    return baseline, found
 
 
 @pytest.mark.parametrize(("activation", "name"), PLAIN, ids=[f"{i}-{name}" for i, (_, name) in enumerate(PLAIN)])
@@ -144,8 +144,8 @@ HELD: list[tuple[HoldsFunction, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "stock"), HELD, ids=[f"{i}" for i in range(len(HELD))])
-def test_functions_that_are_called_with_more_than_an_input(model: HoldsFunction, stock: bool) -> None:
+@pytest.mark.parametrize(("model", "baseline"), HELD, ids=[f"{i}" for i in range(len(HELD))])
+def test_functions_that_are_called_with_more_than_an_input(model: HoldsFunction, baseline: bool) -> None:
     """Then they do what they did, gradient and all."""
     x = torch.randn(50, 16)
     expected = model(x)
@@ -154,7 +154,7 @@ def test_functions_that_are_called_with_more_than_an_input(model: HoldsFunction,
     assert site.after
     y = model(x)
     assert torch.equal(y, expected)
-    assert torch.equal(torch.autograd.grad(y.sum(), model.linear.bias)[0], gradient) == stock
+    assert torch.equal(torch.autograd.grad(y.sum(), model.linear.bias)[0], gradient) == baseline
     assert fitact.convert(model, "fewbit").sites[0].reason == f"already {site.after}"
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), expected)
@@ -180,13 +180,13 @@ class Hidden(nn.Module):
 
 def test_wherever_modules_are_held() -> None:
     model, x = nn.Sequential(Hidden(), nn.Sequential(nn.Identity(), nn.Sequential(nn.GELU()))), torch.randn(5, 4)
-    stock, gelu = model(x), ("0.listed.0", "0.named.a", "0.unregistered", "1.1.0")
+    baseline, gelu = model(x), ("0.listed.0", "0.named.a", "0.unregistered", "1.1.0")
     found = sites(fitact.convert(model, "fewbit"))
     assert found == dict.fromkeys(gelu, "gelu_fewbit3") | {
         "0.listed.1": "silu_fewbit3",
         "0.named.b.0": "mish_fewbit3",
     }
-    assert torch.equal(model(x), stock)
+    assert torch.equal(model(x), baseline)
     assert [type(child).__name__ for child in model[0].listed] == ["GeluFewbit3", "SiluFewbit3"]
 
 
@@ -195,15 +195,15 @@ def test_transformer_of_pytorch() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     x = torch.randn(3, 5, 16)
-    stock = model(x)
+    baseline = model(x)
     after = sites(fitact.convert(model, "fewbit"))
     assert after == {
         f"layers.{i}.{name}": None if name == "self_attn" else "relu_fewbit1"
         for i in range(2)
         for name in ("self_attn", "activation")
     }
-    assert torch.equal(model(x), stock)
-    torch.testing.assert_close(model.eval()(x), stock)
+    assert torch.equal(model(x), baseline)
+    torch.testing.assert_close(model.eval()(x), baseline)
 
 
 def test_one_module_at_several_places() -> None:
@@ -211,7 +211,7 @@ def test_one_module_at_several_places() -> None:
     block = Holds(nn.SiLU())
     model = nn.Sequential(nn.Linear(16, 16), act, nn.Linear(16, 16), act, block, block)
     x = torch.randn(512, 16)
-    stock = model(x)
+    baseline = model(x)
     conversion = fitact.convert(model, "fewbit", example_inputs=x)
     assert sites(conversion) == {"1": "gelu_fewbit3", "3": "gelu_fewbit3", "4.act": "silu_fewbit3"}
     assert [site.reason for site in conversion] == ["", "the same module as 1", ""]
@@ -219,7 +219,7 @@ def test_one_module_at_several_places() -> None:
     assert rows["*"][0] - rows["*"][1] == 2 * 512 * 16 * 4 - 2 * 512 * 16 * 3 // 8
     assert model[1] is model[3] and type(model[1]).__name__ == "GeluFewbit3"
     assert model[4] is model[5]
-    assert torch.equal(model(x), stock)
+    assert torch.equal(model(x), baseline)
     fitact.revert(model)
     assert model[1] is model[3] is act
 
@@ -397,12 +397,12 @@ class Slope(nn.Module):
 @pytest.mark.parametrize("method", ["fewbit", "exact"])
 def test_a_model_that_reads_what_its_activation_holds(method: str) -> None:
     model, x = Slope(), torch.randn(64, 16)
-    stock = model(x)
+    baseline = model(x)
     assert fitact.convert(model, method, example_inputs=x).replaced
-    assert torch.equal(model(x), stock)
+    assert torch.equal(model(x), baseline)
     assert model.act.negative_slope == 0.01 and model.act.training and not isinstance(model.act, nn.LeakyReLU)
     fitact.revert(model)
-    assert torch.equal(model(x), stock)
+    assert torch.equal(model(x), baseline)
 
 
 def of_ones_own(compute: Callable[[Tensor], Tensor], named: str = "Own", **held: Any) -> nn.Module:
@@ -547,10 +547,10 @@ def test_the_command_in_a_reason_makes_what_is_missing(
     module = generated(folder if standalone else tmp_path / "generated" / f"{name}.py", monkeypatch)
     kind = getattr(module, module.__all__[0])
     x = torch.randn(20, 16, requires_grad=True)
-    stock = torch.autograd.grad(model(x).sum(), x)
+    baseline = torch.autograd.grad(model(x).sum(), x)
     (site,) = fitact.convert(model, method, replace={nn.LeakyReLU: kind})
     assert site.after == name
-    torch.testing.assert_close(torch.autograd.grad(model(x).sum(), x), stock)
+    torch.testing.assert_close(torch.autograd.grad(model(x).sum(), x), baseline)
     assert fitact.convert(model, "fewbit").sites[0].reason == f"already {name}"
 
 
@@ -688,7 +688,7 @@ def test_copies(way: str, tmp_path: Path) -> None:
     act = nn.GELU()
     model = nn.Sequential(nn.Linear(16, 16), act, nn.Linear(16, 16), act, Holds(F.silu), nn.SiLU(inplace=True))
     x = torch.randn(4, 16)
-    stock, text, state = model(x), repr(model), model.state_dict()
+    baseline, text, state = model(x), repr(model), model.state_dict()
     size = len(pickle.dumps(nn.Sequential(*[model] * 50)))
     fitact.convert(model, "fewbit")
     assert len(pickle.dumps(nn.Sequential(*[model] * 50))) < size + 6000
@@ -701,7 +701,7 @@ def test_copies(way: str, tmp_path: Path) -> None:
         twin = copy.deepcopy(model)
     assert twin[1] is twin[3] is not model[1]
     twin.load_state_dict(state)
-    assert torch.equal(twin(x), stock) and [*twin.state_dict()] == [*state]
+    assert torch.equal(twin(x), baseline) and [*twin.state_dict()] == [*state]
     fitact.revert(twin)
     assert repr(twin) == text and twin[4].act is F.silu and twin[1] is twin[3]
     assert type(model[1]).__name__ == "GeluFewbit3"
@@ -831,19 +831,19 @@ MORE: list[tuple[list[nn.Module], str, str | None, str]] = [  # None: then it wo
 
 
 @pytest.mark.parametrize(("layers", "method", "name", "reason"), MORE, ids=map(str, range(len(MORE))))
-def test_no_method_keeps_more_than_stock(
+def test_no_method_keeps_more_than_baseline(
     layers: list[nn.Module], method: str, name: str | None, reason: str
 ) -> None:
     """Known with example inputs; without them, and with classes that are given, what is asked for is done."""
     model, x = nn.Sequential(nn.Linear(64, 64), *layers), torch.randn(8 * ROWS, 64)
-    with count_saved(model) as stock:
+    with count_saved(model) as baseline:
         model(x)
     conversion = fitact.convert(model, method, example_inputs=x)
     (site,) = conversion
     assert site.after == name and reason in site.reason
     with count_saved(model) as saved:
         model(x)
-    assert conversion.saved_after == saved.bytes <= stock.bytes == conversion.saved_before
+    assert conversion.saved_after == saved.bytes <= baseline.bytes == conversion.saved_before
     fitact.revert(model)
     assert fitact.convert(model, method, dry_run=True).sites[0].after
     given = {type(one): GeluFewbit3 for one in layers if isinstance(one, (nn.ReLU, nn.GELU))}
@@ -1005,9 +1005,9 @@ def stack(seed: int) -> nn.Sequential:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("seed", range(6))
 def test_reports_of_random_models(seed: int, autocast: bool) -> None:
-    """They say what is kept, which is never more than stock."""
+    """They say what is kept, which is never more than of the baseline."""
     model, x = stack(seed), torch.randn(4 * ROWS, 64)
-    with torch.autocast("cpu", dtype=HALF, enabled=autocast), count_saved(model) as stock:
+    with torch.autocast("cpu", dtype=HALF, enabled=autocast), count_saved(model) as baseline:
         model(x)
     for method, bits in [*itertools.product(("fewbit", "inverted"), (1, 2, 3)), ("relumix", 2), ("exact", None)]:
         twin = copy.deepcopy(model)
@@ -1015,8 +1015,8 @@ def test_reports_of_random_models(seed: int, autocast: bool) -> None:
             report = fitact.convert(twin, method, bits, example_inputs=x)
             with count_saved(twin) as saved:
                 twin(x)
-        assert (report.saved_before, report.saved_after) == (stock.bytes, saved.bytes)
-        assert saved.bytes <= stock.bytes
+        assert (report.saved_before, report.saved_after) == (baseline.bytes, saved.bytes)
+        assert saved.bytes <= baseline.bytes
 
 
 @pytest.mark.parametrize(
@@ -1089,13 +1089,13 @@ def test_compiled(activation: Callable[[], Any], method: str) -> None:
     torch._dynamo.reset()
     model, x = Holds(activation()), torch.randn(500, 16, requires_grad=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    stock = compiled(x)
+    baseline = compiled(x)
     given = fitact.convert(compiled, method, example_inputs=x) if method == "fewbit" else None
     assert given is None or given.replaced
     fitact.convert(compiled, method)
     eager, traced = model(x), compiled(x)
     assert torch.equal(eager, traced)
-    torch.testing.assert_close(traced, stock)
+    torch.testing.assert_close(traced, baseline)
     for got, expected in zip(*(torch.autograd.grad(y.sum(), x) for y in (traced, eager)), strict=True):
         torch.testing.assert_close(got, expected)
     for inner in (Experts(), torch.compile(Experts(), backend="aot_eager")):
@@ -1178,17 +1178,17 @@ def test_the_error_of_the_gradient(dry_run: bool) -> None:
         used = [one for one in model.parameters() if one is not model.unused]
         gradients = torch.autograd.grad(model(x)["loss"], used)
         vectors.append(torch.cat([one.double().flatten() for one in gradients]))
-    stock, found = vectors
+    baseline, found = vectors
     gradient = conversion.gradient
     assert gradient is not None and gradient.error is not None and gradient.note == ""
-    assert gradient.error == pytest.approx(float((found - stock).norm() / stock.norm()), rel=1e-6)
-    assert gradient.cosine == pytest.approx(float(found @ stock / found.norm() / stock.norm()), rel=1e-9)
+    assert gradient.error == pytest.approx(float((found - baseline).norm() / baseline.norm()), rel=1e-6)
+    assert gradient.cosine == pytest.approx(float(found @ baseline / found.norm() / baseline.norm()), rel=1e-9)
     assert 1e-3 < gradient.error < 0.2
     assert f"the gradient is off by {100 * gradient.error:.3g} % of its" in str(conversion)
     assert fitact.convert(TwoLayers(), "fewbit", example_inputs=x).gradient is None
 
 
-def test_gradients_that_are_stocks_or_cannot_be_measured() -> None:
+def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
     x = torch.randn(512, 16)
     conversion = fitact.convert(mlp(nn.Hardtanh()), "fewbit", example_inputs=x, gradients=True)
     assert conversion.replaced and conversion.gradient is not None and conversion.gradient.error == 0
@@ -1223,12 +1223,12 @@ class NamedCall(Holds):
 def test_own_activations_are_called_by_their_names(method: str) -> None:
     assert computes(Named()) == "gelu" and computes(MayTakeMore()) is None
     model, x = NamedCall(Named()), torch.randn(512, 16)
-    stock, original = model(x), model.act
+    baseline, original = model(x), model.act
     for inputs in (None, x):
         (site,) = fitact.convert(model, method, example_inputs=inputs).replaced
         assert site.before == "Named"
         for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            torch.testing.assert_close(one(x), stock, rtol=0, atol=0)
+            torch.testing.assert_close(one(x), baseline, rtol=0, atol=0)
         with pytest.raises(TypeError, match=r"Named\.forward"):
             model.act(x=x)
         fitact.revert(model)

@@ -64,7 +64,7 @@ def product(*lists: Iterable[str], quick: set[str], without: str = "none") -> li
 def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None:
     model, inputs = model_of(name).eval(), batch_of(name)
     with torch.no_grad():
-        stock = logits(model, inputs)
+        baseline = logits(model, inputs)
     state = model.state_dict()
     conversion = fitact.convert(model, method)
     assert all(site.after or site.reason for site in conversion)
@@ -76,9 +76,9 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     with torch.no_grad():
         converted = logits(model, inputs)
     if name in ("gpt2", "mobilenetv3_small_050"):  # theirs are made of several operations
-        torch.testing.assert_close(converted, stock, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(converted, baseline, rtol=1e-5, atol=1e-5)
     else:
-        assert torch.equal(converted, stock)
+        assert torch.equal(converted, baseline)
     assert logits(model, inputs).requires_grad
     torch.testing.assert_close(logits(model, inputs).detach(), converted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
@@ -86,7 +86,7 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
     assert not remaining
     fitact.revert(model)
     with torch.no_grad():
-        assert torch.equal(logits(model, inputs), stock)
+        assert torch.equal(logits(model, inputs), baseline)
 
 
 def test_in_place_activations_of_timm() -> None:
@@ -127,7 +127,7 @@ SEEDS = range(3)
 
 
 @shared
-def _stock_losses(name: str) -> list[list[float]]:
+def _baseline_losses(name: str) -> list[list[float]]:
     return [losses(model_of(name), name, seed) for seed in SEEDS]
 
 
@@ -137,9 +137,9 @@ def _stock_losses(name: str) -> list[list[float]]:
 )
 def test_training_goes_as_before(name: str, way: str) -> None:
     """After 20 steps the loss is off by less than it is between runs of the original on other batches."""
-    stock = _stock_losses(name)
-    ends = [sum(run[-5:]) / 5 for run in stock]
-    assert all(run[-1] < run[0] for run in stock)
+    baseline = _baseline_losses(name)
+    ends = [sum(run[-5:]) / 5 for run in baseline]
+    assert all(run[-1] < run[0] for run in baseline)
     noise = max(abs(a - b) for a, b in itertools.combinations(ends, 2))
     model = model_of(name)
     given: dict[str, Any] = {"method": way} if way == "fewbit" else {"error": way}
@@ -198,7 +198,7 @@ WAYS: list[dict[str, Any]] = [
     product(MODELS, SETTINGS, ["float32", "autocast"], quick=KEPT, without=f"{TIMM_CONV}-lora"),
 )
 def test_reports_say_what_is_kept(name: str, setting: str, precision: str) -> None:
-    """That is at most what stock keeps, and for errors that may be larger, less."""
+    """That is at most what the baseline keeps, and for errors that may be larger, less."""
     dtype = HALF if precision == "autocast" else None
     inputs = batch_of(name, size=8)
     base = SETTINGS[setting](model_of(name))
@@ -278,19 +278,19 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("phi3", "opt") else pytest.mark.full) for name in MORE]
 )
-def test_no_method_keeps_more_than_stock(name: str) -> None:
-    """In these stock keeps at some activations what is kept next to them anyway."""
+def test_no_method_keeps_more_than_baseline(name: str) -> None:
+    """In these baseline keeps at some activations what is kept next to them anyway."""
     transformers = imported("transformers")
     config = transformers.AutoConfig.for_model(name, **MORE[name])
     config.use_cache = False
     kind = "MaskedLM" if name == "modernbert" else "CausalLM"
     base = getattr(transformers, f"AutoModelFor{kind}").from_config(config).train()
     inputs = batch_of("llama", size=8)
-    stock = kept(copy.deepcopy(base), inputs, None)
+    baseline = kept(copy.deepcopy(base), inputs, None)
     for method in ("fewbit", "inverted"):
         model = copy.deepcopy(base)
         conversion = fitact.convert(model, method, example_inputs=inputs)
-        assert conversion.saved_after == kept(model, inputs, None) <= stock
+        assert conversion.saved_after == kept(model, inputs, None) <= baseline
 
 
 def test_activations_of_a_models_own() -> None:
@@ -300,10 +300,10 @@ def test_activations_of_a_models_own() -> None:
     config = transformers.AutoConfig.for_model("bloom", hidden_size=48, n_head=4, n_layer=2, vocab_size=WORDS)
     config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    stock = logits(model, inputs)
+    baseline = logits(model, inputs)
     conversion = fitact.convert(model, "inverted", example_inputs=inputs)
     assert [(site.before, site.after) for site in conversion] == [("BloomGelu", "gelu_tanh_inverted1")] * 2
-    torch.testing.assert_close(logits(model, inputs), stock, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model, inputs), baseline, rtol=1e-5, atol=1e-5)
     assert conversion.saved_after < 0.9 * conversion.saved_before
     sizes = GROUPED | {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model("gpt_oss", **sizes, layer_types=["full_attention"] * 2)
@@ -336,7 +336,7 @@ def test_every_name_of_transformers() -> None:
 
 
 def test_relu2_keeps_its_output_alone() -> None:
-    """By `exact`, which the next layer keeps anyway; stock keeps that of ReLU too."""
+    """By `exact`, which the next layer keeps anyway; baseline keeps that of ReLU too."""
     act = imported("transformers").activations.ACT2FN["relu2"]
     model, x = nn.Sequential(nn.Linear(32, 64), act, nn.Linear(64, 32)), torch.randn(256, 32)
     (site,) = report = fitact.convert(model, "exact", example_inputs=x)

@@ -118,16 +118,16 @@ def test_the_same_steps(mark: str) -> None:
     torch.manual_seed(0)
     model = Marked(MARKS[mark])
     torch.manual_seed(0)
-    stock = Marked(MARKS[mark])
+    baseline = Marked(MARKS[mark])
     fitact.convert(model, example_inputs=X)
     for _ in range(2):
-        for one in (stock, model):
+        for one in (baseline, model):
             one(X).square().sum().backward()
-        same_gradients(stock, model)
+        same_gradients(baseline, model)
 
 
-def same_gradients(stock: nn.Module, model: nn.Module) -> None:
-    for (name, a), b in zip(stock.named_parameters(), model.parameters(), strict=True):
+def same_gradients(baseline: nn.Module, model: nn.Module) -> None:
+    for (name, a), b in zip(baseline.named_parameters(), model.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
@@ -191,16 +191,16 @@ def hooks_of(model: nn.Module) -> list[list[str]]:
 def test_models_of_transformers(name: str) -> None:
     """They install recorders of their outputs in their first forward pass."""
     model, inputs = TRANSFORMERS[name]()
-    stock = copy.deepcopy(model)
+    baseline = copy.deepcopy(model)
     hooks = hooks_of(model)
     conversion = fitact.convert(model, example_inputs=inputs)
     assert hooks_of(model) == hooks
     assert conversion.gradient is not None and conversion.gradient.error == 0
     outputs = []
-    for one in (stock, model):
+    for one in (baseline, model):
         torch.manual_seed(1)
         output = one.train()(**inputs)
         output.loss.backward()
         outputs.append([looks(tensor) for tensor in output.to_tuple()])
     assert outputs[0] == outputs[1]
-    same_gradients(stock, model)
+    same_gradients(baseline, model)

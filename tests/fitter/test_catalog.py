@@ -13,7 +13,7 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.methods import fewbit
 from fitact.fitter.records.reading import from_json
-from tests.support.generated import STOCK
+from tests.support.generated import BASELINE
 from tests.support.steps import PIECEWISE_LINEAR
 
 PARAMETERS = [
@@ -27,23 +27,23 @@ PARAMETERS = [
     ("softshrink", {"lambd": 0.75}, lambda x: F.softshrink(x, 0.75)),
     ("threshold", {"threshold": 0.1, "value": 20.0}, lambda x: F.threshold(x, 0.1, 20.0)),
 ]
-ALL = [*((name, {}, function) for name, function in STOCK.items()), *PARAMETERS]
+ALL = [*((name, {}, function) for name, function in BASELINE.items()), *PARAMETERS]
 WIDTHS = {name: 2 if name == "relu6" else 1 for name in PIECEWISE_LINEAR}
 
 
 def test_the_tests_know_the_whole_catalog() -> None:
-    assert set(STOCK) == set(CATALOG)
+    assert set(BASELINE) == set(CATALOG)
 
 
-@pytest.mark.parametrize(("name", "parameters", "stock"), ALL, ids=lambda p: p if isinstance(p, str) else None)
-def test_equals_pytorch(name, parameters, stock) -> None:
+@pytest.mark.parametrize(("name", "parameters", "baseline"), ALL, ids=lambda p: p if isinstance(p, str) else None)
+def test_equals_pytorch(name, parameters, baseline) -> None:
     """Value and derivative in float64, breakpoints and their neighbours included."""
     activation = Activation.of(name, parameters)
     corners = activation.switch_points(-20, 20)
     beside = np.concatenate([corners, np.nextafter(corners, -30), np.nextafter(corners, 30)])
     points = np.concatenate([np.linspace(-20, 20, 1001), beside])
     x = torch.from_numpy(points).requires_grad_()
-    y = stock(x)
+    y = baseline(x)
     (dy,) = torch.autograd.grad(y.sum(), x)
     # PyTorch: softplus is the identity from 20 on, tanh-GELU cancels in its tail, hardsigmoid has 1/6 in float32
     np.testing.assert_allclose(activation.value(points), y.detach().numpy(), rtol=1e-12, atol=5e-9)
@@ -61,7 +61,7 @@ def test_piecewise_linear_is_exact_at_its_least_width(name: str) -> None:
     corners = torch.from_numpy(np.unique(np.abs(fit.activation.switch_points(-10, 10)))).float()
     near = torch.cat([corners, torch.nextafter(corners, corners + 1), torch.nextafter(corners, corners - 1)])
     x = torch.cat([near, -near, torch.linspace(-10, 10, 101)]).requires_grad_()
-    (dx,) = torch.autograd.grad(STOCK[name](x).sum(), x)
+    (dx,) = torch.autograd.grad(BASELINE[name](x).sum(), x)
     assert torch.equal(torch.from_numpy(fit(x.detach().double().numpy())).float(), dx)
 
 
@@ -123,7 +123,7 @@ def test_every_activation_ships() -> None:
     for name in set(CATALOG) - {"identity", "snake"}:
         module = fitact.activation(name, method="exact" if name == "exp" else "fewbit")
         x = torch.randn(50)
-        assert torch.equal(module(x), STOCK[name](x))
+        assert torch.equal(module(x), BASELINE[name](x))
     with pytest.raises(UsageError, match="no activation 'exp_fewbit3' is shipped"):
         fitact.activation("exp")
     for name in ("gelu", "silu"):

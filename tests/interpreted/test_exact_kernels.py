@@ -27,17 +27,17 @@ def check(one: Output, x: torch.Tensor, dtype: torch.dtype | None = None) -> Non
     ulp = max(ULP[dtype], ULP[x.dtype])
     y, codes = forward_op(x, dtype, key)
     assert (y.dtype, codes.dtype, codes.numel()) == (dtype, torch.uint8, 0)
-    stock = one.stock(x)
-    for expected in (one.stock(x.double()), stock.double()):
+    baseline = one.baseline(x)
+    for expected in (one.baseline(x.double()), baseline.double()):
         rounded = expected.to(dtype).double()
         known = rounded.isfinite()
         allowed = 2 * ulp * expected.abs() + smallest(dtype)
         assert bool(((y.double() - expected).abs() <= allowed)[known].all())
     # where the last finite value is met, truncation and rounding part
-    far = ~stock.to(dtype).isfinite() & (x.isnan() | x.isinf())
-    assert torch.equal(y[far].double().nan_to_num(), stock.to(dtype)[far].double().nan_to_num())
+    far = ~baseline.to(dtype).isfinite() & (x.isnan() | x.isinf())
+    assert torch.equal(y[far].double().nan_to_num(), baseline.to(dtype)[far].double().nan_to_num())
 
-    y = stock.to(dtype)
+    y = baseline.to(dtype)
     dy = torch.randn(x.shape).to(dtype)
     dx = backward_op(dy, y, codes, x.dtype, key)[0]
     assert dx.dtype == x.dtype
@@ -101,5 +101,5 @@ def test_through_autograd_and_the_compiler(one: Output) -> None:
         x = torch.randn(50, 300).t().requires_grad_()
         y = function(x)
         (dx,) = torch.autograd.grad(y, x, dy)
-        torch.testing.assert_close(y, one.stock(x), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(y, one.baseline(x), rtol=2e-6, atol=1e-6)
         torch.testing.assert_close(dx, (dy * one.derivative(y)).float(), rtol=2e-6, atol=2e-6)

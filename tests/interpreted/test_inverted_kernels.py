@@ -51,22 +51,24 @@ def check_gradient(one: Inverse, x: torch.Tensor, y: torch.Tensor, dy: torch.Ten
     assert bool(dx[y.isnan()].isnan().all())
 
 
-def check(one: Inverse, x: torch.Tensor, dtype: torch.dtype | None = None, stock: Callable | None = None) -> None:
+def check(
+    one: Inverse, x: torch.Tensor, dtype: torch.dtype | None = None, baseline: Callable | None = None
+) -> None:
     """Both passes; y of another dtype than x's is what autocast asks for."""
-    stock, key = stock or one.stock, one.key
+    baseline, key = baseline or one.baseline, one.key
     dtype = dtype or x.dtype
     x = x[normal(x)]
     y, codes = forward_op(x, dtype, key)
     assert (y.dtype, y.shape) == (dtype, x.shape)
     check_codes(one, x, codes, dtype)
-    exact = stock(x.double())
+    exact = baseline(x.double())
     known = exact.to(dtype).isfinite() & x.isfinite()
     # on the far left the device functions' 5e-7, times x
     allowed = (ULP[dtype] + 2e-6) * exact.abs() + 5e-7 * x.double().abs() + smallest(dtype)
     assert bool(((y.double() - exact).abs() <= allowed)[known].all())
     assert bool(y[x.isnan()].isnan().all())
 
-    y = stock(x).to(dtype)
+    y = baseline(x).to(dtype)
     dy = torch.randn(x.shape).to(dtype)
     dx = backward_op(dy, y, codes, x.dtype, key)[0]
     assert (dx.dtype, dx.shape) == (x.dtype, x.shape)
@@ -129,7 +131,7 @@ def test_through_autograd_and_the_compiler(one: Inverse) -> None:
         x = torch.randn(50, 300).t().requires_grad_()
         y = function(x)
         (dx,) = torch.autograd.grad(y, x, dy)
-        torch.testing.assert_close(y, one.stock(x), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(y, one.baseline(x), rtol=2e-6, atol=1e-6)
         check_gradient(one, x, y, dy, dx)
 
 
@@ -147,22 +149,22 @@ def bumpy(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_cubic_radicals(domain: tuple[float, float], bits: int, variables: int) -> None:
-    one, stock, (low, high) = made("x + sin(x)**2", domain), bumpy, domain
+    one, baseline, (low, high) = made("x + sin(x)**2", domain), bumpy, domain
     assert one.bits == bits
     approximants = one.fit["approximants"]["float32"]
     assert len({str(approximant["radicals"]) for approximant in approximants}) == variables
     assert {radical["order"] for approximant in approximants for radical in approximant["radicals"]} == {3}
     for dtype in (torch.float32, *HALVES):
         x = torch.cat([torch.linspace(low, high, 2 * TILE + 77), torch.tensor([float("nan")])])
-        check(one, x.to(dtype), stock=stock)
-        check(one, x, dtype, stock=stock)
+        check(one, x.to(dtype), baseline=baseline)
+        check(one, x, dtype, baseline=baseline)
     x = torch.linspace(low, high, 3000).view(50, 60).t().requires_grad_()
     dy = torch.randn(60, 50)
     torch._dynamo.reset()
     for function in (one.function, torch.compile(one.function, fullgraph=True, backend="aot_eager")):
         y = function(x)
         (dx,) = torch.autograd.grad(y, x, dy)
-        torch.testing.assert_close(y, stock(x), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(y, baseline(x), rtol=2e-6, atol=1e-6)
         check_gradient(one, x, y, dy, dx)
     kernel, buffer = one.module.__dict__, torch.full((2 * TILE,), 7.0)
     codes = forward_op(x.detach().reshape(-1), torch.float32, one.key)[1]

@@ -81,12 +81,12 @@ def test_variance_does_not_cancel(columns: int) -> None:
 def test_through_autograd_and_the_compiler(centred: bool) -> None:
     torch._dynamo.reset()
     norm = ms_layer_norm if centred else ms_rms_norm
-    stock = F.layer_norm if centred else F.rms_norm
+    baseline = F.layer_norm if centred else F.rms_norm
     dy = torch.randn(300, 50)
     for function in (norm, torch.compile(norm, fullgraph=True, backend="aot_eager")):
         x = torch.randn(50, 300).t().requires_grad_()
         y = function(x, 50, EPS)
-        reference = stock(x, (50,), eps=EPS)
+        reference = baseline(x, (50,), eps=EPS)
         torch.testing.assert_close(y, reference)
         (dx,), (expected,) = (torch.autograd.grad(out, x, dy) for out in (y, reference))
         torch.testing.assert_close(dx, expected)

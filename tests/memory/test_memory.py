@@ -50,7 +50,7 @@ from tests.support.peak import peak_memory
 REFERENCE = json.loads((ROOT / "tests" / "reference" / "activation_memory.json").read_text())
 MIB = 2**20
 HALF = torch.bfloat16
-CANDIDATES = ["stock", "fewbit3", "fewbit1", "relumix2", "inverted", "exact", "full", "selective"]
+CANDIDATES = ["baseline", "fewbit3", "fewbit1", "relumix2", "inverted", "exact", "full", "selective"]
 CANDIDATES += ["saving, exact", "saving, rounding", "saving, coarse"]
 # Small models of every family; the bytes of a real one are counted too.
 LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -78,7 +78,7 @@ def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> t
 
 def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
     match name:
-        case "stock":
+        case "baseline":
             return nullcontext()
         case "full" | "selective":
             blocks = [block for _, block in blocks_of(model)]
@@ -89,7 +89,7 @@ def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
     return changed([model], [Way(name, method=method, bits=bits)])
 
 
-def kept(prepared: Prepared, inputs: Inputs, name: str = "stock", autocast: torch.dtype | None = None) -> Saved:
+def kept(prepared: Prepared, inputs: Inputs, name: str = "baseline", autocast: torch.dtype | None = None) -> Saved:
     cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
     try:
         with (
@@ -111,11 +111,11 @@ def kept(prepared: Prepared, inputs: Inputs, name: str = "stock", autocast: torc
 @pytest.mark.parametrize(
     ("name", "method", "figure"),
     [
-        ("relu_mlp", "stock", "relu"),
-        ("gelu_mlp", "stock", "gelu"),
+        ("relu_mlp", "baseline", "relu"),
+        ("gelu_mlp", "baseline", "gelu"),
         ("gelu_mlp", "fewbit3", "gelu_fewbit3"),
         ("gelu_mlp", "inverted", "gelu_inverted1"),
-        ("relu2_mlp", "stock", "relu2"),
+        ("relu2_mlp", "baseline", "relu2"),
     ],
 )
 def test_mlp_figures(name: str, method: str, figure: str) -> None:
@@ -440,7 +440,7 @@ def alive(prepared: Prepared, inputs: Inputs, name: str, autocast: torch.dtype |
             outputs = prepared.run(inputs)
     except UsageError as error:
         assert "no activation that can be replaced" in str(error)
-        return alive(prepared, inputs, "stock", autocast)
+        return alive(prepared, inputs, "baseline", autocast)
     gc.collect()
     model = prepared.model
     given = [t for t in tree_iter((inputs.args, dict(inputs.kwargs))) if isinstance(t, torch.Tensor)]
@@ -452,7 +452,7 @@ MORE = [
     (kind, name) for kind in SMALL if kind != "llama" for name in CANDIDATES if name not in ("fewbit1", "exact")
 ]
 ALIVE: list[Any] = [("llama", name, cast) for name in CANDIDATES for cast in (None, HALF)]
-ALIVE += [("resnet", "stock", HALF)]  # statistics of norms are as wide as real ones
+ALIVE += [("resnet", "baseline", HALF)]  # statistics of norms are as wide as real ones
 ALIVE += [pytest.param(*both, cast, marks=pytest.mark.full) for both in MORE for cast in (None, HALF)]
 
 
@@ -472,7 +472,7 @@ def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | No
 def test_gradients_are_the_same_under_checkpoints() -> None:
     prepared, inputs = small("bert", fake=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     gradients = []
-    for name in ("stock", "full", "selective"):
+    for name in ("baseline", "full", "selective"):
         with candidate(name, prepared.model):
             (loss,) = prepared.run(inputs)
             loss.backward()
@@ -499,20 +499,20 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...], dict[str, list[int]], dict[float
         "gelu_mlp",
         (),
         # y, which the down-projection keeps, and x, k bits, or 1 bit
-        {"stock": [Y, Y, X], "fewbit3": [Y, X, 12], "fewbit1": [Y, X, 4], "inverted": [Y, X, 4]},
+        {"baseline": [Y, Y, X], "fewbit3": [Y, X, 12], "fewbit1": [Y, X, 4], "inverted": [Y, X, 4]},
         {1.0: [Y, Y, X], 0.95: [Y, X], 0.7: [Y, X]},
     ),
     "GELU, down-projection frozen": (
         "gelu_mlp",
         ("down.*",),
-        {"stock": [Y, X], "fewbit3": [X, 12], "fewbit1": [X, 4], "inverted": [Y, X, 4]},
+        {"baseline": [Y, X], "fewbit3": [X, 12], "fewbit1": [X, 4], "inverted": [Y, X, 4]},
         {1.0: [Y, X], 0.95: [X], 0.7: [X]},
     ),
     "SwiGLU, all trained": (
         "swiglu_mlp",
         (),
         {
-            "stock": [Y, Y, Y, Y, X],
+            "baseline": [Y, Y, Y, Y, X],
             "fewbit3": [Y, Y, Y, X, 12],
             "fewbit1": [Y, Y, Y, X, 4],
             "inverted": [Y, Y, Y, X, 4],
@@ -632,7 +632,7 @@ def test_largest_sizes_fit_and_the_next_ones_do_not(gib: float) -> None:
     weights = 2 * (12 * 64 * 64 + 13 * 64) * 2
     assert report.parameter_bytes == report.gradient_bytes == report.optimizer_bytes / 2 == weights
     room = gib * 2**30 - 3 * weights  # gradients are among what a step needs
-    names = ["stock", "fewbit3", "relumix2", "inverted", *(f"saving, {error}" for error in ERRORS)]
+    names = ["baseline", "fewbit3", "relumix2", "inverted", *(f"saving, {error}" for error in ERRORS)]
     names += ["full", "selective"]
     for row, name in zip(report.rows, names, strict=True):
         assert row.batch is not None and row.seq is not None
@@ -712,7 +712,7 @@ def test_attention_of_pytorchs_own_modules() -> None:
 # ----------------------------------------------------------------------------------------------------------- peak
 
 
-@pytest.mark.parametrize("name", ["stock", "fewbit3", "saving, exact", "full", "selective"])
+@pytest.mark.parametrize("name", ["baseline", "fewbit3", "saving, exact", "full", "selective"])
 def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     """Also with a frozen layer; without the input, which was there before."""
     prepared, inputs = prepare(from_callable(quadratic), Training(freeze=("0.mlp.down.*",)), batch=64, seq=64)
@@ -732,10 +732,10 @@ def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
 def test_peak_in_a_report() -> None:
     report = measure(quadratic, batch=64, seq=64, budgets=(), optimizer="sgd")
     peaks = {row.name: row.peak for row in report.rows}
-    stock = report.rows[0]
-    assert stock.peak is not None and peaks["checkpointing, full"] is not None
-    assert stock.peak > stock.bytes + report.parameter_bytes + report.optimizer_bytes
-    assert peaks["checkpointing, full"] < stock.peak
+    baseline = report.rows[0]
+    assert baseline.peak is not None and peaks["checkpointing, full"] is not None
+    assert baseline.peak > baseline.bytes + report.parameter_bytes + report.optimizer_bytes
+    assert peaks["checkpointing, full"] < baseline.peak
 
 
 # --------------------------------------------------------------------------------------------- models and training
@@ -813,10 +813,10 @@ def test_activations_of_transformers() -> None:
     tanh = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh")
     for key in ("gelu", "silu", "quick_gelu", "mish", "relu2", *tanh):
         model = nn.Sequential(ACT2FN[key])
-        stock = model(x)
+        baseline = model(x)
         with candidate("fewbit3", model) as count:
             found[key] = type(model[0]).__name__
-            torch.testing.assert_close(model(x), stock, atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(model(x), baseline, atol=2e-6, rtol=1e-5)
         assert count == 1
     assert len(set(found.values())) == 6
 
@@ -892,7 +892,7 @@ for name, (kind, sizes, seq, *_) in shapes.items():
     found[name] = {
         "blocks": len(blocks_of(prepared.model)),
         "parameters": sum(one.numel() for one in prepared.model.parameters()),
-        "stock": saved.bytes,
+        "baseline": saved.bytes,
     }
 for line in lines:
     if main(shlex.split(line)):
@@ -944,11 +944,11 @@ def test_large_shapes(tmp_path: Path) -> None:
         report = json.loads((tmp_path / f"{name}.json").read_text())
         assert found[name]["blocks"] == blocks
         assert math.isclose(found[name]["parameters"], parameters, rel_tol=0.03)
-        assert report["rows"][0]["name"] == "stock"
+        assert report["rows"][0]["name"] == "baseline"
         if name in WHOLE:
             assert report["blocks"] == blocks
             assert report["parameters"] == found[name]["parameters"]
-            assert report["rows"][0]["bytes"] == found[name]["stock"]
+            assert report["rows"][0]["bytes"] == found[name]["baseline"]
 
 
 @pytest.mark.full
@@ -1051,8 +1051,8 @@ def test_command(command: Call, tmp_path: Path) -> None:
     text = out.splitlines()
     assert text[0] == "mine:tiny: batch 4096, seq 16, bfloat16; 144 parameters, what needs gradients is trained"
     assert "Sequential keeps 3.0 MiB" in text
-    assert [line.split("  ")[0] for line in text if " %" in line and "MiB" in line and line[0] in "sfric"][:4] == [
-        "stock",
+    assert [line.split("  ")[0] for line in text if " %" in line and "MiB" in line and line[0] in "bfric"][:4] == [
+        "baseline",
         "fewbit, 3 bits",
         "relumix, 2 bits",
         "inverted",
@@ -1063,7 +1063,7 @@ def test_command(command: Call, tmp_path: Path) -> None:
     assert report["schema"] == "fitact.memory/2"
     rows = {row["name"]: row for row in report["rows"]}
     unit = 4096 * 16 * 8
-    assert rows["stock"]["bytes"] == 3 * unit * 2
+    assert rows["baseline"]["bytes"] == 3 * unit * 2
     assert rows["fewbit, 3 bits"]["bytes"] == 2 * unit * 2 + unit * 3 // 8
     assert rows["inverted"]["bytes"] == 2 * unit * 2 + unit // 8
     assert rows["compiler, budget 0.7"]["bytes"] == rows["compiler, budget 0.9"]["bytes"] == 2 * unit * 2
@@ -1079,7 +1079,7 @@ def test_command_reproduces_the_figures(command: Call) -> None:
     figures = REFERENCE["mlp"]
     assert f"MLP keeps {figures['gelu']:,} bytes" in out
     for name, size in (
-        ("stock", figures["gelu"]),
+        ("baseline", figures["gelu"]),
         ("fewbit, 1 bit", figures["gelu_inverted1"]),
         ("fewbit, 3 bits", figures["gelu_fewbit3"]),
         ("inverted", figures["gelu_inverted1"]),
@@ -1096,7 +1096,7 @@ def test_table_of_the_alternatives(command: Call, tmp_path: Path) -> None:
     lines = re.findall(r"^    fitact (memory fitact\.runtime\.measure\.reference:\S+ .*)$", page, re.MULTILINE)
     table = re.findall(r"^\| (?:GELU|SwiGLU), .*? \| (.*) \|$", page, re.MULTILINE)
     assert len(lines) == len(table) == 3
-    columns = ["stock", "fewbit, 1 bit", "fewbit, 3 bits", "inverted", "saving, exact", "checkpointing, full"]
+    columns = ["baseline", "fewbit, 1 bit", "fewbit, 3 bits", "inverted", "saving, exact", "checkpointing, full"]
     columns += ["checkpointing, selective", "compiler, budget 1", "compiler, budget 0.7"]
     for line, row in zip(lines, table, strict=True):
         assert command(f"{line} --json found.json")[0] == 0
@@ -1180,7 +1180,7 @@ def test_a_model_that_cannot_be_checkpointed_selectively() -> None:
     """PyTorch refuses where a product that it would keep is overwritten."""
     layers = [nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True)) for _ in range(2)]
     report = measure(lambda batch: (nn.Sequential(*layers), torch.randn(batch, 8)), budgets=(), batch=4, gib=1e-3)
-    names = ["stock", "fewbit, 3 bits", "relumix, 2 bits", *(f"saving, {error}" for error in ERRORS)]
+    names = ["baseline", "fewbit, 3 bits", "relumix, 2 bits", *(f"saving, {error}" for error in ERRORS)]
     names += ["checkpointing, full"]
     assert [row.name for row in report.rows] == names
     (note,) = (note for note in report.notes if note.startswith("checkpointing, selective: "))
@@ -1251,7 +1251,7 @@ def test_chart(report: Report, kind: str) -> None:
     picture = charts.draw(report, kind)
     assert picture == charts.draw(report, kind)
     if kind == "svg":
-        for text in ("gelu_mlp", "kept for backward, MiB", "stock", "inverted", "compiler, budget 0.7"):
+        for text in ("gelu_mlp", "kept for backward, MiB", "baseline", "inverted", "compiler, budget 0.7"):
             assert text in picture.decode()
 
 

@@ -316,7 +316,7 @@ def test_gradient_is_pytorch_s_up_to_the_stated_error(one: Output, dtype: torch.
     """PyTorch's own gradient is taken in float64, at the same x."""
     x = one.numbers(dtype)
     y, dx = run(one.function, x)
-    true = one.stock_gradient(x.double(), torch.ones(x.shape, dtype=torch.float64))
+    true = one.baseline_gradient(x.double(), torch.ones(x.shape, dtype=torch.float64))
     known = x.isfinite() & y.isfinite() & true.to(dtype).isfinite()
     if one.plain not in LINEAR:
         corner = torch.tensor(one.corners, dtype=torch.float64)
@@ -339,7 +339,7 @@ def test_piecewise_linear_gradient_is_pytorch_s(name: str, dtype: torch.dtype) -
     x = x[~x.isnan()]
     dy = torch.randn(x.shape).to(dtype)
     _, dx = run(one.function, x, dy)
-    assert bool((dx == one.stock_gradient(x, dy)).all())
+    assert bool((dx == one.baseline_gradient(x, dy)).all())
 
 
 def test_relu2_gradient_is_the_input_twice() -> None:
@@ -349,11 +349,11 @@ def test_relu2_gradient_is_the_input_twice() -> None:
         x = one.numbers(dtype)
         x = x[x.isfinite()]
         y, dx = run(one.function, x)
-        _, stock = run(one.stock, x)
+        _, baseline = run(one.baseline, x)
         inside = y.isfinite() & ((y >= torch.finfo(dtype).smallest_normal) | (x <= 0))
-        error = (dx.double() - stock.double()).abs()
+        error = (dx.double() - baseline.double()).abs()
         # half of y's relative rounding, and that of dx where the two are rounded apart
-        allowed = 1.001 * rounding(dtype) / 2 * stock.double().abs()
+        allowed = 1.001 * rounding(dtype) / 2 * baseline.double().abs()
         if dtype in HALVES:
             allowed += rounding(dtype) * dx.double().abs()
             assert bool((error <= allowed)[inside].all())
@@ -384,7 +384,7 @@ SPECIAL = {
 def test_infinity(one: Output, dtype: torch.dtype) -> None:
     x = torch.tensor([float("inf"), -float("inf")], dtype=dtype)
     y, dx = run(one.function, x)
-    assert same(y, one.stock(x))
+    assert same(y, one.baseline(x))
     expected = torch.tensor(SPECIAL[one.plain], dtype=torch.float64)
     allowed = one.error(dtype) * 1.001 + (2**-50 if dtype == torch.float64 else 4 * UNIT) + rounding(dtype)
     torch.testing.assert_close(dx.double(), expected, rtol=allowed, atol=allowed, equal_nan=True)

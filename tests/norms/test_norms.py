@@ -30,7 +30,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
 Norm = Callable[..., Tensor]
 KINDS: dict[str, Norm] = {"layer": ms_layer_norm, "rms": ms_rms_norm}
-STOCK: dict[str, Norm] = {"layer": F.layer_norm, "rms": F.rms_norm}
+BASELINE: dict[str, Norm] = {"layer": F.layer_norm, "rms": F.rms_norm}
 KEYS = {"layer": LAYER, "rms": RMS}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -99,11 +99,11 @@ def test_rows_of_zeros_and_of_one_number(kind: str) -> None:
     x = torch.cat([torch.zeros(1, 64), torch.full((1, 64), 3.0)]).requires_grad_()
     y = KINDS[kind](x, 64, EPS)
     assert torch.equal(y[0], torch.zeros(64))
-    torch.testing.assert_close(y, STOCK[kind](x, (64,), eps=EPS))
+    torch.testing.assert_close(y, BASELINE[kind](x, (64,), eps=EPS))
     dy = torch.randn(2, 64)
     (dx,) = torch.autograd.grad(y, x, dy)
-    (stock,) = torch.autograd.grad(STOCK[kind](x, (64,), eps=EPS), x, dy)
-    torch.testing.assert_close(dx, stock, rtol=1e-5, atol=1e-3)  # 1/σ is 316
+    (baseline,) = torch.autograd.grad(BASELINE[kind](x, (64,), eps=EPS), x, dy)
+    torch.testing.assert_close(dx, baseline, rtol=1e-5, atol=1e-3)  # 1/σ is 316
 
 
 def test_variance_does_not_cancel() -> None:
@@ -132,7 +132,7 @@ def test_nan_and_infinity_as_pytorch(kind: str, bad: float) -> None:
     x = torch.randn(3, 8)
     x[1, 2] = bad
     torch.testing.assert_close(
-        KINDS[kind](x, 8, EPS), STOCK[kind](x, (8,), eps=EPS), equal_nan=True, rtol=1e-5, atol=1e-6
+        KINDS[kind](x, 8, EPS), BASELINE[kind](x, (8,), eps=EPS), equal_nan=True, rtol=1e-5, atol=1e-6
     )
 
 
@@ -174,10 +174,10 @@ def test_several_normalised_dimensions(kind: str) -> None:
 def test_default_epsilon(kind: str, dtype: torch.dtype) -> None:
     """PyTorch's, for half precision too: numbers so small that epsilon decides."""
     x = (torch.randn(4, 32) * 1e-3).to(dtype)
-    stock = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(32, elementwise_affine=False)
+    baseline = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(32, elementwise_affine=False)
     ours = (MSLayerNorm if kind == "layer" else MSRMSNorm)(32)
     unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours(x), stock(x), rtol=4 * unit, atol=4 * unit)
+    torch.testing.assert_close(ours(x), baseline(x), rtol=4 * unit, atol=4 * unit)
 
 
 @every_kind
@@ -211,9 +211,9 @@ def test_kept_with_linear_layers(kind: str, fake: bool) -> None:
             model(torch.randn(100, 64, requires_grad=True))
         assert saved.bytes == tensor + 400
         model.norm = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(64)
-        with count_saved(model) as stock:
+        with count_saved(model) as baseline:
             model(torch.randn(100, 64, requires_grad=True))
-        assert stock.bytes >= 2 * tensor
+        assert baseline.bytes >= 2 * tensor
 
 
 @every_kind

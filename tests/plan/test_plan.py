@@ -28,7 +28,7 @@ from fitact.planning.record import GIB, Plan, from_json, sentence
 from fitact.runtime.choose.checkpoints import Checkpointed
 from fitact.runtime.choose.costs import Costs, Step
 from fitact.runtime.choose.costs import step as measured_step
-from fitact.runtime.choose.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, WAYS, Way, changed
+from fitact.runtime.choose.ways import BASELINE, FULL, OF_BLOCKS, REST, SELECTIVE, WAYS, Way, changed
 from fitact.runtime.measure import devices
 from fitact.runtime.measure.devices import DEVICES, Device
 from fitact.runtime.measure.meter import Meter
@@ -141,13 +141,13 @@ def counted(model: nn.Module, inputs: Inputs) -> tuple[int, int, int]:
 
 
 def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str, share: float) -> Plan:
-    """Plan for a share of the way from the least memory to the stock model's; apply, compare, revert."""
+    """Plan for a share of the way from the least memory to the baseline's; apply, compare, revert."""
     low = planner.least(error)
     assert not planner.plan(low * (1 - 1e-3) / GIB, error).fits
-    room = low + share * (planner.fixed + planner.costs.stock.peak - low)
+    room = low + share * (planner.fixed + planner.costs.baseline.peak - low)
     plan = planner.plan(room / GIB, error)
     assert plan.fits and plan.peak <= room
-    assert any(group.way != "stock" for group in plan.groups)
+    assert any(group.way != "baseline" for group in plan.groups)
     assert from_json(plan.to_json()) == plan
     twin = copy.deepcopy(model)
     plan.apply(twin)
@@ -186,7 +186,7 @@ def test_an_applied_plan_of_two_widths(error: str, share: float) -> None:
 
 @pytest.mark.parametrize("autocast", [None, pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_what_is_outside_of_the_blocks_saves_less_too(autocast: str | None) -> None:
-    """Where the loss decides the peak; the gradients are stock's, and the peak as said."""
+    """Where the loss decides the peak; the gradients are the baseline's, and the peak as said."""
     torch.manual_seed(0)
     sizes = {**SMALL["llama"], "vocab_size": 8000, "num_hidden_layers": 3}
     dtype = torch.float32 if autocast else torch.bfloat16
@@ -194,8 +194,8 @@ def test_what_is_outside_of_the_blocks_saves_less_too(autocast: str | None) -> N
     model = prepared.model
     given = {"example_inputs": dict(inputs.kwargs), "optimizer": "none", "device": CPU, "autocast": autocast}
     plans = fitact.planner(model, **given, error="exact")
-    low, stock = plans.least("exact"), plans.costs.stock.peak + plans.fixed
-    plan = plans.plan((low + 0.5 * (stock - low)) / GIB, "exact")
+    low, baseline = plans.least("exact"), plans.costs.baseline.peak + plans.fixed
+    plan = plans.plan((low + 0.5 * (baseline - low)) / GIB, "exact")
     assert (REST.name, ("",)) in [dataclasses.astuple(group) for group in plan.groups]
 
     def run() -> list[Tensor | None]:
@@ -255,7 +255,7 @@ def costs() -> Costs:
 @pytest.mark.parametrize("error", ERRORS)
 def test_no_baseline_is_faster_at_any_budget(error: str) -> None:
     problem = Problem(costs(), error)
-    baselines = [problem.every(STOCK), problem.every(FULL), problem.every(SELECTIVE)]
+    baselines = [problem.every(BASELINE), problem.every(FULL), problem.every(SELECTIVE)]
     baselines += [problem.every(FULL, n) for n in (2, 3, 4)]
     points = [(peak(problem.stages, one), seconds(problem.stages, one)) for one in baselines]
     low, high = least(problem.stages), max(most for most, _ in points)
@@ -280,7 +280,7 @@ def test_costs_of_blocks_add_up_to_the_peak_of_the_model(way: Way) -> None:
     problem = Problem(costs(), ERRORS[-1])
     model, x = stack()
     blocks = [*model.first, *model.second]  # type: ignore[misc]
-    with changed(blocks, [way] * len(blocks), model, STOCK):
+    with changed(blocks, [way] * len(blocks), model, BASELINE):
         tracked = peak_memory(lambda: step(model, Inputs((x,))), model)
     own = tracked["total"] - tracked["parameters"] - tracked["buffers"]
     assert peak(problem.stages, problem.every(way)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
@@ -328,9 +328,9 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
         ({"more": 1}, "more is unknown"),
         ({"error": "none"}, "error: expected exact, rounding, coarse, got 'none'"),
         ({"model": "a\nb"}, "model: expected a printable text"),
-        ({"groups": [{"way": "__import__('os')", "blocks": ["first.0"]}]}, r"groups\[0\].way: expected stock"),
-        ({"groups": [{"way": "stock", "blocks": ["a", "a"]}]}, "is there twice"),
-        ({"groups": [{"way": "stock"}]}, r"groups\[0\].blocks is missing"),
+        ({"groups": [{"way": "__import__('os')", "blocks": ["first.0"]}]}, r"groups\[0\].way: expected baseline"),
+        ({"groups": [{"way": "baseline", "blocks": ["a", "a"]}]}, "is there twice"),
+        ({"groups": [{"way": "baseline"}]}, r"groups\[0\].blocks is missing"),
         ({"groups": 3}, "groups: expected a list, got 3"),
         ({"groups": []}, "groups: expected some"),
     ],
@@ -459,7 +459,7 @@ def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFix
 
 def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step needs more than the sum of its parts says, the next answer gets less."""
-    low, high = planner().least("exact") - planner().fixed, planner().costs.stock.peak
+    low, high = planner().least("exact") - planner().fixed, planner().costs.baseline.peak
     room = (low + high) // 2
     tried: list[list[str]] = []
 
@@ -495,9 +495,9 @@ def test_shapes_that_depend_on_values_are_planned_with_values() -> None:
     torch.manual_seed(0)
     model, inputs = Experts(), Inputs((torch.randn(300, 32),))
     planner = fitact.planner(model, example_inputs=inputs.args, optimizer="none", device=CPU)
-    low, stock = planner.least("exact"), planner.fixed + planner.costs.stock.peak
-    plan = planner.plan((low + stock) / 2 / GIB, "exact")
-    assert any(group.way != "stock" for group in plan.groups)
+    low, baseline = planner.least("exact"), planner.fixed + planner.costs.baseline.peak
+    plan = planner.plan((low + baseline) / 2 / GIB, "exact")
+    assert any(group.way != "baseline" for group in plan.groups)
     assert type(model.experts[0]) is Block and model.gate.weight.grad is None
     expected = results(model, inputs)
     plan.apply(model)

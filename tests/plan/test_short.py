@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.choose.costs import measure, step
-from fitact.runtime.choose.ways import FULL, SELECTIVE, STOCK, WAYS, Way
+from fitact.runtime.choose.ways import BASELINE, FULL, SELECTIVE, WAYS, Way
 from fitact.runtime.measure.blocks import cut, runs_of
 from fitact.runtime.measure.devices import DEVICES
 from fitact.runtime.measure.prepare import prepare
@@ -55,8 +55,8 @@ def subject(model: nn.Module) -> Subject:
 
 
 ROWS = {
-    "stock": ([STOCK] * 9, 0),
-    "exact": ([EXACT] * 7 + [STOCK] * 2, 0),
+    "baseline": ([BASELINE] * 9, 0),
+    "exact": ([EXACT] * 7 + [BASELINE] * 2, 0),
     "rounding": ([FULL] + [ROUNDING] * 8, 0),
     "selective": ([SELECTIVE] * 5 + [EXACT] * 4, 0),
     "frozen": ([FULL] * 9, 5),
@@ -85,15 +85,15 @@ def test_a_step_cut_short_is_the_whole_step(ways: list[Way], frozen: int) -> Non
 def test_full_size_models_are_cut_short(kind: str) -> None:
     prepared, inputs = prepare(hugging_face(kind), batch=2, seq=64)
     of = prepared.subject(inputs)
-    costs = measure(of, DEVICE, [STOCK])
+    costs = measure(of, DEVICE, [BASELINE])
     assert all(run.steady for run in costs.runs)
-    ways = [STOCK for run in costs.runs for _ in run.blocks]
-    assert costs.stock.like(step(of, DEVICE, [replace(run, steady=False) for run in costs.runs], ways))
+    ways = [BASELINE for run in costs.runs for _ in run.blocks]
+    assert costs.baseline.like(step(of, DEVICE, [replace(run, steady=False) for run in costs.runs], ways))
 
 
 def test_a_model_that_reads_every_block_is_not_cut_short() -> None:
-    assert all(run.steady for run in measure(subject(Model()), DEVICE, [STOCK]).runs)
-    costs = measure(subject(Model(all_read=True)), DEVICE, [STOCK])
+    assert all(run.steady for run in measure(subject(Model()), DEVICE, [BASELINE]).runs)
+    costs = measure(subject(Model(all_read=True)), DEVICE, [BASELINE])
     assert not any(run.steady for run in costs.runs)
 
 

@@ -277,8 +277,8 @@ def test_methods_change_what_they_say(method: str, make: Callable[[Recipe], Tran
     METHODS[method].apply(model)
     np.testing.assert_allclose(model(inputs).detach(), before.detach(), rtol=1e-4, atol=1e-4)
     kinds = [type(module).__name__ for module in model.modules()]
-    stock = 0 if method in ("norms", "norms-fewbit3") else 5
-    assert (kinds.count("LayerNorm"), kinds.count("MSLayerNorm")) == (stock, 5 - stock)
+    baseline = 0 if method in ("norms", "norms-fewbit3") else 5
+    assert (kinds.count("LayerNorm"), kinds.count("MSLayerNorm")) == (baseline, 5 - baseline)
     there = METHODS[method].activation is None
     assert kinds.count("GELU") == (2 if there else 0)
     affine = sum(isinstance(module, nn.LayerNorm) and module.elementwise_affine for module in model.modules())

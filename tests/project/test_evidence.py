@@ -167,11 +167,11 @@ def _moved(model: nn.Module, layer: nn.Module, part: str, way: Tensor, batch: an
 
 
 def test_losses_that_should_agree() -> None:
-    stock = Run("full", "stock", 0, [2.0, 1.5], 1.25, 0.5, None, 1000, 1.0)
-    rebuilt = dataclasses.replace(stock, method="rebuilt", kept_bytes=500, seconds=2.0)
-    evidence.agree([stock, rebuilt])
-    with pytest.raises(JobError, match="full, seed 0: expected the stock losses"):
-        evidence.agree([stock, dataclasses.replace(rebuilt, curve=[2.0, 1.5000001])])
+    baseline = Run("full", "baseline", 0, [2.0, 1.5], 1.25, 0.5, None, 1000, 1.0)
+    rebuilt = dataclasses.replace(baseline, method="rebuilt", kept_bytes=500, seconds=2.0)
+    evidence.agree([baseline, rebuilt])
+    with pytest.raises(JobError, match="full, seed 0: expected the baseline's losses"):
+        evidence.agree([baseline, dataclasses.replace(rebuilt, curve=[2.0, 1.5000001])])
 
 
 # Runs
@@ -193,13 +193,13 @@ def test_runs_go_on(model: nn.Module, tmp_path: Path) -> None:
     assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(there, seconds=0.0)
 
     losses = {(one.task, one.method): one.curve for one in runs}
-    assert losses["lora", "stock"][0] == losses["full", "stock"][0]  # adapters begin with nothing
-    assert losses["full", "stock"] == losses["full", "rebuilt"] != losses["full", "fewbit3"]
+    assert losses["lora", "baseline"][0] == losses["full", "baseline"][0]  # adapters begin with nothing
+    assert losses["full", "baseline"] == losses["full", "rebuilt"] != losses["full", "fewbit3"]
     kept = {method: next(one.kept_bytes for one in runs if one.method == method) for method in METHODS}
-    assert kept["rebuilt"] < kept["stock"]
+    assert kept["rebuilt"] < kept["baseline"]
     record = json.loads(path.read_text(encoding="utf-8"))
     off = {(row["method"], row["layer"]): row["output"] for row in record["gradients"]}
-    assert off["stock", 1] < 1e-5 < off["inverted1", 1] < off["fewbit3", 1]
+    assert off["baseline", 1] < 1e-5 < off["inverted1", 1] < off["fewbit3", 1]
     assert path.with_name("a_gradients.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="made with other setting: remove it"):
         run.read(path, evidence.circumstances(dataclasses.replace(SETTING, steps=3), GENES))
@@ -246,8 +246,8 @@ def test_comparisons_are_those_of_the_runs(record: dict[str, Any]) -> None:
         of = [one for one in record["comparisons"] if one["task"] == regime]
         ps = {}
         for one in of:
-            seeds = sorted(losses[regime, one["method"]].keys() & losses[regime, "stock"].keys())
-            pair = [[losses[regime, method][seed] for seed in seeds] for method in (one["method"], "stock")]
+            seeds = sorted(losses[regime, one["method"]].keys() & losses[regime, "baseline"].keys())
+            pair = [[losses[regime, method][seed] for seed in seeds] for method in (one["method"], "baseline")]
             test = stats.ttest_rel(*pair)
             low, high = test.confidence_interval()
             assert one["pairs"] == len(seeds) >= 3
@@ -264,9 +264,9 @@ def test_comparisons_are_those_of_the_runs(record: dict[str, Any]) -> None:
 def test_rebuilt_outputs_change_no_bit(record: dict[str, Any]) -> None:
     runs = {(each["task"], each["method"], each["seed"]): each for each in record["runs"]}
     for regime in REGIMES:
-        stock, rebuilt = (runs[regime, method, 0] for method in ("stock", "rebuilt"))
-        assert (rebuilt["curve"], rebuilt["loss"]) == (stock["curve"], stock["loss"])
-        assert len(stock["curve"]) == record["setting"]["steps"]
+        baseline, rebuilt = (runs[regime, method, 0] for method in ("baseline", "rebuilt"))
+        assert (rebuilt["curve"], rebuilt["loss"]) == (baseline["curve"], baseline["loss"])
+        assert len(baseline["curve"]) == record["setting"]["steps"]
     assert all(row["bits"] for row in record["gradients"] if row["method"] == "rebuilt")
     assert sum(row["method"] == "rebuilt" for row in record["gradients"]) == 8
 
@@ -276,7 +276,7 @@ def test_what_the_page_tells(record: dict[str, Any]) -> None:
     errors: dict[str, list[float]] = {}
     for row in record["gradients"]:
         errors.setdefault(row["method"], []).extend(row[part] for part in gradients.PARTS)
-    layers = {(row["method"], row["layer"]): row for row in record["gradients"] if row["method"] != "stock"}
+    layers = {(row["method"], row["layer"]): row for row in record["gradients"] if row["method"] != "baseline"}
     growth = [
         row[part] / layers[method, 8][part]
         for (method, layer), row in layers.items()
@@ -289,9 +289,9 @@ def test_what_the_page_tells(record: dict[str, Any]) -> None:
     assert [round(x, 2) for x in ranges["inverted1"]] == [0.01, 0.02]
     deviations = [row["deviation"] for row in record["pre_activations"]]
     assert [round(x, 1) for x in (min(deviations), max(deviations))] == [1.1, 1.4]
-    gains = [record["before"]["loss"] - one["loss"] for one in record["runs"] if one["method"] == "stock"]
+    gains = [record["before"]["loss"] - one["loss"] for one in record["runs"] if one["method"] == "baseline"]
     assert [round(x, 1) for x in (min(gains), max(gains))] == [0.6, 0.7]
     first = [one for one in record["runs"] if one["seed"] == 0]
     kept = {(one["task"], one["method"]): one["kept_bytes"] for one in first}
     for regime in REGIMES:
-        assert abs(kept[regime, "rebuilt"] / kept[regime, "stock"] - 5 / 8) < 0.02
+        assert abs(kept[regime, "rebuilt"] / kept[regime, "baseline"] - 5 / 8) < 0.02

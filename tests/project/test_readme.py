@@ -21,7 +21,7 @@ from fitact.planning.make import Planner, Problem
 from fitact.planning.programme import peak
 from fitact.planning.record import GIB
 from fitact.runtime.choose.compare import measure
-from fitact.runtime.choose.ways import FULL, STOCK
+from fitact.runtime.choose.ways import BASELINE, FULL
 from fitact.runtime.measure.devices import USUAL, device_of
 from fitact.runtime.measure.prepare import Training, prepare
 from fitact.runtime.measure.reference import gelu_mlp
@@ -46,7 +46,7 @@ def test_saved_bytes() -> None:
     """The table of the first screen is what the command above it counts."""
     rows = {row.name: row.bytes for row in measure(gelu_mlp, batch=2, seq=4096).rows}
     names = {
-        "PyTorch as it is": "stock",
+        "PyTorch as it is": "baseline",
         "Few-Bit, 3 bits": "fewbit, 3 bits",
         "ReLU mixture, 2 bits": "relumix, 2 bits",
         "Inverted, output and 1 bit": "inverted",
@@ -60,7 +60,7 @@ def test_saved_bytes() -> None:
     assert [name for name, _, _ in found] == list(names)
     for name, count, share in found:
         kept = rows[names[name]]
-        assert (f"{kept:,}", f"{100 * kept / rows['stock']:.1f}") == (count, share)
+        assert (f"{kept:,}", f"{100 * kept / rows['baseline']:.1f}") == (count, share)
 
 
 @pytest.mark.full
@@ -120,7 +120,7 @@ def test_the_picture_again(name: str) -> None:
     source, training, sizes, _ = kept.MODELS[name]
     rows = {row.name: row.bytes for row in measure(source, training=training, budgets=(), **sizes).rows}
     (row,) = (row for row in json.loads(kept.RESULTS.read_text("utf-8"))["rows"] if row["model"] == name)
-    assert rows["stock"] == row["baseline"]
+    assert rows["baseline"] == row["baseline"]
     for label in ("selective checkpointing", *list(kept.WAYS)[2:5]):
         assert rows[kept.WAYS[label][0]] == row["ways"][label]["bytes"]
 
@@ -241,7 +241,9 @@ def test_conversion() -> None:
             for row in rows
             if (row["model"], row["what"]) == (model, what) and row["setting"].startswith(setting)
         )
-        before, after = (row["stock"], row["kept"]) if row["of"] == "kept" else (row["whole_stock"], row["whole"])
+        before, after = (
+            (row["baseline"], row["kept"]) if row["of"] == "kept" else (row["whole_baseline"], row["whole"])
+        )
         return f"{100 - 100 * after / before:.1f}"
 
     methods = {
@@ -353,18 +355,18 @@ def test_times_in_the_context() -> None:
 
 @pytest.mark.full
 def test_the_plan() -> None:
-    """What is computed again beyond the stock model, beside checkpointing of all blocks; and the least memory."""
+    """What is computed again beyond the baseline, beside checkpointing of all blocks; and the least memory."""
     prepared, inputs = prepare(hugging_face("llama"), Training(lora=("all",)), batch=8, seq=2048)
     planner = Planner(prepared.subject(inputs), "adamw", device_of(USUAL))
     problem = Problem(planner.costs, "exact")
     segments = planner.costs.segments
     full = sum(
-        one.count * (one.costs[FULL].work.flops - one.costs[STOCK].work.flops) for one in segments if one.paths
+        one.count * (one.costs[FULL].work.flops - one.costs[BASELINE].work.flops) for one in segments if one.paths
     )
     plans = [planner.plan(24, error) for error in ("rounding", "exact")]
     less = [100 - 100 * plan.flops_again / full for plan in plans]
     bytes_of = (
-        planner.fixed + planner.costs.stock.peak,
+        planner.fixed + planner.costs.baseline.peak,
         24 * GIB - planner.fixed - peak(problem.stages, problem.every(FULL)),
         planner.least("exact"),
         planner.fixed + peak(problem.stages, problem.every(FULL)),
@@ -375,7 +377,7 @@ def test_the_plan() -> None:
         flat(),
     )
     assert found is not None
-    stock, left, rounding, exact, least, checkpointed = found.groups()
+    baseline, left, rounding, exact, least, checkpointed = found.groups()
     assert (rounding, exact) == tuple(f"{one:.0f}" for one in less)
-    stated = [float(one) for one in (stock, left, least, checkpointed)]
+    stated = [float(one) for one in (baseline, left, least, checkpointed)]
     assert stated == pytest.approx([one / GIB for one in bytes_of], rel=0.02)

@@ -110,7 +110,7 @@ def gradients():
 torch.manual_seed(0)
 x = torch.randn(64, 32)
 model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
-stock = gradients()
+baseline = gradients()
 near = [
     {"method": "fewbit", "bits": 3},
     {"replace": {torch.nn.GELU: GeluInverted1}},
@@ -119,8 +119,8 @@ near = [
 for given in ({"error": "exact"}, *near):
     assert len(fitact.convert(model, **given).replaced) == 1
     found = gradients()
-    assert all(torch.allclose(a, b, rtol=0.1, atol=1e-2) for a, b in zip(stock, found)), given
-    assert all(map(torch.equal, stock, found)) == (given == {"error": "exact"}), given
+    assert all(torch.allclose(a, b, rtol=0.1, atol=1e-2) for a, b in zip(baseline, found)), given
+    assert all(map(torch.equal, baseline, found)) == (given == {"error": "exact"}), given
     fitact.revert(model)
 assert fitact.__file__.startswith(sys.argv[1]), fitact.__file__
 assert not {"numpy", "scipy", "click", "matplotlib"} & {*sys.modules}

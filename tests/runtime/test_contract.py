@@ -46,7 +46,7 @@ def test_values_and_gradients(one: Generated, dtype: torch.dtype) -> None:
     x = one.numbers(dtype)
     for dy in (torch.randn(x.shape, dtype=torch.float64).to(dtype), torch.ones_like(x)):
         y, dx = run(one.function, x, dy)
-        assert same(y, one.stock(x))
+        assert same(y, one.baseline(x))
         assert dx.dtype == dtype
         one.check_gradient(x, y, dy, dx)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_autocast(one: Generated, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype), count_saved() as saved:
         y = one.function(leaf)
     assert y.dtype == (dtype if one.keeps_output else torch.float32)
-    assert same(y, one.stock(x).to(y.dtype))
+    assert same(y, one.baseline(x).to(y.dtype))
     assert sizes(saved) == one.kept(y)
     dy = torch.randn(3000).to(y.dtype)
     (dx,) = torch.autograd.grad(y, leaf, dy)
@@ -104,7 +104,7 @@ def test_autocast(one: Generated, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         y, dx = run(one.function, x)
     assert y.dtype == dx.dtype == dtype
-    assert same(y, one.stock(x))
+    assert same(y, one.baseline(x))
 
 
 @each()
@@ -119,7 +119,7 @@ def test_modules(one: Generated) -> None:
     x = torch.randn(50)
     for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(twin) is type(module)
-        assert same(twin(x), one.stock(x))
+        assert same(twin(x), one.baseline(x))
     assert not module.state_dict()
     assert list(module.parameters()) == []
     plain = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))
@@ -147,9 +147,9 @@ def test_layouts(one: Generated, layout: str, dtype: torch.dtype) -> None:
     with count_saved() as saved:
         y = one.function(leaf)
     assert sizes(saved) == one.kept(y)
-    stock = one.stock(x if layout in DENSE else x.contiguous())
-    assert same(y, stock)
-    assert (y.shape, y.stride()) == (x.shape, stock.stride())
+    baseline = one.baseline(x if layout in DENSE else x.contiguous())
+    assert same(y, baseline)
+    assert (y.shape, y.stride()) == (x.shape, baseline.stride())
     dy = torch.randn(x.shape).to(dtype)
     (dx,) = torch.autograd.grad(y, leaf, dy)
     one.check_gradient(x, y, dy, dx)
@@ -162,8 +162,8 @@ def test_layouts_under_autocast(one: Generated, layout: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), count_saved() as saved:
         y = one.function(x)
     assert sizes(saved) == one.kept(y)
-    stock = one.stock(x.detach() if layout in DENSE else x.detach().contiguous())
-    assert same(y, stock.to(y.dtype))
+    baseline = one.baseline(x.detach() if layout in DENSE else x.detach().contiguous())
+    assert same(y, baseline.to(y.dtype))
     dy = torch.ones_like(y)
     (dx,) = torch.autograd.grad(y, x, dy)
     one.check_gradient(x, y, dy, dx)
@@ -218,7 +218,7 @@ def test_autocast_of_every_dtype(one: Generated, inner: torch.dtype, dtype: torc
 @every_kind
 def test_nothing_is_kept_without_gradient(one: Generated) -> None:
     x = torch.randn(100)
-    expected = 2 * one.stock(x)
+    expected = 2 * one.baseline(x)
     for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with context, count_saved() as saved:
             y = one.function(x.clone().requires_grad_(type(context) is not torch.enable_grad))
@@ -491,16 +491,16 @@ def losses(
 
 
 @pytest.mark.parametrize(
-    ("name", "stock", "autocast", "off"),
+    ("name", "baseline", "autocast", "off"),
     [
         ("gelu_inverted1", nn.GELU, False, 1e-3),
         ("gelu_inverted1", nn.GELU, True, 0.05),
         ("elu_exact", nn.ELU, False, 1e-4),
     ],
 )
-def test_trains_as_pytorch_s(name: str, stock: Any, autocast: bool, off: float) -> None:
+def test_trains_as_pytorch_s(name: str, baseline: Any, autocast: bool, off: float) -> None:
     """The same losses but for the errors of gradients."""
-    ours, theirs = losses(fitact.activation(name), autocast), losses(stock(), autocast)
+    ours, theirs = losses(fitact.activation(name), autocast), losses(baseline(), autocast)
     assert autocast or ours[0] == theirs[0]
     assert ours[-1] < ours[0] / 1.5
     np.testing.assert_allclose(ours, theirs, rtol=off)

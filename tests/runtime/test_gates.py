@@ -31,8 +31,8 @@ def clamped(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return a * (wide(u).clamp(-7, 7) + 1).to(u.dtype)
 
 
-Stock = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-FITS: dict[str, tuple[GateFit, Stock]] = {
+Baseline = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+FITS: dict[str, tuple[GateFit, Baseline]] = {
     "rebuild": (rebuilt("swiglu", "own_rebuild"), lambda g, u: F.silu(g) * u),
     "rebuild_gelu": (rebuilt("geglu", "own_gelu"), lambda g, u: F.gelu(g) * u),
     "rebuild_both": (rebuilt("tanh(g)*silu(u)", "own_both"), lambda g, u: torch.tanh(g) * F.silu(u)),
@@ -49,8 +49,8 @@ def module(name: str) -> ModuleType:
     return load(FITS[name][0])
 
 
-def gate(name: str) -> Stock:
-    function: Stock = getattr(module(name), FITS[name][0].name)
+def gate(name: str) -> Baseline:
+    function: Baseline = getattr(module(name), FITS[name][0].name)
     return function
 
 
@@ -70,7 +70,7 @@ def special(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return x.repeat(len(x)), x.repeat_interleave(len(x))
 
 
-def gradients(function: Stock, g: torch.Tensor, u: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gradients(function: Baseline, g: torch.Tensor, u: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
     g, u = g.detach().requires_grad_(), u.detach().requires_grad_()
     return torch.autograd.grad(function(g, u), (g, u), dh)
 
@@ -81,9 +81,9 @@ def gradients(function: Stock, g: torch.Tensor, u: torch.Tensor, dh: torch.Tenso
 @every
 @EACH_DTYPE
 def test_values_are_pytorch_s(name: str, dtype: torch.dtype) -> None:
-    function, stock = gate(name), FITS[name][1]
+    function, baseline = gate(name), FITS[name][1]
     for g, u in (halves(dtype, 5, 1100), special(dtype), halves(dtype, 0, 3)):
-        expected = stock(g, u)
+        expected = baseline(g, u)
         kept = function(g.detach().requires_grad_(), u)
         assert kept.requires_grad and not kept.is_leaf
         for h in (function(g, u), kept):
@@ -94,10 +94,10 @@ def test_values_are_pytorch_s(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @of_both
 def test_layouts(name: str, layout: str) -> None:
-    function, stock = gate(name), FITS[name][1]
+    function, baseline = gate(name), FITS[name][1]
     g = LAYOUTS[layout]()
     for u in (LAYOUTS[layout](), torch.randn(g.shape)):
-        expected = stock(g, u)
+        expected = baseline(g, u)
         h = function(g.detach().requires_grad_(), u)
         assert same(h, expected)
         assert h.stride() == function(g, u).stride() == torch.empty_like(g).stride()
@@ -111,10 +111,10 @@ def test_layouts(name: str, layout: str) -> None:
 @exact
 @EACH_DTYPE
 def test_gradients_are_pytorch_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    function, stock = gate(name), FITS[name][1]
+    function, baseline = gate(name), FITS[name][1]
     for g, u in (halves(dtype, 7, 300), special(dtype), halves(dtype, 0, 3), halves(dtype, 9001)):
         dh = torch.randn(g.shape).to(dtype)
-        for found, expected in zip(gradients(function, g, u, dh), gradients(stock, g, u, dh), strict=True):
+        for found, expected in zip(gradients(function, g, u, dh), gradients(baseline, g, u, dh), strict=True):
             assert same(found, expected)
 
 
@@ -155,7 +155,7 @@ def test_bytes_of_storages(name: str) -> None:
 class Part(torch.nn.Module):
     """The part of an MLP between its projections, and the last of these, in a context if its error is given."""
 
-    def __init__(self, function: Stock, error: str | None) -> None:
+    def __init__(self, function: Baseline, error: str | None) -> None:
         super().__init__()
         self.function, self.error = function, error
         self.down = torch.nn.Linear(1024, 8, bias=False, dtype=HALF)
@@ -170,8 +170,8 @@ class Part(torch.nn.Module):
 def test_bits_an_element_of_an_mlp(error: str | None, expected: int) -> None:
     """g and u are outputs of projections, which keep no output of their own."""
     g, u = (torch.randn(32, 1024).to(HALF).requires_grad_() for _ in range(2))
-    stock = FITS["rebuild"][1]
-    part = Part(stock if error is None else gate("rebuild"), error)
+    baseline = FITS["rebuild"][1]
+    part = Part(baseline if error is None else gate("rebuild"), error)
     with count_saved() as saved:
         part(g, u)
     weight = part.down.weight.untyped_storage().nbytes()

@@ -114,8 +114,8 @@ def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
 def test_values_of_half_precision(name: str, dtype: torch.dtype) -> None:
     """Everywhere within 3/4 of a unit of the float64 value, or as close as PyTorch's own on the same device."""
     x = patterns(dtype)
-    y, own = forward(name, x)[0], EVERY[name].stock(x.to(DEVICE)).cpu()
-    exact = EVERY[name].stock(x.double())
+    y, own = forward(name, x)[0], EVERY[name].baseline(x.to(DEVICE)).cpu()
+    exact = EVERY[name].baseline(x.double())
     info = torch.finfo(dtype)
     # of the last place; float64 has 1 + erf(x) cancel too
     unit = torch.maximum(exact.abs() * info.eps, info.smallest_normal * info.eps + 2.0**-49 * x.double().abs())
@@ -211,7 +211,7 @@ def test_autocast(name: str) -> None:
     assert y.dtype == (torch.bfloat16 if find(EVERY[name].module._KEY).keeps_output else torch.float32)
     (dx,) = torch.autograd.grad(y.float().sum(), x)
     leaf = x.detach().requires_grad_()
-    (expected,) = torch.autograd.grad(EVERY[name].stock(leaf).sum(), leaf)
+    (expected,) = torch.autograd.grad(EVERY[name].baseline(leaf).sum(), leaf)
     step_error = step().fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
     tolerance = {"gelu_fewbit3": step_error, "gelu_inverted1": 0.02, "tanh_exact": 0.01}[name]
     torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)

@@ -171,7 +171,7 @@ def test_corners_have_pytorch_s_gradient(dtype: torch.dtype) -> None:
     one = NAMED["hardswish_inverted2"]
     x = torch.tensor([-3.0, 3.0], dtype=dtype)
     _, dx = run(one.function, x)
-    assert same(dx, one.stock_gradient(x, torch.ones_like(x)))
+    assert same(dx, one.baseline_gradient(x, torch.ones_like(x)))
     assert dx.tolist() == [0, 1]
     away = torch.tensor([-np.inf, np.inf], dtype=dtype)
     for side in (away, -away):
@@ -180,7 +180,9 @@ def test_corners_have_pytorch_s_gradient(dtype: torch.dtype) -> None:
             beside = torch.nextafter(x.float(), side.float()).double()
         _, dx = run(one.function, beside)
         true = one.true(beside)
-        torch.testing.assert_close(true, one.stock_gradient(beside.double(), torch.ones(2, dtype=torch.float64)))
+        torch.testing.assert_close(
+            true, one.baseline_gradient(beside.double(), torch.ones(2, dtype=torch.float64))
+        )
         assert bool(((dx.double() - true).abs() <= one.error(dtype) + half_ulp(dx.double(), dtype)).all())
 
 
@@ -191,11 +193,11 @@ def test_infinity_and_nan(one: Inverse, dtype: torch.dtype) -> None:
     large = torch.finfo(dtype).max
     x = torch.tensor([np.inf, -np.inf, np.nan, large, -large, 0.0, -0.0], dtype=dtype)
     y, dx = run(one.function, x)
-    stock = one.stock_gradient(x, torch.ones_like(x))
+    baseline = one.baseline_gradient(x, torch.ones_like(x))
     assert torch.equal(dx.isnan(), y.isnan())
     assert dx[2].isnan()
     # only of hardswish, whose gradient PyTorch takes from the input, is there one where y is NaN
-    assert one.plain == "hardswish" or bool(stock.isnan()[dx.isnan()].all())
+    assert one.plain == "hardswish" or bool(baseline.isnan()[dx.isnan()].all())
     # beyond the interval that t is clamped to, f′ is what it is at its end
     expected = torch.tensor([1, 0, np.nan, 1, 0, *[float(one.true(torch.zeros(())))] * 2], dtype=torch.float64)
     allowed = one.error(dtype) + SLACK + half_ulp(torch.ones(7, dtype=torch.float64), dtype)
@@ -302,7 +304,7 @@ OWN: list[tuple[str, tuple[float, float] | None, int, Callable, Callable]] = [
     ("x*cos(x)", (-6, 6), 7, lambda x: np.cos(x) - x * np.sin(x), lambda x: x * x.cos()),
 ]
 EACH_OWN = pytest.mark.parametrize(
-    ("text", "domain", "pieces", "derivative", "stock"),
+    ("text", "domain", "pieces", "derivative", "baseline"),
     [
         pytest.param(*row, id=f"{row[0]} {row[1] or ''}".strip(), marks=pytest.mark.full if i > 2 else [])
         for i, row in enumerate(OWN)
@@ -316,7 +318,7 @@ def test_formulas_from_text_to_gradient(
     domain: tuple[float, float] | None,
     pieces: int,
     derivative: Callable,
-    stock: Callable,
+    baseline: Callable,
 ) -> None:
     one = made(text, domain)
     assert one.bits == (pieces - 1).bit_length()
@@ -327,8 +329,8 @@ def test_formulas_from_text_to_gradient(
         y, dx = run(one.function, x)
         eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
         known = y.isfinite()
-        torch.testing.assert_close(y[known].double(), stock(x[known].double()), rtol=eps, atol=4e-6)
-        assert bool(((1 + 2 * eps) * stock(x.double())).to(dtype)[~known].isinf().all())
+        torch.testing.assert_close(y[known].double(), baseline(x[known].double()), rtol=eps, atol=4e-6)
+        assert bool(((1 + 2 * eps) * baseline(x.double())).to(dtype)[~known].isinf().all())
         true = torch.from_numpy(derivative(x.double().numpy()))
         scale = true.abs().clamp(min=1)
         # of half precision all inputs were judged, of float32 a sample
@@ -352,10 +354,10 @@ def sample(one: Inverse, low: float, high: float) -> torch.Tensor:
 def test_a_formula_trains() -> None:
     one = made("softplus(x) - 0.3*x", None)
 
-    class Stock(nn.Module):
+    class Baseline(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.softplus(x) - 0.3 * x
 
     ours = losses(one.module.OwnInverted(), rate=0.01)
     assert ours[-1] < ours[0] / 1.5
-    np.testing.assert_allclose(ours, losses(Stock(), rate=0.01), rtol=1e-3)
+    np.testing.assert_allclose(ours, losses(Baseline(), rate=0.01), rtol=1e-3)

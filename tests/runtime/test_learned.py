@@ -49,7 +49,7 @@ def truth(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Value and gradients in float64, by PyTorch's autograd."""
     leaves = [one.detach().double().requires_grad_() for one in (x, *numbers)]
-    y = case.stock(leaves[0], *shaped(leaves[1:], x, dim))
+    y = case.baseline(leaves[0], *shaped(leaves[1:], x, dim))
     return y.detach(), list(torch.autograd.grad(y, leaves, dy.double()))
 
 
@@ -326,12 +326,12 @@ def test_a_linear_layer_that_follows_recomputes_the_output() -> None:
 
 def test_prelu_is_pytorch_s() -> None:
     """With its parameter's name and, in images, its channels; all but the sum of the weight's gradient exactly."""
-    stock, one = nn.PReLU(C), made("prelu_channel", dim=1)
-    one.load_state_dict(stock.state_dict())
+    baseline, one = nn.PReLU(C), made("prelu_channel", dim=1)
+    one.load_state_dict(baseline.state_dict())
     x = torch.randn(4, C, 9, 9, requires_grad=True)
     dy = torch.randn(x.shape)
-    expected, found = (torch.autograd.grad(kind(x), [x, kind.weight], dy) for kind in (stock, one))
-    assert same(stock(x), one(x)) and same(expected[0], found[0])
+    expected, found = (torch.autograd.grad(kind(x), [x, kind.weight], dy) for kind in (baseline, one))
+    assert same(baseline(x), one(x)) and same(expected[0], found[0])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
 

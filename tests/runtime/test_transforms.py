@@ -48,7 +48,7 @@ def test_compile_fullgraph(one: Generated) -> None:
         y = compiled(one.function, "aot_eager")(x)
     dy = torch.randn_like(y)
     (dx,) = torch.autograd.grad(y, x, dy)
-    assert same(y, one.stock(x))
+    assert same(y, one.baseline(x))
     assert same(dx, run(one.function, x, dy)[1])
     assert sizes(saved) == one.kept(y)
 
@@ -101,7 +101,7 @@ def test_compile_dynamic_recompiles_once(one: Generated) -> None:
         x = torch.randn(n, requires_grad=True)
         y = function(x)
         y.sum().backward()
-        assert same(y, one.stock(x))
+        assert same(y, one.baseline(x))
         assert same(x.grad, run(one.function, x)[1])
     assert counter.frame_count <= 2
 
@@ -117,7 +117,7 @@ def test_compile_other_layouts_with_dynamic_sizes(one: Generated, layout: str) -
         y = function(x)
         dy = torch.randn_like(y)
         (dx,) = torch.autograd.grad(y, x, dy)
-        torch.testing.assert_close(y, one.stock(x))
+        torch.testing.assert_close(y, one.baseline(x))
         one.check_gradient(x, y, dy, dx)
 
 
@@ -135,7 +135,7 @@ def test_compile_and_autocast(one: Generated, inside: bool, layout: str) -> None
     x = LAYOUTS[layout]().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside), count_saved() as saved:
         y = function(x)
-    assert same(y, one.stock(x.detach()).to(torch.bfloat16 if one.keeps_output else torch.float32))
+    assert same(y, one.baseline(x.detach()).to(torch.bfloat16 if one.keeps_output else torch.float32))
     assert sizes(saved) == one.kept(y)
     dy = torch.ones_like(y)
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -169,7 +169,7 @@ def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             function(x).sum().backward()
         return
-    y = one.stock(x.detach()).requires_grad_()
+    y = one.baseline(x.detach()).requires_grad_()
     (dy,) = torch.autograd.grad(CHANGES[change](y * 1).sum(), y)
     (dx,) = torch.autograd.grad(function(x).sum(), x)
     one.check_gradient(x, y, dy, dx)
@@ -196,7 +196,7 @@ def test_a_change_after_what_is_compiled(one: Generated, backend: str | None, re
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_gradient_the_output_may_change(one: Generated, backend: str | None) -> None:
     x = torch.randn(30, 10)
-    f, expected = one.function, 2 * one.stock(x)
+    f, expected = one.function, 2 * one.baseline(x)
     function = compiled(lambda t: f(t).mul_(2), backend)
     assert same(function(x), expected)
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_export(one: Generated) -> None:
     for shapes in (None, {"x": {0: rows}}):
         program = torch.export.export(Model(), (torch.randn(3, 4),), dynamic_shapes=shapes).module()
         x = torch.randn(3 if shapes is None else 7, 4)
-        assert same(program(x), one.stock(x) + 1)
+        assert same(program(x), one.baseline(x) + 1)
 
 
 @kinds(*QUICK, "own_inverted")
@@ -268,7 +268,7 @@ def test_torch_func(one: Generated) -> None:
     ):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
     y, pullback = torch.func.vjp(f, x)
-    assert same(y, one.stock(x))
+    assert same(y, one.baseline(x))
     assert same(pullback(torch.ones_like(y))[0], derivative)
     for empty in (torch.randn(0, 7), torch.randn(7, 0)):
         assert vmap(f)(empty).shape == empty.shape
@@ -297,7 +297,7 @@ def test_vmap_of_many_sizes(one: Generated, n: int) -> None:
     alone = torch.stack([grad(row) for row in x])
     # PyTorch's own values round differently with and without vectors
     torch.testing.assert_close(torch.func.vmap(grad)(x), alone, rtol=1e-4, atol=1e-6)
-    y = one.stock(x)
+    y = one.baseline(x)
     torch.testing.assert_close(alone, run(f, x, 2 * y)[1], rtol=1e-4, atol=1e-6)
 
 
@@ -307,7 +307,7 @@ def test_vmap_under_autocast(one: Generated) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = torch.func.vmap(f)(x)
         derivative = torch.func.vmap(torch.func.grad(lambda t: f(t).float().sum()))(x)
-    assert same(y, one.stock(x).to(torch.bfloat16 if one.keeps_output else torch.float32))
+    assert same(y, one.baseline(x).to(torch.bfloat16 if one.keeps_output else torch.float32))
     assert derivative.dtype == torch.float32
     one.check_gradient(x, y, torch.ones_like(y), derivative)
 

@@ -43,7 +43,7 @@ def _squareplus(x: torch.Tensor) -> torch.Tensor:
 
 
 # PyTorch's own, written out here: the catalog is under test.
-STOCK: dict[str, Any] = {
+BASELINE: dict[str, Any] = {
     "celu": F.celu,
     "elu": F.elu,
     "exp": torch.exp,
@@ -216,14 +216,14 @@ class Generated(ABC):
         return self.fit.get("bits", 0)
 
     @property
-    def stock(self) -> Any:
+    def baseline(self) -> Any:
         """PyTorch's own; for a formula that PyTorch lacks what the module composes, which has tests of its own."""
-        return STOCK[self.plain] if self.own is None else registry.find(self.key).value
+        return BASELINE[self.plain] if self.own is None else registry.find(self.key).value
 
-    def stock_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    def baseline_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         """PyTorch's own, by autograd."""
         leaf = x.detach().clone().requires_grad_()
-        (dx,) = torch.autograd.grad(self.stock(leaf), leaf, dy)
+        (dx,) = torch.autograd.grad(self.baseline(leaf), leaf, dy)
         return dx
 
     def kept(self, y: torch.Tensor) -> list[int]:

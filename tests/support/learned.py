@@ -23,7 +23,7 @@ class Case:
     """A fit, and the formula of x and of its numbers in PyTorch's operators, differentiable."""
 
     fit: LearnedFit
-    stock: Callable[..., torch.Tensor]
+    baseline: Callable[..., torch.Tensor]
 
     @property
     def wide(self) -> bool:

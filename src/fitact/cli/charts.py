@@ -32,14 +32,14 @@ LABELS = {
     "checkpoint": "kept by checkpointing",
     "graph": "kept by the compiler",
 }
-LEAST = 0.005  # share of the stock bytes from which a kind is drawn on its own
+LEAST = 0.005  # share of the baseline bytes from which a kind is drawn on its own
 WIDEST, WIDEST_BELOW = 84, 122  # the most letters of the title, and of the line below it
 LETTER = 0.0095  # width of a label's letter, as a share of the axis
 
 
 @defaults()
 def draw(report: Report, format: str = "png") -> bytes:
-    """Draw what the stock model keeps, and what each method and baseline keeps, as stacked bars by kind.
+    """Draw what the baseline keeps, and what each method and baseline keeps, as stacked bars by kind.
 
     Args:
         report: what to draw.
@@ -52,14 +52,14 @@ def draw(report: Report, format: str = "png") -> bytes:
         UsageError: the format is another one.
 
     """
-    rows = list(reversed(report.rows))  # stock on top
-    stock = report.rows[0].bytes
-    unit, name = (GIB, "GiB") if stock >= 2 * GIB else (MIB, "MiB")
-    kinds = [kind for kind in COLORS if any(row.kinds.get(kind, 0) > LEAST * stock for row in rows)]
+    rows = list(reversed(report.rows))  # baseline on top
+    baseline = report.rows[0].bytes
+    unit, name = (GIB, "GiB") if baseline >= 2 * GIB else (MIB, "MiB")
+    kinds = [kind for kind in COLORS if any(row.kinds.get(kind, 0) > LEAST * baseline for row in rows)]
     parts = [{kind: row.kinds.get(kind, 0) / unit for kind in kinds if kind != "other"} for row in rows]
     for row, part in zip(rows, parts, strict=True):
         part["other"] = row.bytes / unit - sum(part.values())
-    if "other" not in kinds and any(part["other"] > LEAST * stock / unit for part in parts):
+    if "other" not in kinds and any(part["other"] > LEAST * baseline / unit for part in parts):
         kinds.append("other")
     figure = blank(format, (9.5, 2.0 + 0.42 * len(rows)))
     axes = figure.add_subplot()
@@ -72,7 +72,7 @@ def draw(report: Report, format: str = "png") -> bytes:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     reach = 0.0
     for i, row in enumerate(rows):
-        label = f"{row.bytes / unit:,.1f} {name}, {_label(row, stock)}"
+        label = f"{row.bytes / unit:,.1f} {name}, {_label(row, baseline)}"
         end = (row.bytes / unit, i)
         axes.annotate(label, end, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
         reach = max(reach, row.bytes / unit / (1 - LETTER * (len(label) + 1)))
@@ -81,7 +81,7 @@ def draw(report: Report, format: str = "png") -> bytes:
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    title = f"What {report.model} keeps for backward, stock and with each method and baseline"
+    title = f"What {report.model} keeps for backward, baseline and with each method and baseline"
     axes.set_title(_cut(title, WIDEST), loc="left", fontweight="bold", fontsize=11, pad=20, parse_math=False)
     below: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     axes.annotate(_cut(sizes(report), WIDEST_BELOW), (0, 1), fontsize=8.5, parse_math=False, **below)
@@ -93,6 +93,6 @@ def _cut(text: str, letters: int) -> str:
     return text if len(text) <= letters else f"{text[: letters - 1]}…"
 
 
-def _label(row: Row, stock: int) -> str:
-    share = f"{100 * row.bytes / stock:.0f} %"
+def _label(row: Row, baseline: int) -> str:
+    share = f"{100 * row.bytes / baseline:.0f} %"
     return f"{share}, +{100 * row.flops:.0f} % of the forward FLOPs" if row.flops >= 0.005 else share

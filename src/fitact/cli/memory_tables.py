@@ -46,7 +46,7 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
 
 def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, ...]], str]:
     """Return the rows, and the alignment of their columns."""
-    head = ["", "kept", "of stock", "replaced", "FLOPs again", "traffic again", "peak"]
+    head = ["", "kept", "of baseline", "replaced", "FLOPs again", "traffic again", "peak"]
     batches = any(row.batch is not None for row in report.rows)
     lengths = any(row.seq is not None for row in report.rows)
     head += ["batch"] * batches + ["seq"] * lengths
@@ -75,7 +75,7 @@ def _fixed(report: Report) -> list[str]:
     parts = " + ".join(f"{count / GIB:.2f} GiB {name}" for name, count in fixed.items() if count)
     text = [f"peak: of a training step, with {parts}"]
     if report.gib is not None:
-        scaled = "; ~: scaled from stock" if report.rows[-1].peak is None else ""
+        scaled = "; ~: scaled from the baseline" if report.rows[-1].peak is None else ""
         text += [f"batch, seq: the largest whose peak fits {report.gib:g} GiB, the other as above{scaled}"]
     return text
 

@@ -14,7 +14,7 @@ from fitact.errors import JobError, UsageError, quote
 from fitact.runtime.choose.capacity import Curve
 from fitact.runtime.choose.compare import DTYPES, MOST_GIB, OPTIMIZERS
 from fitact.runtime.choose.costs import Cost, Costs, Step, measure, step
-from fitact.runtime.choose.ways import FULL, OF_BLOCKS, REST, SELECTIVE, STOCK, Way
+from fitact.runtime.choose.ways import BASELINE, FULL, OF_BLOCKS, REST, SELECTIVE, Way
 from fitact.runtime.measure.devices import USUAL, Device, device_of
 from fitact.runtime.measure.subjects import Patterns, Subject, copied
 from fitact.runtime.saving import ERRORS
@@ -195,8 +195,8 @@ class Planner:
         """
         _check(gib, error, self.error)
         groups, done = self._chosen(error, int(gib * GIB) - self.fixed)
-        stock = self.costs.stock
-        again = done.work - stock.work
+        baseline = self.costs.baseline
+        again = done.work - baseline.work
         return Plan(
             model=self.subject.name,
             training=self.words.training,
@@ -213,8 +213,8 @@ class Planner:
             seconds=done.work.seconds,
             flops_again=max(again.flops, 0),
             traffic_again=max(again.traffic, 0),
-            stock_peak=self.fixed + stock.peak,
-            stock_seconds=stock.work.seconds,
+            baseline_peak=self.fixed + baseline.peak,
+            baseline_seconds=baseline.work.seconds,
             groups=tuple(groups),
             points=self.points if front else (),
             notes=self.notes,
@@ -241,12 +241,12 @@ class Planner:
         def point(name: str, answer: Answer, error: str = "exact", of: Problem = problem) -> Point:
             return Point(name, error, self.fixed + peak(of.stages, answer), seconds(of.stages, answer))
 
-        stock = point("stock", problem.every(STOCK))
-        points = [stock, *(point(way.name, problem.every(way)) for way in (FULL, SELECTIVE))]
+        baseline = point("baseline", problem.every(BASELINE))
+        points = [baseline, *(point(way.name, problem.every(way)) for way in (FULL, SELECTIVE))]
         points += [point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()]
         for error in ERRORS[: ERRORS.index(self.error) + 1]:
             of = Problem(self.costs, error)
-            low, high = least(of.stages), stock.peak - self.fixed
+            low, high = least(of.stages), baseline.peak - self.fixed
             line: list[Point] = []
             for k in range(FRONT):
                 answer = fastest(of.stages, slack(low + (high - low) * k // (FRONT - 1)))
@@ -271,13 +271,13 @@ class Planner:
             found = less
         if found[1].peak <= room:
             return problem.groups(found[0]), found[1]
-        return [], min(found[1], self.costs.stock, key=lambda one: one.peak)
+        return [], min(found[1], self.costs.baseline, key=lambda one: one.peak)
 
     def _within(self, problem: Problem, room: int) -> tuple[Answer, Step] | None:
         """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
-        stock = self.costs.stock
+        baseline = self.costs.baseline
         limit = room
-        best: tuple[Answer, Step] | None = (problem.every(STOCK), stock) if stock.peak <= room else None
+        best: tuple[Answer, Step] | None = (problem.every(BASELINE), baseline) if baseline.peak <= room else None
         for _ in range(TRIES):
             answer = fastest(problem.stages, limit)
             if answer is None:
@@ -334,7 +334,7 @@ class Problem:
         paths = (path for segment in self.costs.segments for path in segment.paths)
         by_way = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
         found = [Group(way.name, tuple(path for _, path in some)) for way, some in by_way]
-        return found if self.whole(answer) == STOCK else [*found, Group(REST.name, ("",))]
+        return found if self.whole(answer) == BASELINE else [*found, Group(REST.name, ("",))]
 
     def whole(self, answer: Answer) -> Way:
         """Return the way of the whole model, which is that of what follows its last block."""

@@ -29,17 +29,17 @@ def draw(plan: Plan, format: str = "png") -> bytes:
     """
     figure = blank(format, (11, 5.4))
     axes = figure.add_subplot()
-    stock = plan.stock_seconds
+    baseline = plan.baseline_seconds
     for error, color in LINES.items():
         line = [p for p in plan.points if p.name == "plan" and p.error == error]
         if line:
             style: dict[str, Any] = {"color": color, "linewidth": 2, "marker": "."}
-            xs, ys = [p.peak / GIB for p in line], [p.seconds / stock for p in line]
+            xs, ys = [p.peak / GIB for p in line], [p.seconds / baseline for p in line]
             axes.plot(xs, ys, label=f"plans, gradients {error}", **style)
     others = [p for p in plan.points if p.name != "plan"]
     for mark, p in zip(MARKS, others, strict=False):
         shade: dict[str, Any] = {"color": "#5c677d" if p.error == "exact" else LINES[p.error], "linestyle": "none"}
-        axes.plot([p.peak / GIB], [p.seconds / stock], marker=mark, label=literal(p.name), **shade)
+        axes.plot([p.peak / GIB], [p.seconds / baseline], marker=mark, label=literal(p.name), **shade)
     if plan.groups:
         style = {
             "color": "#d1495b",
@@ -49,7 +49,7 @@ def draw(plan: Plan, format: str = "png") -> bytes:
             "linestyle": "none",
         }
         label = f"this plan, gradients {plan.error}"
-        axes.plot([plan.peak / GIB], [plan.seconds / stock], markeredgewidth=2, label=label, **style)
+        axes.plot([plan.peak / GIB], [plan.seconds / baseline], markeredgewidth=2, label=label, **style)
     axes.axvline(plan.gib, color="#d1495b", linewidth=1, linestyle="--")
     axes.annotate(
         f" {plan.gib:g} GiB", (plan.gib, 0.98), xycoords=("data", "axes fraction"), va="top", color="#d1495b"
@@ -58,7 +58,7 @@ def draw(plan: Plan, format: str = "png") -> bytes:
     axes.axvspan(0, rest, color="#eeeeee", zorder=0, label="parameters, gradients, optimizer")
     axes.set_xlim(0, 1.05 * max([plan.gib, plan.peak / GIB, *(p.peak / GIB for p in plan.points)]))
     axes.set_xlabel("peak of a training step, GiB")
-    axes.set_ylabel("time of a step, of stock's")
+    axes.set_ylabel("time of a step, of the baseline's")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(

@@ -42,7 +42,7 @@ class Point:
     """A way to train the whole model, or a plan for one budget.
 
     Attributes:
-        name: of the way, such as `"stock"`; `"plan"` for plans.
+        name: of the way, such as `"baseline"`; `"plan"` for plans.
         error: what it does to gradients: `"exact"`, `"rounding"` or `"coarse"`.
         peak: the most bytes of a step, parameters and the optimizer's state among them.
         seconds: of a step, by the model of the device.
@@ -72,8 +72,8 @@ class Plan:
         peak: the most bytes of a step, `fixed` among them; if nothing fits, the least that a step needs.
         kept: bytes kept for backward at the end of the forward pass.
         seconds: of a forward and backward pass, by the model of the device.
-        flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the stock model.
-        stock_peak, stock_seconds: the same of the stock model.
+        flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the baseline.
+        baseline_peak, baseline_seconds: the same of the baseline.
         groups: how each block is trained; empty if nothing fits.
         points: other ways to train the model, and the least time for other memories.
         notes: further remarks.
@@ -95,8 +95,8 @@ class Plan:
     seconds: float
     flops_again: int
     traffic_again: int
-    stock_peak: int
-    stock_seconds: float
+    baseline_peak: int
+    baseline_seconds: float
     groups: tuple[Group, ...]
     points: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
@@ -108,8 +108,8 @@ class Plan:
 
     @property
     def slower(self) -> float:
-        """How much longer a step takes than the stock model's, as a share; below 0 if it is faster."""
-        return self.seconds / self.stock_seconds - 1 if self.stock_seconds else 0.0
+        """How much longer a step takes than the baseline's, as a share; below 0 if it is faster."""
+        return self.seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -178,9 +178,9 @@ def sentence(plan: Plan) -> str:
         )
     used = [WAYS[group.way] for group in plan.groups]
     wide = max(used, key=lambda way: ERRORS.index(way.error))
-    if all(group.way == "stock" for group in plan.groups):
+    if all(group.way == "baseline" for group in plan.groups):
         return "fits as it is"
-    prefix = "fits as it is, and " if plan.stock_peak <= plan.gib * GIB else "fits "
+    prefix = "fits as it is, and " if plan.baseline_peak <= plan.gib * GIB else "fits "
     words = "exact gradients" if wide.error == "exact" else wide.name
     pace = f"{three(abs(100 * plan.slower))} % {'faster' if plan.slower < 0 else 'slower'}"
     return f"{prefix}with {words}, {pace}"
@@ -193,7 +193,7 @@ def _advice(plan: Plan) -> str:
     counts: Counter[str] = Counter()
     for group in plan.groups:
         counts[group.way] += len(group.blocks)
-    if {*counts} == {"stock"}:
+    if {*counts} == {"baseline"}:
         return "to do: nothing, train the model as it is"
     return f"to do: plan.apply(model), which makes {', '.join(f'{n} {way}' for way, n in counts.most_common())}"
 
@@ -209,25 +209,26 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
     yield (
         f"peak of a step {_gib(plan.peak)}: {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} "
-        f"gradients, {_gib(plan.kept)} kept for backward at the end of forward; stock's peak "
-        f"{_gib(plan.stock_peak)}"
+        f"gradients, {_gib(plan.kept)} kept for backward at the end of forward; the baseline's peak "
+        f"{_gib(plan.baseline_peak)}"
     )
     if plan.groups:
         yield (
-            f"{three(1e3 * plan.seconds)} ms a step, stock {three(1e3 * plan.stock_seconds)} ms; computed again: "
-            f"{three(plan.flops_again / 1e12)} TFLOP of products; moved again: {_gib(plan.traffic_again)}"
+            f"{three(1e3 * plan.seconds)} ms a step, baseline {three(1e3 * plan.baseline_seconds)} ms; "
+            f"computed again: {three(plan.flops_again / 1e12)} TFLOP of products; "
+            f"moved again: {_gib(plan.traffic_again)}"
         )
     if plan.points:
         yield ""
-        yield from table(plan.points, plan.stock_seconds)
+        yield from table(plan.points, plan.baseline_seconds)
     for note in plan.notes:
         yield f"note: {note}"
 
 
-def table(points: Sequence[Point], stock: float) -> list[str]:
+def table(points: Sequence[Point], baseline: float) -> list[str]:
     """Return the lines of a table of points: memory against time."""
-    head = ("", "gradients", "peak", "time, of stock")
-    rows = [(p.name, p.error, _gib(p.peak), f"{three(100 * p.seconds / stock)} %") for p in points]
+    head = ("", "gradients", "peak", "time, of baseline")
+    rows = [(p.name, p.error, _gib(p.peak), f"{three(100 * p.seconds / baseline)} %") for p in points]
     return columns([head, *rows], "<<>>")
 
 
