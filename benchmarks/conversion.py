@@ -25,7 +25,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual 
 import torch
 from torch import nn
 
-from fitact.runtime.choose.ways import Way, changed
+from fitact.runtime.choose.policies import Policy, changed
 from fitact.runtime.measure.prepare import Example, Prepared, Source, Training, prepare
 from fitact.runtime.measure.saved import count_saved, gpu_kernels
 from fitact.runtime.measure.sources import hugging_face
@@ -179,7 +179,7 @@ def variants(kind: str, prepared: Prepared, norms: bool) -> Iterator[tuple[str, 
     """Yield what a model has, merged norms or not, and the context that makes it so; "" for PyTorch as it is."""
     yield NORMS[kind] if norms else "", nullcontext()
     for (method, bits), name in STEPS[kind].items():
-        way = Way(name, method=method, bits=bits)
+        way = Policy(name, method=method, bits=bits)
         yield f"{name} and {NORMS[kind]}" if norms else name, changed([prepared.model], [way])
     if not norms:
         for error in ERRORS:
@@ -278,7 +278,7 @@ def inverted() -> Iterator[Row]:
         setting = f"{'LoRA' if training.lora else 'full tuning'}, batch {batch}, {seq} tokens, float32"
         prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=torch.float32)
         baseline = kept(prepared, inputs)
-        with changed([prepared.model], [Way("inverted", method="inverted")]):
+        with changed([prepared.model], [Policy("inverted", method="inverted")]):
             bytes_kept = kept(prepared, inputs)
         yield Row(name, setting, "Inverted", baseline, bytes_kept, None, None, published, "kept")
 

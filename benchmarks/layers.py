@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.runtime.choose.compiler import compiled
-from fitact.runtime.choose.ways import SELECTIVE, changed
+from fitact.runtime.choose.policies import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported, prepare
 from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
 from fitact.runtime.measure.sources import from_callable

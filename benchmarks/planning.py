@@ -106,7 +106,7 @@ def main() -> None:
             plan.save(Path(folder) / f"{share}.json")
             row = {
                 "budget_mib": round(gib * 1024, 1),
-                "ways": {group.way: len(group.blocks) for group in plan.groups},
+                "ways": {group.policy: len(group.blocks) for group in plan.groups},
                 "foretold_peak_mib": round((plan.peak - plan.fixed) / MIB, 1),
                 "foretold_seconds": plan.seconds,
             }

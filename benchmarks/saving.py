@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import fitact
 from benchmarks.kernels.activations import keep_freed_memory
-from fitact.runtime.choose.ways import SELECTIVE, changed
+from fitact.runtime.choose.policies import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import Saved, count_saved
 from fitact.runtime.saving import ERRORS

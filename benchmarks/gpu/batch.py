@@ -92,7 +92,7 @@ def shortened(plan: Plan, model: nn.Module) -> Plan:
     """Return a plan for the blocks that a model has: a rehearsal's has fewer."""
     there = {path for path, _ in model.named_modules()}
     return replace(
-        plan, groups=tuple(Group(one.way, tuple(there.intersection(one.blocks))) for one in plan.groups)
+        plan, groups=tuple(Group(one.policy, tuple(there.intersection(one.blocks))) for one in plan.groups)
     )
 
 

@@ -199,8 +199,9 @@ def record_of(source: str, schema: str, what: str) -> dict[str, Any]:
         raise UsageError(f"expected a JSON object, got {quote(record)}")
     if (found := record.get("schema")) != schema:
         name = re.escape(schema.rpartition("/")[0])
-        newer = isinstance(found, str) and re.fullmatch(rf"{name}/[1-9]\d{{0,5}}", found)
-        advice = "upgrade fitact to read it" if newer else f"this is not {what}"
+        version = re.fullmatch(rf"{name}/([1-9]\d{{0,5}})", found) if isinstance(found, str) else None
+        older = version is not None and int(version[1]) < int(schema.rpartition("/")[2])
+        advice = "make it again" if older else "upgrade fitact to read it" if version else f"this is not {what}"
         raise UsageError(f"schema: expected {schema}, got {quote(found)}: {advice}")
     return record
 

@@ -45,7 +45,7 @@ from .compiler import compiled
 from .convert import check_bits
 from .costs import baseline_step, step
 from .detect import REFUSED, activation_sites
-from .ways import BASELINE, Way, changed
+from .policies import BASELINE, Policy, changed
 
 SCHEMA = "fitact.memory/2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -205,7 +205,7 @@ class _Candidate:
 
     name: str
     modules: Sequence[nn.Module]
-    way: Way
+    policy: Policy
 
 
 @dataclass
@@ -248,7 +248,7 @@ class _Measurement:
             if row := self.row(candidate, baseline, fixed):
                 rows[candidate] = row
             self.advance()
-        refused = [one.name for one in candidates if one.way.method and one not in rows]
+        refused = [one.name for one in candidates if one.policy.method and one not in rows]
         if refused:
             names = sorted({site.activation for site in sites if site.activation})
             self.notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
@@ -288,16 +288,16 @@ class _Measurement:
         methods = [*(("fewbit", k) for k in bits or ()), ("relumix", 2), ("inverted", None), ("exact", None)]
         for method, k in methods if bits is not None else []:
             name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
-            yield _Candidate(name, model, Way(name, method=method, bits=k))
+            yield _Candidate(name, model, Policy(name, method=method, bits=k))
         for error in ERRORS:
             name = f"saving, {error}"
-            yield _Candidate(name, model, Way(name, context=partial(saving, error)))
+            yield _Candidate(name, model, Policy(name, context=partial(saving, error)))
         for name, kind in zip(("full", "selective"), CHECKPOINTS[1:], strict=True):
-            yield _Candidate(f"checkpointing, {name}", blocks, Way(kind, checkpoint=kind))
+            yield _Candidate(f"checkpointing, {name}", blocks, Policy(kind, checkpoint=kind))
 
     def row(self, candidate: _Candidate, baseline: Measured, fixed: int) -> Row | None:
         """Measure a candidate; None if there is nothing in the model that it changes, or it fails."""
-        way, done = candidate.way, baseline
+        way, done = candidate.policy, baseline
         try:
             with changed(candidate.modules, [way] * len(candidate.modules)) as replaced:
                 if way is not BASELINE:
@@ -349,7 +349,7 @@ class _Measurement:
 
         def needed(candidate: _Candidate, name: str, size: int) -> int:
             subject = replace(self.subject, call=self.prepared.inputs(**{**self.sizes, name: size}))
-            with changed(candidate.modules, [candidate.way] * len(candidate.modules)):
+            with changed(candidate.modules, [candidate.policy] * len(candidate.modules)):
                 return step(subject, DEVICE, runs, ways).peak
 
         most: dict[str, dict[str, int]] = {row.name: {} for row in found}

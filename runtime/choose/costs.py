@@ -1,8 +1,9 @@
-"""What each way to train each block costs: bytes kept, bytes at its peak, time; measured by running the model.
+"""What each policy costs for each block: bytes saved, bytes at its peak, time; measured by running the model.
 
-A pass runs the whole model once, forward and backward, with several ways at once: blocks that are alike follow one
-another, and each way gets two of them. The second is measured, because its neighbour is changed like it. Where
-more than four blocks in a row go the same way, four run, and the third is counted for those that are skipped.
+A pass runs the whole model once, forward and backward, with several policies at once: blocks that are alike
+follow one another, and each policy gets two of them. The second is measured: its neighbour is changed like it.
+Where more than four blocks in a row have the same policy, four run, and the third is counted for those that are
+skipped.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from fitact.runtime.measure.subjects import Subject
 from fitact.runtime.restore import differentiate, generators
 from fitact.text import one_line
 
-from .ways import BASELINE, REST, Way, changed
+from .policies import BASELINE, REST, Policy, changed
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way costs for one block.
+    """What a policy costs for one block.
 
     Attributes:
-        keep: bytes that stay alive from its forward pass to its backward pass.
+        saved: bytes that stay alive from its forward pass to its backward pass.
         high: the most bytes alive in its own forward and backward pass, beyond those before it ran.
         work: of both passes.
 
     """
 
-    keep: int
+    saved: int
     high: int
     work: Work
 
@@ -45,14 +46,14 @@ class Segment:
     Attributes:
         paths: of the blocks; empty for what lies between, which occurs once.
         grads: bytes of the gradients that the backward pass of one block leaves.
-        costs: by way; for what lies between only the baseline's, and after the last run also that with less
+        costs: by policy; for what lies between only the baseline's, and after the last run also that with less
             saved there.
 
     """
 
     paths: tuple[str, ...]
     grads: int
-    costs: dict[Way, Cost]
+    costs: dict[Policy, Cost]
 
     @property
     def count(self) -> int:
@@ -68,7 +69,7 @@ class Costs:
         segments: the runs of blocks, and what lies between, before and after.
         baseline: the step of the baseline.
         runs: the runs of blocks among them.
-        notes: ways that a block refuses, and why.
+        notes: policies that a block refuses, and why.
 
     """
 
@@ -83,20 +84,20 @@ class Step:
     """A training step as measured.
 
     Attributes:
-        kept: bytes alive at the end of the forward pass.
+        saved: bytes alive at the end of the forward pass.
         peak: the most bytes alive, without parameters, buffers and inputs.
         work: of both passes.
 
     """
 
-    kept: int
+    saved: int
     peak: int
     work: Work
 
     def like(self, other: Step) -> bool:
         """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
         numbers = [
-            (one.kept, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)
+            (one.saved, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)
         ]
         return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*numbers, strict=True))
 
@@ -104,19 +105,19 @@ class Step:
 def measure(
     subject: Subject,
     device: Device,
-    ways: Sequence[Way],
+    policies: Sequence[Policy],
     progress: Callable[[float], None] = lambda share: None,
 ) -> Costs:
-    """Measure what each way costs in each run of blocks.
+    """Measure what each policy costs in each run of blocks.
 
     Args:
         subject: the model.
         device: how long operations take.
-        ways: the ways, baseline first.
+        policies: the policies, baseline first.
         progress: called with the share that is done.
 
     Returns:
-        The costs. Ways that a block refuses are left out; those that fail are noted, too.
+        The costs. Policies that a block refuses are left out; those that fail are noted, too.
 
     Raises:
         UsageError: the baseline cannot be run.
@@ -131,7 +132,7 @@ def measure(
         segments += [Segment(run.paths, span.grads, {BASELINE: span.cost}), _between(after)]
     segments[-1] = _with_rest(subject, device, runs, segments[-1])
     notes: list[str] = []
-    wanted = [_possible(run, [way for way in ways if way != BASELINE]) for run in runs]
+    wanted = [_possible(run, [policy for policy in policies if policy != BASELINE]) for run in runs]
     passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
     progress(1 / (1 + passes))
     for i in range(passes):
@@ -147,10 +148,10 @@ def measure(
 
 
 def step(
-    subject: Subject, device: Device, runs: Sequence[Run], ways: Sequence[Way], whole: Way = BASELINE
+    subject: Subject, device: Device, runs: Sequence[Run], policies: Sequence[Policy], whole: Policy = BASELINE
 ) -> Step:
-    """Measure a training step of the whole model, with a way for each block of its runs, and one for the whole."""
-    return _step(_marks(subject, device, runs, ways, whole=whole))
+    """Measure a training step of a model, with a policy for each block of its runs, and one for the whole."""
+    return _step(_marks(subject, device, runs, policies, whole=whole))
 
 
 def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segment) -> Segment:
@@ -159,7 +160,7 @@ def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
         return end
     marks = _marks(subject, device, runs, _baseline(runs), whole=REST)
     cost, baseline = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost, end.costs[BASELINE]
-    if cost.keep >= baseline.keep and cost.high >= baseline.high:
+    if cost.saved >= baseline.saved and cost.high >= baseline.high:
         return end
     return replace(end, costs={**end.costs, REST: cost})
 
@@ -186,7 +187,7 @@ def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mar
     return runs, _marks(subject, device, runs, baseline)
 
 
-def _baseline(runs: Sequence[Run]) -> list[Way]:
+def _baseline(runs: Sequence[Run]) -> list[Policy]:
     return [BASELINE for run in runs for _ in run.blocks]
 
 
@@ -199,20 +200,20 @@ def _between(span: _Span) -> Segment:
     return Segment((), span.grads, {BASELINE: span.cost})
 
 
-def _possible(run: Run, ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that the blocks of a run do not refuse."""
+def _possible(run: Run, policies: Sequence[Policy]) -> list[Policy]:
+    """Return the policies that the blocks of a run do not refuse."""
     found = []
-    for way in ways:
+    for policy in policies:
         try:
-            with changed(run.blocks[:1], [way]):
-                found.append(way)
+            with changed(run.blocks[:1], [policy]):
+                found.append(policy)
         except UsageError:  # there is nothing in the block that it changes
             continue
     return found
 
 
 def _slots(run: Run) -> int:
-    """Return how many ways a run measures at once."""
+    """Return how many policies a run measures at once."""
     return max(len(run.blocks) // 2, 1)
 
 
@@ -228,61 +229,61 @@ class _Span:
 
 
 def _tried(
-    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Way]], notes: list[str]
-) -> Iterator[list[dict[Way, Cost]]]:
-    """Yield what passes measure; if one fails, each of its ways gets a pass of its own."""
+    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Policy]], notes: list[str]
+) -> Iterator[list[dict[Policy, Cost]]]:
+    """Yield what passes measure; if one fails, each of its policies gets a pass of its own."""
     try:
         yield _pass(subject, device, runs, given)
         return
     except FitactError:
-        every = list(dict.fromkeys(way for some in given for way in some))
+        every = list(dict.fromkeys(policy for some in given for policy in some))
         if every == [BASELINE]:
             raise
-    for way in every:
+    for policy in every:
         try:
-            yield _pass(subject, device, runs, [[way] if way in some else [BASELINE] for some in given])
+            yield _pass(subject, device, runs, [[policy] if policy in some else [BASELINE] for some in given])
         except FitactError as error:
-            if way == BASELINE:
+            if policy == BASELINE:
                 raise
-            notes.append(f"{way.name}: it fails: {one_line(error.__cause__ or error)}")
+            notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
 
 
 def _pass(
-    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Way]]
-) -> list[dict[Way, Cost]]:
-    """Return the costs that a pass measures, in each run of each way."""
-    ways = _baseline(runs)
-    where: list[dict[Way, int]] = []
+    subject: Subject, device: Device, runs: Sequence[Run], given: Sequence[Sequence[Policy]]
+) -> list[dict[Policy, Cost]]:
+    """Return the costs that a pass measures, in each run of each policy."""
+    policies = _baseline(runs)
+    where: list[dict[Policy, int]] = []
     first = 0
     for run, some in zip(runs, given, strict=True):
         width = min(len(run.blocks), 2)
         begin = first + min(len(run.blocks) - width * len(some), 1)  # the first two blocks of a model may differ
-        for i, way in enumerate(some):
-            ways[begin + width * i : begin + width * (i + 1)] = [way] * width
-        where.append({way: begin + width * (i + 1) - 1 for i, way in enumerate(some)})
+        for i, policy in enumerate(some):
+            policies[begin + width * i : begin + width * (i + 1)] = [policy] * width
+        where.append({policy: begin + width * (i + 1) - 1 for i, policy in enumerate(some)})
         first += len(run.blocks)
-    parts = _Parts(_marks(subject, device, runs, ways), [len(run.blocks) for run in runs])
-    return [{way: parts.blocks[i].cost for way, i in found.items()} for found in where]
+    parts = _Parts(_marks(subject, device, runs, policies), [len(run.blocks) for run in runs])
+    return [{policy: parts.blocks[i].cost for policy, i in found.items()} for found in where]
 
 
 def _marks(
     subject: Subject,
     device: Device,
     runs: Sequence[Run],
-    ways: Sequence[Way],
+    policies: Sequence[Policy],
     row: int = ROW,
-    whole: Way = BASELINE,
+    whole: Policy = BASELINE,
 ) -> list[Mark]:
-    """Run a step, with at most `row` consecutive blocks that go the same way, and return its moments."""
+    """Run a step, with at most `row` consecutive blocks of the same policy, and return its moments."""
     model = subject.model
-    standing = cut(runs, ways, row)
+    standing = cut(runs, policies, row)
     without = {place + k for place, count in standing.items() for k in range(1, count + 1)}
     every = dict(enumerate(block for run in runs for block in run.blocks))
     running = {i: block for i, block in every.items() if i not in without}
     with (
         generators(model),
         subject.environment(),
-        changed([*running.values()], [ways[i] for i in running], model, whole),
+        changed([*running.values()], [policies[i] for i in running], model, whole),
         skipped([every[i] for i in without]),
     ):
         meter = Meter([*model.parameters(), *model.buffers()], device)
@@ -349,7 +350,7 @@ class _Parts:
         """Return a part by the places where its passes begin and end."""
         (a, b), (c, d) = forward, backward
         level = [mark.level for mark in self.marks]
-        keep = level[b] - level[a]
-        high = max(self._peak(a, b) - level[a], self._peak(c, d) - level[c] + keep)
+        saved = level[b] - level[a]
+        high = max(self._peak(a, b) - level[a], self._peak(c, d) - level[c] + saved)
         work = sum((mark.work for i, j in (forward, backward) for mark in self.marks[i + 1 : j + 1]), Work())
-        return _Span(Cost(keep, high, work), (level[d] - level[a]) - (level[c] - level[b]))
+        return _Span(Cost(saved, high, work), (level[d] - level[a]) - (level[c] - level[b]))

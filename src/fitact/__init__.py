@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fitact.planning.make import plan, planner
     from fitact.planning.record import load_plan
     from fitact.runtime.choose.convert import convert
-    from fitact.runtime.choose.ways import revert
+    from fitact.runtime.choose.policies import revert
     from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.saving import checkpoint, hooks, saving
 
@@ -59,7 +59,7 @@ LAZY = {
     "load_plan": "fitact.planning.record",
     "plan": "fitact.planning.make",
     "planner": "fitact.planning.make",
-    "revert": "fitact.runtime.choose.ways",
+    "revert": "fitact.runtime.choose.policies",
     "saving": "fitact.runtime.saving",
 }
 

@@ -34,7 +34,7 @@ from fitact.runtime.choose.capacity import Curve
 from fitact.runtime.choose.compare import Report, measure
 from fitact.runtime.choose.compiler import compiled
 from fitact.runtime.choose.detect import REFUSED, activation_sites
-from fitact.runtime.choose.ways import FULL, SELECTIVE, WAYS, Way, changed
+from fitact.runtime.choose.policies import FULL, POLICIES, SELECTIVE, Policy, changed
 from fitact.runtime.measure import reference as models_reference
 from fitact.runtime.measure.meter import Meter, Work, whole_step
 from fitact.runtime.measure.prepare import Prepared, Training, imported, prepare
@@ -84,9 +84,9 @@ def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
             blocks = [block for _, block in blocks_of(model)]
             return changed(blocks, [FULL if name == "full" else SELECTIVE] * len(blocks))
         case "saving, exact" | "saving, rounding" | "saving, coarse":
-            return changed([model], [WAYS[name.removeprefix("saving, ")]])
+            return changed([model], [POLICIES[name.removeprefix("saving, ")]])
     method, bits = (name, None) if name in ("inverted", "exact") else (name[:-1], int(name[-1]))
-    return changed([model], [Way(name, method=method, bits=bits)])
+    return changed([model], [Policy(name, method=method, bits=bits)])
 
 
 def kept(prepared: Prepared, inputs: Inputs, name: str = "baseline", autocast: torch.dtype | None = None) -> Saved:

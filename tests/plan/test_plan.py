@@ -28,7 +28,7 @@ from fitact.planning.record import GIB, Plan, from_json, sentence
 from fitact.runtime.choose.checkpoints import Checkpointed
 from fitact.runtime.choose.costs import Costs, Step
 from fitact.runtime.choose.costs import step as measured_step
-from fitact.runtime.choose.ways import BASELINE, FULL, OF_BLOCKS, REST, SELECTIVE, WAYS, Way, changed
+from fitact.runtime.choose.policies import BASELINE, FULL, OF_BLOCKS, POLICIES, REST, SELECTIVE, Policy, changed
 from fitact.runtime.measure import devices
 from fitact.runtime.measure.devices import DEVICES, Device
 from fitact.runtime.measure.meter import Meter
@@ -147,17 +147,17 @@ def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str
     room = low + share * (planner.fixed + planner.costs.baseline.peak - low)
     plan = planner.plan(room / GIB, error)
     assert plan.fits and plan.peak <= room
-    assert any(group.way != "baseline" for group in plan.groups)
+    assert any(group.policy != "baseline" for group in plan.groups)
     assert from_json(plan.to_json()) == plan
     twin = copy.deepcopy(model)
     plan.apply(twin)
     peak, tracked, saved = counted(twin, inputs)
     assert peak == pytest.approx(plan.peak, rel=1e-3)
-    if not any("bit" in group.way for group in plan.groups):  # PyTorch's tracker sees what a kernel unpacks
+    if not any("bit" in group.policy for group in plan.groups):  # PyTorch's tracker sees what a kernel unpacks
         given = sum(one.nbytes for one in (*inputs.args, *inputs.kwargs.values()))  # which it counts if detached
         assert any(tracked - more == pytest.approx(plan.peak, rel=1e-3) for more in (0, given))
     if not any(isinstance(one, Checkpointed) for one in twin.modules()):
-        assert saved == pytest.approx(plan.kept, rel=0.01)
+        assert saved == pytest.approx(plan.saved, rel=0.01)
     if error == "exact":
         assert equal(results(twin, inputs), results(model, inputs))
     fitact.revert(twin)
@@ -181,7 +181,7 @@ def test_an_applied_plan_peaks_at_what_it_said(kind: str, lora: bool) -> None:
 def test_an_applied_plan_of_two_widths(error: str, share: float) -> None:
     model, x = stack()
     plan = check_applied(model, Inputs((x,)), planner(), error, share)
-    assert {WAYS[group.way].error for group in plan.groups} <= {*ERRORS[: ERRORS.index(error) + 1]}
+    assert {POLICIES[group.policy].error for group in plan.groups} <= {*ERRORS[: ERRORS.index(error) + 1]}
 
 
 @pytest.mark.parametrize("autocast", [None, pytest.param("bfloat16", marks=pytest.mark.full)])
@@ -271,19 +271,19 @@ def test_no_baseline_is_faster_at_any_budget(error: str) -> None:
     assert wins
 
 
-OF_GELU = [way for way in OF_BLOCKS if way.method != "exact"]  # which has no derivative by its output
+OF_GELU = [policy for policy in OF_BLOCKS if policy.method != "exact"]  # which has no derivative by its output
 
 
-@pytest.mark.parametrize("way", OF_GELU, ids=lambda way: way.name)
-def test_costs_of_blocks_add_up_to_the_peak_of_the_model(way: Way) -> None:
+@pytest.mark.parametrize("policy", OF_GELU, ids=lambda policy: policy.name)
+def test_costs_of_blocks_add_up_to_the_peak_of_the_model(policy: Policy) -> None:
     """By PyTorch's tracker on real tensors; where a run ends, its output may be kept or not."""
     problem = Problem(costs(), ERRORS[-1])
     model, x = stack()
     blocks = [*model.first, *model.second]  # type: ignore[misc]
-    with changed(blocks, [way] * len(blocks), model, BASELINE):
+    with changed(blocks, [policy] * len(blocks), model, BASELINE):
         tracked = peak_memory(lambda: step(model, Inputs((x,))), model)
     own = tracked["total"] - tracked["parameters"] - tracked["buffers"]
-    assert peak(problem.stages, problem.every(way)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
+    assert peak(problem.stages, problem.every(policy)) == pytest.approx(own, rel=0.001, abs=x.nbytes)
 
 
 # ------------------------------------------------------------------------------------------------- kept as a file
@@ -318,8 +318,9 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": "other/1"}, "schema: expected fitact.plan/2, got 'other/1': this is not a plan"),
-        ({"schema": "fitact.plan/3"}, "upgrade fitact to read it"),
+        ({"schema": "other/1"}, "schema: expected fitact.plan/3, got 'other/1': this is not a plan"),
+        ({"schema": "fitact.plan/4"}, "upgrade fitact to read it"),
+        ({"schema": "fitact.plan/2"}, "expected fitact.plan/3, got 'fitact.plan/2': make it again"),
         ({"gib": "24"}, "gib: expected a number, got '24'"),
         ({"gib": float("nan")}, "NaN is not a JSON number"),
         ({"gib": 10**400}, "gib: expected a number in the range of float64"),
@@ -328,9 +329,12 @@ def test_a_plan_is_kept_and_applied_elsewhere(tmp_path: Path) -> None:
         ({"more": 1}, "more is unknown"),
         ({"error": "none"}, "error: expected exact, rounding, coarse, got 'none'"),
         ({"model": "a\nb"}, "model: expected a printable text"),
-        ({"groups": [{"way": "__import__('os')", "blocks": ["first.0"]}]}, r"groups\[0\].way: expected baseline"),
-        ({"groups": [{"way": "baseline", "blocks": ["a", "a"]}]}, "is there twice"),
-        ({"groups": [{"way": "baseline"}]}, r"groups\[0\].blocks is missing"),
+        (
+            {"groups": [{"policy": "__import__('os')", "blocks": ["first.0"]}]},
+            r"groups\[0\].policy: expected baseline",
+        ),
+        ({"groups": [{"policy": "baseline", "blocks": ["a", "a"]}]}, "is there twice"),
+        ({"groups": [{"policy": "baseline"}]}, r"groups\[0\].blocks is missing"),
         ({"groups": 3}, "groups: expected a list, got 3"),
         ({"groups": []}, "groups: expected some"),
     ],
@@ -463,9 +467,9 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
     room = (low + high) // 2
     tried: list[list[str]] = []
 
-    def noted(subject: Any, device: Any, runs: Any, ways: Sequence[Way], whole: Way) -> Step:
-        tried.append([whole.name, *(way.name for way in ways)])
-        done = measured_step(subject, device, runs, ways, whole)
+    def noted(subject: Any, device: Any, runs: Any, policies: Sequence[Policy], whole: Policy) -> Step:
+        tried.append([whole.name, *(policy.name for policy in policies)])
+        done = measured_step(subject, device, runs, policies, whole)
         return dataclasses.replace(done, peak=done.peak + (high - low) // 8)
 
     monkeypatch.setattr(make, "step", noted)
@@ -497,7 +501,7 @@ def test_shapes_that_depend_on_values_are_planned_with_values() -> None:
     planner = fitact.planner(model, example_inputs=inputs.args, optimizer="none", device=CPU)
     low, baseline = planner.least("exact"), planner.fixed + planner.costs.baseline.peak
     plan = planner.plan((low + baseline) / 2 / GIB, "exact")
-    assert any(group.way != "baseline" for group in plan.groups)
+    assert any(group.policy != "baseline" for group in plan.groups)
     assert type(model.experts[0]) is Block and model.gate.weight.grad is None
     expected = results(model, inputs)
     plan.apply(model)

@@ -30,7 +30,7 @@ def everything(given: list[Stage]) -> list[tuple[int, float]]:
         for at, (_, one) in enumerate(blocks):
             later = sum(s.grads for s, _ in blocks[at + 1 :])
             most = max(most, level + one.high + later)
-            level += one.keep
+            level += one.saved
         found.append((most, sum(one.seconds for _, one in blocks)))
     return found
 

@@ -1,4 +1,4 @@
-"""A step cut short is the whole step: of like blocks that go one way some run, and one stands for the others."""
+"""A step cut short is the whole step: of like blocks of one policy some run, and one stands for the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.choose.costs import measure, step
-from fitact.runtime.choose.ways import BASELINE, FULL, SELECTIVE, WAYS, Way
+from fitact.runtime.choose.policies import BASELINE, FULL, POLICIES, SELECTIVE, Policy
 from fitact.runtime.measure.blocks import cut, runs_of
 from fitact.runtime.measure.devices import DEVICES
 from fitact.runtime.measure.prepare import prepare
@@ -17,7 +17,7 @@ from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.measure.subjects import Subject, copied
 
 DEVICE = DEVICES["t4"]
-EXACT, ROUNDING = WAYS["exact"], WAYS["rounding"]
+EXACT, ROUNDING = POLICIES["exact"], POLICIES["rounding"]
 
 
 class Block(nn.Module):
@@ -63,8 +63,8 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(("ways", "frozen"), ROWS.values(), ids=ROWS)
-def test_a_step_cut_short_is_the_whole_step(ways: list[Way], frozen: int) -> None:
+@pytest.mark.parametrize(("policies", "frozen"), ROWS.values(), ids=ROWS)
+def test_a_step_cut_short_is_the_whole_step(policies: list[Policy], frozen: int) -> None:
     model = Model()
     for block in [model.embed, *model.blocks][: frozen + 1 if frozen else 0]:
         block.requires_grad_(False)
@@ -72,10 +72,10 @@ def test_a_step_cut_short_is_the_whole_step(ways: list[Way], frozen: int) -> Non
     runs = runs_of(of)
     assert [len(run.blocks) for run in runs] == ([5, 4] if frozen else [9])
     assert all(run.steady for run in runs)
-    assert cut(runs, ways)
-    short = step(of, DEVICE, runs, ways)
-    whole = step(of, DEVICE, [replace(run, steady=False) for run in runs], ways)
-    assert (short.kept, short.peak) == (whole.kept, whole.peak)
+    assert cut(runs, policies)
+    short = step(of, DEVICE, runs, policies)
+    whole = step(of, DEVICE, [replace(run, steady=False) for run in runs], policies)
+    assert (short.saved, short.peak) == (whole.saved, whole.peak)
     assert (short.work.flops, short.work.traffic) == (whole.work.flops, whole.work.traffic)
     assert short.work.seconds == pytest.approx(whole.work.seconds)
 
@@ -87,8 +87,8 @@ def test_full_size_models_are_cut_short(kind: str) -> None:
     of = prepared.subject(inputs)
     costs = measure(of, DEVICE, [BASELINE])
     assert all(run.steady for run in costs.runs)
-    ways = [BASELINE for run in costs.runs for _ in run.blocks]
-    assert costs.baseline.like(step(of, DEVICE, [replace(run, steady=False) for run in costs.runs], ways))
+    policies = [BASELINE for run in costs.runs for _ in run.blocks]
+    assert costs.baseline.like(step(of, DEVICE, [replace(run, steady=False) for run in costs.runs], policies))
 
 
 def test_a_model_that_reads_every_block_is_not_cut_short() -> None:

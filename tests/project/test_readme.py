@@ -21,7 +21,7 @@ from fitact.planning.make import Planner, Problem
 from fitact.planning.programme import peak
 from fitact.planning.record import GIB
 from fitact.runtime.choose.compare import measure
-from fitact.runtime.choose.ways import BASELINE, FULL
+from fitact.runtime.choose.policies import BASELINE, FULL
 from fitact.runtime.measure.devices import USUAL, device_of
 from fitact.runtime.measure.prepare import Training, prepare
 from fitact.runtime.measure.reference import gelu_mlp

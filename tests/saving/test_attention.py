@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
-from fitact.runtime.choose.ways import SELECTIVE, changed
+from fitact.runtime.choose.policies import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.attention import attention

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fitact
 from fitact import saving
-from fitact.runtime.choose.ways import SELECTIVE, changed
+from fitact.runtime.choose.policies import SELECTIVE, changed
 from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
 from fitact.runtime.measure.subjects import blocks_of
 from fitact.runtime.torch_internals import storage_id, tree_leaves

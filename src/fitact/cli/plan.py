@@ -48,7 +48,9 @@ from .options import FILE, advance, progress, say
     metavar="PATTERN",
     help="Paths of the blocks, e.g. 'features.*'. Repeatable.  [default: the modules that the model repeats]",
 )
-@click.option("--front", is_flag=True, help="Also other ways, and plans for other memories; --plot draws these.")
+@click.option(
+    "--front", is_flag=True, help="Also plans for other memories, and checkpointing; --plot draws these."
+)
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
 @click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
 def plan(

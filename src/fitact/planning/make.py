@@ -1,4 +1,4 @@
-"""Making a plan: the costs of all ways, the programme for the budget, the check of its answer, and the front."""
+"""Making a plan: the costs of policies, the programme for the budget, the check of its answer, and the front."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fitact.errors import JobError, UsageError, quote
 from fitact.runtime.choose.capacity import Curve
 from fitact.runtime.choose.compare import DTYPES, MOST_GIB, OPTIMIZERS
 from fitact.runtime.choose.costs import Cost, Costs, Step, measure, step
-from fitact.runtime.choose.ways import BASELINE, FULL, OF_BLOCKS, REST, SELECTIVE, Way
+from fitact.runtime.choose.policies import BASELINE, FULL, OF_BLOCKS, REST, SELECTIVE, Policy
 from fitact.runtime.measure.devices import USUAL, Device, device_of
 from fitact.runtime.measure.subjects import Patterns, Subject, copied
 from fitact.runtime.saving import ERRORS
@@ -58,7 +58,7 @@ def plan(
 
     Args:
         model: the model, with its adapters and frozen layers, in its dtype.
-        gib: the memory of a step in GiB: parameters, gradients, the optimizer's state, and what is kept for
+        gib: the memory of a step in GiB: parameters, gradients, the optimizer's state, and what is saved for
             backward and needed meanwhile. PyTorch's allocator and CUDA's context need some more.
         error: how far gradients may be off: `"exact"`, `"rounding"` or `"coarse"`, as for `fitact.saving`.
         example_inputs: inputs to run the model with, as for `fitact.convert`. Backward starts from the
@@ -101,7 +101,7 @@ def planner(
     blocks: Patterns = None,
     error: str = ERRORS[-1],
 ) -> Planner:
-    """Measure once what each way to train each block of a model costs, for plans for several memories.
+    """Measure once what each policy costs for each block of a model, for plans for several memories.
 
     Args:
         model: as for `plan`.
@@ -175,8 +175,8 @@ class Planner:
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
         self.error = error
-        ways = [way for way in OF_BLOCKS if ERRORS.index(way.error) <= ERRORS.index(error)]
-        self.costs = measure(subject, device, ways, progress)
+        policies = [policy for policy in OF_BLOCKS if ERRORS.index(policy.error) <= ERRORS.index(error)]
+        self.costs = measure(subject, device, policies, progress)
         self.notes = self.costs.notes
         if [run.paths for run in self.costs.runs] == [("",)]:
             self.notes = (ONE_BLOCK, *self.notes)
@@ -209,7 +209,7 @@ class Planner:
             fixed=self.fixed,
             gradients=self.trained,
             peak=self.fixed + done.peak,
-            kept=done.kept,
+            saved=done.saved,
             seconds=done.work.seconds,
             flops_again=max(again.flops, 0),
             traffic_again=max(again.traffic, 0),
@@ -221,7 +221,7 @@ class Planner:
         )
 
     def least(self, error: str) -> int:
-        """Return the least peak of a step in bytes, as measured, with the ways that an error allows.
+        """Return the least peak of a step in bytes, as measured, with the policies that an error allows.
 
         Args:
             error: how far gradients may be off, as for `fitact.plan`.
@@ -242,7 +242,7 @@ class Planner:
             return Point(name, error, self.fixed + peak(of.stages, answer), seconds(of.stages, answer))
 
         baseline = point("baseline", problem.every(BASELINE))
-        points = [baseline, *(point(way.name, problem.every(way)) for way in (FULL, SELECTIVE))]
+        points = [baseline, *(point(policy.name, problem.every(policy)) for policy in (FULL, SELECTIVE))]
         points += [point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()]
         for error in ERRORS[: ERRORS.index(self.error) + 1]:
             of = Problem(self.costs, error)
@@ -295,11 +295,11 @@ class Planner:
 
 
 class Problem:
-    """The programme of a model's costs, with the ways that an error allows.
+    """The programme of a model's costs, with the policies that an error allows.
 
     Attributes:
         costs: the costs.
-        ways: for each segment the ways, in the order of the stages' options.
+        policies: for each segment the policies, in the order of the stages' options.
         stages: the programme's stages.
 
     """
@@ -307,44 +307,44 @@ class Problem:
     def __init__(self, costs: Costs, error: str) -> None:
         self.costs = costs
         most = ERRORS.index(error)
-        self.ways = [
-            [way for way in (*OF_BLOCKS, REST) if way in one.costs and ERRORS.index(way.error) <= most]
+        self.policies = [
+            [policy for policy in (*OF_BLOCKS, REST) if policy in one.costs and ERRORS.index(policy.error) <= most]
             for one in costs.segments
         ]
         self.stages = [
-            Stage(one.count, one.grads, tuple(_option(one.costs[way]) for way in ways))
-            for one, ways in zip(costs.segments, self.ways, strict=True)
+            Stage(one.count, one.grads, tuple(_option(one.costs[policy]) for policy in policies))
+            for one, policies in zip(costs.segments, self.policies, strict=True)
         ]
 
-    def every(self, way: Way, n: int = 1) -> Answer:
-        """Return the answer in which every n-th block goes a way, where it can; the others stay as they are."""
+    def every(self, policy: Policy, n: int = 1) -> Answer:
+        """Return the answer in which every n-th block has a policy, where it can; the others stay as they are."""
         answer: Answer = []
         block = 0
-        for segment, ways in zip(self.costs.segments, self.ways, strict=True):
+        for segment, policies in zip(self.costs.segments, self.policies, strict=True):
             chosen = []
             for _ in range(segment.count):
-                goes = way in ways and bool(segment.paths) and block % n == 0
-                chosen.append(ways.index(way) if goes else 0)
+                goes = policy in policies and bool(segment.paths) and block % n == 0
+                chosen.append(policies.index(policy) if goes else 0)
                 block += bool(segment.paths)
             answer.append(chosen)
         return answer
 
     def groups(self, answer: Answer) -> list[Group]:
-        """Return the groups of blocks that go the same way, each in one part of the model."""
+        """Return the groups of blocks of the same policy, each in one part of the model."""
         paths = (path for segment in self.costs.segments for path in segment.paths)
-        by_way = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
-        found = [Group(way.name, tuple(path for _, path in some)) for way, some in by_way]
+        by_policy = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
+        found = [Group(policy.name, tuple(path for _, path in some)) for policy, some in by_policy]
         return found if self.whole(answer) == BASELINE else [*found, Group(REST.name, ("",))]
 
-    def whole(self, answer: Answer) -> Way:
-        """Return the way of the whole model, which is that of what follows its last block."""
-        return self.ways[-1][answer[-1][0]]
+    def whole(self, answer: Answer) -> Policy:
+        """Return the policy of the whole model, which is that of what follows its last block."""
+        return self.policies[-1][answer[-1][0]]
 
-    def taken(self, answer: Answer) -> list[Way]:
-        """Return the way of each block."""
+    def taken(self, answer: Answer) -> list[Policy]:
+        """Return the policy of each block."""
         return [
-            ways[i]
-            for segment, ways, chosen in zip(self.costs.segments, self.ways, answer, strict=True)
+            policies[i]
+            for segment, policies, chosen in zip(self.costs.segments, self.policies, answer, strict=True)
             for i in chosen[: len(segment.paths)]
         ]
 
@@ -360,7 +360,7 @@ def slack(room: int) -> int:
 
 
 def _option(cost: Cost) -> Option:
-    return Option(cost.keep, cost.high, cost.work.seconds)
+    return Option(cost.saved, cost.high, cost.work.seconds)
 
 
 def largest(

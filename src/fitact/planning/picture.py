@@ -14,7 +14,7 @@ MARKS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
 
 @defaults()
 def draw(plan: Plan, format: str = "png") -> bytes:
-    """Draw the least time for each memory, a line for each error of gradients, and other ways as points.
+    """Draw the least time for each memory, a line for each error, and one policy for all blocks as points.
 
     Args:
         plan: what to draw.

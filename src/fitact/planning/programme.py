@@ -1,14 +1,14 @@
-"""The integer programme: how many blocks of each run are trained which way, so that a step takes least time.
+"""The integer programme: how many blocks of each run have which policy, so that a step takes least time.
 
 A step's memory, above what is fixed, is followed from block to block. Let the blocks be numbered as the forward
-pass reaches them. Let block i keep kᵢ bytes, rise to at most hᵢ bytes above what was there before it, and leave
-gradients of gᵢ bytes. While block j runs backward, the blocks before it still keep what they keep, and those after
-it have left their gradients:
+pass reaches them. Let block i save kᵢ bytes, rise to at most hᵢ bytes above what was there, and leave gradients
+of gᵢ bytes. While block j runs backward, the blocks before it still hold what they saved, and those after it
+have left their gradients:
 
     memory(j) = k₁ + … + k₍ⱼ₋₁₎ + hⱼ + g₍ⱼ₊₁₎ + … + gₙ
 
-and the peak is the largest of these. In a run of like blocks only the number of blocks that go each way matters,
-once their order is fixed: the order with the lowest peak has first the ways whose k is below g, by rising h, then
+and the peak is the largest of these. In a run of like blocks only the number of blocks with each policy matters,
+once their order is fixed: the order with the lowest peak has first those whose k is below g, by rising h, then
 the others, by falling h − k. (Two neighbours that are the other way round can be swapped, and the peak does not
 rise.)
 """
@@ -28,16 +28,16 @@ TOLERANCE = 10**6  # of the solver, as a part of the room
 
 @dataclass(frozen=True)
 class Option:
-    """A way to train one block of a run.
+    """A policy for one block of a run.
 
     Attributes:
-        keep: bytes that it keeps from its forward to its backward pass.
+        saved: bytes that it saves from its forward to its backward pass.
         high: the most bytes alive in either of its passes, above what was there before it ran forward.
         seconds: what both passes take.
 
     """
 
-    keep: int
+    saved: int
     high: int
     seconds: float
 
@@ -62,13 +62,13 @@ class Stage:
 
         def rank(i: int) -> tuple[int, int]:
             one = self.options[i]
-            return (0, one.high) if one.keep < self.grads else (1, one.keep - one.high)
+            return (0, one.high) if one.saved < self.grads else (1, one.saved - one.high)
 
         return sorted(range(len(self.options)), key=rank)
 
     def useful(self) -> list[int]:
         """Return the options that no other one beats or equals in all three numbers."""
-        numbers = [(one.keep, one.high, one.seconds) for one in self.options]
+        numbers = [(one.saved, one.high, one.seconds) for one in self.options]
 
         def beats(i: int, j: int) -> bool:
             return all(a <= b for a, b in zip(numbers[i], numbers[j], strict=True)) and (
@@ -104,7 +104,7 @@ def peak(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> int:
         for i in chosen:
             grads -= stage.grads
             most = max(most, level + stage.options[i].high + grads)
-            level += stage.options[i].keep
+            level += stage.options[i].saved
     return most
 
 
@@ -155,7 +155,7 @@ def least(stages: Sequence[Stage]) -> int:
 
 
 def _fits(stages: Sequence[Stage], room: int) -> int | None:
-    """Return a peak that is at most `room`, if there are options for it, keeping as little as possible."""
+    """Return a peak that is at most `room`, if there are options for it, saving as little as possible."""
     options: list[list[int]] = []
     level, most = 0, 0
     grads = sum(stage.count * stage.grads for stage in stages)
@@ -166,9 +166,9 @@ def _fits(stages: Sequence[Stage], room: int) -> int | None:
             can = [i for i, one in enumerate(stage.options) if level + one.high + grads <= room]
             if not can:
                 return None
-            i = min(can, key=lambda i: stage.options[i].keep)
+            i = min(can, key=lambda i: stage.options[i].saved)
             most = max(most, level + stage.options[i].high + grads)
-            level += stage.options[i].keep
+            level += stage.options[i].saved
             chosen.append(i)
         options.append(chosen)
     return most
@@ -196,15 +196,15 @@ def _solved(stages: Sequence[Stage], room: int) -> Counts | None:
         lower.append(low)
         upper.append(high)
 
-    before = np.zeros(2 * total)  # bytes kept by earlier stages
+    before = np.zeros(2 * total)  # bytes saved by earlier stages
     grads = sum(stage.count * stage.grads for stage in stages)
-    worst = 0  # the most that they can keep
+    worst = 0  # the most that they can save
     for stage, place in zip(stages, places, strict=True):
         row = np.zeros(2 * total)
         row[place] = 1
         constrain(row, stage.count, stage.count)
         grads -= stage.count * stage.grads
-        ahead = before.copy()  # kept and given up by the blocks before, of this stage too
+        ahead = before.copy()  # saved and given up by the blocks before, of this stage too
         useful, most = stage.useful(), 0
         for i in stage.order():
             if i not in useful:
@@ -217,7 +217,7 @@ def _solved(stages: Sequence[Stage], room: int) -> Counts | None:
             link[n], link[u] = 1, -stage.count
             constrain(link, -np.inf, 0)
             base = grads + (stage.count - 1) * stage.grads + one.high
-            gain = one.keep - stage.grads
+            gain = one.saved - stage.grads
             most = max(most, gain)
             big = max(0, worst + stage.count * most + base + max(-gain, 0) - room)  # lifts the limit where u is 0
             first = ahead.copy()
@@ -228,8 +228,8 @@ def _solved(stages: Sequence[Stage], room: int) -> Counts | None:
             last[u] += big
             constrain(last / scale, -np.inf, (room - base + gain + big) / scale)
         for i in place:
-            before[i] += stage.options[i - place[0]].keep
-        worst += stage.count * max(one.keep for one in stage.options)
+            before[i] += stage.options[i - place[0]].saved
+        worst += stage.count * max(one.saved for one in stage.options)
     times = np.array([one.seconds for stage in stages for one in stage.options])
     unit = max(float(times.max()), 1e-30)
     bounds = np.array([stage.count for stage in stages for _ in stage.options] + [1] * total, dtype=float)

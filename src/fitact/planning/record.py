@@ -18,31 +18,31 @@ from fitact.text import columns, three
 if TYPE_CHECKING:
     from torch import nn
 
-SCHEMA = "fitact.plan/2"
+SCHEMA = "fitact.plan/3"
 MAX_BYTES = 1 << 25
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Group:
-    """Blocks that are trained the same way.
+    """Blocks of the same policy.
 
     Attributes:
-        way: its name, one of `fitact.runtime.choose.ways.WAYS`.
+        policy: its name, one of `fitact.runtime.choose.policies.POLICIES`.
         blocks: the paths of the blocks in the model; `""` is the model itself.
 
     """
 
-    way: str
+    policy: str
     blocks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A way to train the whole model, or a plan for one budget.
+    """The whole model with one policy, or a plan for one budget.
 
     Attributes:
-        name: of the way, such as `"baseline"`; `"plan"` for plans.
+        name: of the policy, such as `"baseline"`; `"plan"` for plans.
         error: what it does to gradients: `"exact"`, `"rounding"` or `"coarse"`.
         peak: the most bytes of a step, parameters and the optimizer's state among them.
         seconds: of a step, by the model of the device.
@@ -70,12 +70,12 @@ class Plan:
         fixed: bytes of parameters, buffers and the optimizer's state.
         gradients: bytes of the gradients.
         peak: the most bytes of a step, `fixed` among them; if nothing fits, the least that a step needs.
-        kept: bytes kept for backward at the end of the forward pass.
+        saved: bytes saved for backward at the end of the forward pass.
         seconds: of a forward and backward pass, by the model of the device.
         flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the baseline.
         baseline_peak, baseline_seconds: the same of the baseline.
         groups: how each block is trained; empty if nothing fits.
-        points: other ways to train the model, and the least time for other memories.
+        points: the model with one policy for all blocks, and the least time for other memories.
         notes: further remarks.
 
     """
@@ -91,7 +91,7 @@ class Plan:
     fixed: int
     gradients: int
     peak: int
-    kept: int
+    saved: int
     seconds: float
     flops_again: int
     traffic_again: int
@@ -123,7 +123,7 @@ class Plan:
         write(Path(path), self.to_json())
 
     def plot(self, path: str | Path | None = None, format: str = "png") -> bytes:
-        """Draw memory against time: the plans for each error, and other ways as points.
+        """Draw memory against time: the plans for each error, and other policies as points.
 
         Args:
             path: where to write the picture; its ending gives the format. By default it is only returned.
@@ -156,11 +156,11 @@ class Plan:
                 so; the model is then unchanged.
 
         """
-        from fitact.runtime.choose.ways import apply
+        from fitact.runtime.choose.policies import apply
 
         if not self.fits:
             raise UsageError(f"the plan {sentence(self)}: there is nothing to apply")
-        apply(model, [(group.way, group.blocks) for group in self.groups])
+        apply(model, [(group.policy, group.blocks) for group in self.groups])
 
 
 # ----------------------------------------------------------------------------------------------------------- words
@@ -168,7 +168,7 @@ class Plan:
 
 def sentence(plan: Plan) -> str:
     """Return in a few words whether a step fits, and what it costs."""
-    from fitact.runtime.choose.ways import WAYS
+    from fitact.runtime.choose.policies import POLICIES
     from fitact.runtime.saving import ERRORS
 
     if not plan.fits:
@@ -176,9 +176,9 @@ def sentence(plan: Plan) -> str:
         return (
             f"does not fit: a step takes at least {_gib(plan.peak)}, {rest} of it weights, gradients and optimizer"
         )
-    used = [WAYS[group.way] for group in plan.groups]
-    wide = max(used, key=lambda way: ERRORS.index(way.error))
-    if all(group.way == "baseline" for group in plan.groups):
+    used = [POLICIES[group.policy] for group in plan.groups]
+    wide = max(used, key=lambda policy: ERRORS.index(policy.error))
+    if all(group.policy == "baseline" for group in plan.groups):
         return "fits as it is"
     prefix = "fits as it is, and " if plan.baseline_peak <= plan.gib * GIB else "fits "
     words = "exact gradients" if wide.error == "exact" else wide.name
@@ -192,10 +192,12 @@ def _advice(plan: Plan) -> str:
         return "to do: take a smaller batch (fitact plan --largest batch finds it), a larger error, or train less"
     counts: Counter[str] = Counter()
     for group in plan.groups:
-        counts[group.way] += len(group.blocks)
+        counts[group.policy] += len(group.blocks)
     if {*counts} == {"baseline"}:
         return "to do: nothing, train the model as it is"
-    return f"to do: plan.apply(model), which makes {', '.join(f'{n} {way}' for way, n in counts.most_common())}"
+    return (
+        f"to do: plan.apply(model), which makes {', '.join(f'{n} {policy}' for policy, n in counts.most_common())}"
+    )
 
 
 def _lines(plan: Plan) -> Iterator[str]:
@@ -204,12 +206,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield _advice(plan)
     yield ""
     if plan.groups:
-        rows = [(group.way, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
+        rows = [(group.policy, f"×{len(group.blocks)}", _span(group.blocks)) for group in plan.groups]
         yield from columns(rows, "<><")
         yield ""
     yield (
         f"peak of a step {_gib(plan.peak)}: {_gib(plan.fixed)} parameters and optimizer, {_gib(plan.gradients)} "
-        f"gradients, {_gib(plan.kept)} kept for backward at the end of forward; the baseline's peak "
+        f"gradients, {_gib(plan.saved)} saved for backward at the end of forward; the baseline's peak "
         f"{_gib(plan.baseline_peak)}"
     )
     if plan.groups:
@@ -270,7 +272,7 @@ def from_json(text: str) -> Plan:
     given = record_of(text, SCHEMA, "a plan")
     values = _checked(Plan, {key: value for key, value in given.items() if key != "schema"}, "")
     plan = Plan(**values)
-    _check_ways(plan)
+    _check_policies(plan)
     return plan
 
 
@@ -305,14 +307,16 @@ def _value(kind: str, value: Any, where: str) -> Any:
     raise UsageError(f"not a plan: {where}: expected {names[kind]}, got {quote(value)}")
 
 
-def _check_ways(plan: Plan) -> None:
-    from fitact.runtime.choose.ways import WAYS
+def _check_policies(plan: Plan) -> None:
+    from fitact.runtime.choose.policies import POLICIES
     from fitact.runtime.saving import ERRORS
 
     seen: set[str] = set()
     for i, group in enumerate(plan.groups):
-        if group.way not in WAYS:
-            raise UsageError(f"not a plan: groups[{i}].way: expected {', '.join(WAYS)}, got {quote(group.way)}")
+        if group.policy not in POLICIES:
+            raise UsageError(
+                f"not a plan: groups[{i}].policy: expected {', '.join(POLICIES)}, got {quote(group.policy)}"
+            )
         for path in group.blocks:
             if path in seen:
                 raise UsageError(f"not a plan: groups[{i}].blocks: {quote(path)} is there twice")

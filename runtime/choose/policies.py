@@ -1,4 +1,4 @@
-"""The ways to train a module: what it saves, and whether it is run again; putting models in them, and back."""
+"""The policies of modules: how each saves, and whether it is run again; applied to models, and reverted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .replacement import inner, put_back
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to train a module.
+class Policy:
+    """How a module is trained.
 
     Attributes:
         name: in plans and tables.
@@ -46,29 +46,29 @@ class Way:
     checkpoint: str = ""
 
 
-def _of_blocks() -> Iterator[Way]:
-    yield Way("baseline")
-    yield from (Way(kind, checkpoint=kind) for kind in CHECKPOINTS[1:])
+def _of_blocks() -> Iterator[Policy]:
+    yield Policy("baseline")
+    yield from (Policy(kind, checkpoint=kind) for kind in CHECKPOINTS[1:])
     for error in ERRORS:
         for kind in CHECKPOINTS:
-            yield Way(", ".join(filter(None, (error, kind))), error, partial(saving, error), checkpoint=kind)
-    yield Way("derivatives by the output", "rounding", method="exact")
-    yield Way("derivatives by the output and a bit", "rounding", method="inverted")
-    yield Way("derivatives in 3 bits", "coarse", method="fewbit")
+            yield Policy(", ".join(filter(None, (error, kind))), error, partial(saving, error), checkpoint=kind)
+    yield Policy("derivatives by the output", "rounding", method="exact")
+    yield Policy("derivatives by the output and a bit", "rounding", method="inverted")
+    yield Policy("derivatives in 3 bits", "coarse", method="fewbit")
 
 
 OF_BLOCKS = tuple(_of_blocks())
 BASELINE, FULL, SELECTIVE = OF_BLOCKS[:3]
-REST = Way("exact outside of the blocks", context=partial(saving, "exact"))  # of the whole model
-WAYS: dict[str, Way] = {way.name: way for way in (*OF_BLOCKS, REST)}
+REST = Policy("exact outside of the blocks", context=partial(saving, "exact"))  # of the whole model
+POLICIES: dict[str, Policy] = {one.name: one for one in (*OF_BLOCKS, REST)}
 
 
-def put(module: nn.Module, way: Way) -> int:
+def put(module: nn.Module, policy: Policy) -> int:
     """Change a module, in place; `revert` puts it back.
 
     Args:
         module: a baseline block, or the whole model.
-        way: what it becomes.
+        policy: what it becomes.
 
     Returns:
         How many activations were replaced.
@@ -77,25 +77,28 @@ def put(module: nn.Module, way: Way) -> int:
         UsageError: nothing in the module can be changed so.
 
     """
-    if way.context is not None:
-        attach(module, way.context)
-    replaced = len(convert(module, way.method, way.bits).replaced) if way.method is not None else 0
-    if way.method is not None and not replaced:
+    if policy.context is not None:
+        attach(module, policy.context)
+    replaced = len(convert(module, policy.method, policy.bits).replaced) if policy.method is not None else 0
+    if policy.method is not None and not replaced:
         raise UsageError("it holds no activation that can be replaced")
-    if way.checkpoint:
-        check_in(module, way.checkpoint)
+    if policy.checkpoint:
+        check_in(module, policy.checkpoint)
     return replaced
 
 
 @contextmanager
 def changed(
-    modules: Sequence[nn.Module], ways: Sequence[Way], model: nn.Module | None = None, whole: Way = BASELINE
+    modules: Sequence[nn.Module],
+    policies: Sequence[Policy],
+    model: nn.Module | None = None,
+    whole: Policy = BASELINE,
 ) -> Iterator[int]:
     """Change modules, and what is outside of them, until the context ends.
 
     Args:
         modules: the modules.
-        ways: what each becomes.
+        policies: what each becomes.
         model: the whole model, if it is changed itself.
         whole: what it becomes.
 
@@ -108,15 +111,15 @@ def changed(
     """
     with ExitStack() as stack:
         replaced = 0
-        for module, way in [*zip(modules, ways, strict=True), *([] if model is None else [(model, whole)])]:
+        for module, policy in [*zip(modules, policies, strict=True), *([] if model is None else [(model, whole)])]:
             stack.callback(revert, module)
-            replaced += put(module, way if module is model else _inside(way, whole))
+            replaced += put(module, policy if module is model else _inside(policy, whole))
         yield replaced
 
 
-def _inside(way: Way, whole: Way) -> Way:
-    """Return a way for a block of a model that has a way itself: one that is to stay as it is must leave it."""
-    return replace(BASELINE, context=baseline) if whole == REST and way == BASELINE else way
+def _inside(policy: Policy, whole: Policy) -> Policy:
+    """Return the policy of a block of a model that has one itself: a block that stays as it is must leave it."""
+    return replace(BASELINE, context=baseline) if whole == REST and policy == BASELINE else policy
 
 
 def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
@@ -124,7 +127,7 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
 
     Args:
         model: the model.
-        groups: names of ways, each with the paths of the blocks that take it.
+        groups: names of policies, each with the paths of the blocks that take it.
 
     Raises:
         UsageError: the model has no such block, is changed already, or a block cannot be changed so.
@@ -140,13 +143,13 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     for path in (path for _, paths in groups for path in paths):
         if path not in there:
             raise UsageError(f"the model has no block {quote(path)}: the plan was made for another model")
-    whole = next((WAYS[name] for name, _ in groups if WAYS[name] == REST), BASELINE)
+    whole = next((POLICIES[name] for name, _ in groups if POLICIES[name] == REST), BASELINE)
     with ExitStack() as undo:
         undo.callback(revert, model)
         for name, paths in groups:
             for path in paths:
                 try:
-                    put(there[path], _inside(WAYS[name], whole))
+                    put(there[path], _inside(POLICIES[name], whole))
                 except UsageError as error:
                     raise UsageError(f"{path or 'the model'}: {name}: {error}") from None
         undo.pop_all()
