@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.records.fit import AnyFit, GateFit, LearnedFit
+from fitact.fitter.records.fit import AnyFit
 
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted
@@ -70,7 +70,7 @@ def plan(fits: Iterable[AnyFit], *, hub: bool = False) -> dict[str, str]:
 
 def kernel_name(fit: AnyFit) -> str:
     """Return the name of a fit's kernel, `gelu_fewbit3` → `gelu-fewbit3`; UsageError if it can have none."""
-    if isinstance(fit, GateFit):
+    if len(fit.activation.ARGUMENTS) > 1:
         raise UsageError(
             f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
             "make a folder with --standalone instead"
@@ -94,8 +94,7 @@ def _standalone(fit: AnyFit) -> dict[str, str]:
 
 
 def _kernel(fit: AnyFit, name: str) -> dict[str, str]:
-    numbers = list(fit.activation.names) if isinstance(fit, LearnedFit) else []
-    own = {"name": fit.name, "module": class_name(fit.name), "kernel": name, "numbers": numbers}
+    own = {"name": fit.name, "module": class_name(fit.name), "kernel": name, "numbers": [*fit.activation.names]}
     context = admitted(own)
     layers, build = (
         environment().get_template(f"{file}.j2").render(context) for file in ("layers.py", "build.toml")

@@ -88,8 +88,8 @@ def render(fit: AnyFit, layout: Layout = MODULES, *, ops: str = "", layers: bool
         "expression": fit.activation.expression,
         "method": fit.method,
     }
-    template, own = _own(fit)
-    context |= own
+    template, own = _TEMPLATES[type(fit)]
+    context |= own(fit)
     printed = [code for code in context.values() if isinstance(code, dialects.Code)]
     printed += [code for part in context.get("dtypes", ()) for code in (part["triton"], part["torch"])]
     printed += [function["code"] for function in context.get("functions", ())]
@@ -101,20 +101,6 @@ def render(fit: AnyFit, layout: Layout = MODULES, *, ops: str = "", layers: bool
     key = f"{fit.name}-{hashlib.sha256(draft.encode()).hexdigest()[:16]}"
     place = {"command": layout.command, "alone": layout is not MODULES, "ops": ops, "layers": layers, "key": key}
     return checked(page.render(context, **place), page.render(emptied(context), **place), fit.name)
-
-
-def _own(fit: AnyFit) -> tuple[str, dict[str, Any]]:
-    """Return the template for a kind of fit, and the values that only this template needs."""
-    if isinstance(fit, GateFit):
-        return "gate.py.j2", gates.context(fit)
-    if isinstance(fit, LearnedFit):
-        return "learned.py.j2", learned.context(fit)
-    value = _value(fit.activation)
-    if isinstance(fit, StepFit):
-        return "step.py.j2", value | _step(fit)
-    if isinstance(fit, ExactFit):
-        return "exact.py.j2", value | _exact(fit)
-    return "inverted.py.j2", value | _inverted(fit)
 
 
 def _value(activation: Activation) -> dict[str, Any]:
@@ -133,7 +119,7 @@ def _step(fit: StepFit) -> dict[str, Any]:
     alias = {"gelu": " (ReGELU2)", "silu": " (ReSiLU2)"}.get(fit.activation.name or "") if fit.bits == 2 else None
     paper = fit.options.get("source")
     nearest = f"that is nearest to {of}{alias if alias and of == 'f' else ''}"
-    return {
+    return _value(fit.activation) | {
         "source": f"whose coefficients are those of {paper}" if paper else nearest,
         "kept": _bits(fit.bits),
         "domain": " to ".join(f"{end:g}" for end in fit.domain),
@@ -145,7 +131,7 @@ def _step(fit: StepFit) -> dict[str, Any]:
 
 
 def _exact(fit: ExactFit) -> dict[str, Any]:
-    return {
+    return _value(fit.activation) | {
         "derivative": fit.derivative,
         "triton_derivative": printers.render(fit.formula, dialects.TRITON, variable="y"),
         "torch_derivative": printers.render(fit.formula, dialects.TORCH, variable="y"),
@@ -153,7 +139,7 @@ def _exact(fit: ExactFit) -> dict[str, Any]:
 
 
 def _inverted(fit: InvertedFit) -> dict[str, Any]:
-    return {
+    return _value(fit.activation) | {
         "kept": f" and {_bits(fit.bits)} per element" if fit.bits else "",
         "bits": fit.bits,
         "size": 2**fit.bits,
@@ -192,6 +178,16 @@ def _rows(polynomials: Sequence[Sequence[float]]) -> list[list[str]]:
 
 def _bits(count: int) -> str:
     return f"{count} bit{'s'[: count > 1]}"
+
+
+# Kinds of fit: the template of each, and what gives the values that only this template needs.
+_TEMPLATES: dict[type[AnyFit], tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    StepFit: ("step.py.j2", _step),
+    ExactFit: ("exact.py.j2", _exact),
+    InvertedFit: ("inverted.py.j2", _inverted),
+    GateFit: ("gate.py.j2", gates.context),
+    LearnedFit: ("learned.py.j2", learned.context),
+}
 
 
 @cache

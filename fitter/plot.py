@@ -47,7 +47,7 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
 
     """
     check_format(format)
-    panels = [panel for fit in fits for panel in _panels(fit)]
+    panels = [partial(panel, fit) for fit in fits for panel in _PANELS[fit.method]]
     if not panels:
         raise UsageError("nothing to draw: expected one fit or more")
     columns = min(len(panels), COLUMNS)
@@ -66,24 +66,9 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
     return save(figure, format)
 
 
-def _panels(fit: AnyFit) -> list[Callable[[Axes, Axes], None]]:
-    """Return what draws the pairs of panels of a fit."""
-    if isinstance(fit, GateFit):
-        return [partial(_draw_factor, fit, name) for name in ("a", "b")]
-    if isinstance(fit, StepFit) and fit.method == "relumix":
-        return [partial(_draw_primitive, fit), partial(_draw_step, fit)]
-    drawn: dict[type[AnyFit], tuple[Callable[..., None], ...]] = {
-        StepFit: (_draw_step,),
-        ExactFit: (_draw_exact,),
-        InvertedFit: (_draw_over_output, _draw_over_input),
-        LearnedFit: (_draw_formula,),
-    }
-    return [partial(panel, fit) for panel in drawn[type(fit)]]
-
-
-def _draw_factor(fit: GateFit, name: str, upper: Axes, lower: Axes) -> None:
+def _draw_factor(fit: GateFit, upper: Axes, lower: Axes, *, name: str, argument: str) -> None:
     """Draw a factor that is computed again: its value above, its derivative below."""
-    factor, argument = (fit.activation.a, "g") if name == "a" else (fit.activation.b, "u")
+    factor = getattr(fit.activation, name)
     x = np.linspace(-REACH, REACH, POINTS)
     _line(upper, x, factor.value(x), color=EXACT, linewidth=1.8, label=f"${name}$ exact")
     _line(lower, x, factor.derivative(x), color=EXACT, linewidth=1.8)
@@ -261,3 +246,14 @@ def _view(fit: StepFit) -> tuple[float, float]:
     middle = (first + last) / 2
     half = reach / 2 * (1 + 2 * MARGIN)
     return max(low, middle - half), min(high, middle + half)
+
+
+# The panels of a fit, by the method that made it.
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "fewbit": (_draw_step,),
+    "relumix": (_draw_primitive, _draw_step),
+    "exact": (_draw_exact,),
+    "inverted": (_draw_over_output, _draw_over_input),
+    "gate_rebuild": (partial(_draw_factor, name="a", argument="g"), partial(_draw_factor, name="b", argument="u")),
+    "learned_rebuild": (_draw_formula,),
+}

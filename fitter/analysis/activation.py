@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -26,22 +26,71 @@ from fitact.fitter.expr.wide import Array
 
 from . import shape
 from .roots import REALS
-from .shape import Asymptote, Breakpoint, Monotone, Range
-
-
-def check_formula(what: object, formula: Expr) -> None:
-    """Raise UsageError if a formula does not depend on x, or has a constant that float32 cannot hold."""
-    if x not in formula.free_symbols:
-        raise UsageError(f"{what} does not depend on x: write a formula in x")
-    if (number := beyond_singles(formula)) is not None:
-        raise UsageError(
-            f"{what}: float32, in which it is computed, cannot hold its constant {number}: "
-            f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
-        )
+from .shape import Asymptote, Breakpoint, Monotone
 
 
 @dataclass(frozen=True)
-class Activation:
+class Formula:
+    """What a fit is made of. The subclasses are the kinds: activations, gates, formulas with learned numbers.
+
+    Attributes:
+        name: its name in the catalog, or None for a user's own formula.
+        expression: the formula's text.
+
+    """
+
+    KIND: ClassVar[str]
+    ARGUMENTS: ClassVar[tuple[str, ...]] = ("x",)
+
+    name: str | None
+    expression: str
+
+    def __str__(self) -> str:
+        """Return its name in messages."""
+        return f"{self.KIND} {quote(self.expression)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the learned numbers."""
+        return ()
+
+    @cached_property
+    def typed(self) -> Expr:
+        """The formula as it was typed, no idiom replaced: a SymPy expression in `atoms.x` and learned numbers."""
+        return parse(self.expression, what=self.KIND, learned=self.names)
+
+    @cached_property
+    def formula(self) -> Expr:
+        """The formula as a SymPy expression in `atoms.x` and learned numbers."""
+        return stable(self.typed)
+
+    @cached_property
+    def derivative_formula(self) -> Expr:
+        """Its derivative in x, as `formula`."""
+        return stable(differentiated(self.formula))
+
+    @property
+    def torch(self) -> str | None:
+        """A call of PyTorch's own function on `x`, if there is one."""
+        return None
+
+    def record(self) -> dict[str, Any]:
+        """Return the formula as its JSON object."""
+        return {"name": self.name, "expression": self.expression}
+
+    def check(self) -> None:
+        """Raise UsageError if the formula does not depend on x, or has a constant that float32 cannot hold."""
+        if x not in self.formula.free_symbols:
+            raise UsageError(f"{self} does not depend on x: write a formula in x")
+        if (number := beyond_singles(self.formula)) is not None:
+            raise UsageError(
+                f"{self}: float32, in which it is computed, cannot hold its constant {number}: "
+                f"expected {SMALLEST_SINGLE:.3g} to {LARGEST_SINGLE:.3g} in size"
+            )
+
+
+@dataclass(frozen=True)
+class Activation(Formula):
     """A pointwise activation y = f(x).
 
     Attributes:
@@ -54,16 +103,16 @@ class Activation:
 
     """
 
-    name: str | None
-    expression: str
+    KIND = "activation"
+
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_formula(self, self.formula)
+        self.check()
 
-    def __str__(self) -> str:
-        """Return its name in messages."""
-        return f"activation {quote(self.expression)}"
+    def record(self) -> dict[str, Any]:
+        """As in `Formula`."""
+        return super().record() | ({"parameters": dict(self.parameters)} if self.parameters else {})
 
     @classmethod
     def of(cls, text: str, parameters: Mapping[str, float] | None = None) -> Activation:
@@ -88,21 +137,6 @@ class Activation:
                 "such as x*sigmoid(x)"
             )
         return cls(None, text)
-
-    @cached_property
-    def typed(self) -> Expr:
-        """The formula as it was typed, no idiom replaced, as a SymPy expression in `atoms.x`."""
-        return parse(self.expression, what="activation")
-
-    @cached_property
-    def formula(self) -> Expr:
-        """The activation as a SymPy expression in `atoms.x`."""
-        return stable(self.typed)
-
-    @cached_property
-    def derivative_formula(self) -> Expr:
-        """Its derivative as a SymPy expression in `atoms.x`."""
-        return stable(differentiated(self.formula))
 
     @cached_property
     def second_derivative_formula(self) -> Expr:
@@ -152,11 +186,10 @@ class Activation:
         """Return the intervals of (low, high) on which f is monotone, and the roots of f′ with their orders."""
         return shape.pieces(self.formula, self.derivative_formula, low, high)
 
-    def derivative_range(self, low: float = -REALS, high: float = REALS) -> Range:
-        """Return infimum and supremum of f′ on (low, high)."""
-        return shape.derivative_range(
-            self.formula, self.derivative_formula, self.second_derivative_formula, low, high
-        )
+    def derivative_range(self, low: float = -REALS, high: float = REALS) -> tuple[float, float]:
+        """Return the least and the largest value of f′ on (low, high)."""
+        formulas = self.formula, self.derivative_formula, self.second_derivative_formula
+        return shape.derivative_range(*formulas, low, high)
 
     def steps(self, low: float, high: float) -> int | None:
         """Return the number of intervals of (low, high) on which f′ is constant, None if f′ varies."""

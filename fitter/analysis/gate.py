@@ -10,11 +10,11 @@ from fitact.fitter.expr.atoms import x
 from fitact.fitter.expr.catalog import GATES
 from fitact.fitter.expr.product import VARIABLES, Factor, Product, is_of_two
 
-from .activation import Activation
+from .activation import Activation, Formula
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(Formula):
     """A gate h = a(g)·b(u).
 
     Attributes:
@@ -27,8 +27,8 @@ class Gate:
 
     """
 
-    name: str | None
-    expression: str
+    KIND = "gate"
+    ARGUMENTS = VARIABLES
 
     def __post_init__(self) -> None:
         _ = self.a, self.b
@@ -53,10 +53,6 @@ class Gate:
     def b(self) -> Activation:
         """The factor of u as an activation of x."""
         return self._activation(1)
-
-    def __str__(self) -> str:
-        """Return its name in messages."""
-        return f"gate {quote(self.expression)}"
 
     @cached_property
     def _factors(self) -> tuple[Factor, Factor]:

@@ -8,6 +8,7 @@ import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import sympy
@@ -21,7 +22,7 @@ from fitact.fitter.expr.product import Substituted
 from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.expr.wide import Array
 
-from .activation import Activation, check_formula
+from .activation import Activation, Formula
 
 MOST = 8  # learned numbers of a formula
 MAX_NAME = 40  # characters
@@ -91,7 +92,7 @@ def _taken(name: object) -> str | None:
 
 
 @dataclass(frozen=True)
-class Learned:
+class Learned(Formula):
     """A formula with learned numbers, y = f(x; a, b, …).
 
     Attributes:
@@ -105,8 +106,8 @@ class Learned:
 
     """
 
-    name: str | None
-    expression: str
+    KIND = "formula"
+
     numbers: tuple[Number, ...]
 
     def __post_init__(self) -> None:
@@ -117,7 +118,7 @@ class Learned:
         for number, symbol in zip(self.numbers, self.symbols, strict=True):
             if symbol not in self.typed.free_symbols:
                 raise UsageError(f"{self}: the learned number {number.name} is used nowhere")
-        check_formula(self, self.formula)
+        self.check()
         self._check_start()
 
     @classmethod
@@ -140,9 +141,9 @@ class Learned:
             return cls(text, expression, tuple(Number(name, *pair) for name, pair in {**own, **numbers}.items()))
         return cls(None, text, tuple(Number(name, *pair) for name, pair in numbers.items()))
 
-    def __str__(self) -> str:
-        """Return its name in messages."""
-        return f"formula {quote(self.expression)}"
+    def record(self) -> dict[str, Any]:
+        """As in `Formula`."""
+        return super().record() | {"learned": [vars(number) for number in self.numbers]}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,21 +154,6 @@ class Learned:
     def symbols(self) -> tuple[Expr, ...]:
         """The learned numbers as SymPy symbols."""
         return tuple(map(sympy.Symbol, self.names))
-
-    @cached_property
-    def typed(self) -> Expr:
-        """The formula as it was typed, in `atoms.x` and `symbols`."""
-        return parse(self.expression, what="formula", learned=self.names)
-
-    @cached_property
-    def formula(self) -> Expr:
-        """The formula in `atoms.x` and `symbols`."""
-        return stable(self.typed)
-
-    @cached_property
-    def derivative_formula(self) -> Expr:
-        """Its derivative in x."""
-        return stable(self.formula.diff(x))
 
     @cached_property
     def gradient_formulas(self) -> tuple[Expr, ...]:

@@ -18,7 +18,6 @@ from functools import cached_property, lru_cache
 import numpy as np
 import sympy
 from flint import arb, ctx
-from numpy.typing import NDArray
 
 from fitact.fitter.expr import atoms
 from fitact.fitter.expr.atoms import Expr, differentiated, x
@@ -28,7 +27,6 @@ from fitact.fitter.expr.exact import LEAST_ORDER, Number, enclose, order, roughl
 from fitact.fitter.expr.wide import Array
 
 Part = tuple[float, float, int]  # low, high, sign
-Point = tuple[Number, int, int]  # a root: the exact point, the sign below, the sign above
 
 REALS = float(np.finfo(np.float32).max)  # the end of the default domain
 MAX_SWITCHES = 256
@@ -49,23 +47,21 @@ class Roots:
     Attributes:
         at: where it is zero or jumps from one sign to the other, float64, increasing.
         exact: the same points to 25 digits or more.
-        below, above: the sign of the formula just below and just above each point, −1 or 1.
-        flats: the intervals on which it is identically 0.
         signs: (low, high, sign) of all intervals on which the sign is −1, 0 or 1 except at isolated roots,
             increasing; where the formula is undefined there is no interval.
-        complete: whether these are all roots.
-        reach: the |x| up to which these are all roots; infinite if complete.
+        reach: the |x| up to which these are all roots; infinite if there are no more.
 
     """
 
     at: Array
     exact: tuple[Number, ...]
-    below: NDArray[np.int8]
-    above: NDArray[np.int8]
-    flats: tuple[tuple[float, float], ...]
     signs: tuple[Part, ...]
-    complete: bool
     reach: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether these are all roots."""
+        return math.isinf(self.reach)
 
 
 def roots(expr: Expr, low: float, high: float, limit: int = 64) -> Roots:
@@ -97,19 +93,10 @@ def _roots(expr: Expr, low: float, high: float, limit: int) -> Roots:
     return _assembled(search.whole(), search.points, search.reach)
 
 
-def _assembled(signs: Sequence[Part], points: dict[float, Point], reach: float) -> Roots:
+def _assembled(signs: Sequence[Part], points: dict[float, Number], reach: float) -> Roots:
     """Return the record of what a search has found."""
     at = sorted(point for point in points if abs(point) < reach)
-    return Roots(
-        np.array(at, dtype=np.float64),
-        tuple(points[point][0] for point in at),
-        np.array([points[point][1] for point in at], dtype=np.int8),
-        np.array([points[point][2] for point in at], dtype=np.int8),
-        tuple((a, b) for a, b, sign in signs if sign == FLAT),
-        tuple(signs),
-        math.isinf(reach),
-        reach,
-    )
+    return Roots(np.array(at, dtype=np.float64), tuple(points[point] for point in at), tuple(signs), reach)
 
 
 def breaks(
@@ -129,7 +116,7 @@ def breaks(
     for u in _arguments(expr, switches_only):
         result = roots(u, low, high, MAX_SWITCHES)
         found.update(zip(result.at.tolist(), result.exact, strict=True))
-        ends = {end for flat in result.flats for end in flat if low < end < high}
+        ends = {end for *flat, sign in result.signs if sign == FLAT for end in flat if low < end < high}
         found.update({end: arb(end) for end in ends - set(found)})
         reach = min(reach, result.reach)
     kept: dict[float, Number] = {}
@@ -178,7 +165,7 @@ class _Search:
         self.derivative = differentiated(expr)
         self.signs: list[Part] = []
         self.rough: list[Part] = []  # boxes beyond what enclosures can tell
-        self.points: dict[float, Point] = {}
+        self.points: dict[float, Number] = {}
 
     @cached_property
     def curve(self) -> Expr:
@@ -305,7 +292,7 @@ class _Search:
                 self.signs.append((p, q, TINY))
             elif s == 0 or t == 0:
                 if s == 0:
-                    self.point(arb(p), signs[i - 1], t)
+                    self.point(arb(p))
                 self.signs.append((p, q, s or t))
             elif s != t:
                 self.crossing(p, q, s)
@@ -318,7 +305,7 @@ class _Search:
         """Record the root in (a, b), where the sign changes from `sign`."""
         at = _root((self.expr, self.derivative, self.curve), a, b, sign)
         self.signs += [(a, float(at), sign), (float(at), b, -sign)]
-        self.point(at, sign, -sign)
+        self.point(at)
 
     def touching(self, a: float, b: float, sign: int, size: Number) -> None:
         """Record what the extremum in (a, b), which points toward 0, brings: two crossings, a root, or nothing."""
@@ -326,7 +313,7 @@ class _Search:
         found = value(self.expr, at, 20)
         point = float(at)
         if abs(found) <= size * arb("1e-25"):
-            self.point(at, sign, sign)
+            self.point(at)
             self.signs += [(a, point, sign), (point, b, sign)]
         elif found * sign < 0 and a < point < b:
             self.crossing(a, point, sign)
@@ -334,10 +321,10 @@ class _Search:
         else:
             self.signs.append((a, b, sign))
 
-    def point(self, at: Number, below: int, above: int) -> None:
-        """Record a root, with the signs beside it, if it lies inside the interval."""
+    def point(self, at: Number) -> None:
+        """Record a root if it lies inside the interval."""
         if self.low < at < self.high:
-            self.points[float(at)] = at, below, above
+            self.points[float(at)] = at
 
     def whole(self) -> list[Part]:
         """Return the signs put together, and record the roots at breaks."""
@@ -353,7 +340,7 @@ class _Search:
             if below * above < 0 or (
                 below * above > 0 and any(order(self.expr, exact, side) > LEAST_ORDER for side in (-1, 1))
             ):
-                self.points[point] = exact, below, above
+                self.points[point] = exact
         joined: list[Part] = []
         for a, b, sign in parts:
             if joined and joined[-1][1:] == (a, sign):

@@ -22,7 +22,7 @@ from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.exact import LEAST_ORDER, Number, order, shifted, sign_of, value
 from fitact.fitter.expr.wide import Array
 
-from .roots import REALS, Roots, breaks, roots
+from .roots import REALS, Roots, breaks, gap, roots
 
 TOLERANCE = 1e-12  # relative: values that differ by less count as equal
 SCALES = (4, 8, 16, 32, 64)  # of |x|, as powers of ten, at which limits are looked for
@@ -89,15 +89,6 @@ class Monotone:
     roots: tuple[Root, ...]
     complete: bool
     reach: float
-
-
-@dataclass(frozen=True)
-class Range:
-    """Infimum and supremum of f′, ±∞ if it is unbounded; if not `complete`, those of the values seen."""
-
-    low: float
-    high: float
-    complete: bool
 
 
 def switch_points(f: Expr, low: float, high: float) -> Array:
@@ -207,35 +198,19 @@ def pieces(f: Expr, df: Expr, low: float = -REALS, high: float = REALS) -> Monot
     return Monotone(tuple(parts), tuple(stationary), math.isinf(reach), reach)
 
 
-@lru_cache(maxsize=512)
-def derivative_range(f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: float = REALS) -> Range:
-    """Return infimum and supremum of f′ on (low, high), its limits at the ends and at breaks included.
+def derivative_range(
+    f: Expr, df: Expr, d2f: Expr, low: float = -REALS, high: float = REALS
+) -> tuple[float, float]:
+    """Return the least and the largest value of f′ on (low, high): at its extrema, beside breaks, at the ends.
 
-    An end at the range of float32 or beyond stands for ±∞.
+    Larger ones than 1e15 count as ±∞.
     """
-    found = roots(d2f, low, high)
-    points, reach = breaks(df, low, high)
-    more, further = breaks(f, low, high)
-    points = {**more, **points}
-    reach = min(found.reach, reach, further)
-    complete = math.isinf(reach)
-    values = [float(value(df, at, 20)) for at in found.exact if not value(f, at, 15).is_nan()]
-    for exact in points.values():
-        values += [_limit_at(df, exact, side) for side in (-1, 1) if not _beside(f, exact, side).is_nan()]
-    for end, side in ((low, -1), (high, 1)):
-        if abs(end) < REALS:
-            values.append(_limit_at(df, arb(end), -side))
-            continue
-        if value(f, end, 15).is_nan():
-            continue
-        limit = asymptote(df, side)
-        complete &= limit.kind in ("line", "infinite")
-        values.append(limit.limit)
-    middle = _inside(max(low, -reach), min(high, reach))
-    if not value(f, middle, 15).is_nan():
-        values.append(float(value(df, middle, 20)))
-    values = [0.0 if abs(one) < 1e-50 else one for one in values if not math.isnan(one)]
-    return Range(min(values, default=math.nan), max(values, default=math.nan), complete)
+    beside = [at + side * gap(at) for at in breaks(df, low, high)[0] for side in (-1, 1)]
+    at = np.array([low, high, _inside(low, high), *beside, *roots(d2f, low, high).at])
+    values = evaluate(df, at[~np.isnan(evaluate(f, at))])
+    values = values[~np.isnan(values)]
+    values[np.abs(values) > 1e15] *= np.inf
+    return _snapped(values.min(initial=math.inf)), _snapped(values.max(initial=-math.inf))
 
 
 def _beside(expr: Expr, at: Number, side: int, distance: str = "1e-20") -> Number:
@@ -255,17 +230,6 @@ def _jumps(expr: Expr, at: Number) -> bool:
             return False
         far, near = (abs(b - a) for a, b in sides)
         return bool(near > far / 2 and near > TOLERANCE * max(abs(below), abs(above)))
-
-
-def _limit_at(df: Expr, at: Number, side: int) -> float:
-    """Return the one-sided limit of f′ at a point: 0 and ±∞ too, if only as fast as a logarithm."""
-    limit = _beside(df, at, side)
-    power = order(df, at, side)
-    if power > LEAST_ORDER:
-        return 0.0
-    if power < -LEAST_ORDER or 0 < 1.3 * abs(_beside(df, at, side, "1e-12")) < abs(limit):
-        return sign_of(limit) * math.inf
-    return float(limit)
 
 
 def _goes_on(f: Expr, at: Number | None, direction: int) -> bool:
@@ -294,7 +258,7 @@ def _inside(low: float, high: float) -> float:
     return low + (high - low) * 0.4871 if math.isfinite(high - low) else low * 0.5129 + high * 0.4871
 
 
-def _snapped(number: Number) -> float:
+def _snapped(number: Number | float) -> float:
     return 0.0 if abs(number) < 1e-15 else float(number)
 
 

@@ -39,7 +39,6 @@ MAX_NESTED = 30  # of SymPy's tree: its functions call themselves
 MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow
 MIN_NUMBER = 1e-300  # and below it underflow
 MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
-LONGEST_SHOWN = 120  # characters of a formula in a message
 MAX_BITS = 1024  # of an exact power of a number
 MAX_EXPONENT = 1000  # in size
 MAX_READ = 256  # formulas that are remembered
@@ -89,12 +88,6 @@ def text_of(expr: Expr, variable: str = "x") -> str:
     """Return a formula as text that `parse` reads, numbers that are no short fractions rounded to float64."""
     numbers = {n: _decimal(n) for n in expr.atoms(sympy.Rational) if n.q > MAX_DENOMINATOR}
     return str(_Text().doprint(expr.xreplace({x: sympy.Symbol(variable), **numbers})))
-
-
-def shown(expr: Expr) -> str:
-    """Return a formula's text for a message, cut where it is long."""
-    text = text_of(expr)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def _decimal(number: Expr) -> Expr:

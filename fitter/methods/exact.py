@@ -17,10 +17,11 @@ from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.exact import value
 from fitact.fitter.expr.parser import parse, text_of
 from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.numerics.dtypes import DTYPES, from_output, halves, stored
+from fitact.fitter.numerics.dtypes import DTYPES, halves, in_single, stored
 from fitact.fitter.records.fit import ExactFit
 
 METHOD = "exact"
+LARGEST = 3e38  # of a derivative that float32 holds
 REACH = 50.0  # the verification samples x from -REACH to REACH
 AGREEMENT = 1e-15  # between the formula and f', relative to the larger of f' and 1: a constant may be rounded
 # x in float32 for the stated error: dense round 0 and out to where every activation has met its asymptote
@@ -93,14 +94,24 @@ def errors(activation: Activation, formula: Expr) -> dict[str, float]:
     """Return the error from rounding y to each storage dtype, for x of the same dtype, to four significant digits.
 
     It is the maximum of |g(y) − f′(x)| / max(1, |f′(x)|) with g in float32, over all finite x in half precision
-    and over a dense sample in float32. Breakpoints, and y beyond the dtype's range, are left out.
+    and over a dense sample in float32. Breakpoints, and y beyond the dtype's range, are left out. Where g is not
+    finite, or nothing is, a UsageError says so.
     """
     singles = np.concatenate([SINGLES, -SINGLES]).astype(np.float64)
     corners = activation.switch_points(-1e6, 1e6)
-    found = {}
+    stated = {}
     for dtype in DTYPES:
         at = singles if dtype == "float32" else halves(dtype)
         at = at[~np.isin(at, corners)]
         true, y = activation.derivative(at), stored(activation, at, dtype)
-        found[dtype] = from_output(activation, "its derivative", true, y, formula, dtype)
-    return found
+        found, valid = in_single(formula, y), (np.abs(true) < LARGEST) & np.isfinite(y)
+        if not valid.any():
+            raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")
+        if (lost := valid & ~np.isfinite(found)).any():
+            raise UsageError(
+                f"{activation}: its derivative as a function of y is {found[lost][0]:g} in place of "
+                f"{true[lost][0]:g} where y rounds to {y[lost][0]:g} in {dtype}"
+            )
+        error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
+        stated[dtype] = float(f"{error.max():.4g}")
+    return stated

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import FLOAT32
 from fitact.fitter.expr.atoms import Expr
 from fitact.fitter.expr.wide import Array
 
 DTYPES = ("bfloat16", "float16", "float32")
-LARGEST = 3e38  # of a derivative that float32 holds
 
 
 def halves(dtype: str) -> Array:
@@ -50,32 +48,3 @@ def rounded(values: Array, dtype: str) -> Array:
     bits = single.view(np.uint32)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(single), np.nan, kept.view(np.float32)).astype(np.float64)
-
-
-def from_output(activation: object, what: str, true: Array, y: Array, formula: Expr, dtype: str) -> float:
-    """Return the largest error of a formula in y, relative to the larger of the true value and 1, to four digits.
-
-    Args:
-        activation: whose outputs they are, for messages.
-        what: what the formula gives, for messages, as `"its derivative"`.
-        true: the true values, float64.
-        y: the outputs, rounded to the named dtype, same shape.
-        formula: in `atoms.x` for y; it is computed in float32.
-        dtype: the name.
-
-    Raises:
-        UsageError: the formula is not finite somewhere, or nothing is.
-
-    """
-    found = in_single(formula, y)
-    valid = (np.abs(true) < LARGEST) & np.isfinite(y)
-    if not valid.any():
-        raise UsageError(f"{activation}: {dtype} holds neither its value nor its derivative anywhere")
-    lost = valid & ~np.isfinite(found)
-    if lost.any():
-        raise UsageError(
-            f"{activation}: {what} as a function of y is {found[lost][0]:g} in place of {true[lost][0]:g} where "
-            f"y rounds to {y[lost][0]:g} in {dtype}"
-        )
-    error = np.abs(found[valid] - true[valid]) / np.maximum(1.0, np.abs(true[valid]))
-    return float(f"{error.max():.4g}")

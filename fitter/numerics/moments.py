@@ -118,17 +118,10 @@ class Moments:
 def running(rows: Array) -> Array:
     """Return the running sums of each row from 0, (rows, n + 1), each rounded once.
 
-    A plain cumulative sum drifts by a rounding per term, and the last digits of a border depend on it.
+    A cumulative sum in float64 drifts by a rounding per term, and the last digits of a border depend on it.
     """
-    sums = np.zeros((len(rows), rows.shape[1] + 1))
-    for row, out in zip(rows.tolist(), sums, strict=True):
-        total = lost = 0.0
-        for i, term in enumerate(row, 1):
-            grown = total + term
-            lost += (total - grown) + term if abs(total) >= abs(term) else (term - grown) + total
-            total = grown
-            out[i] = total + lost
-    return sums
+    sums = np.cumsum(rows, axis=1, dtype=np.longdouble)
+    return np.pad(sums.astype(np.float64), ((0, 0), (1, 0)))
 
 
 def spread(moments: Array) -> Array:

@@ -84,6 +84,10 @@ class Weight:
     def __post_init__(self) -> None:
         _ = self._data or self._expr
 
+    def record(self) -> str:
+        """Return the weight as JSON has it: its text."""
+        return self.text
+
     @cached_property
     def _data(self) -> _Data | None:
         """The histogram that the text holds, if it holds one."""

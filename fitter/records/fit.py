@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_origin
 import numpy as np
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.activation import Activation, Formula
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.analysis.roots import REALS
@@ -92,7 +92,7 @@ class Fit:
 
     name: str
     method: str
-    activation: Activation | Gate | Learned
+    activation: Formula
     error: Mapping[str, float]
 
     def __post_init__(self) -> None:
@@ -341,22 +341,10 @@ AnyFit = StepFit | ExactFit | InvertedFit | GateFit | LearnedFit
 KINDS: tuple[type[AnyFit], ...] = (StepFit, ExactFit, InvertedFit, GateFit, LearnedFit)
 
 
-def activation_record(activation: Activation | Gate | Learned) -> dict[str, Any]:
-    """Return an activation, a gate or a formula with learned numbers as its JSON object."""
-    record: dict[str, Any] = {"name": activation.name, "expression": activation.expression}
-    if isinstance(activation, Activation) and activation.parameters:
-        record["parameters"] = dict(activation.parameters)
-    if isinstance(activation, Learned):
-        record["learned"] = [vars(number) for number in activation.numbers]
-    return record
-
-
 def _plain(value: Any) -> object:
     """Return a part of a fit as JSON has it, if JSON has no such type."""
-    if isinstance(value, Activation | Gate | Learned):
-        return activation_record(value)
-    if isinstance(value, Weight):
-        return value.text
+    if isinstance(value, Formula | Weight):
+        return value.record()
     return {part.name: getattr(value, part.name) for part in fields(value)}
 
 

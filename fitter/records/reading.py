@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 from fitact.errors import FitactError, UsageError, quote
 from fitact.files import read_text
-from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.analysis.activation import Activation, Formula
 from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.analysis.learned import MOST, Learned, Number
+from fitact.fitter.analysis.learned import Learned, Number
 from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.numerics.weight import Weight
 
-from .fit import KINDS, SCHEMA, AnyFit, Option, activation_record
-from .validate import check_keys, hints_of, label, mapping, number, record_of, text
+from .fit import KINDS, SCHEMA, AnyFit, Option
+from .validate import check_keys, hints_of, label, mapping, readable, record_of, text
 from .validate import read as read_as
 
-T = TypeVar("T", Activation, Gate, Learned)
+T = TypeVar("T", bound=Formula)
 
 MAX_BYTES = 1 << 20
 # Methods of once, and what is in their place.
@@ -84,19 +84,14 @@ def _gate(value: object, what: str) -> Gate:
 def _learned(value: object, what: str) -> Learned:
     record = mapping(value, what)
     check_keys(what, record, ("expression", "learned", "name"))
-    numbers = read_as(tuple[Number, ...], record["learned"], f"{what}.learned", {Number: _number})
-    if len(numbers) > MOST or not numbers:
-        raise UsageError(f"{what}.learned: expected a list of 1 to {MOST} objects, got {len(numbers)}")
+    numbers: tuple[Number, ...] = read_as(tuple[Number, ...], record["learned"], f"{what}.learned", {})
     if record["name"] is None:
         return Learned(None, text(record["expression"], f"{what}.expression"), numbers)
     given = {one.name: (one.start, one.channel) for one in numbers}
     return _named(record, what, LEARNED, lambda name: Learned.of(name, given))
 
 
-def _number(value: object, what: str) -> Number:
-    record = mapping(value, what)
-    check_keys(what, record, ("channel", "name", "start"))
-    return Number(record["name"], number(record["start"], f"{what}.start"), record["channel"])
+readable(Number)
 
 
 def _named(record: dict[str, Any], what: str, known: Mapping[str, object], make: Callable[[str], T]) -> T:
@@ -107,7 +102,7 @@ def _named(record: dict[str, Any], what: str, known: Mapping[str, object], make:
             f"{what}.name: {quote(name)} is not in this catalog; the name of any other formula is null"
         )
     made = make(name)
-    theirs = activation_record(made)
+    theirs = made.record()
     for part in ("expression", *record):
         if record[part] != theirs.get(part):
             raise UsageError(

@@ -79,7 +79,8 @@ def test_records_that_are_wrong() -> None:
     record = json.loads(CASES["dyt"].fit.to_json())
     number = record["activation"]["learned"][0]
     for change, message in (
-        ({"learned": []}, r"activation\.learned: expected a list of 1 to 8 objects"),
+        ({"learned": []}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
+        ({"name": None, "learned": []}, "expected 1 to 8 learned numbers, got 0"),
         ({"learned": [number]}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
         ({"learned": [number, number]}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
         ({"name": None, "learned": [number, number]}, "two learned numbers have one name|unknown name"),

@@ -12,7 +12,7 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.analysis.shape import Asymptote, Monotone, Range
+from fitact.fitter.analysis.shape import Asymptote, Monotone
 from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr.parser import text_of
 from fitact.fitter.methods import exact, fewbit, inverted, relumix
@@ -97,7 +97,7 @@ def _analysed(f: Activation) -> list[tuple[str, str]]:
         ("toward +inf", _toward(f.asymptotes[1])),
         ("pieces", _pieces(monotone)),
         ("roots of f'", _roots(monotone)),
-        ("range of f'", _range(f.derivative_range())),
+        ("range of f'", " to ".join(map(_number, f.derivative_range()))),
         ("arithmetic", problem(f) or "float32 computes f well from -1e38 to 1e38"),
     ]
 
@@ -154,11 +154,6 @@ def _roots(monotone: Monotone) -> str:
     )
 
 
-def _range(values: Range) -> str:
-    ends = f"{_number(values.low)} to {_number(values.high)}"
-    return ends if values.complete else f"at least {ends}; beyond what could be seen it may be more"
-
-
 def _answer(f: Activation, method: Callable[[Activation], str]) -> str:
     """Return what a method says of an activation, or why it does not apply."""
     try:
@@ -174,8 +169,7 @@ def _fewbit(f: Activation) -> str:
     if steps is not None:
         bits = max((steps - 1).bit_length(), 1)
         return f"yes: exact at {bits} bit{'s'[: bits > 1]}, as the derivative is a step function"
-    ends = f.derivative_range()
-    if math.isinf(ends.low) or math.isinf(ends.high):
+    if any(map(math.isinf, f.derivative_range())):
         return f"yes, but beyond the domain {low:g} {high:g} an unbounded derivative is cut off"
     return "yes: 1 to 4 bits"
 
