@@ -70,7 +70,7 @@ def plan(fits: Iterable[AnyFit], *, hub: bool = False) -> dict[str, str]:
 
 def kernel_name(fit: AnyFit) -> str:
     """Return the name of a fit's kernel, `gelu_fewbit3` → `gelu-fewbit3`; UsageError if it can have none."""
-    if len(fit.activation.ARGUMENTS) > 1:
+    if fit.activation.ARITY > 1:
         raise UsageError(
             f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
             "make a folder with --standalone instead"

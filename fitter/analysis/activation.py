@@ -40,7 +40,7 @@ class Formula:
     """
 
     KIND: ClassVar[str]
-    ARGUMENTS: ClassVar[tuple[str, ...]] = ("x",)
+    ARITY: ClassVar[int] = 1
 
     name: str | None
     expression: str

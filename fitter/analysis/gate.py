@@ -28,7 +28,7 @@ class Gate(Formula):
     """
 
     KIND = "gate"
-    ARGUMENTS = VARIABLES
+    ARITY = 2
 
     def __post_init__(self) -> None:
         _ = self.a, self.b
