@@ -120,7 +120,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.compiled --times
 	$(BIN)/python benchmarks/conversion.py
 	$(BIN)/python -m benchmarks.convergence
-	$(BIN)/python -m benchmarks.convergence --compiled
+	$(BIN)/python -m benchmarks.convergence --stored
 
 ## What only a GPU can show: correctness, steps, kernels, what fits, training; then the tables of docs/gpu.md and README.
 gpu: $(VENV)/.installed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.norms.modules import MSLayerNorm
 
+from ..rivals import BITS, in_place_of_block_codes
 from .models import Block, Transformer
 from .quantised import QuantisedGelu
 
@@ -27,7 +30,8 @@ class Method:
         activation: makes what takes the place of GELU; None leaves the activation as it is.
         norm: makes, of a shape and ε, what takes the place of LayerNorm, whose affine part is merged into the next
             linear layer and no longer trained by itself; None leaves norms as they are.
-        compiled: makes, of the model, what is called in training; None calls the model itself.
+        policy: arguments of `fitact.saving`, in which the model is called; None calls it without.
+        rival: what takes the place of block codes there, by its name.
         conversion: converts the model, whatever its activation and its norms are; None leaves it as it is.
 
     """
@@ -37,15 +41,15 @@ class Method:
     family: str
     activation: Callable[[], nn.Module] | None = None
     norm: Callable[[tuple[int, ...], float], nn.Module] | None = None
-    compiled: Callable[..., Callable[[Tensor], Tensor]] | None = None
+    policy: Mapping[str, Any] | None = None
+    rival: str = ""
     conversion: Callable[[Transformer], object] | None = None
 
-    def call(self, model: Transformer) -> Callable[[Tensor], Tensor]:
-        """Return what is called in training."""
-        if self.compiled is None:
-            return model
-        torch.compiler.reset()  # or the compiler would give up after so many models of one class
-        return self.compiled(model, fullgraph=True)
+    @contextmanager
+    def around(self, model: Transformer) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Return what is called in training, which happens inside this context."""
+        with in_place_of_block_codes(self.rival) if self.rival else nullcontext():
+            yield model if self.policy is None else fitact.saving(**self.policy)(model)
 
     def apply(self, model: Transformer) -> None:
         """Change a model in place; it goes on computing the same function, up to rounding."""
@@ -88,11 +92,11 @@ def _shipped(method: str, bits: int) -> Callable[[], nn.Module]:
     return partial(fitact.activation, "gelu", method=method, bits=bits)
 
 
-FAMILIES = FEW_BIT, OTHER, RANDOM, COMPILED, LEARNED = (
+FAMILIES = FEW_BIT, OTHER, RANDOM, STORED, LEARNED = (
     "Few-Bit",
     "other methods",
     "stochastic quantisation of the input",
-    "compiled",
+    "everything quantised",
     "with learned numbers",
 )
 EXACT = Method("exact", "exact", "exact")
@@ -116,13 +120,12 @@ METHODS = {
             Method(f"stochastic{k}", f"stochastic, {_plural(k)}", RANDOM, partial(QuantisedGelu, k))
             for k in (1, 2, 3, 4)
         ),
-        Method("compiled", "compiled, exact", COMPILED, compiled=torch.compile),
         *(
-            Method(
-                f"compiled-{error}", f"compiled, {error}", COMPILED, compiled=partial(fitact.compile, error=error)
-            )
-            for error in ("rounding", "coarse")
+            Method(f"blocks{bits}", f"block codes, {bits} bits", STORED, policy={"bits": bits})
+            for bits in (8, 6, 4)
         ),
+        Method("coarse", "coarse", STORED, policy={"error": "coarse"}),
+        *(Method(name, name, STORED, policy={"bits": bits}, rival=name) for name, bits in BITS.items()),
         Method("rebuild", "rebuilt", LEARNED, conversion=fitact.convert),
     )
 }
@@ -130,5 +133,5 @@ METHODS = {
 
 def methods_of(setting: str) -> tuple[str, ...]:
     """Return which methods tasks are trained with in a setting, by their names."""
-    families = {"compiled": (COMPILED,), "learned": (LEARNED,)}.get(setting, (FEW_BIT, OTHER, RANDOM))
+    families = {"stored": (STORED,), "learned": (LEARNED,)}.get(setting, (FEW_BIT, OTHER, RANDOM))
     return tuple(name for name, method in METHODS.items() if method.family in (EXACT.family, *families))

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from .methods import COMPILED, EXACT, FAMILIES, FEW_BIT, LEARNED, METHODS, OTHER, RANDOM
+from .methods import EXACT, FAMILIES, FEW_BIT, LEARNED, METHODS, OTHER, RANDOM, STORED
 from .summary import Comparison
 from .tasks import TASKS
 from .training import Run
@@ -24,7 +24,7 @@ COLORS = {
     FEW_BIT: ("#9ecae1", "#6baed6", "#3182bd", "#08306b"),
     OTHER: ("#7b3294", "#1b9e77", "#999999", "#b8860b", "#d6604d"),
     RANDOM: ("#fdbe85", "#fd8d3c", "#d94701", "#7f2704"),
-    COMPILED: ("#999999", "#08306b", "#9ecae1"),
+    STORED: ("#08306b", "#3182bd", "#9ecae1", "#1b9e77", "#fd8d3c", "#7f2704", "#999999", "#b8860b"),
     LEARNED: ("#08306b",),
 }
 COLOR = {

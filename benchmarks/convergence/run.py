@@ -1,12 +1,12 @@
 """Train every task with every method from every seed, in parallel; write numbers, pictures and sentences.
 
-    python -m benchmarks.convergence [--large | --compiled | --learned] [--task NAME ...] [--method NAME ...]
+    python -m benchmarks.convergence [--large | --stored | --learned] [--task NAME ...] [--method NAME ...]
                                      [--seeds N] [-o F]
 
-from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--compiled`, half an hour,
-trains under the compiler, with codes and without; `--learned`, less than half an hour, trains activations with
-learned numbers, converted and not. Every finished run is written at once: the same command goes on after an
-interrupt, and more seeds are added to those that are there.
+from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--stored`, two hours,
+quantises all that is saved, in block codes and in what others use; `--learned`, less than half an hour, trains
+activations with learned numbers, converted and not. Every finished run is written at once: the same command goes
+on after an interrupt, and more seeds are added to those that are there.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fitact.files import write
 from . import plot
 from .methods import METHODS, methods_of
 from .summary import LEAST, as_record, compare, sentences, table
-from .tasks import COMPILED, LARGE, LEARNED, SMALL, TASKS, Setting, code, prose
+from .tasks import LARGE, LEARNED, SMALL, STORED, TASKS, Setting, code, prose
 from .training import Run, train
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fitact", "numpy", "peft", "scikit-learn", "scipy", "torch")
-ASKED = (LARGE, COMPILED, LEARNED)  # by options of their names
+ASKED = (LARGE, STORED, LEARNED)  # by options of their names
 Job = tuple[str, str, int]
 
 
@@ -135,7 +135,7 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option("--large", is_flag=True, help="Larger models, on a GPU, under autocast to bfloat16.")
-@click.option("--compiled", is_flag=True, help="Compiled models that keep codes for backward.")
+@click.option("--stored", is_flag=True, help="All that is saved quantised, in block codes and in other ways.")
 @click.option("--learned", is_flag=True, help="Activations with learned numbers, converted and not.")
 @click.option("--task", "tasks", type=click.Choice(list(TASKS)), multiple=True, help="By default all.")
 @click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, help="By default all.")
@@ -144,7 +144,7 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="The results, JSON.")
 def main(
     large: bool,
-    compiled: bool,
+    stored: bool,
     learned: bool,
     tasks: tuple[str, ...],
     methods: tuple[str, ...],
@@ -153,7 +153,7 @@ def main(
     output: Path | None,
 ) -> None:
     """Do what is not done yet."""
-    chosen = [setting for setting, wanted in zip(ASKED, (large, compiled, learned), strict=True) if wanted]
+    chosen = [setting for setting, wanted in zip(ASKED, (large, stored, learned), strict=True) if wanted]
     if len(chosen) > 1:
         names = " and ".join(f"--{setting.name}" for setting in chosen)
         raise click.UsageError(f"expected one setting, got {names}: leave one out")

@@ -7,7 +7,7 @@ it (what `help("topics")` shows), the digits are those that ship with scikit-lea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -245,10 +245,7 @@ LARGE = Setting(
         "lora": Recipe(384, 6, 6, 256, 64, 1500, 1e-3, 512, rank=16),
     },
 )
-COMPILED = Setting(
-    "compiled",
-    "cpu",
-    False,
-    {name: Recipe(64, 4, 2, 64, 8, 500, 8e-3, 512) for name in ("characters", "gated")},
+STORED = Setting(
+    "stored", "cpu", False, {**SMALL.recipes, "gated": replace(SMALL.recipes["characters"], steps=500)}
 )
-LEARNED = Setting("learned", "cpu", False, dict.fromkeys(LEARNED_PARTS, COMPILED.recipes["characters"]))
+LEARNED = Setting("learned", "cpu", False, dict.fromkeys(LEARNED_PARTS, STORED.recipes["gated"]))

@@ -76,7 +76,6 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
     if recipe.rank:
         add_adapters(model, recipe.rank, seed)
     model.to(setting.device)
-    call = method.call(model)
     data = task.data(recipe, seed, setting.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=recipe.rate, weight_decay=DECAY, fused=True)
@@ -85,20 +84,21 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
     torch.manual_seed(seed)  # what rounds at random begins alike, whatever was drawn before
     kept_bytes = 0
     start = time.perf_counter()
-    for step in range(recipe.steps):
-        batch = next(data.training)
-        if step == 0:
-            with count_saved(model) as saved:
+    with method.around(model) as call:
+        for step in range(recipe.steps):
+            batch = next(data.training)
+            if step == 0:
+                with count_saved(model) as saved:
+                    loss = loss_of(call, batch, setting)
+                kept_bytes = saved.bytes
+                saved.storages.clear()
+            else:
                 loss = loss_of(call, batch, setting)
-            kept_bytes = saved.bytes
-            saved.storages.clear()
-        else:
-            loss = loss_of(call, batch, setting)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses[step] = loss.detach()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses[step] = loss.detach()
     curve = losses.tolist()  # waits for the device
     seconds = time.perf_counter() - start
     held_out, accuracy = evaluate(model, data.validation, setting)

@@ -24,18 +24,18 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.saving import blocks, storage
+from fitact.runtime.saving import blocks
 
 from ..convergence.models import Block
 from ..convergence.tasks import SMALL, TASKS, Batch, Recipe
 from ..convergence.training import loss_of
+from ..rivals import BITS, in_place_of_block_codes
 
 RESULTS = Path(__file__).parents[1] / "results" / "blocks.json"
 STEPS, RATE = 300, 4e-3
@@ -50,32 +50,7 @@ POLICIES: Mapping[str, Policy] = {
     "8 bits, attention recomputed": {"bits": 8, "recompute_attention": True},
     "coarse, attention recomputed": {"error": "coarse", "recompute_attention": True},
 }
-Coded = tuple[Tensor, Tensor, Tensor]
 REPEATS, SIZE = 20, 2**20
-
-
-def float8(x: Tensor, bits: int, signs: bool) -> Coded:
-    """Return e4m3 with a float32 scale for 128 numbers, in place of codes of 8 bits."""
-    return _scaled(x, 128, 448, lambda z: z.to(torch.float8_e4m3fn))
-
-
-def int8(x: Tensor, bits: int, signs: bool) -> Coded:
-    """Return int8 with a float32 scale for 64 numbers, in place of codes of 8 bits."""
-    return _scaled(x, 64, 127, lambda z: z.round().to(torch.int8))
-
-
-def _scaled(x: Tensor, block: int, most: float, code: Callable[[Tensor], Tensor]) -> Coded:
-    parts = F.pad(x.detach().float().flatten(), (0, -x.numel() % block)).view(-1, block)
-    scales = parts.abs().amax(1, keepdim=True).clamp(min=1e-30) / most
-    return code(parts / scales), scales, scales[:0]
-
-
-def descaled(codes: Tensor, scales: Tensor, _: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the tensor that was scaled."""
-    return (codes.float() * scales).flatten()[: torch.Size(shape).numel()].view(shape).to(dtype)
-
-
-OTHERS: Mapping[str, Callable[[Tensor, int, bool], Coded]] = {"e4m3, 1×128": float8, "int8, 1×64": int8}
 
 
 def trained(task: str, recipe: Recipe) -> tuple[nn.Module, Batch]:
@@ -130,9 +105,9 @@ def errors(model: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
 
     for name, policy in POLICIES.items():
         yield name, error(policy)
-    for name, encode in OTHERS.items():
-        with mock.patch.multiple(storage, encode=encode, decode=descaled):
-            yield name, error({"error": "rounding", "bits": 8})
+    for name, bits in BITS.items():
+        with in_place_of_block_codes(name):
+            yield name, error({"error": "rounding", "bits": bits})
 
 
 def rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -181,7 +156,7 @@ def times() -> Iterator[dict[str, Any]]:
 
 def table(found: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the documents' table."""
-    names = [*POLICIES, *OTHERS]
+    names = [*POLICIES, *BITS]
     lines = [f"| errors in % | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
     for row in found:
         numbers = " | ".join(f"{100 * row['error'][name]:.2g}" for name in names)

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
@@ -416,18 +416,21 @@ def test_kernels_of_a_gpu(fake: bool) -> None:
 
 
 class Live(TorchDispatchMode):
-    """Remembers every storage that operations read and write, and holds none."""
+    """Remembers every storage that operations read and write, and holds none.
+
+    In PyTorch 2.9, a StorageWeakRef holds the attributes of a storage that is gone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.references: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.references: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                self.references[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.references[storage._cdata] = (weakref.ref(storage), storage.nbytes())
         return result
 
 
@@ -445,7 +448,7 @@ def alive(prepared: Prepared, inputs: Inputs, name: str, autocast: torch.dtype |
     model = prepared.model
     given = [t for t in tree_iter((inputs.args, dict(inputs.kwargs))) if isinstance(t, torch.Tensor)]
     others = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *given, *outputs)}
-    return sum(size for key, (ref, size) in live.references.items() if not ref.expired() and key not in others)
+    return sum(size for key, (ref, size) in live.references.items() if ref() is not None and key not in others)
 
 
 MORE = [

@@ -17,7 +17,7 @@ from scipy import stats
 from torch import nn
 
 from benchmarks.convergence import plot, run, statistics, summary, tasks, training
-from benchmarks.convergence.methods import COMPILED, EXACT, LEARNED, METHODS, methods_of
+from benchmarks.convergence.methods import EXACT, LEARNED, METHODS, STORED, methods_of
 from benchmarks.convergence.models import Transformer
 from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, restore
 from benchmarks.convergence.tasks import LEARNED_PARTS, PATCHES, TASKS, Recipe, Setting
@@ -25,7 +25,6 @@ from benchmarks.convergence.training import Run
 from fitact.errors import UsageError
 from fitact.runtime.measure.saved import count_saved
 from tests.conftest import ROOT
-from tests.support.compilers import needs_compiler
 
 RESULTS = ROOT / "benchmarks" / "results"
 BITS = pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -181,12 +180,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_task_and_every_method_is_in_a_setting() -> None:
     assert {task for task, _ in PAIRS} == TASKS.keys() - LEARNED_PARTS.keys() - {"gated"}
-    assert "gated" in tasks.COMPILED.recipes
-    compiled, learned = (
-        {name for name, method in METHODS.items() if method.family == family} for family in (COMPILED, LEARNED)
+    assert tasks.STORED.recipes.keys() == {task for task, _ in PAIRS} | {"gated"}
+    stored, learned = (
+        {name for name, method in METHODS.items() if method.family == family} for family in (STORED, LEARNED)
     )
-    assert {method for _, method in PAIRS} == METHODS.keys() - compiled - learned
-    assert set(methods_of("compiled")) == {EXACT.name, *compiled}
+    assert {method for _, method in PAIRS} == METHODS.keys() - stored - learned
+    assert {*methods_of("stored")} == {EXACT.name, *stored}
     assert tasks.LEARNED.recipes.keys() == LEARNED_PARTS.keys()
     assert {*methods_of("learned")} == {EXACT.name, *learned} == {"exact", "rebuild"}
 
@@ -201,18 +200,16 @@ def test_one_step(task: str, method: str, store: Path) -> None:
     assert result.kept_bytes > 0
 
 
-@needs_compiler
-@pytest.mark.full
-@pytest.mark.long
-def test_compiled_steps(store: Path) -> None:
-    """The first loss is that of exact training, up to rounding, and codes are kept in place of numbers."""
-    recipe = dataclasses.replace(tasks.COMPILED.recipes["gated"], layers=1, steps=2)
-    setting = dataclasses.replace(tasks.COMPILED, recipes={"gated": recipe})
-    names = ("exact", "compiled", "compiled-rounding")
-    runs = [training.train(TASKS["gated"], METHODS[name], setting, 0, store) for name in names]
-    for one in runs:
-        np.testing.assert_allclose(one.curve, runs[0].curve, rtol=1e-3)
-    assert runs[2].kept_bytes < 0.8 * runs[1].kept_bytes <= 0.8 * runs[0].kept_bytes
+def test_quantised_steps(store: Path) -> None:
+    """The first loss is that of exact training, what follows is near it, and codes of fewer bits save more."""
+    setting = dataclasses.replace(tasks.STORED, recipes={"gated": Recipe(32, 2, 1, 16, 4, 3, 0.05, 8)})
+    runs = [training.train(TASKS["gated"], METHODS[name], setting, 0, store) for name in methods_of("stored")]
+    exact, eight, six, four, _, *others = runs
+    for one in runs[1:]:
+        assert one.curve[0] == exact.curve[0]
+        assert one.curve[1:] != exact.curve[1:] and one.curve == pytest.approx(exact.curve, rel=0.02)
+    assert four.kept_bytes < six.kept_bytes < eight.kept_bytes < 0.5 * exact.kept_bytes
+    assert len({tuple(one.curve) for one in (eight, four, *others)}) == 2 + len(others)
 
 
 @pytest.mark.parametrize(
