@@ -1,16 +1,25 @@
-"""A gate: a product of two activations, of two arguments."""
+"""A gate: a product a(g)·b(u) of two activations, of two arguments.
+
+The syntax tree of its text is walked over products, quotients and signs down to factors. Each must mention g
+alone, u alone, or neither; the parser then checks it as a formula of that argument.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from fitact.errors import UsageError, quote
-from fitact.fitter.expr.atoms import x
-from fitact.fitter.expr.catalog import GATES
-from fitact.fitter.expr.product import VARIABLES, Factor, Product, is_of_two
+from fitact.fitter.expr.atoms import constant, x
+from fitact.fitter.expr.catalog import CATALOG, GATES
+from fitact.fitter.expr.parser import MAX_DEPTH, Parser
 
 from .activation import Activation, Formula
+
+VARIABLES = ("g", "u")
 
 
 @dataclass(frozen=True)
@@ -31,48 +40,121 @@ class Gate(Formula):
     ARITY = 2
 
     def __post_init__(self) -> None:
-        _ = self.a, self.b
+        _ = self._factors
 
     @classmethod
     def of(cls, text: str) -> Gate:
         """Return the gate that a name or a product stands for."""
         if text in GATES:
             return cls(text, GATES[text])
-        if not is_of_two(text):
+        if not is_gate(text):
             raise UsageError(
                 f"unknown gate {quote(text)}: expected one of {', '.join(GATES)}, or a product such as silu(g)*u"
             )
         return cls(None, text)
 
-    @cached_property
+    @property
     def a(self) -> Activation:
         """The factor of g, with all constants, as an activation of x."""
-        return self._activation(0)
+        return self._factors[0]
 
-    @cached_property
+    @property
     def b(self) -> Activation:
         """The factor of u as an activation of x."""
-        return self._activation(1)
+        return self._factors[1]
 
     @cached_property
-    def _factors(self) -> tuple[Factor, Factor]:
-        return Product(self.expression).factors()
-
-    def _activation(self, which: int) -> Activation:
-        factor = self._factors[which]
-        if factor.name is not None:
-            return Activation.of(factor.name, factor.parameters)
-        try:
-            return Activation(None, factor.expression)
-        except UsageError as error:
-            raise UsageError(f"{self}: of its factor of {VARIABLES[which]}, called x: {error}") from None
+    def _factors(self) -> tuple[Activation, Activation]:
+        return _Product(self.expression).factors()
 
 
 def is_gate(text: str) -> bool:
-    """Whether a text names a gate or is meant as one."""
-    return text in GATES or is_of_two(text)
+    """Whether a text names a gate, or is meant as one: it mentions one of the two arguments."""
+    return text in GATES or re.search(r"\b[gu]\b", text) is not None
 
 
 def is_identity(activation: Activation) -> bool:
     """Whether an activation returns its argument."""
     return bool(activation.formula == x)
+
+
+class _Product(Parser):
+    """A product a(g)·b(u), in the notation of `parser.parse`, e.g. `"silu(g)*u"`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "gate", VARIABLES[0])
+        self.variables = VARIABLES
+        self.products: dict[str, ast.expr] = {}  # of the factors of each argument, in their order
+        self.negative = False
+
+    def factors(self) -> tuple[Activation, Activation]:
+        """Take the product apart; constants belong to a.
+
+        Raises:
+            UsageError: the text is not such a product; the message gives the reason and the column.
+
+        """
+        self.walk(self.tree(), 0, divides=False)
+        for variable in VARIABLES:
+            if variable not in self.products or variable not in _variables(self.products[variable]):
+                self.refuse(1, f"expected a product a(g)*b(u) with both g and u, got no factor of {variable}")
+        a, b = (self.factor(variable) for variable in VARIABLES)
+        return a, b
+
+    def walk(self, node: ast.expr, depth: int, *, divides: bool) -> None:
+        """Find the factors of a product, and give each to the argument that it mentions."""
+        if depth > MAX_DEPTH:
+            self.refuse(node, f"nested deeper than {MAX_DEPTH}")
+        match node:
+            case ast.BinOp(op=ast.Mult() | ast.Div(), left=left, right=right):
+                self.walk(left, depth + 1, divides=divides)
+                self.walk(right, depth + 1, divides=divides != isinstance(node.op, ast.Div))
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+                self.negative ^= isinstance(node.op, ast.USub)
+                self.walk(operand, depth + 1, divides=divides)
+            case _:
+                found = _variables(node)
+                if len(found) > 1:
+                    got = quote(ast.unparse(node))
+                    self.refuse(node, f"expected a product a(g)*b(u), got the factor {got}, which mixes g and u")
+                self.variable = found.pop() if found else VARIABLES[0]
+                value = self.expression(node, depth)
+                if divides and value.is_number and constant(value) == 0:
+                    self.refuse(node, "division by zero")
+                before = self.products.get(self.variable, ast.Constant(1) if divides else None)
+                op = ast.Div() if divides else ast.Mult()
+                self.products[self.variable] = node if before is None else ast.BinOp(before, op, node)
+
+    def factor(self, variable: str) -> Activation:
+        """Return all factors of an argument as an activation: that of the catalog if they are one call of it."""
+        product = self.products[variable]
+        if self.negative and variable == VARIABLES[0]:
+            product = ast.UnaryOp(ast.USub(), product)
+        match product:
+            case ast.Call(func=ast.Name(id=name), args=[ast.Name(), *numbers]) if name in CATALOG:
+                given = [constant(self.expression(number, 0)) for number in numbers]
+                return Activation.of(name, dict(zip(CATALOG[name].parameters, given, strict=False)))
+        expression = ast.unparse(Substituted({variable: ast.Name("x")}).visit(product))
+        try:
+            return Activation(None, expression)
+        except UsageError as error:
+            what = f"gate {quote(self.text)}: of its factor of {variable}, called x"
+            raise UsageError(f"{what}: {error}") from None
+
+
+class Substituted(ast.NodeTransformer):
+    """Puts expressions in place of names."""
+
+    def __init__(self, by_name: Mapping[str, ast.expr]) -> None:
+        self.by_name = by_name
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return what stands in place of a name."""
+        return self.by_name.get(node.id, node)
+
+
+def _variables(node: ast.expr) -> set[str]:
+    """Return which arguments a part of a syntax tree mentions."""
+    called = {id(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in called}
+    return names & {*VARIABLES}

@@ -18,11 +18,11 @@ from fitact.fitter.expr.atoms import CONSTANTS, FUNCTIONS, LARGEST_SINGLE, SMALL
 from fitact.fitter.expr.catalog import CATALOG, LEARNED
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import Parser, parse
-from fitact.fitter.expr.product import Substituted
 from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.expr.wide import Array
 
 from .activation import Activation, Formula
+from .gate import Substituted
 
 MOST = 8  # learned numbers of a formula
 MAX_NAME = 40  # characters

@@ -125,7 +125,7 @@ CATALOG: dict[str, Entry] = {
     ),
 }
 
-# Gates, as products in the language of `product`. Their first argument goes through the activation.
+# Gates, as products of a formula in g and one in u. Their first argument goes through the activation.
 GATES: dict[str, str] = {
     "geglu": "gelu(g)*u",
     "geglu_tanh": "gelu_tanh(g)*u",

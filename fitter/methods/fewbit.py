@@ -25,15 +25,14 @@ from fitact.fitter.analysis.roots import breaks, roots
 from fitact.fitter.expr.exact import order
 from fitact.fitter.expr.wide import Array
 from fitact.fitter.numerics.errors import step_errors
-from fitact.fitter.numerics.moments import Function, Moments, spread
-from fitact.fitter.numerics.partition import dp_borders
+from fitact.fitter.numerics.moments import Function, Moments
+from fitact.fitter.numerics.partition import dp_borders, newton
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.validate import check_bits
 
 METHOD = "fewbit"
 CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley
-NEWTON_STEPS = 100
 DOMAIN = (-10.0, 10.0)
 MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
 MAX_VALUE = 1e30  # of f, f′ and 1/w: float32 holds up to 3e38, and squares stay in float64
@@ -156,69 +155,23 @@ def best_levels(moments: Moments, borders: Array) -> Array:
     return levels
 
 
-def _total(moments: Moments, borders: Array) -> float:
-    return float(spread(moments.between(borders)).sum())
-
-
 def refine(moments: Moments, activation: Activation, borders: Array, breakpoints: Array) -> Array:
-    """Move borders off the grid to the optimum nearby, by Newton's method on eq. 5.
+    """Move borders off the grid to the optimum nearby, where 2 f′(s_i) − y_{i−1} − y_i = 0 (eq. 5).
 
-    Solves g_i = 2 f′(s_i) − y_{i−1} − y_i = 0 with each step halved until L does not grow and no border
-    passes another border or a breakpoint. A border on a jump of f′ stays there, and so does one where the
-    weight vanishes or the levels on both sides agree, because g says nothing there.
-
-    Returns:
-        The refined borders, (borders,); never worse than those given.
-
+    A border on a jump of f′ stays there, and so does one where the weight vanishes or the levels on both sides
+    agree, because that equation says nothing there.
     """
+
+    def gradient(borders: Array) -> Array:
+        levels = best_levels(moments, borders)
+        return 2 * activation.derivative(borders) - levels[:-1] - levels[1:]
+
     levels = best_levels(moments, borders)
     below, above = _sides(activation.derivative, borders, moments.grid[-1] - moments.grid[0])
     matters = np.abs(np.diff(levels)) > 1e-9 * np.ptp(levels)
     on_jump = np.isin(borders, breakpoints) & (np.abs(above - below) > 1e-9 * np.ptp(levels))
-    free = (moments.weight(borders) > 0) & matters & ~on_jump
     stops = np.concatenate([moments.grid[[0, -1]], breakpoints])
-    error = _total(moments, borders)
-    for _ in range(NEWTON_STEPS if free.any() else 0):
-        gradient, jacobian = _stationarity(moments, activation, borders)
-        step = np.zeros_like(borders)
-        try:
-            step[free] = np.linalg.solve(jacobian[np.ix_(free, free)], -gradient[free])
-        except np.linalg.LinAlgError:
-            break
-        for _ in range(40):
-            moved = borders + step
-            moved_error = _total(moments, moved) if _same_order(borders, moved, stops) else np.inf
-            # near the optimum L is flat to float64 while the borders still gain digits: allow its rounding
-            if moved_error <= error * (1 + 1e-13):
-                break
-            step /= 2
-        else:
-            break
-        borders, error = moved, min(error, moved_error)
-        if np.max(np.abs(step)) <= 1e-14 * np.max(np.abs(stops)):
-            break
-    return borders
-
-
-def _stationarity(moments: Moments, activation: Activation, borders: Array) -> tuple[Array, Array]:
-    """Return g (n,) and its tridiagonal Jacobian (n, n) at the borders."""
-    mass = moments.between(borders)[0]
-    levels = best_levels(moments, borders)
-    df, w = activation.derivative(borders), moments.weight(borders)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # how the levels left and right of border i answer to it: eq. 4 differentiated
-        left = np.nan_to_num((df - levels[:-1]) * w / mass[:-1])
-        right = np.nan_to_num((levels[1:] - df) * w / mass[1:])
-    gradient = 2 * df - levels[:-1] - levels[1:]
-    jacobian = np.diag(2 * activation.second_derivative(borders) - left - right)
-    jacobian -= np.diag(left[1:], 1) + np.diag(right[:-1], -1)
-    return gradient, jacobian
-
-
-def _same_order(before: Array, after: Array, stops: Array) -> bool:
-    if np.any(np.diff(after) <= 0):
-        return False
-    return bool(np.all((before[:, None] - stops) * (after[:, None] - stops) >= 0))
+    return newton(gradient, borders, (moments.weight(borders) > 0) & matters & ~on_jump, stops)
 
 
 def _sides(function: Function, at: Array, width: float) -> tuple[Array, Array]:

@@ -22,28 +22,32 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
+from flint import arb
 
 from fitact.errors import UsageError, quote
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.roots import REALS
-from fitact.fitter.expr.wide import Array
-from fitact.fitter.numerics.dtypes import DTYPES
+from fitact.fitter.analysis.roots import REALS, breaks, roots
+from fitact.fitter.analysis.shape import breakpoints
+from fitact.fitter.expr.exact import LEAST_ORDER, Number, order, shifted, value
+from fitact.fitter.expr.wide import Array, geometric
+from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
 from fitact.fitter.numerics.minimax import Coefficients, least_squares, minimax, singles_of
 from fitact.fitter.records.approximants import (
     Approximant,
+    Floats,
     Quotient,
+    Radical,
     Single,
+    codes,
     has_pole,
     variable,
 )
 from fitact.fitter.records.fit import InvertedFit
-
-from .inverted_cells import Cell, cell_borders, smooth_cells
-from .inverted_samples import Samples, floor_of, grouped, points_of, refined, samples_of
 
 METHOD = "inverted"
 MAX_BITS = 4
@@ -57,6 +61,10 @@ MAX_DEGREES = 16  # of numerator and denominator together
 EXACT = 3e-8  # a polynomial as near as this is f′ itself: t is no better where y − anchor cancels
 STEPS = (1.25, 1.6, 2.2, 4, 8, 16, 32, 64, 128)  # times the allowed error, tried in turn until a fit meets it
 FAR = 1e5  # the largest |t| up to which quotients are tried
+LARGEST = 1e37  # of values and derivatives that are fitted
+BESIDE = 1e-7  # relative distance from a corner at which f′ is taken on its sides
+CORNER = 1e-3  # least difference of f′ between the sides
+SMALL = 1e35  # |f| below which a derivative that is too large is refused; beyond, f itself leaves the range
 
 
 def fit(
@@ -293,3 +301,275 @@ def _exact(activation: Activation, samples: Samples, ends: tuple[int, int]) -> C
         if np.max(np.abs(rows / scale @ p - derivative / size)) <= EXACT:
             return singles_of(np.where(np.abs(p) <= EXACT, 0.0, p) / scale), (1.0,)
     return None
+
+
+# --- cells: intervals of x on each of which f′ is a smooth function of a variable made of y = f(x)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An interval of x on which f is monotone and smooth.
+
+    Attributes:
+        low, high: its ends; ±REALS stand for ±∞.
+        direction: 1 where f rises, −1 where it falls, 0 where it is constant.
+        radicals: the terms of the variable t in which f′ is a smooth function of y.
+        roots: for each radical the root of f′, in x, that it comes from; NaN if there is none.
+
+    """
+
+    low: float
+    high: float
+    direction: int
+    radicals: tuple[Radical, ...]
+    roots: tuple[float, ...]
+
+
+def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell, ...]:
+    """Return the intervals on which f is monotone and f, f′ and f″ are continuous; see `inverted.cells`."""
+    shape = activation.monotone(low, high)
+    if not shape.complete:
+        where = "over the reals" if high - low > REALS else f"from {low:g} to {high:g}"
+        raise UsageError(
+            f"{activation}: it has too many monotone pieces {where} for any number of bits; "
+            "fit it on a smaller domain"
+        )
+    f, df = activation.formula, activation.derivative_formula
+    points: dict[float, Number] = {}
+    for expr in (f, df):
+        points.update(breaks(expr, low, high)[0])
+    found = roots(df, low, high)
+    points.update(zip(found.at.tolist(), found.exact, strict=True))
+    ends = [low, *(piece.low for piece in shape.pieces[1:]), high]
+    gaps = [a.high for a, b in itertools.pairwise(shape.pieces) if a.high != b.low]
+    if not shape.pieces or shape.pieces[0].low != low or shape.pieces[-1].high != high or gaps:
+        at = gaps[0] if gaps else low if not shape.pieces or shape.pieces[0].low != low else high
+        raise UsageError(
+            f"{activation}: it is not defined all over the domain (see x = {at:g}); fit it on a smaller one"
+        )
+    kinks = breakpoints(df, activation.second_derivative_formula, low, high)
+    edges = {*ends, *(point.at for point in (*activation.breakpoints(low, high), *kinks))}
+    for a, b in itertools.pairwise(sorted(edges)):
+        within = [root for root in shape.roots if a < root.at < b]
+        if len(within) > 1 or any(root.order_below != root.order_above for root in within):
+            edges |= {root.at for root in within}
+    ends = sorted(edges)
+    near = (high - low) / 3
+    beyond = {low: _beyond(activation, low, low - near), high: _beyond(activation, high, high + near)}
+    outer = {end: exact for end, exact in beyond.items() if exact is not None}
+    parts = []
+    for a, b in itertools.pairwise(ends):
+        inside = next((root.at for root in shape.roots if a < root.at < b), None)
+        direction = next(piece.direction for piece in shape.pieces if piece.low <= a and b <= piece.high)
+        parts.append(_cell(activation, points, a, b, inside, direction, outer))
+    return tuple(parts)
+
+
+def _beyond(activation: Activation, end: float, far: float) -> Number | None:
+    """Return the root of f′ beyond an end of a bounded domain if f is smooth up to it: it matters inside too."""
+    if abs(far) > REALS:
+        return None
+    low, high = sorted((end, far))
+    found = roots(activation.derivative_formula, low, high)
+    if not found.exact:
+        return None
+    nearest = found.exact[0 if far > end else -1]
+    corners = [
+        at for expr in (activation.formula, activation.derivative_formula) for at in breaks(expr, low, high)[0]
+    ]
+    return None if any(abs(at - end) <= abs(nearest - end) for at in corners) else nearest
+
+
+def _cell(
+    activation: Activation,
+    points: dict[float, Number],
+    low: float,
+    high: float,
+    inside: float | None,
+    direction: int,
+    outer: dict[float, Number],
+) -> Cell:
+    """Return the cell between two borders, with the terms of its variable."""
+    f, df = activation.formula, activation.derivative_formula
+    radicals: list[Radical] = []
+    roots_of: list[float] = []
+    for at, side in ((low, 1), (inside, 0), (high, -1)):
+        if at is None or abs(at) >= REALS or not direction:
+            continue
+        exact = points.get(at, arb(at))
+        power = order(df, exact, side or 1)
+        if abs(power) <= LEAST_ORDER and at in outer:
+            exact = outer[at]
+            power = order(df, exact, side)
+        beside = float(value(f, shifted(exact, side or 1, "1e-30"), 30))
+        if math.isnan(power) or power < -LEAST_ORDER or not abs(beside) < LARGEST:
+            raise UsageError(
+                f"{activation}: it or its derivative is infinite at x = {at:g}; fit it on a smaller domain"
+            )
+        if LEAST_ORDER < power < math.inf:
+            degree = Fraction(1 + power).limit_denominator(8).numerator  # of f in a variable in which f′ is smooth
+            radicals.append(Radical(float(np.float32(beside)), degree, side * direction))
+            roots_of.append(float(exact))
+    if len(radicals) > 1:
+        radicals = [replace(radical, sign=radical.side or 1) for radical in radicals]
+    if not radicals:
+        values = [float(value(f, at, 20)) for at in (low, high) if abs(at) < REALS]
+        near = min(values, key=abs) if len(values) == 2 and values[0] * values[1] > 0 else 0.0
+        near = near if abs(near) < LARGEST else 0.0  # float32 has none of its outputs
+        radicals, roots_of = [Radical(float(np.float32(near)), 1, 0)], [math.nan]
+    return Cell(low, high, direction, tuple(radicals), tuple(roots_of))
+
+
+def cell_borders(activation: Activation, parts: Sequence[Cell]) -> tuple[float, ...]:
+    """Return the borders between cells, float32 numbers; a border belongs to the cell whose f′ it has."""
+    borders = []
+    for cell in parts[1:]:
+        at = cell.low
+        border = np.float32(at)
+        below, here, above = activation.derivative(at + BESIDE * np.array([-1, 0, 1]) * max(1.0, abs(at)))
+        upper = border > at or (border == at and abs(here - above) < abs(here - below))
+        if upper and abs(above - below) > CORNER:
+            border = np.nextafter(border, np.float32(-np.inf))
+        borders.append(float(border))
+    if any(a >= b for a, b in itertools.pairwise(borders)):
+        raise UsageError(f"{activation}: two of its pieces meet in float32")
+    return tuple(borders)
+
+
+# --- the samples that a fit on a cell has to meet
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples that a fit on one cell has to meet.
+
+    Attributes:
+        cell: the cell.
+        x, y, derivative: x, increasing, y rounded to the dtype, (n,) float32, and f′(x).
+        kept: y as a module computes it; for a formula it is off by some roundings of float32.
+        floor: half the spread of f′ over the x of one y, relative, at its largest.
+        half: whether the dtype is one of half precision.
+
+    """
+
+    cell: Cell
+    x: Array
+    y: Single
+    derivative: Array
+    kept: Single
+    floor: float
+    half: bool
+
+
+def samples_of(activation: Activation, cell: Cell, dtype: str, borders: Sequence[float], s: int) -> Samples:
+    """Return the samples of cell s."""
+    x, y, derivative = points_of(activation, cell, dtype, borders, s)
+    kept = stored(activation, x, dtype).astype(np.float32)
+    return Samples(cell, x, y, derivative, kept, floor_of(y, derivative), dtype != "float32")
+
+
+def floor_of(y: Floats, derivative: Array) -> float:
+    """Return half the largest spread of f′ over the x of one y, relative to max(1, |f′|)."""
+    low, high, _ = grouped(y, derivative)
+    size = np.maximum(1.0, np.maximum(np.abs(low), np.abs(high)))
+    return float(((high - low) / size).max(initial=0.0)) / 2
+
+
+def points_of(
+    activation: Activation, cell: Cell, dtype: str, borders: Sequence[float], s: int, inputs: str | None = None
+) -> tuple[Array, Single, Array]:
+    """Return x of the dtype `inputs`, y rounded to `dtype`, and f′, of a cell.
+
+    They are all x of a half-precision dtype, or a sample of float32; `inputs` is `dtype` by default.
+    """
+    x = _singles(cell) if (inputs or dtype) == "float32" else halves(inputs or dtype)
+    x = np.unique(x[(x >= cell.low) & (x <= cell.high)])
+    x = x[codes(borders, x) == s]
+    with np.errstate(all="ignore"):
+        y = rounded(activation.value(x), dtype)
+        derivative = activation.derivative(x)
+        valid = (np.abs(y) < LARGEST) & (np.abs(derivative) < LARGEST)
+        steep = ~valid & (np.abs(y) < SMALL)
+        if steep.any():
+            raise UsageError(
+                f"{activation}: its derivative is {derivative[steep][0]:g} at "
+                f"x = {x[steep][0]:g}, and at most {LARGEST:g} can be fitted: fit it on a smaller domain"
+            )
+        for end, side in ((cell.low, 1), (cell.high, -1)):  # a corner itself belongs to neither side
+            beside = activation.derivative(np.array(end + side * BESIDE * max(1.0, abs(end))))
+            valid &= ~((x == end) & (np.abs(derivative - beside) > CORNER))
+    return x[valid], y[valid].astype(np.float32), derivative[valid]
+
+
+def _singles(cell: Cell) -> Array:
+    """Return a sample of float32 numbers: even near the middle, geometric beyond, and dense toward the ends."""
+    low, high = cell.low, cell.high
+    outer = geometric(1e-6, REALS, 3000)
+    parts = [np.linspace(max(low, -25.0), min(high, 25.0), 20001), -outer, outer, np.array([low, high])]
+    if high - low < REALS:
+        parts.append(np.linspace(low, high, 20001))
+    for end in (low, high):
+        if abs(end) < REALS:
+            near = np.concatenate([geometric(1e-9, 1.0, 4000), np.linspace(0.0, 4e-3, 8001)])
+            near = np.concatenate([near * max(abs(end), 1e-3), np.arange(256) * np.spacing(np.float32(abs(end)))])
+            parts += [end + near, end - near]
+    return np.concatenate(parts).astype(np.float32).astype(np.float64)
+
+
+def grouped(key: Floats, derivative: Array) -> tuple[Array, Array, Array]:
+    """Return the least and the largest derivative for each distinct key, and the keys, increasing."""
+    if not key.size:
+        return np.zeros(0), np.zeros(0), np.zeros(0)
+    at = np.argsort(key, kind="stable")
+    key, derivative = key[at], derivative[at]
+    first = np.concatenate([[0], np.flatnonzero(np.diff(key)) + 1])
+    return np.minimum.reduceat(derivative, first), np.maximum.reduceat(derivative, first), key[first]
+
+
+def refined(activation: Activation, parts: tuple[Cell, ...], count: int, dtype: str) -> tuple[Cell, ...]:
+    """Cut the given cells into up to `count`, so that the floor of the dtype is least.
+
+    In a cell all x of one y lie side by side. For a given floor, every such run whose derivatives spread wider has
+    to be cut, as far on as the floor allows. Bisection finds the floor.
+    """
+    borders = cell_borders(activation, parts)
+    points = [points_of(activation, cell, dtype, borders, s) for s, cell in enumerate(parts)]
+    x, y, derivative = (np.concatenate(one) for one in zip(*points, strict=True))
+    of = np.repeat(np.arange(len(parts)), [len(one[0]) for one in points])
+    first = np.flatnonzero((np.diff(y, prepend=np.nan) != 0) | (np.diff(of, prepend=-1) != 0))
+    runs = [slice(a, b) for a, b in itertools.pairwise([*first.tolist(), len(x)])]
+    size = np.maximum(1.0, np.maximum.reduceat(np.abs(derivative), first))
+    derivative = derivative / np.repeat(size, np.diff(first, append=len(x)))
+    spread = (np.maximum.reduceat(derivative, first) - np.minimum.reduceat(derivative, first)) / 2
+    low, high = 0.0, float(spread.max(initial=0.0))
+    cuts: list[tuple[int, float]] = []
+    while high - low > 1e-4 * high:
+        floor = (low + high) / 2
+        trial: list[tuple[int, float]] = []
+        for i in np.flatnonzero(spread > floor):
+            trial += _cuts(int(of[first[i]]), x[runs[i]], derivative[runs[i]], floor, count)
+            if len(trial) + len(parts) > count:
+                break
+        if len(trial) + len(parts) > count:
+            low = floor
+        else:
+            high, cuts = floor, trial
+    refined = []
+    for s, cell in enumerate(parts):
+        edges = [cell.low, *sorted(at for i, at in cuts if i == s), cell.high]
+        refined += [replace(cell, low=a, high=b) for a, b in itertools.pairwise(edges)]
+    return tuple(refined)
+
+
+def _cuts(s: int, x: Array, derivative: Array, floor: float, count: int) -> list[tuple[int, float]]:
+    """Return the cuts of a run of x, at most `count`, after which no part spreads wider than twice the floor."""
+    found: list[tuple[int, float]] = []
+    start = 0
+    while len(found) < count:
+        wide = np.maximum.accumulate(derivative[start:]) - np.minimum.accumulate(derivative[start:]) > 2 * floor
+        if not wide.any():
+            break
+        start += int(np.argmax(wide))
+        middle = float(np.float32((x[start - 1] + x[start]) / 2))
+        found.append((s, middle if middle < x[start] else float(x[start - 1])))
+    return found

@@ -19,9 +19,7 @@ from fitact.fitter.numerics.dtypes import DTYPES
 from fitact.fitter.records.approximants import Approximant, Approximates, Kind, PublishedApproximant
 from fitact.fitter.records.fit import InvertedFit
 
-from .inverted import cells, record, stated
-from .inverted_cells import cell_borders
-from .inverted_samples import samples_of
+from .inverted import cell_borders, cells, record, samples_of, stated
 
 # Section 5.1 of the paper. There SiLU's two rows are swapped, and they approximate sigmoid(x), not f′.
 PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {

@@ -1,4 +1,4 @@
-"""The best borders on a grid: Few-Bit's dynamic programme.
+"""The best borders: on a grid by Few-Bit's dynamic programme, and off it by Newton's method.
 
 Novikov et al., *Few-Bit Backward*, arXiv 2202.00441, eq. 7 and 8. The programme is the plain O(n² K) one: faster
 ones need a monotone function, and the derivatives of GELU, SiLU and Mish are not.
@@ -6,12 +6,18 @@ ones need a monotone function, and the derivatives of GELU, SiLU and Mish are no
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from numpy.typing import NDArray
 
 from fitact.errors import UsageError
 from fitact.fitter.expr.wide import Array
 
 from .moments import Moments, about, spread
+
+NEWTON_STEPS = 100
+HALVINGS = 10  # of a step of Newton's method
 
 
 def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None = None) -> Array:
@@ -46,3 +52,32 @@ def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None =
         found[k - 1] = i
     borders: Array = moments.grid[found]
     return borders
+
+
+def newton(gradient: Callable[[Array], Array], at: Array, free: NDArray[np.bool_], stops: Array) -> Array:
+    """Return the borders nearby at which the gradient of the free ones vanishes, by Newton's method.
+
+    The Jacobian is taken by central differences. Each step is halved until the gradient is smaller and no border
+    has passed another one or a stop; the search ends where that does not help.
+    """
+    wrong = gradient(at)[free]
+    for _ in range(NEWTON_STEPS if free.any() else 0):
+        shifts = np.eye(len(at))[free] * min(1e-5, np.min(np.diff(at), initial=1.0) / 100)
+        columns = [(gradient(at + shift) - gradient(at - shift))[free] / (2 * shift.sum()) for shift in shifts]
+        step = np.zeros_like(at)
+        try:
+            step[free] = np.linalg.solve(np.stack(columns, axis=1), -wrong)
+        except np.linalg.LinAlgError:
+            break
+        for _ in range(HALVINGS):
+            moved = at + step
+            sides = (at[:, None] - stops) * (moved[:, None] - stops)
+            if np.all(np.diff(moved) > 0) and np.all(sides >= 0):
+                left = gradient(moved)[free]
+                if np.linalg.norm(left) < np.linalg.norm(wrong):
+                    break
+            step /= 2
+        else:
+            break
+        at, wrong = moved, left
+    return at

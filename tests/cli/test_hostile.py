@@ -397,6 +397,14 @@ REWRITTEN = [
     "expm1(x)/(exp(2*x)+exp(x)+1)",
     "1/(sech2(2)-exp(erfc(x**2)))",
     "1/(exp(2*(-x)**1.5)+exp((-x)**1.5)+0.5)",
+    # what SymPy multiplies out by itself, and coefficients that leave the range of float64
+    *("((10*x)**1000)**1000", "(((10*x)**1000)**1000)**1000", "((x/10)**1000)**1000", "(sqrt(8*x)**1000)**1000"),
+    *("exp(1e10*log(10) + x)", "exp(1e10*log(10)*x/x)", "exp(690)*x*exp(690)", "x*1e200*1e200", "x/1e-200/1e-200"),
+    *("(x*1e200)**2", "1e300*(1e300*x + 1e300)"),
+    "max((relu(4.6**7)**-0.5)**4, where(cos(exp(x)) > relu(x), (x - x)*(x/x), x) + logcosh(0.5*-2.053)**1000)",
+    # parts that are written once and used twice
+    *(f * 40 + "x" + ")" * 40 for f in ("gelu(", "silu(", "max(x, ", "min(1, ", "x*tanh(")),
+    *(f * 12 + "x" + ")" * 12 for f in ("gelu(", "silu(", "max(x*x, ")),
 ]
 
 

@@ -1,15 +1,10 @@
 """The expression language: what it accepts and its values, what it refuses, and that it runs nothing."""
 
-import ast
-import builtins
-import warnings
 from collections.abc import Iterator
 
 import mpmath
 import numpy as np
 import pytest
-import sympy.parsing.sympy_parser
-from scipy import special
 
 from fitact.errors import UsageError
 from fitact.fitter.analysis.activation import Activation
@@ -17,7 +12,6 @@ from fitact.fitter.expr.atoms import constant, x
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.parser import MAX_DEPTH, MAX_LENGTH, parse
-from fitact.fitter.numerics.weight import Weight
 from tests.support.refusals import within
 
 POINTS = np.array([-29.3, -11.7, -4.25, -1.3, -0.37, -1e-3, 1e-3, 0.41, 1.9, 5.3, 12.6, 28.9])
@@ -219,153 +213,91 @@ def test_arguments_of_activations_are_not_multiplied_out(text):
 KNOWN = "unknown name"
 CHARACTER = "unexpected character"
 NESTED = f"nested deeper than {MAX_DEPTH}"
-REFUSALS = [
-    # nothing to read
-    ("", "empty"),
-    ("   ", "empty"),
-    ("()", "Tuple is not part"),
-    # names and calls
-    ("y", KNOWN),
-    ("X", KNOWN),
-    ("eval", KNOWN),
-    ("x*__builtins__", KNOWN),
-    ("print(x)", KNOWN),
-    ("x(x)", "x is an argument, not a function"),
-    ("e(x)", KNOWN),
-    ("exp", "exp is a function: write exp(...)"),
-    ("x*where", "where is a function"),
-    ("x.real", "Attribute is not part"),
-    ("x.__class__", "Attribute is not part"),
-    ("x.is_zero()", "only the functions of the language"),
-    ("exp(x)(x)", "only the functions of the language"),
-    ("(lambda: x)()", "only the functions of the language"),
-    ("exp()", "exp takes 1 argument, got 0"),
-    ("exp(x, x)", "exp takes 1 argument, got 2"),
-    ("max(x)", "max takes 2 arguments, got 1"),
-    ("exp(u=x)", "plain arguments"),
-    ("exp(x, evaluate=0)", "plain arguments"),
-    ("exp(*x)", "plain arguments"),
-    ("exp(**x)", "plain arguments"),
-    # the rest of Python
-    ("__import__('os')", CHARACTER),
-    ("'x'", CHARACTER),
-    ('"x"', CHARACTER),
-    ("f'{x}'", CHARACTER),
-    ("x # y", CHARACTER),
-    ("x\n", CHARACTER),
-    ("\tx", CHARACTER),
-    ("x\r\n+1", CHARACTER),
-    ("x\0", CHARACTER),
-    ("x\\\n+1", CHARACTER),
-    ("x;x", CHARACTER),
-    ("`x`", CHARACTER),
-    ("$x", CHARACTER),
-    ("x^2", "written **, not ^"),
-    ("lambda: x", "Lambda is not part"),
-    ("x := 1", "not a formula"),
-    ("(x := 1)", "NamedExpr is not part"),
-    ("x = 1", "not a formula"),
-    ("x if x else x", "IfExp is not part"),
-    ("[x]", "List is not part"),
-    ("[x for x in x]", "ListComp is not part"),
-    ("{x: x}", "Dict is not part"),
-    ("x[0]", "Subscript is not part"),
-    ("x, x", "Tuple is not part"),
-    ("x and x", "BoolOp is not part"),
-    ("not x", "UnaryOp is not part"),
-    ("~x", "UnaryOp is not part"),
-    ("await x", "Await is not part"),
-    ("...", "Constant is not part"),
-    ("*x", "not a formula"),
-    ("import os", "not a formula"),
-    ("x x", "not a formula"),
-    ("2x", "not a formula"),
-    ("x +", "not a formula"),
-    ("(x", "not a formula"),
-    ("x)", "not a formula"),
-    ("x!", "not a formula"),
-    ("x // 2", "FloorDiv"),
-    ("x % 2", "Mod"),
-    ("x @ x", "MatMult"),
-    ("x << 1", "LShift"),
-    ("x | x", "BitOr"),
-    ("x & x", "BitAnd"),
-    ("x + 1j", "expected a number"),
-    ("x + True", "expected a number"),
-    ("None", "expected a number"),
-    # comparisons
-    ("x > 0", "belongs in where"),
-    ("x*(x > 0)", "belongs in where"),
-    ("x in x", "belongs in where"),
-    ("where(x > 0, x < 1, x)", "belongs in where"),
-    ("where(x == 0, 1, x)", "<, <=, > or >="),
-    ("where(x is x, 1, x)", "<, <=, > or >="),
-    ("where(0 < x < 1, 1, x)", "one comparison"),
-    ("where(x, 1, 2)", "takes a comparison"),
-    ("where(x > 0, 1)", "takes a comparison"),
-    # letters that look like others
-    ("\N{CYRILLIC SMALL LETTER HA}", CHARACTER),
-    ("\N{FULLWIDTH LATIN SMALL LETTER X}", CHARACTER),
-    ("\N{MATHEMATICAL ITALIC SMALL X}", CHARACTER),
-    ("\N{CYRILLIC SMALL LETTER IE}xp(x)", CHARACTER),
-    ("x*\N{FULLWIDTH DIGIT TWO}", CHARACTER),
-    ("x\N{SUPERSCRIPT TWO}", CHARACTER),
-    ("x \N{MINUS SIGN} 1", CHARACTER),
-    ("x\N{NO-BREAK SPACE}", CHARACTER),
-    ("x\N{RIGHT-TO-LEFT OVERRIDE}", CHARACTER),
-    ("x\ud800", CHARACTER),
-    # too long, too deep
-    ("x+" * 500_000 + "x", "characters are too many"),
-    ("(" * 10_000 + "x" + ")" * 10_000, "characters are too many"),
-    ("x" * (MAX_LENGTH + 1), "characters are too many"),
-    ("(" * 900 + "x" + ")" * 900, NESTED),
-    ("[" * 1999, NESTED),
-    ("exp(" * 300 + "x" + ")" * 300, NESTED),
-    ("-" * 1900 + "x", NESTED),
-    ("x**" * 600 + "x", NESTED),
-    ("+".join(["x"] * 900), NESTED),
-    # towers and overflow
-    ("10**10**10", "power of numbers is out of range"),
-    ("x*2**2**2**2**2**2", "power of numbers is out of range"),
-    ("(2**1000)**1000", "power of numbers is out of range"),
-    ("2**-(10**9)", "power of numbers is out of range"),
-    ("(x/10)**400", "power of numbers is out of range"),
-    ("(x/3)**1000", "power of numbers is out of range"),
-    ("1.000001**(10**9)", "power of numbers is out of range"),
-    ("x**10**10", "exponent 1e+10 is out of range"),
-    ("x**-1001", "exponent -1001 is out of range"),
-    ("exp(exp(exp(100)))", "not a real number below"),
-    ("exp(710)*x", "not a real number below"),
-    ("exp(1e10*log(10))*x", "log(10)"),
-    ("exp(1000*log(10))*x", "log(10)"),
-    ("9" * 1900, "number is out of range"),
-    ("1" + "0" * 301, "number is out of range"),
-    ("1e301", "number is out of range"),
-    ("1e999*x", "number is out of range"),
-    ("1e200*1e200*x", "1e200"),
-    # constants that float64 cannot hold
-    ("x + 1e-301", "a coefficient is out of range: 1e-300 to 1e+300"),
-    ("exp(-800)*x", "'exp(-800)' is too small: at least 1e-300"),
-    ("logcosh(-1.0277)**1000 + x", "logcosh(10277/10000)**1000' is too small"),
-    ("tan(pi/2)*x", "'tan(pi/2)' is not a real number"),
-    ("x/sin(pi)", "division by zero"),
-    ("x/relu(-1)", "division by zero"),
-    # no real number
-    ("1/0", "division by zero"),
-    ("x/0.0", "division by zero"),
-    ("1/(x - x)", "division by zero"),
-    ("0**-1", "out of range"),
-    ("log(-1)", "not a real number"),
-    ("log(0)*x", "not a real number"),
-    ("log1p(-1)", "not a real number"),
-    ("sqrt(-1)*sqrt(-1)*x", "not a real number"),
-    ("(-8)**(1/3)*x", "out of range"),
-    ("(-2)**x", "positive base"),
-    ("0**x", "positive base"),
-]
+# the reason → texts, three spaces apart
+REFUSALS: dict[str, str] = {
+    "Tuple is not part": "()   x, x",
+    KNOWN: "y   X   eval   x*__builtins__   print(x)   e(x)",
+    "x is an argument, not a function": "x(x)",
+    "exp is a function: write exp(...)": "exp",
+    "where is a function": "x*where",
+    "Attribute is not part": "x.real   x.__class__",
+    "only the functions of the language": "x.is_zero()   exp(x)(x)   (lambda: x)()",
+    "exp takes 1 argument, got 0": "exp()",
+    "exp takes 1 argument, got 2": "exp(x, x)",
+    "max takes 2 arguments, got 1": "max(x)",
+    "plain arguments": "exp(u=x)   exp(x, evaluate=0)   exp(*x)   exp(**x)",
+    CHARACTER: "__import__('os')   'x'   f'{x}'   x # y   x;x   `x`   $x",
+    "written **, not ^": "x^2",
+    "Lambda is not part": "lambda: x",
+    "not a formula": "x := 1   x = 1   *x   import os   x x   2x   x +   (x   x)   x!",
+    "NamedExpr is not part": "(x := 1)",
+    "IfExp is not part": "x if x else x",
+    "List is not part": "[x]",
+    "ListComp is not part": "[x for x in x]",
+    "Dict is not part": "{x: x}",
+    "Subscript is not part": "x[0]",
+    "BoolOp is not part": "x and x",
+    "UnaryOp is not part": "not x   ~x",
+    "Await is not part": "await x",
+    "Constant is not part": "...",
+    "FloorDiv": "x // 2",
+    "Mod": "x % 2",
+    "MatMult": "x @ x",
+    "LShift": "x << 1",
+    "BitOr": "x | x",
+    "BitAnd": "x & x",
+    "expected a number": "x + 1j   x + True   None",
+    "belongs in where": "x > 0   x*(x > 0)   x in x   where(x > 0, x < 1, x)",
+    "<, <=, > or >=": "where(x == 0, 1, x)   where(x is x, 1, x)",
+    "one comparison": "where(0 < x < 1, 1, x)",
+    "takes a comparison": "where(x, 1, 2)   where(x > 0, 1)",
+    "power of numbers is out of range": (
+        "10**10**10   x*2**2**2**2**2**2   (2**1000)**1000   2**-(10**9)   (x/10)**400   (x/3)**1000"
+        "   1.000001**(10**9)"
+    ),
+    "exponent 1e+10 is out of range": "x**10**10",
+    "exponent -1001 is out of range": "x**-1001",
+    "not a real number below": "exp(exp(exp(100)))   exp(710)*x",
+    "log(10)": "exp(1e10*log(10))*x   exp(1000*log(10))*x",
+    "number is out of range": "1e301   1e999*x",
+    "1e200": "1e200*1e200*x",
+    "a coefficient is out of range: 1e-300 to 1e+300": "x + 1e-301",
+    "'exp(-800)' is too small: at least 1e-300": "exp(-800)*x",
+    "logcosh(10277/10000)**1000' is too small": "logcosh(-1.0277)**1000 + x",
+    "'tan(pi/2)' is not a real number": "tan(pi/2)*x",
+    "division by zero": "x/sin(pi)   x/relu(-1)   1/0   x/0.0   1/(x - x)",
+    "out of range": "0**-1   (-8)**(1/3)*x",
+    "not a real number": "log(-1)   log(0)*x   log1p(-1)   sqrt(-1)*sqrt(-1)*x",
+    "positive base": "(-2)**x   0**x",
+}
+ODD: dict[str, list[str]] = {
+    "empty": ["", "   "],
+    CHARACTER: [
+        '"x"',
+        "x\n",
+        "\tx",
+        "x\r\n+1",
+        "x\0",
+        "x\\\n+1",
+        "\N{FULLWIDTH LATIN SMALL LETTER X}",
+        "x\ud800",
+    ],
+    "characters are too many": ["x+" * 500_000 + "x", "(" * 10_000 + "x" + ")" * 10_000, "x" * (MAX_LENGTH + 1)],
+    NESTED: [
+        "(" * 900 + "x" + ")" * 900,
+        "[" * 1999,
+        "exp(" * 300 + "x" + ")" * 300,
+        "-" * 1900 + "x",
+        "x**" * 600 + "x",
+        "+".join(["x"] * 900),
+    ],
+    "number is out of range": ["9" * 1900, "1" + "0" * 301],
+}
+TEXTS = [(text, reason) for reason, texts in REFUSALS.items() for text in texts.split("   ")]
+TEXTS += [(text, reason) for reason, texts in ODD.items() for text in texts]
 
 
-@pytest.mark.parametrize(("text", "reason"), REFUSALS, ids=[ascii(text[:40]) for text, _ in REFUSALS])
+@pytest.mark.parametrize(("text", "reason"), TEXTS, ids=[ascii(text[:40]) for text, _ in TEXTS])
 def test_refusal(text, reason):
     with pytest.raises(UsageError) as error:
         parse(text, what="activation")
@@ -397,96 +329,6 @@ def test_only_text_is_read(text):
 def test_refusal_names_the_column(text, column):
     with pytest.raises(UsageError, match=f"column {column}:"):
         parse(text)
-
-
-# -------------------------------------------------------------------------------------------- hard formulas
-
-AT = np.array([[0.0, 1.0, -2.5], [1e300, -np.inf, np.nan]])
-
-
-def survives(text: str) -> None:
-    try:
-        formula = parse(text)
-    except UsageError as error:
-        assert str(error).isprintable()
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for tree in (formula, formula.diff(x)):
-            for at in (AT, AT[0, 0]):
-                values = evaluate(tree, at)
-                assert values.dtype == np.float64
-                assert values.shape == np.shape(at)
-
-
-# Each is refused, or accepted and then handled without trouble.
-HARD = [
-    # subformulas that are written once and used twice, so that nesting them doubles the work
-    *(f * 40 + "x" + ")" * 40 for f in ("gelu(", "silu(", "max(x, ", "min(1, ", "x*tanh(", "exp(", "relu(")),
-    *(f * 12 + "x" + ")" * 12 for f in ("gelu(", "silu(", "max(x*x, ", "erf(")),
-    "min(x**2, " * 15 + "exp(x)" + ")" * 15,
-    "where(x > 0, " * 20 + "x" + ", -x)" * 20,
-    # what SymPy multiplies out by itself
-    "((10*x)**1000)**1000",
-    "(((10*x)**1000)**1000)**1000",
-    "((x/10)**1000)**1000",
-    "(sqrt(8*x)**1000)**1000",
-    "exp(1e10*log(10) + x)",
-    "exp(1e10*log(10)*x/x)",
-    "exp(690)*x*exp(690)",
-    "max((relu(4.6**7)**-0.5)**4, where(cos(exp(x)) > relu(x), (x - x)*(x/x), x) + logcosh(0.5*-2.053)**1000)",
-    # coefficients that leave the range of float64
-    "x*1e200*1e200",
-    "x/1e-200/1e-200",
-    "(x*1e200)**2",
-    "1e300*(1e300*x + 1e300)",
-]
-
-
-@pytest.mark.parametrize("text", HARD, ids=[text[:30] for text in HARD])
-def test_hard_formula(text):
-    survives(text)
-    try:
-        activation = Activation.of(text)
-    except UsageError:
-        return
-    activation.switch_points(-5.0, 5.0)
-    activation.derivative_parity(5.0)
-
-
-# ---------------------------------------------------------------------------------------- nothing is run
-
-
-@pytest.mark.parametrize(
-    "text", [*CATALOG, "where(x > 1, x**2.5/3, min(x, gelu(-x)))", "exec(x)", "1 +", "10**10**10"]
-)
-def test_parsing_runs_no_code(text, monkeypatch):
-    text = Activation.of(text).expression if text in CATALOG else text
-    real = builtins.compile
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("code was about to be run")
-
-    def compile_to_tree(source, filename, mode, flags=0, **more):
-        return real(source, filename, mode, flags, **more) if flags & ast.PyCF_ONLY_AST else refuse()
-
-    for name in CATALOG:
-        Activation.of(name)  # so that what SymPy imports on first use is there
-    monkeypatch.setattr(builtins, "eval", refuse)
-    monkeypatch.setattr(builtins, "exec", refuse)
-    monkeypatch.setattr(builtins, "compile", compile_to_tree)
-    monkeypatch.setattr(sympy, "sympify", refuse)
-    monkeypatch.setattr(sympy.parsing.sympy_parser, "parse_expr", refuse)
-    monkeypatch.setattr(sympy.parsing.sympy_parser, "eval_expr", refuse)
-    with pytest.raises(AssertionError):
-        builtins.compile("x", "", "eval")  # the trap works
-    try:
-        formula = parse(text)
-        formula.diff(x)
-    except UsageError:
-        pass
-    finally:
-        monkeypatch.undo()  # pytest itself compiles
 
 
 # -------------------------------------------------------------------------------------------- activations
@@ -530,88 +372,4 @@ def test_activation_of_a_name(name):
 def test_activation_refuses(text, reason):
     with pytest.raises(UsageError, match="activation") as error:
         Activation.of(text)
-    assert reason in one_line(error)
-
-
-# ------------------------------------------------------------------------------------------------ weights
-
-
-def _student(t, freedom):
-    """The density of Student's t."""
-    beta = mpmath.beta(mpmath.mpf(1) / 2, mpmath.mpf(freedom) / 2)
-    return (1 + mpmath.mpf(t) ** 2 / freedom) ** (-(mpmath.mpf(freedom) + 1) / 2) / (mpmath.sqrt(freedom) * beta)
-
-
-@pytest.mark.parametrize(
-    ("text", "oracle"),
-    [
-        ("uniform", lambda t: 1),
-        ("normal", mpmath.npdf),
-        ("normal(0, 2)", lambda t: mpmath.npdf(t, 0, 2)),
-        ("normal( -1.5 ,5e-1)", lambda t: mpmath.npdf(t, -1.5, 0.5)),
-        ("normal(+.5, 3.)", lambda t: mpmath.npdf(t, 0.5, 3)),
-        ("student", lambda t: _student(t, 3)),
-        ("student(3)", lambda t: _student(t, 3)),
-        ("student( 1.5 )", lambda t: _student(t, 1.5)),
-        ("student(4.5 ,-1.2, 3e-3)", lambda t: _student((t + 1.2) / 0.003, 4.5) / 0.003),
-        ("student(1000,0,2)", lambda t: _student(t / 2, 1000) / 2),
-        ("exp(-abs(x))", lambda t: mpmath.exp(-abs(t))),
-        ("1 + relu(x)", lambda t: 1 + max(t, 0)),
-    ],
-)
-def test_weight(text, oracle):
-    expected = [float(oracle(mpmath.mpf(float(point)))) for point in POINTS]
-    np.testing.assert_allclose(Weight(text)(POINTS), expected, rtol=1e-11, atol=1e-300)
-
-
-@pytest.mark.parametrize("freedom", [0.5, 3, 40])
-@pytest.mark.parametrize(("mean", "scale"), [(0, 1), (-1.3, 0.01), (5, 1e-6), (63, 30)])
-def test_mass_of_students_density(freedom, mean, scale):
-    """Both its narrow middle and its heavy tails."""
-    low, high = ((end - mean) / scale for end in (-64, 64))
-    expected = special.stdtr(freedom, high) - special.stdtr(freedom, low)
-    assert Weight(f"student({freedom}, {mean}, {scale})").mass(-64.0, 64.0) == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "empty"),
-        ("gauss", KNOWN),
-        ("Normal", KNOWN),
-        ("uniform(0, 1)", KNOWN),
-        ("normal(0)", "normal(mean, deviation)"),
-        ("normal(0, 1, 2)", "normal(mean, deviation)"),
-        ("normal(x, 1)", "normal(mean, deviation)"),
-        ("normal()", "normal(mean, deviation)"),
-        ("normal + 1", "normal(mean, deviation)"),
-        ("normal(0, 1)\n", "normal(mean, deviation)"),
-        ("normal(0, 0)", "deviation above 0"),
-        ("student()", "student(freedom, mean, scale)"),
-        ("student(3, 0)", "student(freedom, mean, scale)"),
-        ("student(3, 0, 1, 2)", "student(freedom, mean, scale)"),
-        ("student(x)", "student(freedom, mean, scale)"),
-        ("student + 1", "student(freedom, mean, scale)"),
-        ("students", "student(freedom, mean, scale)"),
-        ("student(0)", "degrees of freedom above 0"),
-        ("student(-1)", "degrees of freedom above 0"),
-        ("student(1001)", "up to 1000"),
-        ("student(1e999)", "up to 1000"),
-        ("student(3, 0, 0)", "a scale above 0"),
-        ("student(3, 1e999, 1)", "a finite mean"),
-        ("normal(0, -1)", "deviation above 0"),
-        ("normal(1e999, 1)", "finite mean"),
-        ("normal(0, 1e999)", "deviation"),
-        ("normal(0, 1e308)", "out of range"),
-        ("normal(" + "1" * 100_000, "too many"),
-        ("normal(" + "1" * 1_000_000 + ", 1)", "too many"),
-        ("x > 0", "belongs in where"),
-        ("__import__('os')", CHARACTER),
-        ("10**10**10", "out of range"),
-    ],
-    ids=lambda text: text[:30],
-)
-def test_weight_refuses(text, reason):
-    with pytest.raises(UsageError, match=r"\Aweight") as error:
-        Weight(text)
     assert reason in one_line(error)

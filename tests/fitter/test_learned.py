@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import mpmath
 import numpy as np
@@ -14,7 +13,6 @@ from fitact.fitter.analysis.learned import Learned, Number
 from fitact.fitter.expr.catalog import LEARNED
 from fitact.fitter.methods.table import again, make
 from fitact.fitter.records.reading import from_json
-from tests.support.learned import CASES
 
 AT = np.array([-1e4, -30.0, -3.3, -0.4, -1e-3, 1e-3, 0.3, 2.2, 30.0, 1e4])
 
@@ -64,36 +62,9 @@ def test_a_quotient_of_exponentials_is_made_stable() -> None:
         assert np.isfinite(formula.at_start(one, np.array([-1e4, 1e4]))).all()
 
 
-@pytest.mark.parametrize("name", ["xielu", "own"])
-def test_a_record_is_read_as_it_was_written(name: str) -> None:
-    fit = CASES[name].fit
-    assert from_json(fit.to_json()) == fit
-
-
 def test_the_same_fit_again() -> None:
     fit = make("learned_rebuild", Learned.of("prelu", {"weight": (0.1, True)}), "own")
     assert again(from_json(fit.to_json())).to_json() == fit.to_json()
-
-
-def test_records_that_are_wrong() -> None:
-    record = json.loads(CASES["dyt"].fit.to_json())
-    number = record["activation"]["learned"][0]
-    for change, message in (
-        ({"learned": []}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
-        ({"name": None, "learned": []}, "expected 1 to 8 learned numbers, got 0"),
-        ({"learned": [number]}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
-        ({"learned": [number, number]}, r"activation\.learned: .* is not that of 'dyt' in this catalog"),
-        ({"name": None, "learned": [number, number]}, "two learned numbers have one name|unknown name"),
-        ({"learned": [number | {"start": "1"}]}, r"activation\.learned\[0\]\.start: expected a number, got '1'"),
-        ({"learned": [number | {"channel": 1}]}, "channel: expected true or false, got 1"),
-        ({"learned": [{"name": "alpha"}]}, r"activation\.learned\[0\]: expected channel, name, start"),
-        ({"name": "prelu"}, "prelu has no learned number 'alpha'"),
-        ({"name": "gelu"}, "activation.name: 'gelu' is not in this catalog"),
-        ({"expression": "alpha*x"}, "'alpha[*]x' is not that of 'dyt' in this catalog"),
-        ({"name": None, "expression": "alpha*x"}, "the learned number gamma is used nowhere"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            from_json(json.dumps(record | {"activation": record["activation"] | change}))
 
 
 def test_the_catalog_is_of_formulas_that_are_finite() -> None:

@@ -6,8 +6,6 @@ Every oracle is independent: formulas in mpmath and closed forms written in `out
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +17,10 @@ from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.methods import exact
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json
+from tests.support.curves import CURVES
 from tests.support.generated import DTYPES, EACH_DTYPE, HALVES, patterns, run, same
 from tests.support.outputs import CLOSED, LINEAR, MP, Output, each_output, outputs, real
-from tests.support.refusals import GONE, changed, refused
+from tests.support.refusals import refused
 
 UNIT = 2.0**-24  # the rounding of float32
 
@@ -123,43 +122,18 @@ def test_the_closed_form_holds_for_the_parameters_or_is_refused(slope: float) ->
 # ---------------------------------------------------------------------------------------------------- its errors
 
 
-def nearest(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Return float64 rounded once to nearest, ties to even, by the definition of the format."""
-    digits, least, most = {
-        torch.bfloat16: (8, -133, 128),
-        torch.float16: (11, -24, 16),
-        torch.float32: (24, -149, 128),
-    }[dtype]
-    _, exponent = np.frexp(values)
-    unit = np.ldexp(1.0, np.maximum(exponent - digits, least))
-    result = np.round(values / unit) * unit
-    return np.where(
-        np.abs(result) >= np.ldexp(1.0, most) if most < 1024 else False, np.inf * np.sign(values), result
-    )
-
-
-# f and f′ in float64, stable over the whole range; g is the closed form
+# f and f′ in float64, stable over the whole range
 STABLE: dict[str, tuple[Callable, Callable]] = {
-    "celu": (lambda x: np.where(x > 0, x, np.expm1(x)), lambda x: np.exp(np.minimum(x, 0))),
-    "elu": (lambda x: np.where(x > 0, x, np.expm1(x)), lambda x: np.exp(np.minimum(x, 0))),
+    **{name: (CURVES[name].value, CURVES[name].derivative) for name in CLOSED if name in CURVES},
     "exp": (np.exp, np.exp),
     "hardtanh": (lambda x: np.clip(x, -1, 1), lambda x: (np.abs(x) < 1).astype(float)),
     "leaky_relu": (lambda x: np.where(x > 0, x, 0.01 * x), lambda x: np.where(x > 0, 1, 0.01)),
-    "relu": (lambda x: np.maximum(x, 0), lambda x: (x > 0).astype(float)),
     "relu2": (lambda x: np.maximum(x, 0) ** 2, lambda x: 2 * np.maximum(x, 0)),
     "relu6": (lambda x: np.clip(x, 0, 6), lambda x: ((x > 0) & (x < 6)).astype(float)),
-    "selu": (
-        lambda x: 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(x)),
-        lambda x: 1.0507009873554805 * np.where(x > 0, 1, 1.6732632423543772 * np.exp(np.minimum(x, 0))),
-    ),
-    "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), lambda x: np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x))) ** 2),
-    "softplus": (lambda x: np.logaddexp(x, 0), lambda x: 1 / (1 + np.exp(-x))),
-    "softsign": (lambda x: x / (1 + np.abs(x)), lambda x: (1 + np.abs(x)) ** -2),
     "squareplus": (
         lambda x: np.where(x > 0, (x + np.hypot(x, 2)) / 2, 2 / (np.hypot(x, 2) - x)),
-        lambda x: (1 + x / np.hypot(x, 2)) / 2,
+        CURVES["squareplus"].derivative,
     ),
-    "tanh": (np.tanh, lambda x: 1 / np.cosh(np.clip(x, -300, 300)) ** 2),
 }
 
 
@@ -169,7 +143,7 @@ def measured(one: Output, x: np.ndarray, dtype: torch.dtype) -> float:
     x = x[np.isfinite(x) & ~np.isin(x, one.corners)].astype(np.float64)
     with np.errstate(all="ignore"):
         true = derivative(x)
-        y = nearest(value(x), dtype)
+        y = torch.from_numpy(value(x)).to(dtype).double().numpy()
         found = one.derivative(torch.from_numpy(y)).numpy().astype(np.float32)
         valid = np.isfinite(y) & np.isfinite(true)
         error = np.abs(found[valid] - true[valid]) / np.maximum(1, np.abs(true[valid]))
@@ -191,120 +165,6 @@ def test_stated_error_of_float32(one: Output) -> None:
     x = np.concatenate([chance.uniform(-20, 20, 300_000), chance.uniform(-1, 1, 100_000)]).astype(np.float32)
     found = measured(one, x, torch.float32)
     assert 0.9 * found <= one.error(torch.float32) <= 1.1 * found + 2 * 2.0**-24
-
-
-# ---------------------------------------------------------------------------------------------------- the record
-
-GOOD: dict[str, Any] = {
-    "schema": "fitact.fit/1",
-    "name": "tanh_exact",
-    "method": "exact",
-    "activation": {"name": "tanh", "expression": "tanh(x)"},
-    "derivative": "1 - y**2",
-    "error": {"bfloat16": 0.0039, "float16": 0.0005, "float32": 1e-7},
-}
-STEP: dict[str, Any] = {
-    "bits": 1,
-    "domain": [-10.0, 10.0],
-    "weight": "uniform",
-    "even": False,
-    "borders": [0.5],
-    "levels": [0.25, 1.0],
-    "options": {},
-}
-
-
-# a change of the good record, what the message names
-WRONG = [
-    *((key, GONE, f"{key}:") for key in GOOD),
-    *((key, value, f"{key}: not a field of a fit of the method exact") for key, value in STEP.items()),
-    ("colour", "red", "colour: not a field"),
-    ("schema", "fitact.fit/2", "upgrade fitact"),
-    *(("name", name, "name: expected") for name in ("", "1a", "a/b", "class", "a\n", None, 1, ["a"])),
-    *(("method", method, "method: expected") for method in ("", "Exact", None, 1, ["exact"], {})),
-    ("method", "fewbit", "bits: missing"),
-    ("method", "relumix", "bits: missing"),
-    ("activation.name", "sigmoid", "activation.expression"),
-    ("activation.expression", "tanh(y)", "activation.expression"),
-    ("activation", {"name": None, "expression": "tanh(y)"}, "activation"),
-    ("activation", None, "activation: expected"),
-    *(("derivative", value, "derivative: expected text") for value in (None, 1, 1.5, True, ["y"], {}, {"y": 1})),
-    *(
-        ("derivative", text, "derivative")
-        for text in (
-            "",
-            " ",
-            "x",
-            "1 - x**2",
-            "y + x",
-            "where(x > 0, 1, 0)",
-            "z",
-            "Y",
-            "yy",
-            "y.__class__",
-            "y +",
-            "y\n",
-            "y; 1",
-            "y ^ 2",
-            "__import__('os')",
-            "lambda: y",
-            "[y]",
-            "y > 0",
-            "1/0",
-            "10**10**10",
-            "1e400",
-            "nonsense(y)",
-            "y" * 3000,
-            "(" * 9000,
-            "y\0",
-            '"""',
-        )
-    ),
-    *(("error", value, "error: expected") for value in (None, 1, "abc", [], {}, {"max": 1})),
-    (
-        "error",
-        {"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 0.05},
-        "error: expected bfloat16",
-    ),
-    *((f"error.{key}", GONE, "error: expected") for key in GOOD["error"]),
-    ("error.float64", 0.0, "error: expected"),
-    ("error.float32", -1e-9, "error: expected no negative"),
-    *(("error.float16", value, "error.float16") for value in ("0", True, None, [0.0], {})),
-    ("error.bfloat16", 10**400, "error"),
-]
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "names"),
-    WRONG,
-    ids=[f"{path}={value!a:.20}" for path, value, _ in WRONG],
-)
-def test_wrong_field(path: str, value: object, names: str) -> None:
-    assert names in refused(from_json, changed(GOOD, path, value))
-
-
-# --------------------------------------------------------------------------------------------------- the command
-
-COMMANDS = [
-    ("--fn tanh --bits 3", "--method exact has no --bits: it takes --derivative"),
-    ("--fn tanh --domain -5 5", "--method exact has no --domain"),
-    ("--fn tanh --weight normal", "--method exact has no --weight"),
-    ("--fn 'asinh(x)' --derivative '1/cosh(y)'", "--name is required for --derivative"),
-    ("--fn tanh --fn gelu", "no closed form"),
-    ("--fn tanh --derivative 'y*(1 - y)' --name a", "not that function of the output"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), COMMANDS, ids=[line for line, _ in COMMANDS])
-def test_command_refuses(arguments: str, message: str, refuses) -> None:
-    assert message in refuses(f"fit --method exact {arguments}")
-
-
-def test_command_states(command) -> None:
-    line = "fit --fn 'asinh(x)' --method exact --derivative '1/cosh(y)' --name own"
-    status, out, err = command(line)
-    assert (status, err, out.splitlines()[-1]) == (0, "", "wrote generated/fits/own.json")
-    assert from_json(Path("generated/fits/own.json").read_text()).derivative == "1/cosh(y)"
 
 
 # --------------------------------------------------------------------------------------------- values, gradients

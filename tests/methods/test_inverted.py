@@ -324,10 +324,6 @@ def test_denominators_have_no_zeros_where_they_are_used():
                     assert float(np.float32(number)) == number
 
 
-def test_the_same_twice():
-    assert inverted.fit(Activation.of("silu"), "own_inverted") == fitted("silu")
-
-
 @pytest.mark.full
 def test_a_formula_that_fails_in_float32_is_warned_of():
     with pytest.warns(FitWarning, match="overflows"):

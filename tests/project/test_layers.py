@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
 RUNTIME = ("torch_internals", "shipped")
 MODELS = ("restore", "modes", "norms", "saving.blocks", "measure", "saving", "compile", "wrappers")
-CODEGEN = ("dialects", "printers", "approximants", "tables", "gates", "learned", "safety", "generate", "bundle")
+CODEGEN = ("dialects", "printers", "contexts", "safety", "generate", "bundle")
 FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
 ORDER = [
     "fitact.runtime.kernels",  # imports nothing else of the package: standalone folders have copies of it

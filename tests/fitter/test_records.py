@@ -1,0 +1,441 @@
+"""The records of fits and calibrations: their JSON, and every way in which a file can be wrong."""
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fitact.fitter.records import weights
+from fitact.fitter.records.fit import SCHEMA, InvertedFit, StepFit
+from fitact.fitter.records.reading import MAX_BYTES, from_json, read
+from tests.conftest import ROOT
+from tests.support.gates import rebuilt
+from tests.support.learned import CASES
+from tests.support.refusals import GONE, changed, refused, within
+
+FITS = ROOT / "generated" / "fits"
+STEP: dict[str, Any] = {
+    "schema": SCHEMA,
+    "name": "tanh_fewbit2",
+    "method": "fewbit",
+    "activation": {"name": "tanh", "expression": "tanh(x)"},
+    "bits": 2,
+    "domain": [-10.0, 10.0],
+    "weight": "normal(0, 2)",
+    "even": True,
+    "borders": [0.25, 0.75, 1.5],
+    "levels": [1.0, 0.75, 0.25, -0.0625],
+    "error": {"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 1e-30},
+    "options": {"cells": 4000, "seed": 0},
+}
+SITE: dict[str, Any] = {
+    "path": "act",
+    "activation": "gelu",
+    "count": 100,
+    "left_out": 0,
+    "mean": -0.5,
+    "deviation": 1.25,
+    "least": -3.5,
+    "largest": 2.5,
+    "quantiles": [-3.0, 2.25],
+    "weight": "0.95*histogram(-4, 0, 3; 60, 40) + 0.05*student(3, -0.5, 1.25)",
+}
+RECORDS: dict[str, dict[str, Any]] = {
+    "step": STEP,
+    "relumix": STEP | {"method": "relumix", "options": {"objective": "primitive", "restarts": 4, "seed": 0}},
+    "source": STEP | {"method": "relumix", "options": {"objective": "derivative", "source": "arXiv 2406.16282"}},
+    "exact": json.loads((FITS / "tanh_exact.json").read_text()),
+    "inverted": json.loads((FITS / "gelu_inverted1.json").read_text()),
+    "published": json.loads((FITS / "silu_inverted_published.json").read_text()),
+    "gate": json.loads(rebuilt("swiglu", "swiglu_rebuild").to_json()),
+    "own gate": json.loads(rebuilt("2*tanh(g)*(u + 1)", "own").to_json()),
+    "learned": json.loads(CASES["dyt"].fit.to_json()),
+    "own learned": json.loads(CASES["own"].fit.to_json()),
+    "weights": {"schema": "fitact.weights/1", "sites": [SITE]},
+}
+TEXT = json.dumps(STEP, indent=2, sort_keys=True) + "\n"
+
+
+def reader(name: str) -> Callable[[str], Any]:
+    return weights.from_json if name == "weights" else from_json
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """A text that takes for ever fails its test, and does not hold up the run."""
+    with within(120):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_round_trip(name: str) -> None:
+    text = json.dumps(RECORDS[name], indent=2, sort_keys=True) + "\n"
+    found = reader(name)(text)
+    assert found.to_json() == text
+    shuffled = {key: RECORDS[name][key] for key in sorted(RECORDS[name], reverse=True)}
+    assert reader(name)("\n" + json.dumps(shuffled, indent="\t") + "\n\n") == found
+    if name != "weights":
+        assert found.digest() == hashlib.sha256(text.encode()).hexdigest()
+        assert (found.method, dict(getattr(found, "options", {}))) == (
+            RECORDS[name]["method"],
+            RECORDS[name].get("options", {}),
+        )
+
+
+def test_integers_are_numbers() -> None:
+    fit = from_json(changed(STEP, "domain", [-10, 10]))
+    assert isinstance(fit, StepFit) and all(isinstance(number, float) for number in fit.domain)
+    assert fit.to_json() == TEXT
+
+
+# ----------------------------------------------------------------------------------------------- its fields
+
+HOSTILE = ("__import__('os')", "10**10**10")
+NAMED = ",1a,a b,a-b,a.b,_a,class,None,True,../a,a/b,/a,a\\b,a\0,a\n,\n,é,\N{FULLWIDTH LATIN SMALL LETTER A}"
+NAMES = (*NAMED.split(","), "a" * 81)
+FORMULAS = (*HOSTILE, "", "1", "y", "x.__class__", "x" * 3000, "(" * 9000, "x\n", "\0")
+NO_DERIVATIVE = "x,1 - x**2,y + x,z,Y,yy,y.__class__,y +,[y],y > 0,nonsense(y),, ,1e400,1/0,y ^ 2,y; 1,y\0,y\n"
+DERIVATIVES = (
+    *NO_DERIVATIVE.split(","),
+    *HOSTILE,
+    "where(x > 0, 1, 0)",
+    "lambda: y",
+    '""' + '"',
+    "y" * 3000,
+    "(" * 9000,
+)
+FREE = ("a'b", 'a"b', "a\\b", "a`b", "a\nb", "\x7f", "\u00b5", "", "a" * 201, 1, None)
+UNKNOWN = {"bits": 1, "domain": [-10.0, 10.0], "weight": "uniform", "even": False, "borders": [0.5], "options": {}}
+FIRST = "approximants.float32.0"
+HOLDS = "expected a number that float32 holds"
+# Of a record: what is changed, a part of the message, and the values that are put there.
+WRONG: dict[str, list[tuple[Any, ...]]] = {
+    "step": [
+        *((key, key, GONE) for key in STEP),
+        ("colour", "colour", "red"),
+        ("version", "version", 1),
+        ("schema", "upgrade fitact", "fitact.fit/2", "fitact.fit/99999"),
+        ("schema", "schema: expected", "fitact.fit/0", "fitact.fit/1\n", 1, None, [SCHEMA], {}),
+        ("schema", "not a fitact fit", "other.thing/1"),
+        ("name", "name: expected", *NAMES, None, 1, True, ["a"], {}),
+        ("method", "method: expected", "", "Fewbit", "exakt", None, 1, ["fewbit"], {}),
+        ("activation", "activation: expected", None, "tanh", 1, [], {}, {"name": "tanh"}),
+        ("activation", "activation", *({"name": None, "expression": text} for text in FORMULAS)),
+        ("activation.expression", "activation: expected", GONE),
+        ("activation.expression", "activation.expression", "x", "tanh( x)", None, 1, ["x"]),
+        ("activation.name", "activation: expected", GONE),
+        ("activation.name", "activation.name", 1, True, "tanhh"),
+        ("activation.name", "activation.expression", "gelu"),
+        ("activation.kind", "activation: expected", "smooth"),
+        ("activation.parameters", "unknown parameter 'alpha'", {"alpha": 1.0}),
+        ("activation.parameters", "activation.parameters", {}, 1),
+        ("activation.parameters", "activation.parameters.alpha", {"alpha": "1"}),
+        ("bits", "bits: expected", 0, 5, -1, 1.5, 2.0, True, "2", None, [2], {}, 10**400),
+        ("bits", "borders: expected 7", 3),
+        ("bits", "borders: expected 1", 1),
+        ("domain", "domain: expected", None, 1, "12", [], [1], [1, 2, 3], {"0": 1}, True),
+        ("domain", "domain: expected increasing", [1.0, 1.0], [2, 1], [0.0, -0.0]),
+        ("domain.0", "domain[0]", "-10", -(10**400)),
+        ("domain.1", "domain[1]", True, None, [10]),
+        ("weight", "weight: expected text", None, 1, True, ["uniform"], {}),
+        ("weight", "weight", *HOSTILE, "", "gauss", "normal(0, -1)", "normal(" + "1" * 100_000),
+        ("even", "even: expected", 0, 1, None, "true", [], {}),
+        ("borders", "borders: expected", None, 1, "abc", {}, [], [0.25, 0.5], [0.1] * 4),
+        ("borders", "borders: expected increasing", [1, 1, 2], [3, 2, 1], [0.25, 0.75, 0.5]),
+        ("borders.0", "borders: an even fit", -0.25),
+        ("borders.0", f"borders[0]: {HOLDS}", 0.1),
+        ("borders.1", f"borders[1]: {HOLDS}", math.nextafter(0.75, 1)),
+        ("borders.1", "borders[1]", False, "0.75", None),
+        ("borders.2", f"borders[2]: {HOLDS}", 1e39),
+        ("borders.2", "borders[2]", 10**400),
+        ("levels", "levels: expected", None, 1, "abcd", {}, [], [1.0] * 3, [1.0] * 5),
+        ("levels.0", f"levels[0]: {HOLDS}", 0.1),
+        ("levels.1", "levels[1]", True, [0.75]),
+        ("levels.3", f"levels[3]: {HOLDS}", 1e-50),
+        ("levels.3", "levels[3]", -(10**400)),
+        ("error", "error: expected", None, 1, "abc", [], {}, {"max": 1}),
+        ("error.more", "error: expected", 1.0),
+        ("error.rms", "error: expected", GONE),
+        ("error.rms", "error: expected no negative", -1e-9),
+        ("error.rms", "error.rms", "0", True, None),
+        ("error.rms", "error", 10**400),
+        ("options", "options: expected", None, 1, "abc", []),
+        ("options.seed", "options.seed", None, True, [1], {"a": 1}, "0", 0.5, 2**63, 10**300, 10**4000),
+        ("options.note", "options.note: unknown option", "free"),
+        ("options.source", "options.source: unknown option", "the methods of other fits have it"),
+    ],
+    "relumix": [
+        ("options.objective", "options.objective", "sum", "$\\frac$", "", 1, None),
+        ("options.source", "options.source", *FREE),
+    ],
+    "exact": [
+        *((key, f"{key}:", GONE) for key in RECORDS["exact"]),
+        *((key, f"{key}: not a field of a fit of the method exact", value) for key, value in UNKNOWN.items()),
+        ("colour", "colour: not a field", "red"),
+        ("schema", "upgrade fitact", "fitact.fit/2"),
+        ("method", "bits: missing", "fewbit", "relumix"),
+        ("activation.name", "activation.expression", "sigmoid"),
+        ("activation.expression", "activation.expression", "tanh(y)"),
+        ("activation", "activation", {"name": None, "expression": "tanh(y)"}),
+        ("derivative", "derivative: expected text", None, 1, 1.5, True, ["y"], {}, {"y": 1}),
+        ("derivative", "derivative", *DERIVATIVES),
+        ("error", "error: expected", None, 1, "abc", [], {}, {"max": 1}),
+        ("error", "error: expected bfloat16", STEP["error"]),
+        *((f"error.{key}", "error: expected", GONE) for key in RECORDS["exact"]["error"]),
+        ("error.float64", "error: expected", 0.0),
+        ("error.float32", "error: expected no negative", -1e-9),
+        ("error.float16", "error.float16", "0", True, None, [0.0], {}),
+        ("error.bfloat16", "error", 10**400),
+    ],
+    "inverted": [
+        ("bits", "bits: expected 0, 1, 2, 3 or 4, got 5", 5),
+        ("bits", "bits: expected", True, "1"),
+        ("bits", "approximants.bfloat16: expected 1 to 1 approximants, got 2", 0),
+        ("domain", "domain: expected 2 numbers", [1.0]),
+        ("domain", "domain: expected increasing numbers", [1.0, 1.0]),
+        ("domain", "domain: expected a list of numbers", "all"),
+        ("borders", "borders: expected an object", []),
+        ("borders.float32", "borders.float32: expected 1 numbers, got 0", []),
+        ("borders.float32", f"borders.float32[0]: {HOLDS} exactly", [0.1]),
+        ("borders.float32", "not JSON: Infinity", [1e400]),
+        ("borders.float32", "borders.float32[0]: expected a number, got '0'", ["0"]),
+        ("borders.float64", "borders: expected bfloat16, float16, float32", [0.0]),
+        ("borders.float16", "borders: expected bfloat16, float16, float32", GONE),
+        ("approximants", "approximants: expected bfloat16, float16, float32", {}),
+        ("approximants.float32", "approximants.float32: expected 1 to 2 approximants, got 0", []),
+        (FIRST, "approximants.float32[0]: expected an object", 3),
+        (f"{FIRST}.kind", "expected", "spline"),
+        (f"{FIRST}.kind", "expected text", 3, GONE),
+        (f"{FIRST}.approximates", "approximates: expected derivative", "sigmoid"),
+        (f"{FIRST}.extra", "expected approximates, denominator, error", 1),
+        (f"{FIRST}.low", "low: expected at most high", 5.0),
+        (f"{FIRST}.low", HOLDS, 0.1),
+        (f"{FIRST}.high", "high: expected a number, got None", None),
+        (f"{FIRST}.high", HOLDS, 1e39),
+        (f"{FIRST}.numerator", "numerator: expected 1 numbers, got 0", []),
+        (f"{FIRST}.numerator", "numerator: expected 33 numbers, got 34", [0.0] * 34),
+        (f"{FIRST}.numerator", f"numerator[0]: {HOLDS}", [0.1]),
+        (f"{FIRST}.denominator", "denominator: expected no root", [0.0], [-0.25, 1.0]),
+        (f"{FIRST}.radicals", "radicals: expected 1 to 3, got 0", []),
+        (f"{FIRST}.radicals", "radicals[0]: expected anchor, order, side, sign", [{}] * 4),
+        (f"{FIRST}.radicals", "radicals[0]: expected an object, got 1", [1]),
+        (f"{FIRST}.radicals.0.order", "order: expected an integer", 2.0, 0),
+        (f"{FIRST}.radicals.0.side", "side: expected an integer, one of -1, 0, 1, got 2", 2),
+        (f"{FIRST}.radicals.0.sign", "sign: expected an integer, one of -1, 1, got 0", 0),
+        (f"{FIRST}.radicals.0.anchor", f"anchor[0]: {HOLDS}", 0.1),
+        (f"{FIRST}.radicals.0.anchor", "radicals[0]: expected anchor, order, side, sign", GONE),
+        (f"{FIRST}.error", "error.float32: expected that of the worst approximant, 1.0", 1.0),
+        (f"{FIRST}.floor", "floor.float32: expected that of the worst approximant, 1.0", 1.0),
+        ("error.float32", "error: expected no negative number", -1.0),
+        ("error.float32", "error: expected bfloat16, float16, float32", GONE),
+        ("floor.float32", "floor.float32: expected that of the worst approximant", 0.0),
+        ("floor", "floor: missing", GONE),
+        ("levels", "levels: not a field of a fit of the method inverted", [1.0]),
+        ("method", "not a field of a fit of the method exact", "exact"),
+        ("activation.expression", "activation.expression", "__import__('os')"),
+    ],
+    "published": [
+        (f"{FIRST}.kind", "kind: expected one of", "cubic"),
+        (f"{FIRST}.kind", "expected approximates, denominator", "quotient"),
+        (f"{FIRST}.kind", "coefficients: expected 5 numbers, got 4", "exponential"),
+        (f"{FIRST}.approximates", "approximates: expected derivative or sigmoid", "value"),
+        (f"{FIRST}.approximates", "expected quotients, or approximants of one anchor", "derivative"),
+        (f"{FIRST}.anchor", "anchor: expected a number below 0", 0.5),
+        (f"{FIRST}.anchor", "approximants.float32: expected quotients, or approximants of one anchor", -0.5),
+        (f"{FIRST}.coefficients", "coefficients: expected 4 numbers", [1.0]),
+        (f"{FIRST}.coefficients.0", "coefficients[0]: expected a number", "exec"),
+    ],
+    "gate": [
+        ("activation.name", "activation.name: 'silu' is not in this catalog", "silu"),
+        ("activation.name", "activation.name", ["swiglu"]),
+        ("activation.expression", "activation.expression: 'gelu(g)*u' is not that of", "gelu(g)*u"),
+        ("activation.parameters", "activation", {}),
+        ("activation", "activation: expected an object", "swiglu"),
+        ("error", "error: expected , got", {"h_1": 0.0}),
+        ("code_g", "code_g: not a field of a fit of the method gate_rebuild", None),
+        ("method", "gate_coded is not fitted any more: block codes, of fitact.saving", "gate_coded"),
+        ("method", "derivative: missing", "exact"),
+        ("name", "name: expected", "for"),
+    ],
+    "own gate": [
+        ("activation.expression", "got no factor of u", "silu(g)"),
+        ("activation.expression", "unknown name 'x'", "silu(x)"),
+        ("activation.expression", "activation.expression: expected text, got 1", 1),
+        ("method", "method: coded is not fitted any more", "coded"),
+    ],
+    "learned": [
+        (
+            "activation.learned",
+            "is not that of 'dyt' in this catalog",
+            [],
+            [{"name": "alpha", "start": 0.5, "channel": True}],
+        ),
+        ("activation.learned.0.start", "activation.learned[0].start: expected a number, got '1'", "1"),
+        ("activation.learned.0.channel", "channel: expected true or false, got 1", 1),
+        ("activation.learned.0.channel", "activation.learned[0]: expected channel, name, start", GONE),
+        ("activation.learned.0.name", "activation.learned[0].name: expected text", 1),
+        ("activation.name", "prelu has no learned number 'alpha'", "prelu"),
+        ("activation.name", "activation.name: 'gelu' is not in this catalog", "gelu"),
+        ("activation.expression", "'alpha*x' is not that of 'dyt' in this catalog", "alpha*x"),
+    ],
+    "own learned": [
+        ("activation.learned", "expected 1 to 8 learned numbers, got 0", []),
+        ("activation.learned.1.name", "two learned numbers have one name", "a"),
+        ("activation.learned.0.start", "expected a start that float32 holds", 1e300),
+        ("activation.expression", "the learned number b is used nowhere", "a*x"),
+    ],
+    "weights": [
+        ("schema", "schema: expected fitact.weights/1, got 'fitact.fit/1': this is not a file of", SCHEMA),
+        ("schema", "upgrade fitact", "fitact.weights/2"),
+        ("schema", "schema: expected", 1),
+        ("more", "the record: expected schema, sites", 1),
+        ("sites", "the record: expected schema, sites", GONE),
+        ("sites", "sites: expected a list of objects", {}),
+        ("sites", "sites: expected at least one activation", []),
+        ("sites", "sites[0]: expected an object", [1]),
+        ("sites", "sites[1].path: 'act' appears twice", [SITE, SITE]),
+        ("sites.0.more", "sites[0]: expected activation", 1),
+        ("sites.0.weight", "sites[0]: expected activation", GONE),
+        ("sites.0.path", "sites[0].path: expected text", 1),
+        ("sites.0.path", "sites[0].path: expected 1 to 500 printable characters", "", "a\x1b[2J", "a" * 501),
+        ("sites.0.activation", "sites[0].activation: expected 1 to 500 printable characters", "a\nb"),
+        ("sites.0.count", "sites[0].count: expected 1 or more", 0),
+        ("sites.0.count", "sites[0].count: expected an integer", 1.5, True),
+        ("sites.0.left_out", "sites[0].left_out: expected 0 or more", -1),
+        ("sites.0.mean", "sites[0].mean: expected a number", "0"),
+        ("sites.0.mean", "not JSON: NaN", math.nan),
+        ("sites.0.mean", "sites[0].mean: expected a number in the range", 10**400),
+        ("sites.0.deviation", "sites[0].deviation: expected no negative number", -1.0),
+        ("sites.0.least", "sites[0].least, quantiles: expected no more than largest", 1e6),
+        ("sites.0.quantiles", "sites[0].quantiles: expected 2 numbers", [0.0]),
+        ("sites.0.quantiles", "lesser quantile first", [1.0, 0.0]),
+        ("sites.0.weight", "weight: expected text", 1),
+        ("sites.0.weight", "sites[0].weight 'histogram(0, 0; 1)': edge 1: expected more", "histogram(0, 0; 1)"),
+        ("sites.0.weight", "sites[0].weight", "__import__('os')", "x\x00"),
+    ],
+}
+CHANGES = [
+    pytest.param(name, path, message, value, id=f"{name}: {path}={value!a:.20}")
+    for name, rows in WRONG.items()
+    for path, message, *values in rows
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("name", "path", "message", "value"), CHANGES)
+def test_what_is_wrong_is_named(name: str, path: str, message: str, value: object) -> None:
+    assert message in refused(reader(name), changed(RECORDS[name], path, value))
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\x1b[31m", "\u2028", "\ud800", "k" * 100_000, ""])
+def test_hostile_keys(key: str) -> None:
+    for place in ("", "activation", "error", "options"):
+        record = copy.deepcopy(STEP)
+        (record[place] if place else record)[key] = [None]
+        refused(from_json, json.dumps(record))
+    refused(from_json, f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 2}}")
+
+
+def with_(old: str, new: str, count: int = -1) -> str:
+    """The text of the good record with another part."""
+    assert old in TEXT
+    return TEXT.replace(old, new, count)
+
+
+DEEP = ("9" * 5000, "[" * 100_000, '{"a":' * 100_000, '{"schema":' + "[" * 100_000 + "]" * 100_000 + "}")
+# a part of the message → the texts of files
+NO_RECORD: dict[str, list[str]] = {
+    "not JSON": ["", "{", "nonsense", "\ufeff" + TEXT, TEXT + TEXT, with_(",", ",,", 1), with_('"', "'"), *DEEP],
+    "NaN": [with_("0.25,", "NaN,", 1)],
+    "Infinity": [with_("0.25,", "Infinity,", 1), with_("-10.0,", "-Infinity,", 1)],
+    "expected a JSON object": ["null", "[]", "3", json.dumps(TEXT)],
+    "schema": ["{}", '{"schema": 1, "schema": 2}'],
+    "bits": [with_('"bits": 2', '"bits": 2, "bits": 2')],
+    "seed": [with_('"seed": 0', f'"seed": {seed}') for seed in ('0, "seed": 0', "1e999", "-1e999")],
+    "error": [with_("1e-30", "1e999")],
+    "domain": [with_("10.0", "1e999")],
+    "borders[1]": [with_("0.75,", "1e999,", 1)],
+    "levels[3]": [with_("-0.0625", "-1e999")],
+    "7": ["{" + ",".join(f'"{i}":0' for i in range(100_000)) + ',"7":1}'],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [pytest.param(part, text, id=f"{part} {text[:20]!a}") for part, texts in NO_RECORD.items() for text in texts],
+)
+def test_no_record(part: str, text: str) -> None:
+    assert part in refused(from_json, text)
+
+
+@pytest.mark.parametrize(
+    ("reads", "content", "part"),
+    [
+        *((one, None, "no such file") for one in (read, weights.read)),
+        *((one, b"", "not JSON") for one in (read, weights.read)),
+        *((one, b"[" * 100_000, "not JSON") for one in (read, weights.read)),
+        *((one, b"[1]", "expected a JSON object") for one in (read, weights.read)),
+        *((one, b'{"schema": 1, "schema": 2}', "schema: appears twice") for one in (read, weights.read)),
+        *((one, b"\xff\xfe{}", "UTF-8") for one in (read, weights.read)),
+        (read, TEXT.encode("utf-16"), "UTF-8"),
+        (read, b" " * (MAX_BYTES + 1), f"larger than the {MAX_BYTES} bytes"),
+        (read, b"9" * (MAX_BYTES + 1), "larger than"),
+        (weights.read, b" " * (1 << 25) + b"{}", "larger than"),
+        (read, changed(STEP, "bits", 7).encode(), "bits: expected"),
+        (read, changed(STEP, "borders.1", 0.1).encode(), "borders[1]: expected"),
+        (read, changed(STEP, "weight", "gauss").encode(), "weight 'gauss'"),
+        (read, b'{"schema": "fitact.fit/7"}', "schema: expected"),
+    ],
+    ids=lambda part: getattr(part, "__module__", repr(part)[:30]),
+)
+def test_file_and_field_are_named(
+    reads: Callable[[Path], Any], content: bytes | None, part: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(TEXT, encoding="utf-8")
+    assert read(path) == from_json(TEXT)
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    message = refused(reads, path)
+    assert message.startswith(f"{path}: ")
+    assert part in message
+    assert message.count(str(path)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- calls
+
+PLAIN = STEP | {"even": False, "borders": [-1.5, 0.0, 0.75]}
+
+
+@pytest.mark.parametrize("record", [STEP, PLAIN], ids=["even", "plain"])
+def test_levels_of_a_step_function(record: dict[str, Any]) -> None:
+    """A border belongs to the level below; NaN gets the first level."""
+    fit = from_json(json.dumps(record))
+    assert isinstance(fit, StepFit)
+    first, *_, last = levels = record["levels"]
+    for i, border in enumerate(record["borders"]):
+        x = np.array([math.nextafter(border, -math.inf), border, math.nextafter(border, math.inf)])
+        for side in (1, -1) if fit.even else (1,):
+            assert fit(side * x).tolist() == [levels[i], levels[i], levels[i + 1]]
+    assert fit(np.array([np.nan, np.inf, -np.inf])).tolist() == [first, last, last if fit.even else first]
+    if not fit.even:
+        assert fit(np.array([0.0, -0.0])).tolist() == [0.75, 0.75]
+
+
+def test_codes_of_an_inverted_fit() -> None:
+    fit = read(FITS / "gelu_inverted2.json")
+    assert isinstance(fit, InvertedFit)
+    x = np.array([-np.inf, -0.8, -0.7517, np.nan, 5.0, np.inf])
+    assert [int(code) for code in fit.code(x, "bfloat16")][0::3] == [0, 0]
+    assert fit.code(x)[-1] == 3
