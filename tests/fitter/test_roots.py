@@ -17,6 +17,7 @@ from fitact.fitter.expr.atoms import ATOMS, FUNCTIONS, x
 from fitact.fitter.expr.evaluate import evaluate
 from fitact.fitter.expr.exact import order, value
 from fitact.fitter.expr.parser import parse
+from tests.support.outputs import MP, real
 
 
 def enclose(expr, low, high) -> tuple[np.ndarray, np.ndarray]:
@@ -57,39 +58,23 @@ def test_atoms_are_enclosed_and_tight(atom) -> None:
     assert (top - bottom)[seen] == pytest.approx(0, abs=1e-13)
 
 
-# The atoms as they are defined, in mpmath.
-DEFINED = {
-    "sigmoid": lambda u: 1 / (1 + mpmath.exp(-u)),
-    "softplus": lambda u: mpmath.log(1 + mpmath.exp(u)),
-    "sech2": lambda u: mpmath.sech(u) ** 2,
-    "tsech2": lambda u: u * mpmath.sech(u) ** 2,
-    "logcosh": lambda u: mpmath.log(mpmath.cosh(u)),
-    "hypot1": lambda u: mpmath.sqrt(1 + u * u),
-    "isru": lambda u: u / mpmath.sqrt(1 + u * u),
-    "squareplus": lambda u: (u + mpmath.sqrt(u * u + 4)) / 2,
-    "softsign": lambda u: u / (1 + abs(u)),
-    "relu": lambda u: max(u, mpmath.mpf(0)),
-    "absolute": abs,
-}
-
-
 @pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: atom.__name__)
 def test_values_are_those_of_the_definition(atom) -> None:
     """To fifty digits and in float64; enclosures of points hold them."""
     rng = np.random.default_rng(2)
     at = np.concatenate([rng.normal(size=60) * 10.0 ** rng.integers(-8, 3, 60), [0.0, -40.0, 26.5, 700.0]])
-    defined = DEFINED.get(atom.__name__) or getattr(mpmath, atom.__name__)
+    defined = real("abs(x)" if atom is atoms.absolute else f"{atom.__name__}(x)")
     bottom, top = enclose(atom(x), at, at)
     found = evaluate(atom(x), at)
-    with mpmath.workdps(700):
+    with MP.workdps(700):
         for i, point in enumerate(at.tolist()):
             try:
-                true = defined(mpmath.mpf(point))
+                true = defined(MP.mpf(point))
             except ZeroDivisionError:
                 continue
-            if isinstance(true, mpmath.mpc) or not mpmath.isfinite(true):
+            if isinstance(true, MP.mpc) or not MP.isfinite(true):
                 continue
-            assert abs(mpmath.mpf(value(atom(x), point)._mpf_) - true) <= mpmath.mpf("1e-50") * abs(true)
+            assert abs(MP.mpf(value(atom(x), point)._mpf_) - true) <= MP.mpf("1e-50") * abs(true)
             assert bottom[i] <= true <= top[i]
             if abs(true) < 1e300 and not (atom is atoms.tan and abs(point) > 100):
                 # SciPy's erfc rounds u² before it takes exp(−u²)
