@@ -44,7 +44,7 @@ from .checkpoints import CHECKPOINTS
 from .compiler import compiled
 from .convert import check_bits
 from .costs import baseline_step, step
-from .detect import REFUSED, activation_sites
+from .detect import activation_sites
 from .policies import BASELINE, Policy, changed
 
 SCHEMA = "fitact.memory/2"
@@ -227,7 +227,7 @@ class _Measurement:
     def report(self, training: str, bits: Sequence[int], budgets: Sequence[float], gib: float | None) -> Report:
         model, source = self.subject.model, self.prepared.source
         baseline = whole_step(self.subject)
-        sites = [site for site in activation_sites(model) if site.found.before not in REFUSED]
+        sites = activation_sites(model)
         blocks = blocks_of(model)
         if len(blocks) == 1:
             self.notes.append("no block repeats, so checkpointing treats the whole model as one block")
@@ -250,7 +250,7 @@ class _Measurement:
             self.advance()
         refused = [one.name for one in candidates if one.policy.method and one not in rows]
         if refused:
-            names = sorted({site.activation for site in sites if site.activation})
+            names = sorted({site.found.activation for site in sites if site.found.activation})
             self.notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
         found = [*rows.values(), *self.compiled_rows(baseline, budgets)]
         if gib is not None:

@@ -28,7 +28,7 @@ from fitact.text import starred
 from .detect import ActivationSite, activation_sites, recognise
 from .gradients import gradient_error
 from .records import Conversion, Gradient, ModuleRecord, SiteRecord
-from .replacement import Change, Policy, Substitutes, inner, paying, put_in, putting
+from .replacement import Change, Substitutes, inner, paying, put_in, putting, replacement
 
 METHODS = ("fewbit", "relumix", "inverted", "exact")
 WIDTHS = range(1, 5)
@@ -108,15 +108,15 @@ def convert(
     _check_substitutes(sites, substitutes)
     if not sites:
         return Conversion((), dry_run, note="no module holds an activation, so that no method replaces one")
-    policy = Policy(method, bits if isinstance(bits, int) else None, substitutes)
-    replacements = [policy.replacement(site) for site in sites]
+    width = bits if isinstance(bits, int) else None
+    replacements = [replacement(site, method, width, substitutes) for site in sites]
     conversion = Conversion((), dry_run)
     if run is not None:
 
         def count(changes: Sequence[Change]) -> list[Saved]:
             return [saved for saved, _ in _counted(model, run, changes)]
 
-        replacements, before, after = paying(sites, policy, replacements, count)
+        replacements, before, after = paying(sites, replacements, own, count)
         conversion = _with_modules(conversion, before, after)
         if gradients:
             gradient = gradient_error(model, run, nullcontext, partial(putting, replacements, own))

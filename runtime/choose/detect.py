@@ -1,123 +1,80 @@
-"""Finding a model's activations, and their names in the catalog.
+"""Finding a model's activations by what they compute, and their names in the catalog.
 
 `activation_sites` finds modules and functions that a module holds: children, and attributes such as
-`self.act = F.gelu`. A user's own modules are recognised by what they compute. Calls of functions in a `forward`
-are not seen.
+`self.act = F.gelu`. A module is recognised by running a copy of it beside PyTorch's functions, whoever wrote it.
+Calls of functions in a `forward` are not seen.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodDescriptorType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fitact.api import activation
-from fitact.errors import UsageError, quote
+from fitact.errors import UsageError
 from fitact.runtime.kernels.registry import is_generated, registered
-from fitact.runtime.torch_internals import has_hooks, modules_in
+from fitact.runtime.measure.saved import is_activation
+from fitact.runtime.torch_internals import has_hooks, modules_in, unset_fake_temporarily, without_torch_function
 from fitact.runtime.wrappers import Held, InPlace
 
-from .probe import computes
+# PyTorch's functions, by their names in the catalog, with the parameters that are shipped.
+NAMES = (
+    *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid"),
+    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign", "tanh"),
+    "tanhshrink",
+)
 
-# PyTorch's modules, and the parameters with which they ship; the functions have the same.
-MODULES: dict[type[nn.Module], tuple[str, dict[str, Any]]] = {
-    nn.CELU: ("celu", {"alpha": 1.0}),
-    nn.ELU: ("elu", {"alpha": 1.0}),
-    nn.GELU: ("gelu", {"approximate": "none"}),
-    nn.Hardshrink: ("hardshrink", {"lambd": 0.5}),
-    nn.Hardsigmoid: ("hardsigmoid", {}),
-    nn.Hardswish: ("hardswish", {}),
-    nn.Hardtanh: ("hardtanh", {"min_val": -1.0, "max_val": 1.0}),
-    nn.LeakyReLU: ("leaky_relu", {"negative_slope": 0.01}),
-    nn.LogSigmoid: ("logsigmoid", {}),
-    nn.Mish: ("mish", {}),
-    nn.ReLU: ("relu", {}),
-    nn.ReLU6: ("relu6", {}),
-    nn.SELU: ("selu", {}),
-    nn.SiLU: ("silu", {}),
-    nn.Sigmoid: ("sigmoid", {}),
-    nn.Softplus: ("softplus", {"beta": 1.0, "threshold": 20.0}),
-    nn.Softshrink: ("softshrink", {"lambd": 0.5}),
-    nn.Softsign: ("softsign", {}),
-    nn.Tanh: ("tanh", {}),
-    nn.Tanhshrink: ("tanhshrink", {}),
-    nn.Threshold: ("threshold", {"threshold": 1.0, "value": 0.0}),
-}
-SHIPPED: dict[str, dict[str, Any]] = dict(MODULES.values())
-FUNCTIONS: dict[Any, str] = {
-    **{getattr(F, name): name for name in SHIPPED},
-    **{getattr(torch, name): name for name in ("relu", "sigmoid", "tanh", "celu", "selu", "hardshrink")},
-    **{getattr(torch.Tensor, name): name for name in ("relu", "sigmoid", "tanh", "hardshrink")},
-    torch.special.expit: "sigmoid",
-}
-FUNCTION = (BuiltinFunctionType, FunctionType, MethodDescriptorType)
-CALLABLE = (nn.Module, partial, *FUNCTION)  # what may be an activation
-# In place, autograd keeps the output of these, and a copy of the input of others.
-OUTPUT_KEPT = frozenset(("celu", "elu", "leaky_relu", "relu", "selu", "sigmoid", "tanh"))
 
-# The activations of transformers and timm, by class.
-LIBRARIES = ("transformers.activations", "timm.layers.activations", "timm.layers.activations_me")
-NAMES = {
-    "AccurateGELUActivation": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "GELU": "gelu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "HardSigmoid": "hardsigmoid",
-    "HardSigmoidMe": "hardsigmoid",
-    "HardSwish": "hardswish",
-    "HardSwishMe": "hardswish",
-    "Mish": "mish",
-    "MishActivation": "mish",
-    "MishMe": "mish",
-    "NewGELUActivation": "gelu_tanh",
-    "QuickGELU": "quick_gelu",
-    "QuickGELUActivation": "quick_gelu",
-    "ReLUSquaredActivation": "relu2",
-    "SiLUActivation": "silu",
-    "Sigmoid": "sigmoid",
-    "Swish": "silu",
-    "SwishMe": "silu",
-    "Tanh": "tanh",
+def _squareplus(x: Tensor) -> Tensor:
+    """Return (x + √(x² + 4))/2, as a quotient where that would cancel."""
+    root = torch.sqrt(x * x + 4)
+    return torch.where(x > 0, (x + root) / 2, 2 / (root - x))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(F, name) for name in NAMES},
+    "exp": torch.exp,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
+    "serf": lambda x: x * torch.erf(F.softplus(x)),
+    "snake": lambda x: x + torch.sin(x).square(),
+    "squareplus": _squareplus,
+    "threshold": lambda x: F.threshold(x, 1.0, 0.0),
 }
-# Formulas of those that are not in the catalog.
-FORMULAS: dict[str, Callable[[Any], str]] = {
-    "ClippedGELUActivation": lambda module: f"clamp(gelu(x), {module.min}, {module.max})",
-    "HardMish": lambda module: "0.5*x*clamp(x + 2, 0, 2)",
-    "HardMishMe": lambda module: "0.5*x*clamp(x + 2, 0, 2)",
-    "LaplaceActivation": lambda module: "0.5*(1 + erf((x - 0.707107)/(0.282095*sqrt(2))))",
-    "Softplus": lambda module: f"softplus({module.beta}*x)/{module.beta}",
-    "SqrtSoftplusActivation": lambda module: "sqrt(softplus(x))",
-}
-REFUSED = {
-    "GLU": "not a function of one element: it multiplies one half of its input by the sigmoid of the other",
-    "LinearActivation": "it returns its input and keeps nothing",
-    "LogSoftmax": "not a function of one element: each output depends on a whole row",
-    "MultiheadAttention": "not a function of one element: the softmax of attention depends on a whole row",
-    "RReLU": "its slopes are random in training",
-    "Softmax": "not a function of one element: each output depends on a whole row",
-    "Softmax2d": "not a function of one element: each output depends on all channels",
-    "Softmin": "not a function of one element: each output depends on a whole row",
-}
+# What a model may hold or call in place of a module.
+CALLED: frozenset[Any] = frozenset(
+    getattr(home, name) for home in (F, torch, torch.Tensor) for name in NAMES if hasattr(home, name)
+) | {torch.special.expit}
+FUNCTION = (partial, BuiltinFunctionType, FunctionType, MethodDescriptorType)
+# In place, autograd saves the output of these, and a copy of the input of others.
+OUTPUT_SAVED = frozenset(("celu", "elu", "leaky_relu", "relu", "selu", "sigmoid", "tanh"))
+PLAIN = frozenset((bool, int, float, str, type(None)))  # what a recognised module may hold
+EMPTY = frozenset(vars(nn.Module()))
+Attributes = tuple[tuple[str, type, Any], ...]  # name, type and value
+# Tolerances of several float32 roundings: relative to a value, and to the terms of a difference.
+RELATIVE, ABSOLUTE = 1e-5, 2e-6
 
 
 @dataclass(frozen=True)
 class Found:
-    """An activation that was found in a model.
+    """What a module or a function is as an activation.
 
     Attributes:
         before: the name of its class or function.
         activation: its name in the catalog; None if it has none.
-        parameters: those whose values differ from the shipped ones.
-        formula: what it computes, if it is not in the catalog; `""` if it is in the catalog or unknown.
         in_place: whether it overwrites its input.
         refusal: why it must not be replaced; `""` if it may.
         converted: whether it is fitact's.
@@ -126,16 +83,9 @@ class Found:
 
     before: str
     activation: str | None = None
-    parameters: Mapping[str, float] = field(default_factory=dict)
-    formula: str = ""
     in_place: bool = False
     refusal: str = ""
     converted: bool = False
-
-    @property
-    def keeps_input(self) -> bool:
-        """Whether autograd keeps a copy of its input, and not its output, if it is in place."""
-        return self.activation not in OUTPUT_KEPT
 
 
 @dataclass(frozen=True)
@@ -155,11 +105,6 @@ class ActivationSite:
     path: str
     held: Any
     found: Found
-
-    @property
-    def activation(self) -> str | None:
-        """Its name in the catalog; None if it does not ship or must not be replaced."""
-        return None if self.found.parameters or self.found.refusal else self.found.activation
 
     @property
     def key(self) -> Any:
@@ -191,14 +136,12 @@ def _activation_sites(
         return
     seen.add(id(parent))
     for attribute, held in [*modules_in(parent).items(), *vars(parent).items()]:
-        if not isinstance(held, CALLABLE):
+        if isinstance(held, ParametrizationList):  # it computes a parameter
             continue
         full_path = f"{path}.{attribute}" if path else attribute
         found = recognise(held, own)
         if found is not None:
             yield ActivationSite(parent, attribute, full_path, held, found)
-        elif isinstance(held, ParametrizationList):
-            continue  # it computes a parameter
         elif isinstance(held, nn.Module) and attribute in modules_in(parent):
             yield from _activation_sites(held, full_path, own, seen)
 
@@ -211,82 +154,170 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
         own: further classes that are activations.
 
     """
-    if isinstance(held, nn.Module):
-        found = _module(held, own)
-        if found is not None and not found.refusal and not found.converted:
-            return _checked(held, found)
-        return found
-    given: Mapping[str, Any] = {}
-    if isinstance(held, partial) and not held.args:
-        held, given = held.func, held.keywords
-    if isinstance(held, FUNCTION) and held in FUNCTIONS:
-        name = FUNCTIONS[held]
-        if name == "threshold" and not given:  # it cannot be called with only an input
-            return None
-        return parametrised(name, name, {**given})
-    return None
-
-
-def _module(module: nn.Module, own: frozenset[type]) -> Found | None:
-    kind = type(module)
-    name = kind.__name__
-    if kind in own:
-        return Found(name)
-    if kind in MODULES:
-        activation, defaults = MODULES[kind]
-        given = {key: getattr(module, key) for key in (*defaults, "inplace") if hasattr(module, key)}
-        return parametrised(name, activation, given)
-    if isinstance(module, (Held, InPlace)) or is_generated(kind):
-        return Found(label(module), converted=True)
-    home = kind.__module__
-    if home == "torch.nn.modules.activation" or home in LIBRARIES:
-        in_place = bool(getattr(module, "inplace", False))
-        if name in REFUSED:
-            return Found(name, refusal=REFUSED[name])
-        if name in FORMULAS:
-            return Found(name, formula=FORMULAS[name](module), in_place=in_place)
-        return Found(name, NAMES.get(name), in_place=in_place)
-    if isinstance(module, (*MODULES, nn.PReLU)):
-        return Found(name)
-    computed = computes(module)
-    return None if computed is None else Found(name, computed)
-
-
-def parametrised(before: str, activation: str, given: dict[str, Any]) -> Found:
-    """Return a module or function of PyTorch with given parameters, refused if PyTorch refuses them."""
-    in_place = bool(given.pop("inplace", False))
-    approximate = given.pop("approximate", "none")
-    if approximate == "tanh":
-        return Found(before, "gelu_tanh", in_place=in_place)
-    if approximate != "none":
-        return Found(before, refusal=f"approximate={quote(approximate)}: expected none or tanh")
-    for key, value in given.items():
-        if not isinstance(value, (int, float)):
-            return Found(before, refusal=f"{key}={quote(value)}: expected a number")
-    defaults = SHIPPED[activation]
-    other = {key: float(value) for key, value in given.items() if value != defaults.get(key)}
-    if activation == "softplus" and "threshold" in other:
-        return Found(_named(before, other), refusal="with a threshold other than 20 it is not softplus: it jumps")
-    if activation == "softplus" and "beta" in other:
-        beta = other["beta"]
-        return Found(_named(before, other), formula=f"softplus({beta}*x)/{beta}")
-    return Found(_named(before, other) if other else before, activation, other, in_place=in_place)
-
-
-def _named(before: str, parameters: Mapping[str, float]) -> str:
-    return f"{before}({', '.join(f'{key}={value:g}' for key, value in parameters.items())})"
-
-
-def _checked(module: nn.Module, found: Found) -> Found:
-    """Refuse a module with parts that a replacement would lose."""
+    if isinstance(held, FUNCTION):
+        function, given = (held.func, held.keywords) if isinstance(held, partial) and not held.args else (held, {})
+        name = computed_by(function, given=given)
+        return None if name is None else Found(name, name, bool(given.get("inplace", False)))
+    if not isinstance(held, nn.Module):
+        return None
+    before = type(held).__name__
+    if isinstance(held, (Held, InPlace)) or is_generated(type(held)):
+        return Found(label(held), converted=True)
+    name = computes(held)
+    if name is None and type(held) not in own and not is_activation(held):
+        return None
     refusal = ""
-    if any(True for _ in module.parameters()):
+    if next(held.parameters(), None) is not None and type(held) not in own:
         refusal = "its parameters are learned"
-    elif "forward" in vars(module):
+    elif "forward" in vars(held):
         refusal = "its forward is not that of its class"
-    elif has_hooks(module):
+    elif has_hooks(held):
         refusal = "it has hooks, which would be lost"
-    return Found(found.before, found.activation, refusal=refusal) if refusal else found
+    if not refusal and name is None:
+        before = repr(held).removesuffix("()")  # with its parameters
+    return Found(before, name, bool(getattr(held, "inplace", False)), refusal)
+
+
+# ------------------------------------------------------------------------------------------------ what it computes
+
+
+def computes(module: nn.Module) -> str | None:
+    """Return the name of the activation that a module computes and nothing else; None if there is none.
+
+    Such a module has no parameters, buffers or modules, and holds nothing but numbers, texts, flags, functions of
+    PyTorch and its methods. A copy of it, which is not in place, must agree with PyTorch's function in float64 and
+    float32, value and gradient, in training and evaluation mode, for tiny to large inputs of any arrangement. The
+    output must be a new tensor with the input's dtype.
+
+    Args:
+        module: the module; it is not changed.
+
+    """
+    kind = type(module)
+    if next(module.children(), None) is not None or any(True for _ in (*module.parameters(), *module.buffers())):
+        return None
+    held = {name: value for name, value in vars(module).items() if name not in EMPTY | {"inplace", "forward"}}
+    if not all(_is_plain(value, module) for value in held.values()) or argument_of(kind.forward) is None:
+        return None
+    hashable: Any = kind
+    return _by_module(hashable, kind.forward, tuple((name, type(value), value) for name, value in held.items()))
+
+
+def _is_plain(value: Any, module: nn.Module) -> bool:
+    """Return whether a value is a number, a text, a flag, a function of PyTorch or a method of the module."""
+    if isinstance(value, FUNCTION):
+        return getattr(value, "func", value) in CALLED
+    return type(value) in PLAIN or getattr(value, "__self__", None) is module
+
+
+def computed_by(
+    function: Any, args: Sequence[Any] = (), given: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
+    """Return the name of the activation that a function of PyTorch computes, if any.
+
+    Args:
+        function: the function.
+        args: what it is called with after its input.
+        given: what it is called with by name; its input counts for nothing.
+
+    """
+    some = tuple(value for value in args if not isinstance(value, bool))  # which only means that it is in place
+    named = tuple((name, value) for name, value in given.items() if name not in ("input", "inplace"))
+    if function not in CALLED or not all(type(value) in PLAIN for value in (*some, *dict(named).values())):
+        return None
+    return _by_function(function, some, named)
+
+
+def argument_of(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the one argument that a method takes; None if it takes none, or may take others."""
+    try:
+        parameters = [*inspect.signature(forward).parameters.values()][1:]
+    except (TypeError, ValueError):  # it has no signature
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    alone = len(parameters) == 1 and parameters[0].kind in kinds
+    return parameters[0].name if alone else None
+
+
+@lru_cache(maxsize=256)
+def _by_module(kind: type[nn.Module], _: Any, held: Attributes) -> str | None:
+    with _by_itself():
+        copied = kind.__new__(kind)
+        nn.Module.__init__(copied)
+        vars(copied).update({"inplace": False} | {name: value for name, _, value in held})
+        return _name(copied, kind.__name__.lower())
+
+
+@lru_cache(maxsize=256)
+def _by_function(function: Any, args: tuple[Any, ...], given: tuple[tuple[str, Any], ...]) -> str | None:
+    with _by_itself():
+        return _name(lambda x: function(x, *args, **dict(given)), function.__name__)
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Enter a context in which an activation can be tried with real tensors, unseen by modes around it."""
+    with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(without_torch_function())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, Tensor.detach))  # nobody counts what trials save
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        yield
+
+
+def _name(tried: Callable[[Tensor], Any], likely: str) -> str | None:
+    """Return the name of the function that is computed at all inputs that are tried; `likely` is tried first."""
+    try:
+        names = sorted(FUNCTIONS, key=lambda name: name != likely)
+        return next((name for name in names if _is(tried, FUNCTIONS[name])), None)
+    except Exception:  # an activation would run
+        return None
+
+
+def _is(tried: Callable[[Tensor], Any], function: Callable[[Tensor], Tensor]) -> bool:
+    grid = _inputs()
+    arrangements = (grid, grid.flip(0), grid.view(4, -1, 3).mT, grid[:24].view(2, 3, 2, 2))
+    for mode in (True, False) if isinstance(tried, nn.Module) else (True,):
+        if isinstance(tried, nn.Module):
+            tried.train(mode)
+        for dtype in (torch.float64, torch.float32):
+            if not all(_agrees(tried, function, x.to(dtype)) for x in arrangements):
+                return False
+    halves = (tried(torch.ones(4, dtype=dtype)).dtype == dtype for dtype in (torch.bfloat16, torch.float16))
+    return all(halves)
+
+
+@cache
+def _inputs() -> Tensor:
+    """Return unordered numbers at which the activations differ, some tiny and some large, and no breakpoints."""
+    generator = torch.Generator().manual_seed(0)
+    usual = 3 * torch.randn(278, generator=generator, dtype=torch.float64)
+    others = torch.tensor([1e-30, 1e-4, 7.0, 13.0, 19.0, 21.0, 31.0, 60.0, 87.0, 1e3, 1e4], dtype=torch.float64)
+    numbers = torch.cat([usual, others, -others])
+    return numbers[torch.randperm(len(numbers), generator=generator)]
+
+
+def _agrees(tried: Callable[[Tensor], Any], function: Callable[[Tensor], Tensor], values: Tensor) -> bool:
+    x, reference = (values.clone().requires_grad_() for _ in range(2))
+    y, expected = tried(x), function(reference)
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(x, values):
+        return False
+    if not _near(y, expected) or not y.requires_grad:
+        return False
+    weights = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
+    (gradient,) = torch.autograd.grad(y, x, weights)
+    return _near(gradient, torch.autograd.grad(expected, reference, weights)[0])
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=RELATIVE, atol=ABSOLUTE)
+
+
+# ------------------------------------------------------------------------------------------------ what is shipped
 
 
 def label(module: nn.Module) -> str:
@@ -305,7 +336,7 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
     Args:
         name: its name in the catalog.
         method: as in `fitact.activation`.
-        bits: the most bits kept per element; None for the default of `fitact.activation`.
+        bits: the most bits saved per element; None for the default of `fitact.activation`.
 
     """
     for width in [None] if bits is None or method == "exact" else range(bits, 0, -1):
@@ -314,30 +345,3 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
         except UsageError:
             continue
     return None
-
-
-def recipe(found: Found, method: str, bits: int | None) -> str:
-    """Return the `fitact fit` command for an activation that does not ship; `""` if its formula is unknown."""
-    if found.activation is None and not found.formula:
-        return ""
-    width = None if method == "exact" else bits or _usual_width(found.activation, method)
-    options = "" if method == "fewbit" else f" --method {method}"
-    options += "" if width is None else f" --bits {width}"
-    if found.formula:
-        named, what = found.before, f'"{found.formula}"'
-    elif found.parameters:
-        values = "_".join(f"{value:g}" for value in found.parameters.values())
-        named = f"{found.activation}_{values}"
-        what = " ".join(
-            [str(found.activation), *(f"--param {key}={value!r}" for key, value in found.parameters.items())]
-        )
-    else:
-        return f"fitact fit --fn {found.activation}{options}"
-    name = re.sub(r"\W+", "_", named.replace("-", "minus_")).strip("_").lower()
-    return f"fitact fit --fn {what}{options} --name {name}_{method}{width or ''}"
-
-
-def _usual_width(activation: str | None, method: str) -> int | None:
-    """Return the bits of the shipped fit with the usual parameters."""
-    kind = None if activation is None else shipped_class(activation, method, None)
-    return {"fewbit": 3, "relumix": 2}.get(method) if kind is None else registered(kind).bits or None

@@ -1,10 +1,9 @@
-"""The inputs of a model's activations: modules, functions that modules hold, and functions that they call."""
+"""The inputs of a model's activations: modules, and functions of PyTorch that modules call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from fitact.runtime.restore import check_model, following, has_no_values, real, 
 from fitact.runtime.torch_internals import is_compiled, without_torch_function
 from fitact.text import one_line
 
-from .detect import FUNCTIONS, SHIPPED, ActivationSite, Found, activation_sites, parametrised
+from .detect import CALLED, activation_sites, computed_by
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
             that takes the model and runs it.
 
     Returns:
-        The activations that were run, those that modules hold first, with the distributions of their inputs, which
+        The activations that were run, with the distributions of their inputs, which
         may be empty; and notes on those that were not.
 
     Raises:
@@ -57,9 +56,8 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
 
     """
     _check(model, batches)
-    watch = _Watch({id(module): name for name, module in model.named_modules()})
     count = 0
-    with torch.no_grad(), untouched(model), watch.watched(model):
+    with torch.no_grad(), untouched(model), _Watch(model) as watch, following(watch.enter, watch.leave):
         source = iter(batches)
         while True:
             try:
@@ -80,7 +78,8 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
             count += 1
     if not count:
         raise UsageError("batches: expected at least one batch, got none")
-    return watch.found()
+    found: tuple[list[Gathered], list[str]] = watch.found()
+    return found
 
 
 def _check(model: nn.Module, batches: object) -> None:
@@ -95,85 +94,53 @@ def _check(model: nn.Module, batches: object) -> None:
         raise UsageError("the model is compiled: expected it as it was before torch.compile")
 
 
-@dataclass
-class _Watch:
-    """Gathers inputs, and follows in which module the model is.
+class _Watch(TorchFunctionMode):
+    """Gathers what goes into activations: a mode in which a model runs, whose modules may be changed.
 
     Attributes:
         names: the paths of the modules, by identity.
         running: the paths of the modules that run now, the innermost last.
-        inside: how many activations run now; functions that they call are part of them.
-        activations: by path, what was seen at it.
+        activations: by path, what computes there.
         sketches: by path, the distribution of the inputs.
-        skipped: notes on activations that cannot be fitted.
+        notes: on activations that cannot be fitted.
 
     """
 
-    names: Mapping[int, str]
-    running: list[str] = field(default_factory=list)
-    inside: int = 0
-    activations: dict[str, str] = field(default_factory=dict)
-    sketches: dict[str, Sketch] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.running: list[str] = []
+        self.activations: dict[str, str] = {}
+        self.sketches: dict[str, Sketch] = {}
+        self.notes: list[str] = []
+        sites = {site.key: site for site in reversed(activation_sites(model))}  # a module may be at several places
+        for site in reversed(sites.values()):
+            held, found = site.held, site.found
+            if found.refusal:
+                self.notes.append(f"not calibrated: {site.path}: {found.before}: {found.refusal}")
+            elif isinstance(held, nn.Module):  # a function is seen where it is called
+                self.activations[site.path] = found.activation or found.before
+                held.register_forward_pre_hook(partial(self._before, site.path), with_kwargs=True)
 
-    @contextmanager
-    def watched(self, model: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(following(self._enter, self._leave))
-            keys = set()
-            for site in activation_sites(model):
-                if site.key not in keys:  # one module may be at several places
-                    keys.add(site.key)
-                    self._watch(site, stack)
-            stack.enter_context(_Calls(self))
-            yield
-
-    def _watch(self, site: ActivationSite, stack: ExitStack) -> None:
-        found, held = site.found, site.held
-        if found.refusal and found.activation is None:
-            self.skipped.append(f"{site.path}: {found.before}: {found.refusal}")
-            return
-        self.activations[site.path] = _name(found)
-        if isinstance(held, nn.Module):
-            before = held.register_forward_pre_hook(partial(self._before, site.path), with_kwargs=True)
-            stack.callback(before.remove)
-            after = held.register_forward_hook(self._after, always_call=True)
-            stack.callback(after.remove)
-        else:
-            stack.callback(site.put, held)
-            site.put(partial(self._called, held, site.path))
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """Note that a module runs."""
         self.running.append(self.names.get(id(module), ""))
 
-    def _leave(self, *_: Any) -> None:
+    def leave(self, *_: Any) -> None:
+        """Note that the innermost module has run."""
         self.running.pop()
 
     def _before(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.inside += 1
         self.add(path, args, kwargs)
 
-    def _after(self, *_: Any) -> None:
-        self.inside -= 1
-
-    def _called(self, function: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-        self.inside += 1
-        try:
-            self.add(path, args, kwargs)
-            return function(*args, **kwargs)
-        finally:
-            self.inside -= 1
-
-    def call(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note that a function was called in the `forward` of a module."""
-        if self.inside:
-            return
-        given = {**dict(zip(("input", *SHIPPED[FUNCTIONS[function]]), args, strict=False)), **kwargs}
-        given.pop("input", None)
-        activation = _name(parametrised(FUNCTIONS[function], FUNCTIONS[function], given))
-        path = f"{self.running[-1] if self.running else ''}:{activation}"
-        self.activations[path] = activation
-        self.add(path, args, kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in CALLED and not any(path in self.activations for path in self.running):
+            name = computed_by(func, args[1:], given) or func.__name__
+            path = f"{self.running[-1] if self.running else ''}:{name}"
+            self.activations[path] = name
+            self.add(path, args, given)
+        return func(*args, **given)
 
     def add(self, path: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Add the first tensor of a call's arguments to a sketch."""
@@ -187,32 +154,10 @@ class _Watch:
 
     def found(self) -> tuple[list[Gathered], list[str]]:
         """Return what was gathered, and notes."""
-        seen, notes = [], [f"not calibrated: {skipped}" for skipped in self.skipped]
+        seen, notes = [], list(self.notes)
         for path, activation in self.activations.items():
-            sketch = self.sketches.get(path)
-            if sketch is None:
-                notes.append(f"not calibrated: {path}: {activation}: it was not run")
+            if path in self.sketches:
+                seen.append(Gathered(path, activation, self.sketches[path]))
             else:
-                seen.append(Gathered(path, activation, sketch))
+                notes.append(f"not calibrated: {path}: {activation}: it was not run")
         return seen, notes
-
-
-class _Calls(TorchFunctionMode):
-    """Tells a watch which activation functions are called."""
-
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {} if kwargs is None else kwargs
-        if func in FUNCTIONS:
-            self.watch.call(func, args, given)
-        return func(*args, **given)
-
-
-def _name(found: Found) -> str:
-    """Return what an activation is called: its name in the catalog if it is what ships."""
-    if found.formula:
-        return found.formula
-    return found.before if found.parameters or found.activation is None else found.activation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,8 +20,7 @@ from fitact.runtime.torch_internals import uncompiled
 from fitact.runtime.wrappers import Held, InPlace
 from fitact.text import one_line, starred
 
-from .detect import ActivationSite, Found, activation_sites, recipe, recognise, shipped_class
-from .probe import PLAIN, argument_of, computes
+from .detect import OUTPUT_SAVED, PLAIN, ActivationSite, activation_sites, argument_of, recognise, shipped_class
 from .records import SiteRecord
 
 Change = Callable[[nn.Module], AbstractContextManager[Any]]  # changes a model until the context ends
@@ -59,68 +58,53 @@ class Replacement:
         if not isinstance(held, nn.Module):
             return Held(made, held)
         forward = type(held).forward
-        argument = "input" if computes(held) is None else argument_of(forward)
+        argument = argument_of(forward)
         module = made if argument == "input" else Held(made, partial(forward, held), argument)
-        told = {name: value for name, value in vars(held).items() if type(value) in PLAIN}
-        vars(module).update({name: value for name, value in told.items() if not hasattr(module, name)})
+        plain = {name: value for name, value in vars(held).items() if type(value) in PLAIN}
+        vars(module).update({name: value for name, value in plain.items() if not hasattr(module, name)})
         return module
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A rule that chooses replacements.
+def replacement(
+    site: ActivationSite, method: str | None, bits: int | None, substitutes: Substitutes
+) -> Replacement:
+    """Return what replaces the activation at a site.
 
-    Attributes:
-        method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`; None to replace only by `substitutes`.
-        bits: the most bits kept per element; None for the method's default.
+    Args:
+        site: the site.
+        method: as for `fitact.convert`; None to replace only by `substitutes`.
+        bits: the most bits saved per element; None for the method's default.
         substitutes: generated classes by the classes they replace; they come before the method.
 
     """
-
-    method: str | None
-    bits: int | None = None
-    substitutes: Substitutes = field(default_factory=dict)
-
-    def replacement(self, site: ActivationSite) -> Replacement:
-        """Return the replacement for a site."""
-        found = site.found
-        if found.converted:
-            return Replacement(reason=f"already {found.before}")
-        if found.refusal:
-            return Replacement(reason=found.refusal)
-        given = self.substitutes.get(type(site.held))
-        if given is not None:
-            return _in_place(Replacement(given, bool(getattr(site.held, "inplace", False))), found)
-        if self.method is None:
+    found, kind, note = site.found, substitutes.get(type(site.held)), ""
+    if found.converted:
+        return Replacement(reason=f"already {found.before}")
+    if found.refusal:
+        return Replacement(reason=found.refusal)
+    if kind is None:
+        if method is None:
             return Replacement()
-        kind = None if site.activation is None else shipped_class(site.activation, self.method, self.bits)
+        kind = None if found.activation is None else shipped_class(found.activation, method, bits)
         if kind is None:
-            return Replacement(reason=_missing(found, self.method, self.bits))
+            return Replacement(reason=_missing(found.activation, method, bits))
         width = registered(kind).bits
-        narrow = self.bits is not None and 0 < width < self.bits
-        note = f"{width} bit{'s' if width > 1 else ''}: none of {self.bits} is shipped" if narrow else ""
-        return _in_place(Replacement(kind, found.in_place, note), found)
+        if bits is not None and 0 < width < bits:
+            note = f"{width} bit{'s' if width > 1 else ''}: none of {bits} is shipped"
+    if found.in_place and registered(kind).keeps_output:
+        return Replacement(reason="in place: a method that saves the output needs another tensor for it")
+    if found.in_place and found.activation in OUTPUT_SAVED:
+        return Replacement(reason="in place: it saves only its output, as most layers do")
+    return Replacement(kind, found.in_place, note)
 
 
-def _in_place(replacement: Replacement, found: Found) -> Replacement:
-    """Refuse an in-place replacement where it is of no use."""
-    if not replacement.in_place or replacement.kind is None:
-        return replacement
-    if registered(replacement.kind).keeps_output:
-        return Replacement(reason="in place: a method that keeps the output needs another tensor for it")
-    if not found.keeps_input:
-        return Replacement(reason="in place: it keeps only its output, as most layers do")
-    return replacement
-
-
-def _missing(found: Found, method: str, bits: int | None) -> str:
+def _missing(activation: str | None, method: str, bits: int | None) -> str:
     """Return why nothing is shipped for an activation, and how to make it."""
-    command = recipe(found, method, bits)
-    if found.activation is None and not found.formula:
-        return "fitact does not know it: fit its formula with fitact fit, and pass replace={its class: yours}"
-    if found.activation and not found.parameters:
-        return f"{method}: nothing is shipped for {found.activation}; if there is a fit, {command} makes it"
-    return f"not shipped: {command}; then fitact codegen, and pass replace={{its class: yours}}"
+    if activation is None:
+        return "nothing is shipped for it: fit its formula, and pass replace={its class: yours}"
+    width = f" --bits {bits}" if bits else ""
+    command = f"fitact fit --fn {activation} --method {method}{width}"
+    return f"{method}: nothing is shipped for {activation}; if there is a fit, {command} makes it"
 
 
 # ------------------------------------------------------------------------------------------------- putting them in
@@ -180,13 +164,13 @@ def inner(model: nn.Module) -> nn.Module:
 # -------------------------------------------------------------------------------------------------- those that pay
 
 MORE = "the model would save {:,} bytes more with it than without"
-OVERWRITTEN = "a later operation overwrites its output, so no method can keep the output"
+OVERWRITTEN = "a later operation overwrites its output, so no method can save the output"
 
 
 def paying(
     sites: Sites,
-    policy: Policy,
     replacements: Sequence[Replacement],
+    own: frozenset[type],
     count: Callable[[Sequence[Change]], list[Saved]],
 ) -> tuple[list[Replacement], Saved, Saved]:
     """Leave activations alone whose replacements cannot be used, or save more than they do.
@@ -196,59 +180,59 @@ def paying(
 
     Args:
         sites: where the activations are.
-        policy: what chose their replacements; those of its `substitutes` stay even where they save more, because
-            the user chose them.
         replacements: one for each site.
+        own: classes of activations whose replacements the user chose: these stay even where they save more.
         count: counts what the model saves with each of several changes.
 
     Returns:
         The replacements, and what the model saves as it is and with them.
 
     """
-    own = frozenset(policy.substitutes)
     first: dict[Any, str] = {}
     paths = [first.setdefault(site.key, site.path) for site in sites]
     groups = [(site.found.before, starred(path)) for site, path in zip(sites, paths, strict=True)]
+    pairs = [*zip(groups, replacements, strict=True)]
     given = {group for group, site in zip(groups, sites, strict=True) if type(site.held) in own}
-    found = list(replacements)
+    chosen = list(dict.fromkeys(group for group, one in pairs if one.kind))
+    reasons: dict[Any, str] = {}  # of groups that are left alone
 
-    def wanted() -> list[Any]:
-        return list(dict.fromkeys(group for group, one in zip(groups, found, strict=True) if one.kind))
-
-    def change(only: Sequence[Any]) -> Change:
-        pairs = zip(groups, found, strict=True)
-        return partial(putting, [one if group in only else Replacement() for group, one in pairs], own)
+    def counted(*choices: Sequence[Any]) -> list[Saved]:
+        """Count with the replacements of some groups alone, for each of several choices of groups."""
+        made = ([one if group in some else Replacement() for group, one in pairs] for some in choices)
+        return count([partial(putting, one, own) for one in made])
 
     def leave(group: Any, reason: str) -> None:
-        found[:] = [
-            replace(one, kind=None, in_place=False, reason=reason) if mine == group and one.kind else one
-            for mine, one in zip(groups, found, strict=True)
-        ]
+        reasons[group] = reason
+        chosen.remove(group)
 
-    (before,) = count([change([])])
+    (before,) = counted([])
     try:
-        (after,) = count([change(groups)])
+        (after,) = counted(chosen)
         usable = after.overwritten <= before.overwritten
     except UsageError:
         usable = False
     if not usable:
-        for group in wanted():
+        for group in [*chosen]:
             try:
-                (alone,) = count([change([group])])
+                (alone,) = counted([group])
                 if alone.overwritten > before.overwritten:
                     leave(group, OVERWRITTEN)
             except UsageError as error:
                 leave(group, f"its replacement cannot be run: {one_line(error.__cause__ or error)}")
-        (after,) = count([change(groups)])
-    while some := [group for group in wanted() if group not in given]:
-        without = count([change([other for other in groups if other != group]) for group in some])
+        (after,) = counted(chosen)
+    while some := [group for group in chosen if group not in given]:
+        without = counted(*([other for other in chosen if other != group] for group in some))
         size, group = max(zip((after.bytes - one.bytes for one in without), some, strict=True), key=itemgetter(0))
         if size <= 0:
             break
         leave(group, MORE.format(size))  # one at a time: without it, others may pay
-        (after,) = count([change(groups)])
+        (after,) = counted(chosen)
     if after.bytes > before.bytes and some:  # what several of them save together, one of them alone would not
         for group in some:
             leave(group, MORE.format(after.bytes - before.bytes))
-        (after,) = count([change(groups)])
-    return found, before, after
+        (after,) = counted(chosen)
+    return (
+        [Replacement(reason=reasons[group]) if group in reasons and one.kind else one for group, one in pairs],
+        before,
+        after,
+    )

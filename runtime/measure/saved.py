@@ -299,7 +299,7 @@ def is_activation(module: nn.Module) -> bool:
     """Return whether a module is a pointwise activation of PyTorch, transformers, timm or fitact."""
     home, name = type(module).__module__, type(module).__name__
     if home == "torch.nn.modules.activation":
-        return not name.startswith(("Softmax", "Softmin", "LogSoftmax", "MultiheadAttention"))
+        return not name.startswith(("GLU", "LogSoftmax", "MultiheadAttention", "Softmax", "Softmin"))
     if home in ("transformers.activations", "timm.layers.activations"):
         return True
     return is_generated(type(module))

@@ -7,7 +7,6 @@ import functools
 import itertools
 import pickle
 import random
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 import fitact
 from fitact.errors import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
-from fitact.runtime.choose.probe import computes
+from fitact.runtime.choose.detect import computes
 from fitact.runtime.choose.records import Conversion
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
@@ -197,11 +196,7 @@ def test_transformer_of_pytorch() -> None:
     x = torch.randn(3, 5, 16)
     baseline = model(x)
     after = sites(fitact.convert(model, "fewbit"))
-    assert after == {
-        f"layers.{i}.{name}": None if name == "self_attn" else "relu_fewbit1"
-        for i in range(2)
-        for name in ("self_attn", "activation")
-    }
+    assert after == {f"layers.{i}.activation": "relu_fewbit1" for i in range(2)}
     assert torch.equal(model(x), baseline)
     torch.testing.assert_close(model.eval()(x), baseline)
 
@@ -321,10 +316,6 @@ def test_numbers_that_are_not_real() -> None:
     assert torch.equal(model(i), expected)
 
 
-class Learned(nn.GELU):
-    pass
-
-
 def hooked() -> nn.Module:
     act = nn.GELU()
     act.register_forward_hook(lambda *_: None)
@@ -337,33 +328,27 @@ def patched() -> nn.Module:
     return act
 
 
+UNKNOWN = "nothing is shipped for it: fit its formula, and pass replace={its class: yours}"
 LEFT = [
     (nn.PReLU(), "parameters are learned"),
     (patched(), "its forward is not that of its class"),
-    (nn.RReLU(), "random"),
+    (nn.RReLU(), UNKNOWN),
     (nn.ReLU(inplace=True), "in place"),
-    (nn.Softmax(-1), "whole row"),
-    (nn.LogSoftmax(-1), "whole row"),
-    (nn.Softmin(-1), "whole row"),
-    (nn.Softmax2d(), "channels"),
-    (nn.GLU(), "one half"),
-    (nn.MultiheadAttention(8, 2), "softmax of attention"),
-    (
-        nn.LeakyReLU(0.2),
-        "fitact fit --fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky_relu_0_2_fewbit1",
-    ),
-    (
-        nn.Hardtanh(-2.0, 2.0),
-        "--param min_val=-2.0 --param max_val=2.0 --bits 1 --name hardtanh_minus_2_2_fewbit1",
-    ),
-    (nn.Softplus(2.0), 'fitact fit --fn "softplus(2.0*x)/2.0" --bits 3 --name softplus_beta_2_fewbit3'),
-    (nn.Softplus(threshold=1.0), "with a threshold other than 20 it is not softplus"),
-    (nn.Softplus(2.0, 1.0), "with a threshold other than 20 it is not softplus"),
-    (nn.GELU(approximate="asdf"), "approximate='asdf': expected none or tanh"),
-    (nn.LeakyReLU("0.01"), "negative_slope='0.01': expected a number"),  # type: ignore[arg-type]
-    (Learned(), "fitact does not know it"),
+    (nn.LeakyReLU(0.2), UNKNOWN),
+    (nn.Hardtanh(-2.0, 2.0), UNKNOWN),
+    (nn.Softplus(2.0), UNKNOWN),
+    (nn.Softplus(threshold=1.0), UNKNOWN),
+    (nn.GELU(approximate="asdf"), UNKNOWN),
+    (nn.LeakyReLU("0.01"), UNKNOWN),  # type: ignore[arg-type]
     (hooked(), "hooks"),
 ]
+ABSENT = [nn.Softmax(-1), nn.LogSoftmax(-1), nn.Softmin(-1), nn.Softmax2d(), nn.GLU(), nn.Dropout(), nn.Identity()]
+
+
+@pytest.mark.parametrize("layer", [*ABSENT, nn.MultiheadAttention(8, 2)], ids=lambda one: type(one).__name__)
+def test_what_is_no_activation(layer: nn.Module) -> None:
+    """It is no function of one element, random, or nothing."""
+    assert sites(fitact.convert(nn.Sequential(layer, nn.GELU()), "fewbit", dry_run=True)) == {"1": "gelu_fewbit3"}
 
 
 @pytest.mark.parametrize(
@@ -509,7 +494,7 @@ def test_bits_and_classes_that_are_given() -> None:
     ]
     two = fitact.convert(model, "fewbit", bits=2, dry_run=True)
     assert [site.after for site in two] == ["gelu_fewbit2", None, "relu_fewbit1"]
-    assert "fitact fit --fn mish --bits 2" in two.sites[1].reason
+    assert "fitact fit --fn mish --method fewbit --bits 2" in two.sites[1].reason
     own = of_ones_own(F.gelu, "Mine")
     model = nn.Sequential(nn.GELU(), nn.SiLU(), own)
     given = {nn.SiLU: GeluFewbit3, type(own): GeluFewbit3}  # which come before the method
@@ -530,19 +515,17 @@ def generated(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("method", ["fewbit", "exact"])
 @pytest.mark.parametrize("standalone", [False, True], ids=["", "standalone"])
-def test_the_command_in_a_reason_makes_what_is_missing(
+def test_what_is_not_shipped_is_fitted_and_given(
     command: Callable[[str], tuple[int, str, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     method: str,
     standalone: bool,
 ) -> None:
-    model = mlp(nn.LeakyReLU(0.2))
-    (site,) = fitact.convert(nn.Sequential(model[1], nn.LeakyReLU()), method, dry_run=True).sites[:1]
-    line = site.reason[site.reason.index("fitact fit") :].partition(";")[0]
-    assert command(" ".join(map(shlex.quote, shlex.split(line)[1:])))[0] == 0
+    model, name = mlp(nn.LeakyReLU(0.2)), f"leaky_relu_{method}"
+    line = f"fit --fn leaky_relu --param negative_slope=0.2 --method {method} --name {name}"
+    assert command(f"{line}{' --bits 1' * (method == 'fewbit')}")[0] == 0
     assert command("codegen --standalone" if standalone else "codegen")[0] == 0
-    name = shlex.split(line)[-1]
     folder = tmp_path / "standalone" / name / "__init__.py"
     module = generated(folder if standalone else tmp_path / "generated" / f"{name}.py", monkeypatch)
     kind = getattr(module, module.__all__[0])
