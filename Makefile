@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(abspath $(VENV))/bin
-SOURCES := pyproject.toml constraints.txt $(shell find src fitter codegen runtime generated -name '*.py' -o -name '*.j2' -o -name '*.json')
+SOURCES := pyproject.toml constraints.txt $(shell find src base fitter codegen runtime generated -name '*.py' -o -name '*.j2' -o -name '*.json')
 
 # Each worker takes a part of the files in order, and of another's what is left when it is done; on one thread.
 # Threads that wait without spinning are far faster where something else runs on the same cores, and slower where they

@@ -58,10 +58,8 @@ def dp_borders_time() -> float:
     """Return the median time of the dynamic programme with 4000 cells and 16 levels."""
     import numpy as np
 
-    from fitact.fitter.analysis.activation import Activation
-    from fitact.fitter.numerics.moments import Moments
-    from fitact.fitter.numerics.partition import dp_borders
-    from fitact.fitter.numerics.weight import Weight
+    from fitact.fitter.analysis import Activation
+    from fitact.fitter.numerics import Moments, Weight, dp_borders
 
     moments = Moments(Activation.of("gelu").derivative, Weight(), -10.0, 10.0, np.empty(0), 4000)
     times = []
@@ -76,9 +74,9 @@ def shipped() -> float:
     """Return the time to fit and to generate, once each, all that the package ships."""
     from importlib.resources import files
 
-    from fitact.codegen.generate import plan
-    from fitact.fitter.methods.table import again
-    from fitact.fitter.records.reading import from_json
+    from fitact.codegen import plan
+    from fitact.fitter.methods import again
+    from fitact.fitter.records import from_json
 
     fits = [from_json(path.read_text()) for path in (files("fitact.generated") / "fits").iterdir()]
     start = time.perf_counter()

@@ -37,8 +37,7 @@ from torch._inductor.decomposition import select_decomp_table
 import fitact
 from benchmarks.kernels.activations import keep_freed_memory
 from benchmarks.saving import measured
-from fitact.runtime.measure.prepare import imported
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved, imported
 from fitact.runtime.torch_internals import storage_id
 
 TOKENS, WIDTH, LAYERS, BUDGET = 512, 256, 2, 0.9

@@ -25,14 +25,20 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual 
 import torch
 from torch import nn
 
-from fitact.runtime.choose.policies import Policy, changed
-from fitact.runtime.measure.prepare import Example, Prepared, Source, Training, prepare
-from fitact.runtime.measure.saved import count_saved, gpu_kernels
-from fitact.runtime.measure.sources import hugging_face
-from fitact.runtime.norms.merge import merge_norm
+from fitact.runtime.choose import Policy, changed
+from fitact.runtime.measure import (
+    Example,
+    Prepared,
+    Source,
+    Training,
+    count_saved,
+    gpu_kernels,
+    hugging_face,
+    prepare,
+)
+from fitact.runtime.norms import merge_norm
 from fitact.runtime.restore import Inputs
-from fitact.runtime.saving import ERRORS, saving
-from fitact.runtime.saving.modules import attaching
+from fitact.runtime.saving import ERRORS, attaching, saving
 from tests.support.peak import peak_memory
 
 RESULTS = Path(__file__).parent / "results" / "conversion.json"

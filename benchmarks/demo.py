@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved
 
 CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 128, 16, 128, 4, 4
 STEPS, WARM_UP, RATE, SEED = 300, 0.1, 3e-3, 0

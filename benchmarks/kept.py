@@ -19,9 +19,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from fitact.runtime.choose.compare import measure
-from fitact.runtime.measure.prepare import Source, Training
-from fitact.runtime.measure.sources import hugging_face, timm_model
+from fitact.runtime.choose import measure
+from fitact.runtime.measure import Source, Training, hugging_face, timm_model
 
 RESULTS = Path(__file__).parent / "results" / "kept.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "kept.png"

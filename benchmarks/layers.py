@@ -32,12 +32,8 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.choose.compiler import compiled
-from fitact.runtime.choose.policies import SELECTIVE, changed
-from fitact.runtime.measure.prepare import imported, prepare
-from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
-from fitact.runtime.measure.sources import from_callable
-from fitact.runtime.measure.subjects import blocks_of
+from fitact.runtime.choose import SELECTIVE, changed, compiled
+from fitact.runtime.measure import Saved, blocks_of, count_saved, from_callable, gpu_kernels, imported, prepare
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS
 

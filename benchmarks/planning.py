@@ -22,11 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.planning.make import Planner
-from fitact.planning.record import GIB
-from fitact.runtime.measure.devices import measured
-from fitact.runtime.measure.reference import Block
-from fitact.runtime.measure.subjects import copied
+from fitact.planning import GIB, Planner
+from fitact.runtime.measure import Block, copied, measured
 
 RESULTS = Path(__file__).parent / "results" / "planning_cpu.json"
 BLOCKS, HIDDEN, BATCH, SEQ = 6, 256, 4, 512

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 import fitact
 from benchmarks.kernels.activations import keep_freed_memory
-from fitact.runtime.choose.policies import SELECTIVE, changed
-from fitact.runtime.measure.prepare import imported
-from fitact.runtime.measure.saved import Saved, count_saved
+from fitact.runtime.choose import SELECTIVE, changed
+from fitact.runtime.measure import Saved, count_saved, imported
 from fitact.runtime.saving import ERRORS
 
 ROUNDS = 24, 80  # at least and at most

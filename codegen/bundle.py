@@ -17,8 +17,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.records.fit import AnyFit
+from fitact.base import UsageError, quote
+from fitact.fitter.records import AnyFit
 
 from .generate import Layout, by_name, class_name, environment, render
 from .safety import admitted

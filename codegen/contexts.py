@@ -7,11 +7,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.gate import is_identity
-from fitact.fitter.analysis.roots import REALS
-from fitact.fitter.records.approximants import FLAT, Approximant, PublishedApproximant, Quotient, Radical
-from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
+from fitact.fitter.analysis import REALS, Activation, is_identity
+from fitact.fitter.records import (
+    FLAT,
+    AnyFit,
+    Approximant,
+    ExactFit,
+    GateFit,
+    InvertedFit,
+    LearnedFit,
+    PublishedApproximant,
+    Quotient,
+    Radical,
+    StepFit,
+)
 
 from .dialects import TORCH, TRITON, Code, Dialect, number
 from .printers import device, in_torch, render

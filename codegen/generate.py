@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from fitact.errors import UsageError, quote
-from fitact.files import is_unfinished, read_start, remove_all, write_all
-from fitact.fitter.records.fit import AnyFit
+from fitact.base import UsageError, is_unfinished, quote, read_start, remove_all, write_all
+from fitact.fitter.records import AnyFit
 
 from .contexts import TEMPLATES
 from .dialects import Code

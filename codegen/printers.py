@@ -9,11 +9,9 @@ from functools import partial
 
 import sympy
 
-from fitact.errors import UsageError
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.float_check import bears
-from fitact.fitter.expr import atoms
-from fitact.fitter.expr.atoms import Expr, varies
+from fitact.base import UsageError
+from fitact.fitter.analysis import Activation, bears
+from fitact.fitter.expr import Expr, atoms, varies
 
 from .dialects import (
     CALL,

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fitact.errors import UsageError, quote
+from fitact.base import UsageError, quote
 
 from .dialects import Code
 

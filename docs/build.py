@@ -18,19 +18,17 @@ import griffe
 from click.testing import CliRunner
 from griffe2md import render_object_docs
 
-from fitact.cli import cli
-from fitact.cli.tables import starts
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.cli import cli, starts
+from fitact.fitter.expr import CATALOG
 from fitact.fitter.plot import draw
-from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
-from fitact.fitter.records.reading import read
+from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit, read
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 GALLERY = DOCS / "gallery"
 DPI = 75
 WIDTH = 100  # of a help text
-ROOMS = ("fitter", "codegen", "runtime", "generated")
+ROOMS = ("base", "fitter", "codegen", "runtime", "generated")
 METHODS = ("fewbit", "relumix", "inverted", "exact", "gate_rebuild", "learned_rebuild")
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -131,7 +129,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "fitter.records.weights.Calibration.weight",
             "fitter.records.weights.Calibration.to_json",
             "fitter.records.weights.Site",
-            "fitter.records.weights.read",
+            "fitter.records.weights.read_weights",
         ),
     ),
     (

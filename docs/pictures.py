@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import fitact
+from fitact.base import save
 from fitact.fitter.plot import EXACT, FITTED
-from fitact.fitter.records.fit import StepFit
-from fitact.fitter.records.reading import read
-from fitact.pictures import save
-from fitact.runtime.measure.saved import count_saved
-from fitact.runtime.saving.blocks import decode, encode
+from fitact.fitter.records import StepFit, read
+from fitact.runtime.measure import count_saved
+from fitact.runtime.saving import decode, encode
 from fitact.runtime.torch_internals import FakeTensorMode
 
 DOCS = Path(__file__).resolve().parent

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fitact.errors import UsageError
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.wide import Array
-from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
-from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
-from fitact.pictures import blank, check_format, defaults, literal, save
+from fitact.base import UsageError, blank, check_format, defaults, literal, save
+from fitact.fitter.expr import Array, evaluate
+from fitact.fitter.numerics import DTYPES, halves, rounded, stored
+from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

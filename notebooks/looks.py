@@ -14,8 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fitact.fitter.plot import EXACT, FITTED
-from fitact.fitter.records.fit import AnyFit, StepFit
-from fitact.fitter.records.reading import read
+from fitact.fitter.records import AnyFit, StepFit, read
 
 HERE = Path(__file__).resolve().parent
 OURS = HERE / "fits"

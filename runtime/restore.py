@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from fitact.errors import FitactError, UsageError, quote
-from fitact.text import one_line
-
-from .torch_internals import (
+from fitact.base import FitactError, UsageError, one_line, quote
+from fitact.runtime.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,

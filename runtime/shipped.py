@@ -1,11 +1,64 @@
-"""Finds shipped activations by their keys, so that a loaded program need not import them itself."""
+"""Shipped activations by name, and by the keys of their kernels, so that a loaded program need not import them."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.resources import files
 
-from .kernels.registry import sources
+from torch import nn
+
+from fitact.base import UsageError, integer, quote
+from fitact.runtime.kernels import sources
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the shipped fits, as `"gelu_fewbit3"`, sorted."""
+    fits = files("fitact.generated").joinpath("fits").iterdir()
+    return tuple(sorted(path.name.removesuffix(".json") for path in fits if path.name.endswith(".json")))
+
+
+def activation(name: str, *, method: str | None = None, bits: int | None = None) -> nn.Module:
+    """Return an activation as a module.
+
+    Args:
+        name: name of the activation in the catalog, e.g. `"gelu"`, or of a shipped fit, e.g.
+            `"gelu_regelu2_published"`.
+        method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
+            of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; or
+            `"exact"`, the derivative as a function of the output. By default `"fewbit"`.
+        bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not. None
+            for `"exact"`, which keeps no bits.
+
+    Returns:
+        An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_exact`.
+
+    Raises:
+        UsageError: no such activation is shipped (the message lists those that are), or `bits` is not a valid
+            number of bits or the method keeps none.
+
+    """
+    there = shipped()
+    method = method or "fewbit"
+    if bits is not None:
+        wanted = [f"{name}_{method}{integer('bits', bits, 0)}"]
+    elif method in ("exact", "rebuild"):
+        wanted = [f"{name}_{method}"]
+    else:
+        own = [name] if method == "fewbit" else []  # the whole name of a fit says its method
+        wanted = [*(f"{name}_{method}{k}" for k in (3, 0, 1, 2, 4)), *own]
+    found = next((one for one in wanted if one in there), None)
+    if found is None:
+        raise UsageError(
+            f"no activation {quote(wanted[0])} is shipped: there are {', '.join(there)}; "
+            "make others with fitact fit"
+        )
+    module = import_module(f"fitact.generated.{found}")
+    kind = next(one for one in (getattr(module, name) for name in module.__all__) if isinstance(one, type))
+    try:
+        made: nn.Module = kind()
+    except TypeError as error:  # it has a number for every channel
+        raise UsageError(f"{error}: make it as fitact.generated.{found}.{kind.__name__}(channels)") from None
+    return made
 
 
 def import_shipped(key: str) -> None:

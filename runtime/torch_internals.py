@@ -39,8 +39,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from .kernels.internals import in_functorch_transform as in_functorch_transform
-from .kernels.internals import version_of as version_of
+from fitact.runtime.kernels import in_functorch_transform as in_functorch_transform
+from fitact.runtime.kernels import version_of as version_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

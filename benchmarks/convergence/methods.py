@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.norms.modules import MSLayerNorm
+from fitact.runtime.norms import MSLayerNorm
 
 from ..rivals import BITS, in_place_of_block_codes
 from .models import Block, Transformer

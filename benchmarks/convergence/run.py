@@ -29,8 +29,7 @@ from typing import Any
 import click
 import torch
 
-from fitact.errors import FitactError, UsageError
-from fitact.files import write
+from fitact.base import FitactError, UsageError, write
 
 from . import plot
 from .methods import METHODS, methods_of

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure import imported
 
 from ..demo import standard_library
 from .models import Derf, DyT, Swish, Transformer

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitact.files import write
-from fitact.runtime.measure.prepare import imported
-from fitact.runtime.measure.saved import count_saved
+from fitact.base import write
+from fitact.runtime.measure import count_saved, imported
 
 from .methods import EXACT, Method
 from .models import Transformer

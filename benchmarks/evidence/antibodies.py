@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.errors import UsageError
-from fitact.runtime.measure.prepare import imported
+from fitact.base import UsageError
+from fitact.runtime.measure import imported
 
 FOLDER = Path(__file__).parents[2] / "build" / "evidence"
 CHECKPOINT = "antiberty/trained_models/AntiBERTy_md_smooth/"

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.measure.prepare import imported
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved, imported
 
 RESULTS = Path(__file__).parents[1] / "results" / "convolutions.json"
 NETWORKS = {

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 import fitact
-from fitact.errors import JobError
+from fitact.base import JobError
 
 from .antibodies import IGNORED, Batch
 

@@ -31,9 +31,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fitact
-from fitact.errors import FitactError, JobError
-from fitact.files import write
-from fitact.runtime.measure.saved import count_saved
+from fitact.base import FitactError, JobError, write
+from fitact.runtime.measure import count_saved
 
 from ..convergence.run import read
 from ..convergence.statistics import LEVEL, POWER

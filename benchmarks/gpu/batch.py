@@ -20,7 +20,7 @@ from benchmarks.gpu.models import Forward, Inputs, Subject, make, names
 from benchmarks.gpu.record import Record, Row
 from benchmarks.gpu.timer import MIB, step_memory, step_times
 from benchmarks.gpu.variants import VARIANTS, checkpointed, unchanged
-from fitact.planning.record import GIB, Group, Plan
+from fitact.planning import GIB, Group, Plan
 
 PLANS = Path(__file__).parent / "plans"
 PLANNED = "LLaMA-7B, LoRA"

@@ -23,9 +23,9 @@ from torch import Tensor
 import fitact
 from benchmarks.gpu.record import Record, Row
 from benchmarks.gpu.timer import copy_bandwidth, milliseconds
-from fitact.runtime.measure.saved import count_saved
-from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
-from fitact.runtime.saving.blocks import BITS, decode, encode, nbytes
+from fitact.runtime.measure import count_saved
+from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
+from fitact.runtime.saving import BITS, decode, encode, nbytes
 
 Function = Callable[..., Tensor]
 ACTIVATIONS: dict[str, Function] = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitact.runtime.measure.prepare import imported
+from fitact.runtime.measure import imported
 
 Inputs = dict[str, Tensor]
 Forward = Callable[[Inputs], Tensor]  # from inputs to the loss

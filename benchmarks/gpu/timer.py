@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved
 
 CALLS, REPLAYS = 10, 15  # calls in a graph, and how often it is replayed
 WARM = 3  # calls before anything is measured

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from benchmarks.gpu.models import SIZES, Forward, Inputs, Subject, loss_of
-from fitact.runtime.choose.checkpoints import selectively
+from fitact.runtime.choose import selectively
 
 
 def unchanged(subject: Subject) -> Forward:

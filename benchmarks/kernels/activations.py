@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.measure import count_saved
 
 REPEATS = 15
 SECONDS = 0.2  # of warming up

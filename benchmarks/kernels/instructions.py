@@ -13,10 +13,8 @@ from pathlib import Path
 
 import triton
 
-from fitact.runtime.kernels.math import erfc
-from fitact.runtime.kernels.tiles import backward_tile
-from fitact.runtime.kernels.triton_compat import jit, tl
-from fitact.runtime.saving.blocks import BITS
+from fitact.runtime.kernels import backward_tile, erfc, jit, tl
+from fitact.runtime.saving import BITS
 from tests.support.instructions import DTYPES, TARGETS, BlockKernel, GateKernel, Kernel, measure
 
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitact.runtime.kernels.activations import apply
-from fitact.runtime.kernels.registry import Backward, Forward, Kernel, register
+from fitact.runtime.kernels import Backward, Forward, Kernel, apply, register
 
 ELEMENTS = 16
 ROUNDS = 40

@@ -16,8 +16,8 @@ from typing import Any
 
 import triton
 
-from fitact.runtime.kernels.registry import find
-from fitact.runtime.saving.blocks import BITS
+from fitact.runtime.kernels import find
+from fitact.runtime.saving import BITS
 from tests.support.instructions import TARGETS, BlockKernel, GateKernel, Kernel, amd, machine_codes, nvidia
 from tests.support.more_kernels import LearnedKernel, NormKernel
 

@@ -23,8 +23,8 @@ from typing import Any
 import click
 import triton
 
-from fitact.runtime.kernels.triton_compat import constexpr, jit, tl
-from fitact.runtime.measure.devices import DEVICES
+from fitact.runtime.kernels import constexpr, jit, tl
+from fitact.runtime.measure import DEVICES
 from tests.support.instructions import (
     DTYPES,
     GateKernel,

@@ -9,20 +9,20 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.expr.atoms import (
+from fitact.base import UsageError, quote
+from fitact.fitter.expr import (
+    CATALOG,
     LARGEST_SINGLE,
     SMALLEST_SINGLE,
+    Array,
     Expr,
     beyond_singles,
     differentiated,
+    evaluate,
+    parse,
+    stable,
     x,
 )
-from fitact.fitter.expr.catalog import CATALOG
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.parser import parse
-from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.expr.wide import Array
 
 from . import shape
 from .roots import REALS

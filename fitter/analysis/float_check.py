@@ -15,12 +15,19 @@ from typing import Any
 import numpy as np
 import sympy
 
-from fitact.errors import FitWarning, quote
-from fitact.fitter.expr.atoms import Expr, constant, differentiated, x
-from fitact.fitter.expr.evaluate import FLOAT64, Arithmetic, evaluate
-from fitact.fitter.expr.exact import value
-from fitact.fitter.expr.parser import text_of
-from fitact.fitter.expr.wide import Array
+from fitact.base import FitWarning, quote
+from fitact.fitter.expr import (
+    FLOAT64,
+    Arithmetic,
+    Array,
+    Expr,
+    constant,
+    differentiated,
+    evaluate,
+    text_of,
+    value,
+    x,
+)
 
 from .activation import Activation
 

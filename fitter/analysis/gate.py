@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.expr.atoms import constant, x
-from fitact.fitter.expr.catalog import CATALOG, GATES
-from fitact.fitter.expr.parser import MAX_DEPTH, Parser
+from fitact.base import UsageError, quote
+from fitact.fitter.expr import CATALOG, GATES, MAX_DEPTH, Parser, constant, x
 
 from .activation import Activation, Formula
 

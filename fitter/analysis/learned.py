@@ -13,13 +13,22 @@ from typing import Any
 import numpy as np
 import sympy
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.expr.atoms import CONSTANTS, FUNCTIONS, LARGEST_SINGLE, SMALLEST_SINGLE, Expr, x
-from fitact.fitter.expr.catalog import CATALOG, LEARNED
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.parser import Parser, parse
-from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.expr.wide import Array
+from fitact.base import UsageError, quote
+from fitact.fitter.expr import (
+    CATALOG,
+    CONSTANTS,
+    FUNCTIONS,
+    LARGEST_SINGLE,
+    LEARNED,
+    SMALLEST_SINGLE,
+    Array,
+    Expr,
+    Parser,
+    evaluate,
+    parse,
+    stable,
+    x,
+)
 
 from .activation import Activation, Formula
 from .gate import Substituted

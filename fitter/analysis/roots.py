@@ -19,12 +19,23 @@ import numpy as np
 import sympy
 from flint import arb, ctx
 
-from fitact.fitter.expr import atoms
-from fitact.fitter.expr.atoms import Expr, differentiated, x
-from fitact.fitter.expr.balls import ZERO, Interval
-from fitact.fitter.expr.evaluate import steps
-from fitact.fitter.expr.exact import LEAST_ORDER, Number, enclose, order, roughly, sign_of, value
-from fitact.fitter.expr.wide import Array
+from fitact.fitter.expr import (
+    LEAST_ORDER,
+    ZERO,
+    Array,
+    Expr,
+    Interval,
+    Number,
+    atoms,
+    differentiated,
+    enclose,
+    order,
+    roughly,
+    sign_of,
+    steps,
+    value,
+    x,
+)
 
 Part = tuple[float, float, int]  # low, high, sign
 

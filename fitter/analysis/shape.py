@@ -16,11 +16,19 @@ from typing import Literal
 import numpy as np
 from flint import arb, ctx
 
-from fitact.fitter.expr.atoms import Expr, differentiated
-from fitact.fitter.expr.balls import ONE
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.exact import LEAST_ORDER, Number, order, shifted, sign_of, value
-from fitact.fitter.expr.wide import Array
+from fitact.fitter.expr import (
+    LEAST_ORDER,
+    ONE,
+    Array,
+    Expr,
+    Number,
+    differentiated,
+    evaluate,
+    order,
+    shifted,
+    sign_of,
+    value,
+)
 
 from .roots import REALS, Roots, breaks, gap, roots
 

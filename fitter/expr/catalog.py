@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fitact.errors import UsageError, quote
+from fitact.base import UsageError, quote
 
 
 @dataclass(frozen=True)

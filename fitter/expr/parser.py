@@ -21,7 +21,7 @@ import sympy
 from sympy.core.parameters import distribute
 from sympy.printing.str import StrPrinter
 
-from fitact.errors import UsageError, quote
+from fitact.base import UsageError, quote
 
 from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, depth, exp, log, raised, sizes, x
 from .catalog import CATALOG

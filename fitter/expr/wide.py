@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def wide(function: Callable[..., Any], limit: float = np.inf) -> Callable[..., Array]:
+def in_long_double(function: Callable[..., Any], limit: float = np.inf) -> Callable[..., Array]:
     """Return a NumPy function that computes in long double and rounds once to the dtype of its arguments.
 
     In float32 and float64 NumPy and the C library choose their kernels by CPU, and these differ in the last bit.
@@ -45,9 +45,9 @@ def geometric(low: float, high: float, count: int) -> Array:
 
 # exp of more is infinite or 0 in float64; a long double that overflows takes seven times as long
 BEYOND = 1000.0
-exp, expm1, sinh, cosh = (wide(function, BEYOND) for function in (np.exp, np.expm1, np.sinh, np.cosh))
-log, log1p, hypot, power = map(wide, (np.log, np.log1p, np.hypot, np.power))
-tanh, asinh, sin, cos, tan, atan = map(wide, (np.tanh, np.arcsinh, np.sin, np.cos, np.tan, np.arctan))
+exp, expm1, sinh, cosh = (in_long_double(function, BEYOND) for function in (np.exp, np.expm1, np.sinh, np.cosh))
+log, log1p, hypot, power = map(in_long_double, (np.log, np.log1p, np.hypot, np.power))
+tanh, asinh, sin, cos, tan, atan = map(in_long_double, (np.tanh, np.arcsinh, np.sin, np.cos, np.tan, np.arctan))
 
 
 def sigmoid(u: Array) -> Array:

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.analysis import float_check
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.atoms import Expr, beyond_singles
-from fitact.fitter.expr.catalog import CATALOG
-from fitact.fitter.expr.exact import value
-from fitact.fitter.expr.parser import parse, text_of
-from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.numerics.dtypes import DTYPES, halves, in_single, stored
-from fitact.fitter.records.fit import ExactFit
+from fitact.base import UsageError, quote
+from fitact.fitter.analysis import Activation, float_check
+from fitact.fitter.expr import CATALOG, Expr, beyond_singles, parse, stable, text_of, value
+from fitact.fitter.numerics import DTYPES, halves, in_single, stored
+from fitact.fitter.records import ExactFit
 
 METHOD = "exact"
 LARGEST = 3e38  # of a derivative that float32 holds

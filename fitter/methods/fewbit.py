@@ -18,18 +18,11 @@ from functools import partial
 
 import numpy as np
 
-from fitact.errors import FitWarning, UsageError, quote
-from fitact.fitter.analysis import float_check
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.roots import breaks, roots
-from fitact.fitter.expr.exact import order
-from fitact.fitter.expr.wide import Array
-from fitact.fitter.numerics.errors import step_errors
-from fitact.fitter.numerics.moments import Function, Moments
-from fitact.fitter.numerics.partition import dp_borders, newton
-from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.fit import StepFit
-from fitact.fitter.records.validate import check_bits
+from fitact.base import FitWarning, UsageError, quote
+from fitact.fitter.analysis import Activation, breaks, float_check, roots
+from fitact.fitter.expr import Array, order
+from fitact.fitter.numerics import Function, Moments, Weight, dp_borders, newton, step_errors
+from fitact.fitter.records import StepFit, check_bits
 
 METHOD = "fewbit"
 CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley

@@ -28,18 +28,23 @@ from fractions import Fraction
 import numpy as np
 from flint import arb
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.analysis import float_check
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.roots import REALS, breaks, roots
-from fitact.fitter.analysis.shape import breakpoints
-from fitact.fitter.expr.exact import LEAST_ORDER, Number, order, shifted, value
-from fitact.fitter.expr.wide import Array, geometric
-from fitact.fitter.numerics.dtypes import DTYPES, halves, rounded, stored
-from fitact.fitter.numerics.minimax import Coefficients, least_squares, minimax, singles_of
-from fitact.fitter.records.approximants import (
+from fitact.base import UsageError, quote
+from fitact.fitter.analysis import REALS, Activation, breakpoints, breaks, float_check, roots
+from fitact.fitter.expr import LEAST_ORDER, Array, Number, geometric, order, shifted, value
+from fitact.fitter.numerics import (
+    DTYPES,
+    Coefficients,
+    halves,
+    least_squares,
+    minimax,
+    rounded,
+    singles_of,
+    stored,
+)
+from fitact.fitter.records import (
     Approximant,
     Floats,
+    InvertedFit,
     Quotient,
     Radical,
     Single,
@@ -47,7 +52,6 @@ from fitact.fitter.records.approximants import (
     has_pole,
     variable,
 )
-from fitact.fitter.records.fit import InvertedFit
 
 METHOD = "inverted"
 MAX_BITS = 4

@@ -11,13 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from fitact.errors import UsageError
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.exact import value
-from fitact.fitter.expr.wide import Array, geometric, power, wide
-from fitact.fitter.numerics.dtypes import DTYPES
-from fitact.fitter.records.approximants import Approximant, Approximates, Kind, PublishedApproximant
-from fitact.fitter.records.fit import InvertedFit
+from fitact.base import UsageError
+from fitact.fitter.analysis import Activation
+from fitact.fitter.expr import Array, geometric, in_long_double, power, value
+from fitact.fitter.numerics import DTYPES
+from fitact.fitter.records import Approximant, Approximates, InvertedFit, Kind, PublishedApproximant
 
 from .inverted import cell_borders, cells, record, samples_of, stated
 
@@ -120,7 +118,7 @@ def _approximant(name: str, s: int, c: Array, y: Array, minimum: float) -> Array
     v = np.maximum(y - minimum, 0.0)
     with np.errstate(all="ignore"):
         if s == 1:
-            value = 1 + (c[0] + c[1] * np.sqrt(v) + c[2] * v) * wide(np.exp)(
+            value = 1 + (c[0] + c[1] * np.sqrt(v) + c[2] * v) * in_long_double(np.exp)(
                 np.minimum(c[3] * (c[4] - v) * (c[4] - v) ** 2, 300.0)
             )
         elif name == "gelu":

@@ -29,19 +29,11 @@ from dataclasses import dataclass
 import numpy as np
 from flint import arb, ctx
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.analysis import float_check
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.roots import REALS, breaks, roots
-from fitact.fitter.analysis.shape import Asymptote
-from fitact.fitter.expr.exact import shifted, value
-from fitact.fitter.expr.wide import Array, geometric
-from fitact.fitter.numerics.errors import step_errors
-from fitact.fitter.numerics.moments import Moments, nodes, quadrature, running
-from fitact.fitter.numerics.partition import dp_borders, newton
-from fitact.fitter.numerics.weight import Weight
-from fitact.fitter.records.fit import StepFit
-from fitact.fitter.records.validate import check_bits
+from fitact.base import UsageError, quote
+from fitact.fitter.analysis import REALS, Activation, Asymptote, breaks, float_check, roots
+from fitact.fitter.expr import Array, geometric, shifted, value
+from fitact.fitter.numerics import Moments, Weight, dp_borders, newton, nodes, quadrature, running, step_errors
+from fitact.fitter.records import StepFit, check_bits
 
 from .fewbit import DOMAIN, without_noise
 

@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fitact.fitter.analysis import float_check
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.records.fit import AnyFit, GateFit, InvertedFit, LearnedFit
+from fitact.fitter.analysis import Activation, Gate, Learned, float_check
+from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.float_check import FLOAT32
-from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.expr.wide import Array
+from fitact.fitter.analysis import FLOAT32, Activation
+from fitact.fitter.expr import Array, Expr
 
 DTYPES = ("bfloat16", "float16", "float32")
 

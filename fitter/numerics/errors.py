@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fitact.errors import UsageError
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.roots import gap, roots
-from fitact.fitter.expr.wide import Array
+from fitact.base import UsageError
+from fitact.fitter.analysis import Activation, gap, roots
+from fitact.fitter.expr import Array
 
 from .moments import Moments, nodes, quadrature, running
 from .weight import Weight

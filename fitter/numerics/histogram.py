@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.expr.wide import Array
+from fitact.base import UsageError, quote
+from fitact.fitter.expr import Array
 
 MOST_CELLS = 256
 LARGEST = 1e30  # of an edge and of a mass

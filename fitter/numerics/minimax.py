@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from fitact.fitter.expr.wide import Array, wide
+from fitact.fitter.expr import Array, in_long_double
 
 EXCHANGES = 30
 CORRECTIONS = 12
@@ -109,7 +109,7 @@ def minimax(
             far = np.maximum(np.abs(top / bottom - low), np.abs(top / bottom - high))
         return np.where(bottom > 0, far, np.inf)
 
-    cosine = (1 - wide(np.cos)(np.linspace(0, np.pi, 3 * (a + b + 4)))) / 2
+    cosine = (1 - in_long_double(np.cos)(np.linspace(0, np.pi, 3 * (a + b + 4)))) / 2
     even = np.searchsorted(t, t[0] + cosine * (t[-1] - t[0])).clip(0, len(t) - 1)
     chosen = np.unique([*even, *(cosine * (len(t) - 1)).astype(int), int(np.argmax(high - low))])
     q: Array = np.zeros(b + 1)

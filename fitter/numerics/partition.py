@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fitact.errors import UsageError
-from fitact.fitter.expr.wide import Array
+from fitact.base import UsageError
+from fitact.fitter.expr import Array
 
 from .moments import Moments, about, spread
 

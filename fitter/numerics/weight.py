@@ -9,12 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.analysis.shape import switch_points
-from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.parser import MAX_LENGTH, parse
-from fitact.fitter.expr.wide import Array
+from fitact.base import UsageError, quote
+from fitact.fitter.analysis import switch_points
+from fitact.fitter.expr import MAX_LENGTH, Array, Expr, evaluate, parse
 
 from . import histogram
 from .histogram import NUMBER, Histogram

@@ -10,12 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis import float_check
-from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.expr.parser import parse
-from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.expr.wide import Array, wide
+from fitact.fitter.expr import Array, Expr, in_long_double, parse, stable
 
 from .validate import check_numbers, readable
 
@@ -66,7 +63,7 @@ class Radical:
             size = np.sqrt(size)
         elif self.order != 1:
             with np.errstate(divide="ignore"):
-                size = wide(np.exp2)(wide(np.log2)(size) * y.dtype.type(1 / self.order))
+                size = in_long_double(np.exp2)(in_long_double(np.log2)(size) * y.dtype.type(1 / self.order))
         if self.side == 0:
             size = np.copysign(size, d)
         return np.asarray(size if self.sign > 0 else -size)

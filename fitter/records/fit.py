@@ -13,32 +13,21 @@ from typing import Any, ClassVar, Literal, get_origin
 
 import numpy as np
 
-from fitact.errors import UsageError, quote
-from fitact.fitter.analysis.activation import Activation, Formula
-from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.analysis.roots import REALS
-from fitact.fitter.expr.atoms import Expr
-from fitact.fitter.expr.parser import parse
-from fitact.fitter.expr.rewrite import stable
-from fitact.fitter.expr.wide import Array
-from fitact.fitter.numerics.dtypes import DTYPES
-from fitact.fitter.numerics.weight import LARGEST, Weight
+from fitact.base import NAME, UsageError, label, number, quote, whole
+from fitact.fitter.analysis import REALS, Activation, Formula, Gate, Learned
+from fitact.fitter.expr import Array, Expr, parse, stable
+from fitact.fitter.numerics import DTYPES, LARGEST, Weight
 
 from .approximants import Approximant, Bits, PublishedApproximant, Single, codes
 from .validate import (
-    NAME,
     check_bits,
     check_domain,
     check_increasing,
     check_keys,
     check_numbers,
     free_text,
-    label,
-    number,
     read,
     readable,
-    whole,
 )
 
 SCHEMA = "fitact.fit/1"

@@ -7,16 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fitact.errors import FitactError, UsageError, quote
-from fitact.files import read_text
-from fitact.fitter.analysis.activation import Activation, Formula
-from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.analysis.learned import Learned, Number
-from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
-from fitact.fitter.numerics.weight import Weight
+from fitact.base import FitactError, UsageError, label, quote, read_text, record_of
+from fitact.fitter.analysis import Activation, Formula, Gate, Learned, Number
+from fitact.fitter.expr import CATALOG, GATES, LEARNED
+from fitact.fitter.numerics import Weight
 
 from .fit import KINDS, SCHEMA, AnyFit, Option
-from .validate import check_keys, hints_of, label, mapping, readable, record_of, text
+from .validate import check_keys, hints_of, mapping, readable, text
 from .validate import read as read_as
 
 T = TypeVar("T", bound=Formula)

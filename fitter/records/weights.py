@@ -9,13 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fitact.errors import FitactError, UsageError, quote
-from fitact.files import read_text
-from fitact.fitter.numerics.histogram import DIGITS, of_counts
-from fitact.fitter.numerics.weight import Weight
-from fitact.text import columns, few
+from fitact.base import FitactError, UsageError, columns, few, quote, read_text, record_of
+from fitact.fitter.numerics import DIGITS, Weight, of_counts
 
-from .validate import check_keys, check_numbers, readable, record_of, text
+from .validate import check_keys, check_numbers, readable, text
 from .validate import read as read_as
 
 SCHEMA = "fitact.weights/1"
@@ -183,7 +180,7 @@ class Calibration:
         return "\n".join([*columns(rows, "<<>>>>>>>"), *(f"note: {note}" for note in self.notes)])
 
 
-def read(path: Path) -> Calibration:
+def read_weights(path: Path) -> Calibration:
     """Read a calibration from its file and check every field; a UsageError names the file and the field."""
     source = read_text(path, MAX_BYTES)
     try:

@@ -1,1 +1,29 @@
 """What stands where in a model so that it saves less: chosen, applied, compared, reported, put back."""
+
+from .capacity import Curve as Curve
+from .checkpoints import selectively as selectively
+from .compare import DTYPES as DTYPES
+from .compare import MOST_GIB as MOST_GIB
+from .compare import OPTIMIZERS as OPTIMIZERS
+from .compare import Report as Report
+from .compare import Row as Row
+from .compare import measure as measure
+from .compiler import compiled as compiled
+from .convert import convert as convert
+from .costs import Cost as Cost
+from .costs import Costs as Costs
+from .costs import Step as Step
+from .costs import measure_costs as measure_costs
+from .costs import step as step
+from .gather import Gathered as Gathered
+from .gather import gather as gather
+from .policies import BASELINE as BASELINE
+from .policies import FULL as FULL
+from .policies import OF_BLOCKS as OF_BLOCKS
+from .policies import POLICIES as POLICIES
+from .policies import REST as REST
+from .policies import SELECTIVE as SELECTIVE
+from .policies import Policy as Policy
+from .policies import apply as apply
+from .policies import changed as changed
+from .policies import revert as revert

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fitact.runtime.measure.meter import FLOPS
-from fitact.runtime.measure.saved import keep_unseen
+from fitact.runtime.measure import FLOPS, keep_unseen
 from fitact.runtime.torch_internals import FakeTensor, kept_selectively, tree_iter
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")

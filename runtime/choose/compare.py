@@ -28,16 +28,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitact.arguments import flags, integer, positive, real, several
-from fitact.errors import UsageError, quote
-from fitact.runtime.compile.compile import BUDGET
-from fitact.runtime.measure.devices import DEVICES, USUAL
-from fitact.runtime.measure.meter import Measured, whole_step
-from fitact.runtime.measure.prepare import Prepared, Source, Training, prepare
-from fitact.runtime.measure.sources import from_callable
-from fitact.runtime.measure.subjects import Subject, blocks_of
+from fitact.base import UsageError, flags, integer, one_line, positive, quote, real, several
+from fitact.runtime.compile import BUDGET
+from fitact.runtime.measure import (
+    DEVICES,
+    USUAL,
+    Measured,
+    Prepared,
+    Source,
+    Subject,
+    Training,
+    blocks_of,
+    from_callable,
+    prepare,
+    whole_step,
+)
 from fitact.runtime.saving import ERRORS, saving
-from fitact.text import one_line
 
 from .capacity import Curve
 from .checkpoints import CHECKPOINTS

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.compile.partition import Partition
-from fitact.runtime.measure.meter import FLOPS
-from fitact.runtime.measure.saved import Saved, gpu_kernels
-from fitact.runtime.measure.subjects import Subject, without_packing
+from fitact.runtime.compile import Partition
+from fitact.runtime.measure import FLOPS, Saved, Subject, gpu_kernels, without_packing
 from fitact.runtime.restore import Inputs, loss_of
-from fitact.runtime.saving.quantising import POLICIES
+from fitact.runtime.saving import POLICIES
 from fitact.runtime.torch_internals import (
     FakeTensorMode,
     min_cut,

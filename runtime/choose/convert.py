@@ -12,18 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fitact.arguments import flags
-from fitact.errors import JobError, UsageError, quote
-from fitact.runtime.kernels.registry import is_generated
-from fitact.runtime.measure.saved import Saved, count_saved
-from fitact.runtime.measure.subjects import Patterns, inside, matching, outermost, tensors_of, trials
+from fitact.base import JobError, UsageError, flags, quote, starred
+from fitact.runtime.kernels import is_generated
+from fitact.runtime.measure import Patterns, Saved, count_saved, inside, matching, outermost, tensors_of, trials
 from fitact.runtime.restore import Run, runner
-from fitact.runtime.saving import Amount
-from fitact.runtime.saving.context import baseline, saving
-from fitact.runtime.saving.modules import Context, attach, attaching, detach
-from fitact.runtime.saving.storages import noting
+from fitact.runtime.saving import Amount, Context, attach, attaching, baseline, detach, noting, saving
 from fitact.runtime.torch_internals import is_compiled, storage_id
-from fitact.text import starred
 
 from .detect import ActivationSite, activation_sites, recognise
 from .gradients import gradient_error

@@ -12,13 +12,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fitact.errors import FitactError, UsageError
-from fitact.runtime.measure.blocks import ROW, Run, cut, filled, hooked, runs_of, skipped
-from fitact.runtime.measure.devices import Device
-from fitact.runtime.measure.meter import Mark, Meter, Work
-from fitact.runtime.measure.subjects import Subject
+from fitact.base import FitactError, UsageError, one_line
+from fitact.runtime.measure import (
+    ROW,
+    Device,
+    Mark,
+    Meter,
+    Run,
+    Subject,
+    Work,
+    cut,
+    filled,
+    hooked,
+    runs_of,
+    skipped,
+)
 from fitact.runtime.restore import differentiate, generators
-from fitact.text import one_line
 
 from .policies import BASELINE, REST, Policy, changed
 
@@ -102,7 +111,7 @@ class Step:
         return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*numbers, strict=True))
 
 
-def measure(
+def measure_costs(
     subject: Subject,
     device: Device,
     policies: Sequence[Policy],

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fitact.api import activation
-from fitact.errors import UsageError
-from fitact.runtime.kernels.registry import is_generated, registered
-from fitact.runtime.measure.saved import is_activation
+from fitact.base import UsageError
+from fitact.runtime.kernels import is_generated, registered
+from fitact.runtime.measure import is_activation
+from fitact.runtime.shipped import activation
 from fitact.runtime.torch_internals import has_hooks, modules_in, unset_fake_temporarily, without_torch_function
-from fitact.runtime.wrappers import Held, InPlace
+
+from .wrappers import Held, InPlace
 
 # PyTorch's functions, by their names in the catalog, with the parameters that are shipped.
 NAMES = (

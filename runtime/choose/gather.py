@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from fitact.errors import FitactError, UsageError, quote
-from fitact.runtime.measure.sketch import Sketch
+from fitact.base import FitactError, UsageError, one_line, quote
+from fitact.runtime.measure import Sketch
 from fitact.runtime.restore import check_model, following, has_no_values, real, runner, untouched
 from fitact.runtime.torch_internals import is_compiled, without_torch_function
-from fitact.text import one_line
 
 from .detect import CALLED, activation_sites, computed_by
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fitact.base import one_line
 from fitact.runtime.restore import Run, generators, has_no_values, loss_of, real, unchanged
 from fitact.runtime.torch_internals import tree_leaves
-from fitact.text import one_line
 
 from .records import Gradient
 from .replacement import Change

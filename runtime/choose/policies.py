@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from fitact.errors import UsageError, quote
-from fitact.runtime.kernels.registry import is_generated
+from fitact.base import UsageError, quote
+from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import check_model
-from fitact.runtime.saving import ERRORS, baseline, saving
-from fitact.runtime.saving.modules import attach, detach, has_context
+from fitact.runtime.saving import ERRORS, attach, baseline, detach, has_context, saving
 from fitact.runtime.torch_internals import is_compiled
 
 from .checkpoints import CHECKPOINTS, Checkpointed, check_in, check_out

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fitact.text import columns
+from fitact.base import columns
 
 Kind = Literal["activation", "module"]
 

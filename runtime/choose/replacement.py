@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitact.errors import UsageError
-from fitact.runtime.kernels.registry import registered
-from fitact.runtime.measure.saved import Saved
+from fitact.base import UsageError, one_line, starred
+from fitact.runtime.kernels import registered
+from fitact.runtime.measure import Saved
 from fitact.runtime.restore import check_model
 from fitact.runtime.torch_internals import uncompiled
-from fitact.runtime.wrappers import Held, InPlace
-from fitact.text import one_line, starred
 
 from .detect import OUTPUT_SAVED, PLAIN, ActivationSite, activation_sites, argument_of, recognise, shipped_class
 from .records import SiteRecord
+from .wrappers import Held, InPlace
 
 Change = Callable[[nn.Module], AbstractContextManager[Any]]  # changes a model until the context ends
 Sites = Sequence[ActivationSite]

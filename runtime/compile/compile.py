@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fitact.arguments import flags, real
-from fitact.errors import UsageError, quote
-from fitact.runtime.saving.quantising import policy_of
+from fitact.base import UsageError, flags, quote, real
+from fitact.runtime.saving import policy_of
 from fitact.runtime.torch_internals import compiler_options, partitioner
 
 from .partition import Partition

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.saving.quantising import SHARP
+from fitact.runtime.saving import SHARP
 from fitact.runtime.torch_internals import min_cut, schema_name, unset_fake_temporarily
 
 from .codes import BYTE, Graph, decode, encode, pack, unpack

@@ -8,8 +8,8 @@ from functools import cache
 
 import torch
 
+from fitact.base import columns
 from fitact.runtime.saving import blocks
-from fitact.text import columns
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from fitact.runtime.saving.quantising import DTYPES, FEW, STATISTIC
+from fitact.runtime.saving import DTYPES, FEW, STATISTIC
 from fitact.runtime.torch_internals import PRODUCTS, UNSAFE_VIEW, is_operator, schema_name, size_hint
 
 from .codes import CAST

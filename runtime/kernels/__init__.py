@@ -5,15 +5,25 @@ names below: the kinds, their registration and ops; for kernels, Triton, the til
 lacks; for PyTorch, the functions that it lacks.
 """
 
+from . import blocks as blocks
 from . import reference_math as reference_math
 from .activations import Exact as Exact
 from .activations import Inverted as Inverted
 from .activations import Step as Step
 from .activations import apply as apply
+from .autocast import active_autocast as active_autocast
+from .autocast import without_autocast as without_autocast
 from .gate_tiles import gate_backward_tile as gate_backward_tile
 from .gate_tiles import gate_forward_tile as gate_forward_tile
 from .gates import Gate as Gate
 from .gates import apply_gate as apply_gate
+from .inputs import autocast_dtype as autocast_dtype
+from .inputs import check_dtype as check_dtype
+from .inputs import mesh_of as mesh_of
+from .inputs import sharded as sharded
+from .internals import in_functorch_transform as in_functorch_transform
+from .internals import version_of as version_of
+from .launch import options as options
 from .learned import Learned as Learned
 from .learned import LearnedModule as LearnedModule
 from .learned import Number as Number
@@ -53,7 +63,24 @@ from .math import tanh_half as tanh_half
 from .math import tanh_softplus as tanh_softplus
 from .math import tanh_softplus_half as tanh_softplus_half
 from .math import tsech2 as tsech2
+from .norms import LAYER as LAYER
+from .norms import RMS as RMS
+from .ops import KERNEL_DEVICES as KERNEL_DEVICES
+from .ops import differentiable as differentiable
+from .recipes import ATTRIBUTE as ATTRIBUTE
+from .recipes import Noted as Noted
+from .reference import COLUMNS as COLUMNS
+from .reference import ROWS as ROWS
+from .reference import TILE as TILE
+from .reference import arithmetic_dtype as arithmetic_dtype
+from .registry import Backward as Backward
+from .registry import Forward as Forward
+from .registry import Kernel as Kernel
+from .registry import find as find
+from .registry import is_generated as is_generated
 from .registry import register as register
+from .registry import registered as registered
+from .registry import sources as sources
 from .tiles import backward_tile as backward_tile
 from .tiles import encode as encode
 from .tiles import forward_tile as forward_tile

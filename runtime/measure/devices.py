@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fitact.errors import UsageError, quote
+from fitact.base import UsageError, quote
 
 TERA, GIGA = 1e12, 1e9
 NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions"

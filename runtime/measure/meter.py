@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fitact.runtime.modes import OperationMode
 from fitact.runtime.restore import differentiate, generators
 from fitact.runtime.torch_internals import ATTENTION, GROUPED, storage_id, tree_iter
 
 from .devices import CURVED, DEVICES, USUAL, Device
+from .modes import OperationMode
 from .saved import Saved, count_saved
 from .subjects import Subject
 

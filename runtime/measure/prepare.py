@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.arguments import integer
-from fitact.errors import FitactError, JobError, UsageError, quote
+from fitact.base import FitactError, JobError, UsageError, few, integer, one_line, quote
 from fitact.runtime.restore import Inputs
 from fitact.runtime.torch_internals import FakeTensorMode
-from fitact.text import few, one_line
 
 from .subjects import Subject, blocks_of
 from .twins import Twins, fake

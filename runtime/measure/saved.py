@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.kernels.registry import is_generated
-from fitact.runtime.modes import OperationMode, watching_saved
+from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import following
 from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, version_of
+
+from .modes import OperationMode, watching_saved
 
 ACTIVATIONS = frozenset(
     [

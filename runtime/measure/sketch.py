@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 
 # Cells are even steps of asinh(x / NEAR): near 0 they are 7.6e-6 wide, and from 0.01 on 1/128 of x.
 STEPS, NEAR = 128, 2.0**-10

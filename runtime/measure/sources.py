@@ -14,10 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fitact.arguments import integer
-from fitact.errors import UsageError, quote
+from fitact.base import LISTED, UsageError, integer, one_line, quote
 from fitact.runtime.restore import Inputs
-from fitact.text import LISTED, one_line
 
 from .prepare import Example, Source, imported, some
 

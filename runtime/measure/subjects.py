@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fitact.errors import FitactError, UsageError, quote
-from fitact.runtime.modes import OperationMode
+from fitact.base import FitactError, UsageError, few, one_line, quote
 from fitact.runtime.restore import (
     NO_VALUES,
     Run,
@@ -32,8 +31,8 @@ from fitact.runtime.restore import (
     unchanged,
 )
 from fitact.runtime.torch_internals import BATCH_NORM, FakeTensorMode, quiet_fake_tensors, tree_leaves
-from fitact.text import few, one_line
 
+from .modes import OperationMode
 from .saved import gpu_kernels
 from .twins import Twins, faked
 

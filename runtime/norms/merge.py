@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 
 from .modules import MSLayerNorm, MSRMSNorm
 

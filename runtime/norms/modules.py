@@ -17,10 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.kernels.inputs import autocast_dtype, check_dtype, mesh_of, sharded
-from fitact.runtime.kernels.norms import LAYER, RMS
-from fitact.runtime.kernels.ops import differentiable
-from fitact.runtime.kernels.reference import arithmetic_dtype
+from fitact.runtime.kernels import (
+    LAYER,
+    RMS,
+    arithmetic_dtype,
+    autocast_dtype,
+    check_dtype,
+    differentiable,
+    mesh_of,
+    sharded,
+)
 
 
 def ms_layer_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-5) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fitact.runtime.kernels.autocast import active_autocast, without_autocast
+from fitact.runtime.kernels import active_autocast, without_autocast
 from fitact.runtime.torch_internals import (
     ATTENTION_BACKEND,
     SAFE_SOFTMAX,

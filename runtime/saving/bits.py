@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fitact.runtime.kernels.reference import COLUMNS, ROWS, TILE
+from fitact.runtime.kernels import COLUMNS, ROWS, TILE
 
 
 def pack(mask: Tensor) -> Tensor:

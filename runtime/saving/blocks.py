@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fitact.runtime.kernels import KERNEL_DEVICES, options
 from fitact.runtime.kernels import blocks as kernels
-from fitact.runtime.kernels.launch import options
-from fitact.runtime.kernels.ops import KERNEL_DEVICES
 from fitact.runtime.torch_internals import FakeTensor
 
 BLOCK = 64  # elements of a block, rows of a tile

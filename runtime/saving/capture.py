@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.kernels.recipes import ATTRIBUTE, Noted
+from fitact.runtime.kernels import ATTRIBUTE, Noted
 from fitact.runtime.torch_internals import (
     FakeTensor,
     any_autocast,

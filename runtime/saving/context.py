@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.torch_internals import break_graph, in_functorch_transform
 
 from . import rules as rules  # which fill the table

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitact.runtime.kernels.autocast import active_autocast
+from fitact.runtime.kernels import active_autocast
 from fitact.runtime.torch_internals import in_functorch_transform, is_alone, mark_of, version_of
 
 PIECES, PIECE = (16, 64), 2**22  # the least and the most pieces of logits; elements of one in between

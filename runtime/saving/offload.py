@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.torch_internals import (
     FakeTensor,
     after_backward,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.torch_internals import (
     GROUPED_MM,
     base_of,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fitact.runtime.kernels.autocast import active_autocast
+from fitact.runtime.kernels import active_autocast
 from fitact.runtime.torch_internals import (
     next_call,
     version_guard,

@@ -14,18 +14,17 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from fitact import operators
-from fitact.api import activation, shipped
-from fitact.errors import FitactError, FitWarning, JobError, UsageError
+from fitact.base import FitactError, FitWarning, JobError, UsageError
+
+from . import operators
 
 if TYPE_CHECKING:
     from fitact.calibration import calibrate
-    from fitact.planning.make import plan, planner
-    from fitact.planning.record import load_plan
-    from fitact.runtime.choose.convert import convert
-    from fitact.runtime.choose.policies import revert
-    from fitact.runtime.compile.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
+    from fitact.planning import load_plan, plan, planner
+    from fitact.runtime.choose import convert, revert
+    from fitact.runtime.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.saving import checkpoint, hooks, saving
+    from fitact.runtime.shipped import activation, shipped
 
 __all__ = [
     "FitWarning",
@@ -49,18 +48,20 @@ __all__ = [
 ]
 # Names that need PyTorch, with the modules they are imported from on first use.
 LAZY = {
+    "activation": "fitact.runtime.shipped",
     "calibrate": "fitact.calibration",
     "checkpoint": "fitact.runtime.saving",
-    "compile": "fitact.runtime.compile.compile",
-    "compile_options": "fitact.runtime.compile.compile",
-    "compile_report": "fitact.runtime.compile.compile",
-    "convert": "fitact.runtime.choose.convert",
+    "compile": "fitact.runtime.compile",
+    "compile_options": "fitact.runtime.compile",
+    "compile_report": "fitact.runtime.compile",
+    "convert": "fitact.runtime.choose",
     "hooks": "fitact.runtime.saving",
-    "load_plan": "fitact.planning.record",
-    "plan": "fitact.planning.make",
-    "planner": "fitact.planning.make",
-    "revert": "fitact.runtime.choose.policies",
+    "load_plan": "fitact.planning",
+    "plan": "fitact.planning",
+    "planner": "fitact.planning",
+    "revert": "fitact.runtime.choose",
     "saving": "fitact.runtime.saving",
+    "shipped": "fitact.runtime.shipped",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from fitact import interrupts
+from fitact.base import interrupts
 
 
 def main() -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fitact.errors import UsageError
-from fitact.fitter.records.weights import Calibration, Site, site
-from fitact.runtime.choose.gather import Gathered, gather
-from fitact.text import LISTED, starred
+from fitact.base import LISTED, UsageError, starred
+from fitact.fitter.records import Calibration, Site, site
+from fitact.runtime.choose import Gathered, gather
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,7 +20,7 @@ RUNTIME = "fitact.runtime"
 def register() -> None:
     """Register the operators now if PyTorch is already imported, else when it is imported."""
     if "torch" in sys.modules:
-        import_module(f"{RUNTIME}.norms.modules")  # also registers those of activations
+        import_module(f"{RUNTIME}.norms")  # also registers those of activations
         import_module(f"{RUNTIME}.shipped")
     else:
         sys.meta_path.insert(0, _Watch())

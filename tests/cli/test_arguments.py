@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import fitact
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import fewbit, inverted, relumix
 from fitact.runtime.choose.compare import measure

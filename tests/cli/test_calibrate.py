@@ -13,7 +13,7 @@ import pytest
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import read
-from fitact.fitter.records.weights import read as read_weights
+from fitact.fitter.records.weights import read_weights as read_weights
 from tests.conftest import Command
 
 MODEL = """

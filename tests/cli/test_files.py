@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from fitact.base import JobError, UsageError, read_text, remove_all, write, write_all
 from fitact.cli.memory import _size
-from fitact.errors import JobError, UsageError
-from fitact.files import read_text, remove_all, write, write_all
 from fitact.fitter.records.reading import from_json
 from tests.conftest import Command
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes, devices 
 PAUSED = """
 import os, sys
 from pathlib import Path
-from fitact.files import write
+from fitact.base import write
 
 rename = os.replace
 
@@ -119,7 +118,7 @@ def test_devices_stay(path: str, kind: str, tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from fitact.files import write
+from fitact.base import write
 path = Path(sys.argv[1])
 before = path.stat(), path.lstat().st_ino
 try:
@@ -211,7 +210,7 @@ def test_processes_leave_each_other_s_files_alone(tmp_path: Path) -> None:
 def test_many_processes_write_one_file(tmp_path: Path) -> None:
     """Every one succeeds, the file is that of one of them, and nothing else is there."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom fitact.files import write\n"
+        "import sys\nfrom pathlib import Path\nfrom fitact.base import write\n"
         "for _ in range(200):\n    write(Path(sys.argv[1]), sys.argv[2] * 5000)"
     )
     path = tmp_path / "a"
@@ -255,8 +254,8 @@ def test_an_interrupt_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
-from fitact import interrupts
-from fitact.files import write_all
+from fitact.base import interrupts
+from fitact.base import write_all
 
 def replace(*paths):
     os.kill(os.getpid(), signal.SIGINT)
@@ -279,7 +278,7 @@ def test_many_processes_write_one_folder(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from fitact.files import write_all
+from fitact.base import write_all
 for _ in range(100):
     write_all(Path(sys.argv[1]), dict.fromkeys("ab", sys.argv[2] * 5000))
 """

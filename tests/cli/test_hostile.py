@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.atoms import FUNCTIONS
 from fitact.fitter.expr.catalog import CATALOG

@@ -65,8 +65,8 @@ def test_in_the_middle_of_a_write(folder: Path) -> None:
     code = """
 import os, signal
 from pathlib import Path
-from fitact import interrupts
-from fitact.files import write
+from fitact.base import interrupts
+from fitact.base import write
 interrupts.end_at_once()
 os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGINT)
 write(Path("a"), "text")
@@ -81,7 +81,7 @@ def test_where_an_exception_would_only_be_printed() -> None:
     """A finalizer's exceptions are printed and forgotten, so an interrupt that is one would be too."""
     code = """
 import os, signal
-from fitact import interrupts
+from fitact.base import interrupts
 interrupts.end_at_once()
 
 class Watched:

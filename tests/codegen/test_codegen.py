@@ -19,9 +19,9 @@ import torch
 from scipy import special
 
 from fitact import runtime
+from fitact.base import UsageError
 from fitact.codegen import dialects, printers
 from fitact.codegen.generate import class_name, generate, plan, render
-from fitact.errors import UsageError
 from fitact.fitter.analysis import float_check
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr import atoms

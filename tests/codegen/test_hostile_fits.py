@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from fitact.codegen import bundle, generate, safety
+from fitact.base import UsageError
+from fitact.codegen import bundle, safety
 from fitact.codegen.dialects import Code
-from fitact.errors import UsageError
+from fitact.codegen.generate import generate, render
 from fitact.fitter.records.reading import from_json
 from tests.support import gates, learned
 
@@ -122,7 +123,7 @@ def structure(text: str) -> str:
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_text_of_every_record(name):
     record = RECORDS[name]
-    clean = generate.render(from_json(json.dumps(record)))
+    clean = render(from_json(json.dumps(record)))
     paths = list(texts(record))
     assert ("name",) in paths
     assert ("activation", "expression") in paths
@@ -139,7 +140,7 @@ def test_every_text_of_every_record(name):
             assert path[-2:] == ("options", "source"), (
                 "texts that mean something are compared with what they may mean"
             )
-            assert structure(generate.render(fit)) == structure(clean)
+            assert structure(render(fit)) == structure(clean)
     assert accepted == (0 if "source" not in record.get("options", {}) else HARMLESS)
 
 
@@ -161,9 +162,9 @@ def test_what_is_refused_leaves_nothing_behind(name, text, option, command):
 def write(fit, folder, name, alone):
     """Write what a fit generates under a name."""
     if not alone:
-        (folder / f"{name}.py").write_text(generate.render(fit))
+        (folder / f"{name}.py").write_text(render(fit))
         return
-    generate.generate(bundle.plan([fit]), folder, prune=False, layout=bundle.STANDALONE)
+    generate(bundle.plan([fit]), folder, prune=False, layout=bundle.STANDALONE)
     if name != fit.name:
         (folder / fit.name).rename(folder / name)
 
@@ -193,7 +194,7 @@ def test_what_reading_let_pass_is_not_admitted_to_a_template(text):
     fit = from_json(json.dumps(RECORDS["gelu_regelu2_published"]))
     object.__setattr__(fit, "options", {"objective": "primitive", "source": text})
     with pytest.raises(UsageError, match="expected printable ASCII without"):
-        generate.render(fit)
+        render(fit)
 
 
 def test_only_what_templates_are_given_is_admitted():
@@ -204,7 +205,7 @@ def test_only_what_templates_are_given_is_admitted():
         safety.admitted({"a": 1.0})
 
 
-CLEAN = generate.render(from_json(json.dumps(RECORDS["own"])))
+CLEAN = render(from_json(json.dumps(RECORDS["own"])))
 # a place in the generated module, and what is put there
 INTRUDERS = [
     ("import torch as _torch\n", "import torch as _torch, os\n"),

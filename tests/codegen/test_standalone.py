@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from fitact import runtime
+from fitact.base import UsageError
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate, render
-from fitact.errors import UsageError
 from fitact.fitter.records.fit import AnyFit
 from fitact.fitter.records.reading import read
 from fitact.runtime.kernels.registry import is_generated, registered

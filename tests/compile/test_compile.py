@@ -20,7 +20,7 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 
 import fitact
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import storage_id

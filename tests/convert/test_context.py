@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fitact
-from fitact.errors import JobError, UsageError
+from fitact.base import JobError, UsageError
 from fitact.runtime.choose.records import ModuleRecord
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fitact
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.choose.detect import computes
 from fitact.runtime.choose.records import Conversion

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.choose.transformers import register
+from fitact.integrations.transformers import register
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from tests.support.models import (

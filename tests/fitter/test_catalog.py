@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fitact
-from fitact.errors import FitWarning, UsageError
+from fitact.base import FitWarning, UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.methods import fewbit

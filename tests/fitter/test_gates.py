@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.gate import Gate, is_gate
 from fitact.fitter.expr.catalog import GATES
 

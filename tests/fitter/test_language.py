@@ -7,7 +7,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.atoms import constant, x
 from fitact.fitter.expr.catalog import CATALOG

@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.learned import Learned, Number
 from fitact.fitter.expr.catalog import LEARNED
 from fitact.fitter.methods.table import again, make

@@ -14,10 +14,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fitact.errors import UsageError
+from fitact.base import UsageError, literal, save
 from fitact.fitter.plot import draw
 from fitact.fitter.records.reading import from_json
-from fitact.pictures import literal, save
 
 FITS = Path(__file__).parents[2] / "generated" / "fits"
 SINGLE = float(np.float32(3e38))

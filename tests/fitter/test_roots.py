@@ -10,7 +10,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.roots import REALS, roots
 from fitact.fitter.expr import atoms, exact
 from fitact.fitter.expr.atoms import ATOMS, FUNCTIONS, x

@@ -34,7 +34,7 @@ def quick(name: str) -> bool:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if quick(name) else pytest.mark.full) for name in NAMES]
 )
-@pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+@pytest.mark.filterwarnings("ignore::fitact.FitWarning")
 def test_made_again(name: str) -> None:
     made = again(read(FITS / f"{name}.json"))
     assert made.to_json() == (FITS / f"{name}.json").read_text()

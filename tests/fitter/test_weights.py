@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import fewbit
 from fitact.fitter.methods.table import again

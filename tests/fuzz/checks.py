@@ -16,9 +16,9 @@ import sympy
 import torch
 from numpy.typing import NDArray
 
+from fitact.base import FitWarning, UsageError
 from fitact.cli import main, tables
 from fitact.codegen.generate import render
-from fitact.errors import FitWarning, UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.gate import Gate
 from fitact.fitter.expr.atoms import Where

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from fitact.files import PREFIX
+from fitact.base.files import PREFIX
 
 SHIPPED = Path(__file__).parents[2] / "generated" / "fits"
 FITS = ("gelu_fewbit3", "silu_fewbit2", "tanh_exact")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.expr.parser import parse
 from tests.fuzz import checks, grammar, interruptions

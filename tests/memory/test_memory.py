@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 import fitact
+from fitact.base import FitactError, UsageError
 from fitact.cli import charts
-from fitact.errors import FitactError, UsageError
 from fitact.runtime.choose.capacity import Curve
 from fitact.runtime.choose.compare import Report, measure
 from fitact.runtime.choose.compiler import compiled

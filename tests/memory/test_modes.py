@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fitact
+from fitact.runtime.measure.modes import OperationMode, watching_saved
 from fitact.runtime.measure.saved import count_saved
-from fitact.runtime.modes import OperationMode, watching_saved
 
 aten = torch.ops.aten
 

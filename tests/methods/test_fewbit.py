@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import relumix
 from fitact.fitter.methods.fewbit import fit
@@ -20,7 +20,7 @@ from fitact.fitter.numerics.weight import Weight
 from tests.support.curves import CURVES, Curve, step_errors
 
 # Fits on odd domains, and of few levels, warn: tests/fitter/test_catalog.py has what they say.
-pytestmark = pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::fitact.FitWarning")
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 TABLE1 = json.loads((REFERENCE / "fewbit_table1.json").read_text())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from scipy import special
 
-from fitact.errors import FitWarning, UsageError
+from fitact.base import FitWarning, UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import inverted, inverted_published
 from fitact.fitter.numerics.dtypes import DTYPES
@@ -234,7 +234,7 @@ QUICK = {"softplus(x) - 0.3*x", "x + sin(x)**2", "x**3", "relu(x)**2", "x*sqrt(x
     ("text", "domain", "count", "bound", "value", "derivative"),
     [pytest.param(*row, marks=() if row[0] in QUICK else pytest.mark.full) for row in FORMULAS],
 )
-@pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+@pytest.mark.filterwarnings("ignore::fitact.FitWarning")
 def test_formulas(text, domain, count, bound, value, derivative):
     fit = fitted(text, None, domain)
     assert fit.bits == (count - 1).bit_length()

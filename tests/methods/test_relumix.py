@@ -17,7 +17,7 @@ from tests.support.curves import ALPHA, CURVES, LAMBDA, quad
 from tests.support.refusals import refused
 
 # Few-Bit fits on odd domains warn; what of is in tests/fitter/test_catalog.py.
-pytestmark = pytest.mark.filterwarnings("ignore::fitact.errors.FitWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::fitact.FitWarning")
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "relumix.json").read_text())
 BEST, PUBLISHED = REFERENCE["best"], REFERENCE["published"]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import fitact
+from fitact.base import UsageError
 from fitact.cli import main
-from fitact.errors import UsageError
 from fitact.planning import make
 from fitact.planning.make import ONE_BLOCK, Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.choose.costs import measure, step
+from fitact.runtime.choose.costs import measure_costs, step
 from fitact.runtime.choose.policies import BASELINE, FULL, POLICIES, SELECTIVE, Policy
 from fitact.runtime.measure.blocks import cut, runs_of
 from fitact.runtime.measure.devices import DEVICES
@@ -85,15 +85,15 @@ def test_a_step_cut_short_is_the_whole_step(policies: list[Policy], frozen: int)
 def test_full_size_models_are_cut_short(kind: str) -> None:
     prepared, inputs = prepare(hugging_face(kind), batch=2, seq=64)
     of = prepared.subject(inputs)
-    costs = measure(of, DEVICE, [BASELINE])
+    costs = measure_costs(of, DEVICE, [BASELINE])
     assert all(run.steady for run in costs.runs)
     policies = [BASELINE for run in costs.runs for _ in run.blocks]
     assert costs.baseline.like(step(of, DEVICE, [replace(run, steady=False) for run in costs.runs], policies))
 
 
 def test_a_model_that_reads_every_block_is_not_cut_short() -> None:
-    assert all(run.steady for run in measure(subject(Model()), DEVICE, [BASELINE]).runs)
-    costs = measure(subject(Model(all_read=True)), DEVICE, [BASELINE])
+    assert all(run.steady for run in measure_costs(subject(Model()), DEVICE, [BASELINE]).runs)
+    costs = measure_costs(subject(Model(all_read=True)), DEVICE, [BASELINE])
     assert not any(run.steady for run in costs.runs)
 
 

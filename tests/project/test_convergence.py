@@ -22,7 +22,7 @@ from benchmarks.convergence.models import Transformer
 from benchmarks.convergence.quantised import GROUP, QuantisedGelu, quantise, restore
 from benchmarks.convergence.tasks import LEARNED_PARTS, PATCHES, TASKS, Recipe, Setting
 from benchmarks.convergence.training import Run
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.measure.saved import count_saved
 from tests.conftest import ROOT
 

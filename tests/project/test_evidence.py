@@ -21,7 +21,7 @@ from benchmarks.evidence import antibodies, gradients
 from benchmarks.evidence import run as evidence
 from benchmarks.evidence.antibodies import IGNORED, INDEX, VOCABULARY, Genes
 from benchmarks.evidence.run import METHODS, REGIMES, Setting
-from fitact.errors import JobError, UsageError
+from fitact.base import JobError, UsageError
 from tests.conftest import ROOT
 
 TINY = {

@@ -1,83 +1,82 @@
-"""Imports of the installed package run downwards, without circles; and no folder outgrows its room."""
+"""A folder of the package imports only folders below it, and of these only what their `__init__` exports."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.package import modules
 
-ROOT = Path(__file__).parents[2]
-# The rooms from the bottom up: a module imports from its own room and from those before it.
-FRONT = ("errors", "arguments", "text", "interrupts", "files", "pictures", "operators")
-RUNTIME = ("torch_internals", "shipped")
-MODELS = ("restore", "modes", "norms", "saving.blocks", "measure", "saving", "compile", "wrappers")
-CODEGEN = ("dialects", "printers", "contexts", "safety", "generate", "bundle")
-FITTER = ("expr", "analysis", "numerics", "records", "methods", "plot")
+# From the bottom up. What is no folder is a file that lies beside folders.
 ORDER = [
     "fitact.runtime.kernels",  # imports nothing else of the package: standalone folders have copies of it
-    *(f"fitact.{name}" for name in FRONT),
-    *(f"fitact.fitter.{name}" for name in FITTER),
-    *(f"fitact.codegen.{name}" for name in CODEGEN),
-    *(f"fitact.runtime.{name}" for name in RUNTIME),
-    "fitact.runtime",  # the façade: what generated modules import
+    "fitact.runtime",  # what generated modules import
     "fitact.generated",
-    *(f"fitact.runtime.{name}" for name in MODELS),
-    "fitact.api",
-    "fitact.runtime.choose",
+    "fitact.base",
+    *(f"fitact.fitter.{name}" for name in ("expr", "analysis", "numerics", "records", "methods", "plot")),
+    "fitact.fitter",
+    "fitact.codegen",
+    *(f"fitact.runtime.{name}" for name in ("torch_internals", "shipped", "restore", "norms")),
+    *(f"fitact.runtime.{name}" for name in ("saving", "compile", "measure", "choose")),
     "fitact.calibration",
     "fitact.planning",
-    "fitact",
+    "fitact.integrations",
+    "fitact.operators",
     "fitact.cli",
     "fitact.__main__",
+    "fitact",
 ]
-# Packages whose own file is a room, apart from the modules in them.
-PACKAGES = ("fitact", "fitact.fitter", "fitact.codegen", "fitact.runtime")
-
-
-def room(module: str) -> str:
-    """Return the room of a module: the longest name in ORDER that it is in, a package itself being a room."""
-    if module in PACKAGES:
-        return module
-    return max((name for name in ORDER if f"{module}.".startswith(f"{name}.")), key=len)
-
-
+TOWERS = ("fitact.runtime.", ("fitact.fitter.", "fitact.codegen."))  # neither imports of the other
 MODULES = {name: path for name, path in modules().items() if not name.startswith("fitact.generated.")}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
-def imported(module: str, *, at_import: bool) -> Iterator[str]:
-    """Yield the modules of the package that one imports; those for type checkers alone count too."""
-    path = MODULES[module]
-    parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    outside = {
-        node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or (at_import and node in outside):
+def folder(module: str) -> str:
+    """Return the longest name in ORDER that a module is in; a package that has folders is one by itself."""
+    inside = [name for name in ORDER if module == name or module.startswith(f"{name}.")]
+    return max(inside, key=len)
+
+
+def imported(module: str) -> Iterator[tuple[str, str]]:
+    """Yield the imports from other folders, also those in functions: the module named, and the name of it."""
+    parts = module.split(".") if MODULES[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("fitact") for alias in node.names)
+        if not isinstance(node, ast.ImportFrom):
             continue
         base = parts[: len(parts) - node.level + 1] if node.level else []
-        name = ".".join([*base, *filter(None, [node.module])])
+        source = ".".join([*base, *filter(None, [node.module])])
         for alias in node.names:
-            whole = f"{name}.{alias.name}"
-            found = whole if whole in MODULES else name
-            if found in MODULES and found != module:
-                yield found
+            whole = f"{source}.{alias.name}"
+            if source in MODULES and folder(whole if whole in ORDER else source) != folder(module):
+                yield (source, alias.name)
+
+
+def exports(package: str) -> set[str]:
+    """Return the names that a folder's `__init__` imports as themselves, and what it or a file defines."""
+    names = set()
+    for node in ast.walk(TREES[package]):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.asname == alias.name}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+    return {name for name in names if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_run_downwards(module: str) -> None:
-    """Also those in functions."""
-    for other in imported(module, at_import=False):
-        if ORDER.index(room(other)) > ORDER.index(room(module)):
-            pytest.fail(f"{module} imports {other}, which stands above it")
-
-
-def test_no_circles() -> None:
-    graph = {module: set(imported(module, at_import=True)) for module in MODULES}
-    while leaves := {module for module, others in graph.items() if not others & graph.keys() - {module}}:
-        graph = {module: others for module, others in graph.items() if module not in leaves}
-    assert not graph
+def test_imports(module: str) -> None:
+    for source, name in imported(module):
+        whole = f"{source}.{name}"
+        other = whole if whole in ORDER else source
+        assert ORDER.index(folder(other)) < ORDER.index(folder(module)), f"{other} is above {module}"
+        for tower, another in (TOWERS, TOWERS[::-1]):
+            assert not (module.startswith(tower) and f"{other}.".startswith(another)), f"{module} imports {other}"
+        assert other in ORDER, f"{module} imports from inside a folder: {source}"
+        assert other == whole or name == "*" or name in exports(other), (
+            f"{module} imports what is not exported: {whole}"
+        )

@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 
 FOLDERS = {
     "src/fitact": "fitact",
+    "base": "fitact/base",
     "fitter": "fitact/fitter",
     "codegen": "fitact/codegen",
     "runtime": "fitact/runtime",

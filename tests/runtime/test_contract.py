@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fitact
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.kernels import registry
 from fitact.runtime.measure.saved import count_saved
 from tests.support.generated import (

@@ -15,7 +15,7 @@ from torch.utils import checkpoint as torchs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import fitact
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.saving import storage
 from fitact.runtime.saving.blocks import decode, encode
 from tests.support.blocks import Layer

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fitact
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.saving.blocks import BITS, nbytes
 from fitact.runtime.saving.recompute import Reading
 from fitact.runtime.saving.storage import Bits, Quantised

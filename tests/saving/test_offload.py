@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact import saving
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from fitact.runtime.saving import offload
 from fitact.runtime.saving.offload import DEPTH, Offload
 from tests.support.blocks import Layer

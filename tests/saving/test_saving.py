@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitact import saving
-from fitact.errors import UsageError
+from fitact.base import UsageError
 from tests.support.blocks import MODELS
 from tests.support.saving import HALF, X, differences, kept, kept_of, observed, pair, train
 

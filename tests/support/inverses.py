@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitact.errors import FitWarning
+from fitact.base import FitWarning
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import inverted
 from fitact.fitter.records.fit import InvertedFit

@@ -7,7 +7,7 @@ import pkgutil
 from functools import cache
 from pathlib import Path
 
-TOPS = ("fitact", "fitact.codegen", "fitact.fitter", "fitact.generated", "fitact.runtime")
+TOPS = ("fitact", "fitact.base", "fitact.codegen", "fitact.fitter", "fitact.generated", "fitact.runtime")
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 
 GONE = type("Gone", (), {"__repr__": lambda self: "gone"})()
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import click
 
-from fitact.errors import FitactError
-from fitact.files import reason
-from fitact.interrupts import MESSAGE, STATUS
+from fitact.base import MESSAGE, STATUS, FitactError, reason
 
 from . import calibrate, codegen, fit, memory, plan, plot, show
 from .options import say

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 
 from .options import FILE, say
 
@@ -42,9 +42,9 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
       fitact calibrate my_models:tiny --most 20 --group -o layers.json
       fitact fit --fn gelu --bits 3 --weight "layers.json#act" --name gelu_layers
     """
+    from fitact.base import write
     from fitact.calibration import calibrate as run
-    from fitact.files import write
-    from fitact.runtime.measure.sources import model_and_batches
+    from fitact.runtime.measure import model_and_batches
 
     if output.suffix != ".json":
         raise UsageError(f"{output}: expected a file name that ends in .json, by which fitact fit knows it")

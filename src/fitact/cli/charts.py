@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fitact.pictures import blank, defaults, save
+from fitact.base import blank, defaults, save
 
 if TYPE_CHECKING:
-    from fitact.runtime.choose.compare import Report, Row
+    from fitact.runtime.choose import Report, Row
 from .memory_tables import GIB, MIB, sizes
 
 # What fitact changes comes first, in the strongest colour.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fitact.errors import FitactError, UsageError
+from fitact.base import FitactError, UsageError
 
 from .options import FOLDER, PATH, read_fits, say
 
@@ -45,8 +45,7 @@ def codegen(fits: Sequence[Path], out: Path | None, check: bool, standalone: boo
       fitact codegen my_fit.json --standalone --out my_project
       fitact codegen my_fit.json --hub
     """
-    from fitact.codegen import bundle
-    from fitact.codegen.generate import MODULES, drift, generate, plan
+    from fitact.codegen import MODULES, bundle, drift, generate, plan
 
     if standalone and hub:
         raise UsageError("--standalone, --hub: expected only one; what --hub writes needs no fitact either")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fitact.errors import FitWarning, UsageError, quote
+from fitact.base import FitWarning, UsageError, quote
 
 if TYPE_CHECKING:
-    from fitact.fitter.analysis.gate import Gate
-    from fitact.fitter.numerics.weight import Weight
-    from fitact.fitter.records.fit import AnyFit
+    from fitact.fitter.analysis import Gate
+    from fitact.fitter.numerics import Weight
+    from fitact.fitter.records import AnyFit
 from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
@@ -150,12 +150,10 @@ def fit(
       fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
       fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method rebuild --name own_swish
     """
-    from fitact.files import write
-    from fitact.fitter.analysis.activation import Activation
-    from fitact.fitter.analysis.gate import Gate
-    from fitact.fitter.analysis.learned import Learned
-    from fitact.fitter.methods.table import DOMAINS, METHODS, RECORDED, make
-    from fitact.fitter.records.fit import InvertedFit, StepFit, check_name
+    from fitact.base import write
+    from fitact.fitter.analysis import Activation, Gate, Learned
+    from fitact.fitter.methods import DOMAINS, METHODS, RECORDED, make
+    from fitact.fitter.records import InvertedFit, StepFit, check_name
 
     from .tables import fits as show_fits
 
@@ -236,9 +234,9 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
 
     If --learn is given, all are formulas. A mixture is refused, and a kind that the method does not take.
     """
-    from fitact.fitter.analysis.gate import is_gate
-    from fitact.fitter.expr.catalog import LEARNED
-    from fitact.fitter.methods.table import METHODS
+    from fitact.fitter.analysis import is_gate
+    from fitact.fitter.expr import LEARNED
+    from fitact.fitter.methods import METHODS
 
     found: dict[str, str] = {}  # kind → the first function of it
     for function in functions:
@@ -294,8 +292,8 @@ def _learned(text: str) -> tuple[str, tuple[float, bool]]:
 
 
 def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
-    from fitact.files import read_text
-    from fitact.fitter.records.reading import MAX_BYTES
+    from fitact.base import read_text
+    from fitact.fitter.records import MAX_BYTES
 
     if not force and path.exists() and read_text(path, MAX_BYTES) != fit.to_json():
         raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
@@ -303,7 +301,7 @@ def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
 
 def _check_options(method: str, own: Sequence[str], given: Sequence[str]) -> None:
     """Refuse options that a method does not have, and a method without the bits that it needs."""
-    from fitact.fitter.methods.table import BITS_REQUIRED
+    from fitact.fitter.methods import BITS_REQUIRED
 
     foreign = [f"--{option}" for option in given if option not in own]
     if foreign:

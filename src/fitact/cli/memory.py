@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fitact.errors import UsageError, quote
+from fitact.base import UsageError, quote
 
 from .options import FILE, Finite, advance, named, once, progress, say
 
 if TYPE_CHECKING:
-    from fitact.runtime.measure.prepare import Source, Training
+    from fitact.runtime.measure import Source, Training
 
 MOST_GIB = 2**20  # a pebibyte, the limit of `measure`
 
@@ -108,7 +108,7 @@ class Asked:
     @cached_property
     def source(self) -> Source:
         """The source of the model; UsageError if the options name none, or several."""
-        from fitact.runtime.measure.sources import from_callable, hugging_face, timm_model
+        from fitact.runtime.measure import from_callable, hugging_face, timm_model
 
         if sum(given is not None for given in (self.call, self.hf, self.timm)) != 1:
             command = click.get_current_context().info_name
@@ -127,7 +127,7 @@ class Asked:
     @property
     def training(self) -> Training:
         """What is trained."""
-        from fitact.runtime.measure.prepare import Training
+        from fitact.runtime.measure import Training
 
         layers = tuple(name.strip() for name in (self.lora or "").split(",") if name.strip())
         return Training(layers, self.rank, tuple(self.freeze))
@@ -198,9 +198,8 @@ def memory(
       fitact memory --timm convnext_atto --batch 64
       fitact memory my_models:tiny --batch 8 --json tiny.json
     """
-    from fitact.files import write
-    from fitact.pictures import format_of
-    from fitact.runtime.choose.compare import measure
+    from fitact.base import format_of, write
+    from fitact.runtime.choose import measure
 
     from . import charts, memory_tables
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fitact.text import columns
+from fitact.base import columns
 
 from .options import say
 
 if TYPE_CHECKING:
-    from fitact.runtime.choose.compare import Report
+    from fitact.runtime.choose import Report
 
 
 KIB = 2**10

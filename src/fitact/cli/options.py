@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fitact.errors import UsageError, quote
-from fitact.text import printable
+from fitact.base import UsageError, printable, quote
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
-    from fitact.fitter.numerics.weight import Weight
-    from fitact.fitter.records.fit import AnyFit
+    from fitact.fitter.numerics import Weight
+    from fitact.fitter.records import AnyFit
 
 
 FITS = Path("generated/fits")
@@ -83,7 +82,7 @@ def named(option: str, pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
 
 def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
     """Read fits from the given files, each once, by default all in generated/fits."""
-    from fitact.fitter.records.reading import read
+    from fitact.fitter.records import read
 
     found = list({os.path.abspath(path): path for path in paths}.values()) or sorted(FITS.glob("*.json"))
     if not found:
@@ -93,13 +92,13 @@ def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
 
 def read_weight(given: str) -> Weight:
     """Return the weight that `--weight` names: a text, or `FILE.json#SITE` of `fitact calibrate`."""
-    from fitact.fitter.numerics.weight import Weight
-    from fitact.fitter.records.weights import read
+    from fitact.fitter.numerics import Weight
+    from fitact.fitter.records import read_weights
 
     file, mark, site = given.partition("#")
     if not file.endswith(".json"):
         return Weight(given)
-    found = read(Path(file))
+    found = read_weights(Path(file))
     try:
         return found.weight(site if mark else None)
     except UsageError as error:

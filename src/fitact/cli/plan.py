@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from fitact.errors import JobError, UsageError
+from fitact.base import JobError, UsageError
 
 from .memory import MOST_GIB, Asked, FiniteRange, of_a_model
 from .options import FILE, advance, progress, say
@@ -79,13 +79,11 @@ def plan(
       fitact plan my_models:tiny --batch 8 --gib 4 --measure --plot plan.png
       fitact plan --hf gpt2 --gib 12 --error exact --largest batch
     """
-    from fitact.pictures import format_of
-    from fitact.planning.make import Planner, Words
-    from fitact.planning.make import largest as largest_of
-    from fitact.planning.record import GIB
-    from fitact.runtime.choose.compare import DTYPES
-    from fitact.runtime.measure.devices import device_of, measured
-    from fitact.runtime.measure.prepare import prepare
+    from fitact.base import format_of
+    from fitact.planning import GIB, Planner, Words
+    from fitact.planning import largest as largest_of
+    from fitact.runtime.choose import DTYPES
+    from fitact.runtime.measure import device_of, measured, prepare
 
     if picture is not None:
         format_of(picture)

@@ -29,9 +29,8 @@ def plot(fits: Sequence[Path], output: Path | None) -> None:
       fitact plot
       fitact plot generated/fits/gelu_fewbit3.json -o gelu.svg
     """
-    from fitact.files import write
+    from fitact.base import format_of, write
     from fitact.fitter.plot import draw
-    from fitact.pictures import format_of
 
     read = read_fits(fits)
     path = output or Path(f"{read[0].name}.png" if len(read) == 1 else "fits.png")

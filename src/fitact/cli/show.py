@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from fitact.errors import UsageError
+from fitact.base import UsageError
 
 from .options import say
 
@@ -30,11 +30,9 @@ def show(things: Sequence[str]) -> None:
       fitact show "silu(g)*u"
       fitact show generated/fits/gelu_fewbit2.json generated/fits/gelu_fewbit3.json
     """
-    from fitact.fitter.analysis.activation import Activation
-    from fitact.fitter.analysis.gate import Gate, is_gate
-    from fitact.fitter.analysis.learned import Learned
-    from fitact.fitter.expr.catalog import LEARNED
-    from fitact.fitter.records.reading import read
+    from fitact.fitter.analysis import Activation, Gate, Learned, is_gate
+    from fitact.fitter.expr import LEARNED
+    from fitact.fitter.records import read
 
     from . import tables as print_
 

@@ -7,18 +7,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fitact.errors import UsageError
-from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.analysis.float_check import problem
-from fitact.fitter.analysis.gate import Gate
-from fitact.fitter.analysis.learned import Learned
-from fitact.fitter.analysis.shape import Asymptote, Monotone
-from fitact.fitter.expr.catalog import CATALOG, GATES, LEARNED
-from fitact.fitter.expr.parser import text_of
+from fitact.base import UsageError, columns
+from fitact.fitter.analysis import Activation, Asymptote, Gate, Learned, Monotone, problem
+from fitact.fitter.expr import CATALOG, GATES, LEARNED, text_of
 from fitact.fitter.methods import exact, fewbit, inverted, relumix
-from fitact.fitter.numerics.dtypes import DTYPES
-from fitact.fitter.records.fit import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
-from fitact.text import columns
+from fitact.fitter.numerics import DTYPES
+from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
 
 from .options import say
 

@@ -9,14 +9,25 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from fitact.arguments import flags, positive
-from fitact.errors import JobError, UsageError, quote
-from fitact.runtime.choose.capacity import Curve
-from fitact.runtime.choose.compare import DTYPES, MOST_GIB, OPTIMIZERS
-from fitact.runtime.choose.costs import Cost, Costs, Step, measure, step
-from fitact.runtime.choose.policies import BASELINE, FULL, OF_BLOCKS, REST, SELECTIVE, Policy
-from fitact.runtime.measure.devices import USUAL, Device, device_of
-from fitact.runtime.measure.subjects import Patterns, Subject, copied
+from fitact.base import JobError, UsageError, flags, positive, quote
+from fitact.runtime.choose import (
+    BASELINE,
+    DTYPES,
+    FULL,
+    MOST_GIB,
+    OF_BLOCKS,
+    OPTIMIZERS,
+    REST,
+    SELECTIVE,
+    Cost,
+    Costs,
+    Curve,
+    Policy,
+    Step,
+    measure_costs,
+    step,
+)
+from fitact.runtime.measure import USUAL, Device, Patterns, Subject, copied, device_of
 from fitact.runtime.saving import ERRORS
 
 from .programme import Option, Stage, fastest, least, peak, seconds
@@ -176,7 +187,7 @@ class Planner:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
         self.error = error
         policies = [policy for policy in OF_BLOCKS if ERRORS.index(policy.error) <= ERRORS.index(error)]
-        self.costs = measure(subject, device, policies, progress)
+        self.costs = measure_costs(subject, device, policies, progress)
         self.notes = self.costs.notes
         if [run.paths for run in self.costs.runs] == [("",)]:
             self.notes = (ONE_BLOCK, *self.notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fitact.pictures import blank, defaults, literal, save
+from fitact.base import blank, defaults, literal, save
 
 from .record import GIB, Plan
 

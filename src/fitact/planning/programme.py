@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fitact.errors import JobError
+from fitact.base import JobError
 
 TOLERANCE = 10**6  # of the solver, as a part of the room
 

@@ -10,10 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fitact.errors import UsageError, quote
-from fitact.files import read_text, write
-from fitact.fitter.records.validate import number, record_of, whole
-from fitact.text import columns, three
+from fitact.base import UsageError, columns, number, quote, read_text, record_of, three, whole, write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,7 +153,7 @@ class Plan:
                 so; the model is then unchanged.
 
         """
-        from fitact.runtime.choose.policies import apply
+        from fitact.runtime.choose import apply
 
         if not self.fits:
             raise UsageError(f"the plan {sentence(self)}: there is nothing to apply")
@@ -168,7 +165,7 @@ class Plan:
 
 def sentence(plan: Plan) -> str:
     """Return in a few words whether a step fits, and what it costs."""
-    from fitact.runtime.choose.policies import POLICIES
+    from fitact.runtime.choose import POLICIES
     from fitact.runtime.saving import ERRORS
 
     if not plan.fits:
@@ -308,7 +305,7 @@ def _value(kind: str, value: Any, where: str) -> Any:
 
 
 def _check_policies(plan: Plan) -> None:
-    from fitact.runtime.choose.policies import POLICIES
+    from fitact.runtime.choose import POLICIES
     from fitact.runtime.saving import ERRORS
 
     seen: set[str] = set()

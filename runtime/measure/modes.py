@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .torch_internals import FakeTensor, TorchDispatchMode, without_torch_function
+from fitact.runtime.torch_internals import FakeTensor, TorchDispatchMode, without_torch_function
 
 META = torch.device("meta")
 DEVICE = torch.ops.prim.device.default

@@ -1,6 +1,6 @@
 """Registers shipped activations with transformers, so that a configuration can name one.
 
-    from .transformers import register
+    from fitact.integrations.transformers import register
 
     register()
     config = AutoConfig.for_model("bert", hidden_act="gelu_fewbit3")
@@ -13,9 +13,9 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 
-from fitact.api import activation, shipped
-from fitact.fitter.expr.catalog import GATES
-from fitact.runtime.measure.prepare import imported
+from fitact.fitter.expr import GATES
+from fitact.runtime.measure import imported
+from fitact.runtime.shipped import activation, shipped
 
 
 def register() -> tuple[str, ...]:

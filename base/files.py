@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from fitact.errors import JobError, UsageError
-from fitact.interrupts import unfinished
+from .errors import JobError, UsageError
+from .interrupts import unfinished
 
 # The name of an unfinished file: PREFIX, a random number, SUFFIX.
 PREFIX, SUFFIX = ".fitact-", ".writing"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from fitact.errors import UsageError, quote
+from .errors import UsageError, quote
 
 
 def integer(what: str, value: Any, least: int) -> int:

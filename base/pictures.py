@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fitact.errors import UsageError, quote
-from fitact.text import one_line
+from .errors import UsageError, quote
+from .text import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,0 +1,1 @@
+"""What lets other libraries use fitact by name."""
