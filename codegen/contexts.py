@@ -81,8 +81,8 @@ def _by_dtype(fit: InvertedFit, dtype: str) -> dict[str, Any]:
     part: dict[str, Any] = {
         "name": dtype,
         "borders": borders + [repr(float(REALS))] * (size - 1 - len(borders)),
-        "triton": _choice(approximants, TRITON, size),
-        "torch": _choice(approximants, TORCH, size),
+        "triton": _PRINTED[type(approximants[0])](approximants, TRITON, size),
+        "torch": _PRINTED[type(approximants[0])](approximants, TORCH, size),
     }
     quotients = [one for one in approximants if isinstance(one, Quotient)]
     if quotients:
@@ -103,43 +103,49 @@ def _bits(count: int) -> str:
     return f"{count} bit{'s'[: count > 1]}"
 
 
-def _choice(approximants: Sequence[Approximant], dialect: Dialect, size: int) -> Code:
-    """Print t of an inverted fit's quotients, or f′ by the paper's approximants, from `y` and `code`.
-
-    Args:
-        approximants: one for each code, all of one sort.
-        dialect: the target.
-        size: how many codes there may be; device code has other bits above those of a code.
-
-    """
-    steps: list[tuple[str, str]] = []
+def _quotients(approximants: Sequence[Quotient], dialect: Dialect, size: int) -> Code:
+    """Print t of quotients, one for each code; a constant takes the t of its neighbour."""
     results: list[str] = []
-    for i, approximant in enumerate(approximants):
-        if isinstance(approximant, PublishedApproximant):
-            code = render(approximant.shape, dialect, "v")
-            own = {name: f"{name}_{i}" for name, _ in code.steps}
-            steps += [(own[name], _renamed(text, own)) for name, text in code.steps]
-            steps.append((f"q{i}", _renamed(code.result, own)))
-            results.append(f"q{i}")
-        elif len(approximant.numerator) + len(approximant.denominator) == 2:  # a constant, whatever t is
-            results.append(results[-1] if results else "")
-        else:
-            results.append(_variable(approximant.radicals, dialect))
+    for one in approximants:
+        constant = len(one.numerator) + len(one.denominator) == 2
+        results.append((results[-1] if results else "") if constant else _variable(one.radicals, dialect))
     first = next((result for result in results if result), "y")
-    runs = [(result, len(list(group))) for result, group in itertools.groupby(r or first for r in results)]
+    steps, chosen = _chosen([result or first for result in results], dialect, size)
+    return Code((*steps,), chosen)
+
+
+def _published(approximants: Sequence[PublishedApproximant], dialect: Dialect, size: int) -> Code:
+    """Print f′ by the paper's approximants, one for each code."""
+    anchor = approximants[0].anchor
+    steps = [("y", dialect.clamp.format("y", number(anchor)[0], FLAT)), ("v", _away("y", anchor))]
+    masks, chosen = _chosen([f"q{i}" for i in range(len(approximants))], dialect, size)
+    steps += masks
+    for i, one in enumerate(approximants):
+        code = render(one.shape, dialect, "v")
+        own = {name: f"{name}_{i}" for name, _ in code.steps}
+        steps += [(own[name], _renamed(text, own)) for name, text in code.steps]
+        steps.append((f"q{i}", _renamed(code.result, own)))
+    if approximants[0].approximates == "sigmoid":  # SiLU's derivative follows from it
+        steps.append(("q", chosen))
+        chosen = "q * (1.0 - y) + y"
+    return Code((*steps,), chosen)
+
+
+# Kinds of approximants, which are all of one kind in a fit, and what prints them from `y` and `code`.
+_PRINTED: dict[type[Approximant], Callable[[Any, Dialect, int], Code]] = {
+    Quotient: _quotients,
+    PublishedApproximant: _published,
+}
+
+
+def _chosen(results: Sequence[str], dialect: Dialect, size: int) -> tuple[list[tuple[str, str]], str]:
+    """Return steps, and a text that chooses a result by the code; device code has other bits above those of it."""
+    runs = [(result, len(list(group))) for result, group in itertools.groupby(results)]
     chosen, start = runs[-1][0], sum(count for _, count in runs[:-1])
     for result, count in reversed(runs[:-1]):
         chosen = dialect.where.format(f"code < {start}", result, chosen)
         start -= count
-    if len(runs) > 1 and dialect is TRITON:
-        steps.insert(0, ("code", f"code & {size - 1}"))
-    if isinstance(approximants[0], PublishedApproximant):
-        at, sigmoid = approximants[0].anchor, approximants[0].approximates == "sigmoid"
-        steps = [("y", dialect.clamp.format("y", number(at)[0], FLAT)), ("v", _away("y", at)), *steps]
-        if sigmoid:  # SiLU's derivative follows from it
-            steps.append(("q", chosen))
-            chosen = "q * (1.0 - y) + y"
-    return Code(tuple(steps), chosen)
+    return [("code", f"code & {size - 1}")] if len(runs) > 1 and dialect is TRITON else [], chosen
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
@@ -170,7 +176,8 @@ def _gate(fit: GateFit) -> dict[str, Any]:
     return {
         "half": any(device(factor.formula)[1] for factor in (a, b)),
         **{f"{name}{what}": code for name, of in (("a", a), ("b", b)) for what, code in _codes(of).items()},
-        "composed": {"a": _composed(a), "b": _composed(b)},
+        # of several operators, each of which would round
+        "composed": {name: of.torch is None and not is_identity(of) for name, of in (("a", a), ("b", b))},
     }
 
 
@@ -185,11 +192,6 @@ def _codes(activation: Activation) -> dict[str, Code]:
         "_derivative": derivative,
         "_derivative_half": derivative_half or derivative,
     }
-
-
-def _composed(activation: Activation) -> bool:
-    """Whether a factor takes several operators, each of which would round."""
-    return activation.torch is None and not is_identity(activation)
 
 
 def _learned(fit: LearnedFit) -> dict[str, Any]:
@@ -207,10 +209,7 @@ def _learned(fit: LearnedFit) -> dict[str, Any]:
         halves.append("gradient")
     return {
         "halves": halves,
-        "numbers": [
-            {"name": number.name, "start": repr(number.start), "channel": number.channel}
-            for number in formula.numbers
-        ],
+        "numbers": [vars(number) | {"start": repr(number.start)} for number in formula.numbers],
         "told": ", ".join(f"{n.name}{' (one a channel)' if n.channel else ''}" for n in formula.numbers),
         "wide": any(number.channel for number in formula.numbers),
         "device": functions,
