@@ -18,7 +18,8 @@ import griffe
 from click.testing import CliRunner
 from griffe2md import render_object_docs
 
-from fitact.cli import cli, starts
+from fitact.cli import cli
+from fitact.cli.tables import starts
 from fitact.fitter.expr import CATALOG
 from fitact.fitter.plot import draw
 from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit, read
@@ -145,7 +146,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Errors",
         "The exceptions that fitact raises on purpose.",
-        ("errors.FitactError", "errors.UsageError", "errors.JobError", "errors.FitWarning"),
+        ("FitactError", "UsageError", "JobError", "FitWarning"),
     ),
 )
 STYLE = {"heading_level": 3, "show_signature_annotations": True, "members": False, "summary": False}
@@ -173,7 +174,11 @@ def api() -> str:
     for heading, sentence, names in API:
         parts += [f"## {heading}", sentence]
         for name in names:
-            text = render_object_docs(package[name], dict(STYLE))
+            found = package[name]
+            if found.is_module:  # of the same name as the function in it
+                found = found[name].final_target
+                found.parent = package
+            text = render_object_docs(found, dict(STYLE))
             # links to other packages and to attributes are dead here; HTML anchors are noise on GitHub
             text = re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", text)
             parts.append(re.sub(r"</?code>", "`", text).replace("`fitact.", "`").strip())
