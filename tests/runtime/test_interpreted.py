@@ -1,4 +1,4 @@
-"""Runs tests/interpreted and test_gpu.py in a process where Triton's interpreter replaces the GPU."""
+"""Runs tests/interpreted, test_gpu.py and test_values.py where Triton's interpreter replaces the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import INTERPRETED, ROOT
 
-TESTS = ["tests/interpreted", "tests/runtime/test_gpu.py"]
+TESTS = ["tests/interpreted", "tests/runtime/test_gpu.py", "tests/runtime/test_values.py"]
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(INTERPRETED, reason="this is the process of its own")]
 

@@ -1,4 +1,6 @@
-"""The value of the module generated from a formula, with PyTorch's operators: as accurate as `check` says.
+"""The value of the module generated from a formula: as accurate as `check` says.
+
+It is computed with PyTorch's operators, and in the process of test_interpreted.py by the kernels' device code.
 
 The tests run the literature's formulas, the catalog's as formulas, and others at every bfloat16 and float16 and at
 70 000 further float32. A formula that `check` reports may fail, and does fail where `check` says; any other fails
@@ -13,14 +15,21 @@ import pytest
 import torch
 
 from fitact.runtime.kernels import reference_math
+from tests.conftest import INTERPRETED
 from tests.support import values
+from tests.support.device import apply
 from tests.support.values import EACH, FORMULAS, Formula
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# in half precision the device code computes the same before it is rounded
+DTYPES = (torch.float32,) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+# NaN and infinity on purpose, in the interpreter's NumPy, which warns of them
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else []
+of_pytorch = pytest.mark.skipif(INTERPRETED, reason="not of device code")
 
 
 def value_of(formula: Formula, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = values.module(formula.text)._torch_value(x)
+    module = values.module(formula.text)
+    found: torch.Tensor = apply(module._value, x) if INTERPRETED else module._torch_value(x)
     return found
 
 
@@ -28,13 +37,13 @@ def value_of(formula: Formula, x: torch.Tensor) -> torch.Tensor:
 def test_value(formula: Formula) -> None:
     if values.may_fail(formula):
         pytest.skip("reported")
-    compute = values.module(formula.text)._torch_value
     for dtype in DTYPES:
         x = values.points(dtype)
-        lines = values.misses(formula, compute(x), x)
+        lines = values.misses(formula, value_of(formula, x), x)
         assert not lines, f"{dtype}: {values.report(formula, lines)}"
 
 
+@of_pytorch
 @EACH
 def test_value_in_float64(formula: Formula) -> None:
     """Where float32 is good enough, float64 is: compared with many digits."""
@@ -48,6 +57,7 @@ def test_value_in_float64(formula: Formula) -> None:
     assert not wrong.any(), (formula.text, at[wrong][0], found[wrong][0], true[wrong][0])
 
 
+@of_pytorch
 @EACH
 def test_the_reference(formula: Formula) -> None:
     """The float64 value is a thousand times closer to that of many digits than what is allowed."""
@@ -63,6 +73,7 @@ def test_the_reference(formula: Formula) -> None:
     assert not wrong.any(), (formula.text, at[wrong][0], found[wrong][0], true[wrong][0])
 
 
+@of_pytorch
 @EACH
 def test_to_the_end_of_the_range(formula: Formula) -> None:
     """To 1.3e38: nearer to the end of float32's range, parts of a formula may overflow where it does not."""
@@ -83,7 +94,8 @@ def test_nan_and_infinity(formula: Formula) -> None:
         found = value_of(formula, special.to(dtype)).double().numpy()
         assert np.isnan(found[0]) == np.isnan(true[0])
         finite = np.isfinite(true[1:])
-        np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=float(torch.finfo(dtype).eps))
+        eps = 1e-6 if INTERPRETED else float(torch.finfo(dtype).eps)
+        np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=eps, atol=1e-7 * INTERPRETED)
 
 
 @EACH
@@ -92,7 +104,7 @@ def test_what_is_reported_is_so(formula: Formula) -> None:
 
     By more than half of what is allowed: the report is about NumPy's functions, and PyTorch's round differently.
     """
-    if not values.reported(formula.text):
+    if not values.reported(formula.text) or (INTERPRETED and not values.value_is_reported(formula.text)):
         pytest.skip("nothing is reported of it, so there is nothing to confirm")
     if values.value_is_reported(formula.text):
         _, at, said = values.named(formula.text, values.VALUE)
@@ -112,6 +124,7 @@ def test_what_is_reported_is_so(formula: Formula) -> None:
     assert np.any(~(np.abs(found - true) <= limits / 2))
 
 
+@of_pytorch
 @pytest.mark.full
 def test_some_are_reported() -> None:
     """And most are not: the comparison above is not empty."""
@@ -124,6 +137,7 @@ def test_some_are_reported() -> None:
 ULPS = {"hypot1": 1.0, "isru": 2.0, "squareplus": 2.5, "sech2": 5.0, "tsech2": 5.0, "logcosh": 4.0}
 
 
+@of_pytorch
 @pytest.mark.parametrize("name", values.FLOAT64)
 def test_the_reference_of_functions(name: str) -> None:
     """float64 is within 1e-13 of the definition with 700 digits."""
@@ -136,6 +150,7 @@ def test_the_reference_of_functions(name: str) -> None:
     assert np.all(np.abs(found - true) <= 1e-13 * np.abs(true) + 1e-100)
 
 
+@of_pytorch
 @pytest.mark.parametrize("name", ULPS)
 def test_composed_in_float32(name: str) -> None:
     at = values.function_points(name)
@@ -145,6 +160,7 @@ def test_composed_in_float32(name: str) -> None:
     assert error <= ULPS[name], (at[i], found[i], error)
 
 
+@of_pytorch
 @pytest.mark.parametrize("name", ULPS)
 def test_composed_in_float64(name: str) -> None:
     wide = np.geomspace(1e-300, 1e300, 61)
@@ -154,6 +170,7 @@ def test_composed_in_float64(name: str) -> None:
     assert error <= ULPS[name], (at[i], found[i], error)
 
 
+@of_pytorch
 def test_many_digits_of_a_formula_as_typed() -> None:
     """1 + exp(x) rounds to 1 with 75 digits too; that is no reason to answer 0."""
     found = values.exact_value(values.parse("log(1 + exp(x))"), -264.75, 30)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 
 from fitact.fitter.analysis.learned import Learned
 from fitact.fitter.records.fit import LearnedFit
+from tests.support.generated import load
 
 Numbers = dict[str, tuple[float, bool]]
 
@@ -60,6 +63,19 @@ CASES: dict[str, Case] = {
 }
 
 
+@cache
+def learned_module(name: str) -> ModuleType:
+    return load(CASES[name].fit)
+
+
+def call(name: str, x: torch.Tensor, numbers: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
+    """Call the function that is generated for a case."""
+    y: torch.Tensor = getattr(learned_module(name), CASES[name].fit.name)(
+        x, *numbers, *([dim] if CASES[name].wide else [])
+    )
+    return y
+
+
 def numbers_of(case: Case, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     """Numbers near their starts, as leaves."""
     generator = torch.Generator().manual_seed(seed)
@@ -71,7 +87,7 @@ def numbers_of(case: Case, channels: int, dtype: torch.dtype, seed: int = 0) -> 
     ]
 
 
-def shaped(numbers: list[torch.Tensor], x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+def shaped(numbers: Sequence[torch.Tensor], x: torch.Tensor, dim: int) -> list[torch.Tensor]:
     """Numbers of channels as they meet x along a dimension."""
     after = x.dim() - (dim % x.dim()) - 1 if x.dim() else 0
     return [one.reshape(-1, *(1,) * after) if one.numel() > 1 else one.reshape(()) for one in numbers]

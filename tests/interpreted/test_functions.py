@@ -1,9 +1,4 @@
-"""The value of the module generated from a formula, as device code run by Triton's interpreter.
-
-The comparison is that of `tests/runtime/test_values.py`. The interpreter truncates float32 to bfloat16, so that
-bfloat16 may differ by one more unit in the last place, and misreads its subnormal numbers, which are left out.
-Then come the functions of `runtime/kernels/math.py`, one by one, over the whole range of float32.
-"""
+"""The functions of runtime/kernels/math.py, one by one, over the whole range of float32, interpreted."""
 
 from __future__ import annotations
 
@@ -18,20 +13,11 @@ from scipy import special
 from fitact.runtime.kernels import math
 from fitact.runtime.kernels.triton_compat import jit, tl
 from tests.support import values
-from tests.support.generated import HALVES, patterns
-from tests.support.values import EACH, Formula
+from tests.support.device import SIZE, apply
+from tests.support.generated import patterns
 
 # NaN and infinity on purpose, in NumPy, which warns of them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-SIZE = 2**18
-
-
-@jit
-def _apply(x, y, n, function: tl.constexpr, size: tl.constexpr):
-    at = tl.arange(0, size)
-    u = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(y + at, function(u).to(y.dtype.element_ty), mask=at < n)
 
 
 @jit
@@ -40,56 +26,9 @@ def _apply_power(x, y, n, exponent: tl.constexpr, size: tl.constexpr):
     tl.store(y + at, math.power(tl.load(x + at, mask=at < n, other=0.0), exponent), mask=at < n)
 
 
-def apply(function: object, x: torch.Tensor) -> torch.Tensor:
-    """Return a device function's values, in the dtype of x."""
-    assert x.numel() <= SIZE
-    y = torch.zeros_like(x)
-    _apply[(1,)](x, y, x.numel(), function, 1 << max(x.numel() - 1, 1).bit_length())
-    return y
-
-
 def normal(x: torch.Tensor) -> torch.Tensor:
     return x[(x == 0) | (x.abs() >= torch.finfo(x.dtype).smallest_normal)]
 
-
-@pytest.mark.parametrize(  # above EACH: one formula with each dtype in turn, so that the truth is computed once
-    "dtype",
-    # whose numbers are among those of float32, and what is computed of them is the same before it is rounded
-    [*(pytest.param(half, marks=pytest.mark.full) for half in HALVES), torch.float32],
-    ids=str,
-)
-@EACH
-def test_value(formula: Formula, dtype: torch.dtype) -> None:
-    if values.may_fail(formula):
-        pytest.skip("reported")
-    truncated = dtype == torch.bfloat16
-    x = normal(values.points(dtype)) if truncated else values.points(dtype)
-    lines = values.misses(formula, apply(values.module(formula.text)._value, x), x, truncated=truncated)
-    assert not lines, values.report(formula, lines)
-
-
-@EACH
-def test_nan_and_infinity(formula: Formula) -> None:
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    true = values.truth(formula, special.double().numpy())
-    found = apply(values.module(formula.text)._value, special).double().numpy()
-    assert np.isnan(found[0]) == np.isnan(true[0])
-    finite = np.isfinite(true[1:])
-    np.testing.assert_allclose(found[1:][finite], true[1:][finite], rtol=1e-6, atol=1e-7)
-
-
-@EACH
-def test_what_is_reported_is_so(formula: Formula) -> None:
-    if not values.value_is_reported(formula.text):
-        pytest.skip("nothing is reported of it, so there is nothing to confirm")
-    x = values.neighbours(values.named(formula.text, values.VALUE)[1])
-    at = x.double().numpy()
-    found = apply(values.module(formula.text)._value, x).double().numpy()
-    limits = values.allowed(Formula(formula.name, formula.text, values.PROMISED, values.LOST), at)
-    assert np.any(~(np.abs(found - values.exact(formula, at)) <= limits / 2))
-
-
-# ------------------------------------------------------------------------------------------ device functions
 
 # Units in the last place: the worst that was seen, and a little more; absolute errors below 1.2e-38 do not count.
 ULPS = {

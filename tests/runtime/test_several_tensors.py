@@ -1,0 +1,440 @@
+"""Gates and formulas with learned numbers at run time: values, gradients, bytes, what PyTorch does with them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fitact.fitter.analysis.learned import USED
+from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.saving import saving
+from tests.support.gates import FITS, Baseline, gate_module, halves, special
+from tests.support.generated import EACH_DTYPE, LAYOUTS, forward_op, same, sizes
+from tests.support.learned import CASES, call, learned_module, numbers_of, shaped
+
+HALF = torch.bfloat16
+C = 6
+every_gate = pytest.mark.parametrize("name", FITS)
+every_formula = pytest.mark.parametrize("name", CASES)
+
+
+def gate(name: str) -> Baseline:
+    function: Baseline = getattr(gate_module(name), FITS[name][0].name)
+    return function
+
+
+def made(name: str, channels: int = C, **options: Any) -> nn.Module:
+    kind = getattr(learned_module(name), learned_module(name).__all__[0])
+    built: nn.Module = kind(channels, **options) if CASES[name].wide else kind(**options)
+    return built
+
+
+def gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+    leaves = [one.detach().requires_grad_() for one in tensors]
+    return torch.autograd.grad(function(*leaves), leaves, dy)
+
+
+def truth(name: str, x: Tensor, numbers: list[Tensor], dy: Tensor, dim: int = -1) -> tuple[Tensor, list[Tensor]]:
+    """Value and gradients of a formula in float64, by PyTorch's autograd."""
+    leaves = [one.detach().double().requires_grad_() for one in (x, *numbers)]
+    y = CASES[name].baseline(leaves[0], *shaped(leaves[1:], x, dim))
+    return y.detach(), list(torch.autograd.grad(y, leaves, dy.double()))
+
+
+# ---------------------------------------------------------------------------------------------- values, gradients
+
+
+@every_gate
+@EACH_DTYPE
+def test_gates_are_pytorch_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    """Gradients of a formula without a function in PyTorch are rounded once: near in float64."""
+    function, baseline = gate(name), FITS[name][1]
+    for g, u in (halves(dtype, 5, 1100), special(dtype), halves(dtype, 0, 3), halves(dtype, 9001)):
+        expected, dh = baseline(g, u), torch.randn(g.shape).to(dtype)
+        kept = function(g.detach().requires_grad_(), u)
+        assert kept.requires_grad and not kept.is_leaf
+        assert all(h.dtype == dtype and same(h, expected) for h in (function(g, u), kept))
+        if name != "rebuild_clamped":
+            assert all(map(same, gradients(function, (g, u), dh), gradients(baseline, (g, u), dh)))
+    g, u = halves(torch.float64, 50, 40)
+    dh = torch.randn(g.shape, dtype=torch.float64)
+    for one, other in zip(gradients(function, (g, u), dh), gradients(baseline, (g, u), dh), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@every_formula
+@EACH_DTYPE
+def test_formulas(name: str, dtype: torch.dtype) -> None:
+    """Within two roundings of float64; the gradients of numbers within those of a sum; the same in each run."""
+    case, eps = CASES[name], torch.finfo(dtype).eps
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = (2 * torch.randn(300, 11, C)).to(dtype).requires_grad_()
+    dy, numbers = torch.randn(x.shape).to(dtype), numbers_of(case, C, wide)
+    y = call(name, x, numbers)
+    assert (y.dtype, y.shape) == (dtype, x.shape)
+    assert same(call(name, x.detach(), [one.detach() for one in numbers]), y)
+    expected, (dx_expected, *expected_numbers) = truth(name, x, numbers, dy)
+    few = 4 if dtype == wide else 1
+    assert bool(((y.double() - expected).abs() <= few * eps * (1 + expected.abs())).all())
+    dx, *found = torch.autograd.grad(y, [x, *numbers], dy, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(y, [x, *numbers], dy), (dx, *found)))
+    assert dx.dtype == dtype
+    reach = few * eps * dy.abs().double() * (1 + (dx_expected / dy.double()).abs())
+    assert bool(((dx.double() - dx_expected).abs() <= reach + torch.finfo(dtype).tiny).all())
+    rtol, atol = (1e-5, 1e-3) if wide == torch.float32 else (1e-12, 1e-10)
+    for one, other in zip(found, expected_numbers, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=rtol, atol=atol)
+
+
+@every_formula
+def test_special_numbers(name: str) -> None:
+    x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, torch.nan])[:, None].expand(-1, C).contiguous()
+    numbers, leaf = numbers_of(CASES[name], C, torch.float32), x.requires_grad_()
+    y = call(name, leaf, numbers)
+    expected, (gradient, *_) = truth(name, x, numbers, torch.ones_like(x))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    (dx,) = torch.autograd.grad(y.sum(), leaf)
+    finite = gradient.isfinite()
+    torch.testing.assert_close(dx.double()[finite], gradient[finite], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["rebuild", "rebuild_clamped", "dyt", "xielu"])
+def test_layouts(name: str, layout: str) -> None:
+    """The result has the strides of `empty_like`; learned numbers are of any dimension, one or of channels."""
+    x = LAYOUTS[layout]()
+    if name in FITS:
+        for u in (LAYOUTS[layout](), torch.randn(x.shape)):
+            h, dh = gate(name)(x.detach().requires_grad_(), u), torch.randn(x.shape)
+            assert same(h, FITS[name][1](x, u))
+            assert h.stride() == gate(name)(x, u).stride() == torch.empty_like(x).stride()
+            found, dense = (gradients(gate(name), pair, dh) for pair in ((x, u), (x.contiguous(), u.contiguous())))
+            for one, other in zip(found, dense, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        return
+    case, x = CASES[name], x.double()
+    for dim in range(-x.dim(), 0) if case.wide else (-1,):
+        channels = x.shape[dim] if x.dim() else 1
+        if case.wide and not x.numel():
+            continue
+        some = numbers_of(case, channels, torch.float64)
+        last = len(some) - 1
+        for wide in (None, {last}, {*range(last)}) if channels else (None,):
+            numbers = [
+                (one.detach().flatten()[0] + torch.linspace(0, 0.2, channels if k in wide else 1)).double()
+                for k, one in enumerate(some)
+                if wide is not None
+            ]
+            numbers = [one.requires_grad_() for one in numbers] or some
+            leaf, dy = x.detach().requires_grad_(), torch.randn(x.shape, dtype=torch.float64)
+            y = call(name, leaf, numbers, dim)
+            assert y.stride() == torch.empty_like(x).stride() == call(name, x, numbers, dim).stride()
+            expected, grads = truth(name, x, numbers, dy, dim)
+            torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+            for one, other in zip(torch.autograd.grad(y, [leaf, *numbers], dy), grads, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------ what PyTorch does with them
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A generated function of several tensors, and what it is called with; `batched`: how `vmap` may cut these."""
+
+    name: str
+    function: Callable[..., Tensor]
+    tensors: Callable[[int], list[Tensor]]
+    batched: tuple[tuple[int | None, ...], ...]
+
+
+def operation(name: str) -> Operation:
+    if name in FITS:
+        return Operation(
+            FITS[name][0].name, gate(name), lambda rows: [*halves(torch.float32, rows, 60)], ((0, 1), (0, None))
+        )
+    case = CASES[name]
+    count = len(case.fit.activation.numbers)
+    return Operation(
+        case.fit.name,
+        getattr(learned_module(name), case.fit.name),
+        lambda rows: [torch.randn(rows, C), *(one.detach() for one in numbers_of(case, C, torch.float32))],
+        ((0, *[None] * count),),
+    )
+
+
+# PyTorch's functions, and not; numbers of channels, and one
+each_operation = pytest.mark.parametrize("name", ["rebuild", "rebuild_clamped", "dyt", "swish_beta"])
+
+
+@each_operation
+def test_only_what_is_wanted(name: str) -> None:
+    one = operation(name)
+    tensors = one.tensors(4)
+    dy = torch.randn_like(tensors[0])
+    every = gradients(one.function, tensors, dy)
+    for wanted in range(len(tensors)):
+        leaves = [part.detach().requires_grad_(i == wanted) for i, part in enumerate(tensors)]
+        (found,) = torch.autograd.grad(one.function(*leaves), leaves[wanted], dy)
+        assert same(found, every[wanted])
+
+
+@each_operation
+def test_autocast_changes_nothing(name: str) -> None:
+    one = operation(name)
+    for dtype in (torch.float32, HALF):
+        x, *others = one.tensors(4)
+        leaves = [part.to(dtype if name in FITS or part is x else part.dtype) for part in (x, *others)]
+        leaves = [part.requires_grad_() for part in leaves]
+        with torch.autocast("cpu", torch.bfloat16):
+            y, plain = one.function(*leaves), one.function(*(part.detach() for part in leaves))
+        assert y.dtype == dtype and same(y, plain) and same(y, one.function(*leaves))
+        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        assert all(map(same, found, gradients(one.function, leaves, torch.ones_like(y))))
+
+
+@each_operation
+def test_no_grad_keeps_nothing(name: str) -> None:
+    one = operation(name)
+    leaves = [part.requires_grad_() for part in one.tensors(4)]
+    with torch.no_grad(), count_saved() as saved:
+        y = one.function(*leaves)
+    assert not y.requires_grad and not saved.storages
+    with torch.inference_mode():
+        assert same(one.function(*leaves), y)
+
+
+@each_operation
+def test_checkpoint_and_changes_between_the_passes(name: str) -> None:
+    """Backward is that of the numbers that forward had."""
+    one = operation(name)
+    tensors = one.tensors(4)
+    dy = torch.randn_like(tensors[0])
+    expected = gradients(one.function, tensors, dy)
+    found = gradients(lambda *given: checkpoint(one.function, *given, use_reentrant=False), tensors, dy)
+    assert all(map(same, found, expected))
+    if name in CASES:
+        leaves = [part.clone().requires_grad_() for part in tensors]
+        y = one.function(*leaves)
+        with torch.no_grad():
+            leaves[1].mul_(3)
+        assert same(torch.autograd.grad(y, leaves[0], dy)[0], expected[0])
+
+
+@each_operation
+def test_vmap(name: str) -> None:
+    """Values, and each sample's own gradient of each tensor."""
+    one = operation(name)
+    for dims in one.batched:
+        tensors = [
+            part if dim is None else torch.stack([part, part + 0.5, 2 * part], dim)
+            for part, dim in zip(one.tensors(5), dims, strict=True)
+        ]
+        alone = [
+            [part if dim is None else part.select(dim, i) for part, dim in zip(tensors, dims, strict=True)]
+            for i in range(3)
+        ]
+        found = torch.func.vmap(one.function, in_dims=dims)(*tensors)
+        expected = torch.stack([one.function(*parts) for parts in alone])
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # with and without vectors
+
+        def loss(*parts: Tensor) -> Tensor:
+            return (one.function(*parts) * parts[0].detach().cos()).sum()
+
+        derive = torch.func.grad(loss, argnums=tuple(range(len(tensors))))
+        samples = torch.func.vmap(derive, in_dims=dims)(*tensors)
+        for i, parts in enumerate(alone):
+            for sample, other in zip(samples, gradients(one.function, parts, parts[0].cos()), strict=True):
+                torch.testing.assert_close(sample[i], other, rtol=1e-6, atol=1e-6)
+
+
+@each_operation
+def test_second_derivatives_raise(name: str) -> None:
+    one = operation(name)
+    leaves = [part.detach().requires_grad_() for part in one.tensors(4)]
+    dx, *_ = torch.autograd.grad(one.function(*leaves).sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{one.name}: a second derivative was requested"):
+        dx.sum().backward()
+
+
+@each_operation
+def test_compiled(name: str) -> None:
+    """In one graph, forward and backward, with the same numbers."""
+    torch._dynamo.reset()
+    one = operation(name)
+
+    def part(x: Tensor, *others: Tensor) -> Tensor:
+        return one.function(x * 2, *others)
+
+    compiled = torch.compile(part, fullgraph=True, backend="aot_eager")
+    for rows in (4, 5, 30):
+        tensors = one.tensors(rows)
+        dy = torch.randn_like(tensors[0])
+        assert all(map(same, gradients(compiled, tensors, dy), gradients(part, tensors, dy)))
+        assert same(compiled(*tensors), part(*tensors))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck reads it, and PyTorch hides it itself
+@pytest.mark.parametrize("name", ["rebuild", "rebuild_clamped"])
+def test_ops_are_what_they_say(name: str) -> None:
+    """Schema, fake tensors, autograd registration, and AOT dispatch, as PyTorch checks them."""
+    g, u = (one.detach().requires_grad_() for one in halves(torch.float32, 4, 60))
+    forward_op(g, g.dtype, gate_module(name)._KEY, u, check=True)
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+@every_gate
+def test_bytes_of_storages(name: str) -> None:
+    """Halves of one tensor are kept as the views that they are."""
+    whole = torch.randn(16, 2 * 1024).to(HALF).requires_grad_()
+    with count_saved() as saved:
+        g, u = whole.chunk(2, -1)
+        gate(name)(g, u).sum()
+    assert [size for size in sizes(saved) if size > 16] == [4 * 16 * 1024]
+
+
+def test_learned_numbers_are_kept_once_more_in_float32() -> None:
+    x = torch.randn(64, 128, C, requires_grad=True)
+    with count_saved() as saved:
+        made("dyt")(x)
+    assert sizes(saved) == [3 * C * 4, x.nbytes]
+
+
+class Part(nn.Module):
+    """A gate between projections, and the last of these, in a context if its error is given."""
+
+    def __init__(self, function: Baseline, error: str | None) -> None:
+        super().__init__()
+        self.function, self.error = function, error
+        self.down = nn.Linear(1024, 8, bias=False, dtype=HALF)
+
+    def forward(self, g: Tensor, u: Tensor) -> Tensor:
+        with nullcontext() if self.error is None else saving(self.error):
+            y: Tensor = self.down(self.function(g, u))
+        return y
+
+
+def test_the_linear_layer_after_a_gate_recomputes_its_input_bit_for_bit() -> None:
+    """g and u are outputs of projections, which keep no output of their own: 32 bits an element, not 64."""
+    g, u = (one.contiguous() for one in halves(HALF, 64, 1024))
+    found = []
+    for function, error, bits in ((FITS["rebuild"][1], None, 64), (gate("rebuild"), "exact", 32)):
+        torch.manual_seed(1)
+        part = Part(function, error)
+        leaves = [one.detach().requires_grad_() for one in (g, u)]
+        with count_saved() as saved:
+            y = part(*leaves)
+        assert 8 * (sum(sizes(saved)) - part.down.weight.nbytes) / g.numel() == bits
+        y.backward(torch.randn(y.shape).to(HALF))
+        found.append([y, part.down.weight.grad, *(leaf.grad for leaf in leaves)])
+    assert all(same(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_linear_layer_after_a_formula_recomputes_its_input() -> None:
+    model = nn.Sequential(nn.Linear(16, C), made("dyt"), nn.Linear(C, 16))
+    x = torch.randn(256, 16)
+    kept, found = [], []
+    for context in (nullcontext(), saving()):
+        with count_saved(model) as saved, context:
+            y = model(x)
+        kept.append(sum(sizes(saved)))
+        found.append(torch.autograd.grad(y.square().sum(), [*model.parameters()]))
+    assert kept[0] - kept[1] == (256 + 3) * C * 4  # the three numbers are laid side by side again, too
+    assert all(map(torch.equal, *found))
+
+
+# ------------------------------------------------------------------------------------------------------ modules
+
+
+def test_parameters_are_named_and_start_as_declared() -> None:
+    dyt = made("dyt", dim=1)
+    shapes = {name: tuple(one.shape) for name, one in dyt.state_dict().items()}
+    assert shapes == {"alpha": (1,), "gamma": (C,), "beta": (C,)}
+    assert repr(dyt) == "OwnDyt(6, dim=1)"
+    assert [float(one[0].detach()) for one in dyt.parameters()] == [0.5, 1.0, 0.0]
+    with torch.no_grad():
+        dyt.alpha += 1
+    other = made("dyt")
+    other.load_state_dict(dyt.state_dict())
+    assert float(other.alpha.detach()) == 1.5
+    dyt.reset_parameters()
+    assert float(dyt.alpha.detach()) == 0.5
+    half = made("dyt", dtype=HALF)
+    half(torch.randn(3, C, dtype=HALF)).sum().backward()
+    assert {one.dtype for one in half.parameters()} == {HALF} == {half.gamma.grad.dtype}
+
+
+def test_no_name_of_modules_is_free() -> None:
+    """A learned number cannot hide what a module has, nor the module's own."""
+    # PyTorch's names from a process of their own: other libraries, once imported, give nn.Module more
+    own = {*dir(made("dyt"))} - {*dir(nn.Module())} - {"alpha", "gamma", "beta"}
+    text = "import torch; print(*dir(torch.nn.Module()))"
+    known = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
+    assert {name for name in (*own, *known) if not name.startswith("_")} <= USED
+
+
+@pytest.mark.parametrize("name", ["dyt", "swish_beta"])
+def test_modules_are_their_functions_copied_and_pickled(name: str) -> None:
+    one, file, x = made(name), io.BytesIO(), torch.randn(2, C)
+    torch.save(one, file)
+    file.seek(0)
+    for other in (copy.deepcopy(one), torch.load(file, weights_only=False)):
+        assert torch.equal(one(x), other(x)) and torch.equal(one(x), call(name, x, [*one.parameters()]))
+    g, u = halves(torch.float32, 3, 20)
+    assert same(gate_module("rebuild").OwnRebuild()(g, u), gate("rebuild")(g, u))
+
+
+def test_prelu_is_pytorch_s() -> None:
+    """With its parameter's name and, in images, its channels; all but the sum of the weight's gradient exactly."""
+    baseline, one = nn.PReLU(C), made("prelu_channel", dim=1)
+    one.load_state_dict(baseline.state_dict())
+    x = torch.randn(4, C, 9, 9, requires_grad=True)
+    dy = torch.randn(x.shape)
+    expected, found = (torch.autograd.grad(kind(x), [x, kind.weight], dy) for kind in (baseline, one))
+    assert same(baseline(x), one(x)) and same(expected[0], found[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+ONES = torch.ones(2)
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: gate("rebuild")(ONES.long(), ONES), TypeError, "expected g to be a tensor of float16"),
+    (lambda: gate("rebuild")(ONES, None), TypeError, "expected u to be a tensor of float16, .*got NoneType"),  # type: ignore[arg-type]
+    (lambda: gate("rebuild")(ONES, ONES.half()), TypeError, "expected g and u of one dtype and device, got"),
+    (lambda: gate("rebuild")(ONES, ONES.to("meta")), TypeError, ".*of one dtype and device"),
+    (lambda: gate("rebuild")(torch.ones(2, 3), torch.ones(3)), ValueError, "expected g and u of one shape"),
+    (lambda: made("dyt")(torch.zeros(())), ValueError, r"expected a tensor with a dimension -1, got \(\)"),
+    (lambda: type(made("dyt"))(), TypeError, "expected channels, the size of gamma and beta"),
+    (lambda: made("dyt", 0), ValueError, "channels: expected a positive number, got 0"),
+    (lambda: type(made("xielu"))(4), TypeError, "expected no channels, as it has one of each number"),
+    (lambda: made("dyt", 4)(torch.randn(2, 5)), ValueError, r"gamma: expected 1 element or 5, the channels of"),
+    (lambda: made("dyt", 4)(torch.ones(2, 4).int()), TypeError, "expected a tensor of float16, bfloat16, float32"),
+]
+
+
+@pytest.mark.parametrize(("act", "kind", "message"), REFUSED)
+def test_refused(act: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"^own_\w+: {message}") as refused:
+        act()
+    assert "\n" not in str(refused.value)
+
+
+def test_finite_differences() -> None:
+    """PyTorch's own check of gradients, of every formula, away from breakpoints."""
+    for name, case in CASES.items():
+        x = torch.randn(3, 4, C, dtype=torch.float64)
+        x = torch.where((x.abs() < 0.05) | ((x - 0.7).abs() < 0.2), 2.0, x).requires_grad_()
+        numbers = numbers_of(case, C, torch.float64)
+        assert torch.autograd.gradcheck(lambda x, *rest, name=name: call(name, x, rest), [x, *numbers]), name
