@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,22 +46,6 @@ def several():
 
 def wide():
     return nn.Sequential(nn.GELU()), torch.linspace(-40, 40, 1001)
-
-def leaves():
-    raise SystemExit(3)
-
-def nothing():
-    return tiny(1)[0], None
-
-def text():
-    return tiny(1)[0], "text"
-
-def broken():
-    model, _ = tiny(1)
-    return model, (1 / (2 - i) * torch.ones(2, 8) for i in range(4))
-
-def odd():
-    return tiny(1)[0], torch.ones(5)
 """
 
 HEAD = ("site", "activation", "count", "mean", "deviation")
@@ -149,62 +132,3 @@ def test_what_lies_beyond_the_domain_is_told(models: Command) -> None:
     assert warning.endswith("% of the weight lies beyond the domain -10 10: choose one with --domain")
     status, _, err = models("fit --fn gelu --bits 2 --weight weights.json --name b --domain -100 100")
     assert (status, err) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ("", "CALL"),
-        ("nope", "expected MODULE:CALLABLE"),
-        ("nope:nope", "nope: cannot be imported"),
-        ("calibrated_models:nope", "it has no callable 'nope'"),
-        ("calibrated_models:leaves", "it failed: SystemExit: 3"),
-        ("calibrated_models:nothing", "expected a model and its inputs, or a model and several batches"),
-        ("calibrated_models:text", "expected a model and its inputs, or a model and several batches"),
-        ("calibrated_models:broken", "batch 2: it cannot be made: ZeroDivisionError"),
-        ("calibrated_models:odd", "batch 0: the model cannot be run with it: RuntimeError: "),
-        ("calibrated_models:tiny -o weights.txt", "weights.txt: expected a file name that ends in .json"),
-        ("calibrated_models:tiny -o ''", "expected the name of a file"),
-        ("calibrated_models:tiny --most 0", "--most"),
-        ("calibrated_models:tiny --batch 0", "--batch"),
-    ],
-)
-def test_refused(arguments: str, part: str, models: Command) -> None:
-    status, out, err = models(f"calibrate {arguments}")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("fitact: ")
-    assert part in err
-    assert [path.name for path in Path().iterdir()] == ["calibrated_models.py"]
-
-
-@pytest.mark.parametrize(
-    ("weight", "part"),
-    [
-        ("weights.json", "weights.json: it has 4 sites, choose one: '0.act', '1.act', '0:silu', '1:silu'"),
-        ("weights.json#", "weights.json: it has no site ''"),
-        ("weights.json#2", "weights.json: it has no site '2': there are '0.act'"),
-        ("weights.json#0.act#", "it has no site '0.act#'"),
-        ("none.json#0.act", "none.json: cannot be read: no such file"),
-        ("none#0.act", "weight 'none#0.act'"),
-        ("fit.json", "fit.json: schema: expected fitact.weights/1, got 'fitact.fit/1'"),
-        ("hostile.json", "hostile.json: sites[0].path: expected 1 to 500 printable characters"),
-        (".json", ".json: cannot be read"),
-    ],
-)
-def test_weights_that_are_refused(weight: str, part: str, models: Command) -> None:
-    assert models("calibrate calibrated_models:tiny")[0] == 0
-    assert models("fit --fn tanh --bits 1 -o fit.json")[0] == 0
-    record = json.loads(Path("weights.json").read_text("utf-8"))
-    record["sites"][0]["path"] = "\x1b[31m"
-    Path("hostile.json").write_text(json.dumps(record), "utf-8")
-    status, out, err = models("fit --fn gelu --bits 1 --name a", "--weight", weight)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("fitact: ") and err.rstrip("\n").isprintable()
-    assert part in err
-    assert not Path("generated").exists()
-
-
-def test_methods_without_a_weight(models: Command, refuses: Callable[[str], str]) -> None:
-    Path("calibrated_models.py").unlink()
-    for options in ("--method relumix --bits 2", "--method inverted", "--method exact"):
-        assert "has no --weight" in refuses(f"fit --fn tanh {options} --weight weights.json --name a")

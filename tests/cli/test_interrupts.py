@@ -61,47 +61,44 @@ def test_as_soon_as_it_is_ready(command: str, folder: Path) -> None:
     assert contents(folder) == before
 
 
-def test_in_the_middle_of_a_write(folder: Path) -> None:
-    code = """
-import os, signal
-from pathlib import Path
-from fitact.base import interrupts
-from fitact.base import write
+START = "import os, signal\nfrom pathlib import Path\nfrom fitact import files, interrupts\n"
+STOP = "os.kill(os.getpid(), signal.SIGINT)"
+# In the middle of a write; and where an exception would only be printed and forgotten, as in a finalizer.
+MOMENTS = {
+    "write": f"""
 interrupts.end_at_once()
-os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGINT)
-write(Path("a"), "text")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (130, "fitact: interrupted\n")
-    assert not (folder / "a").exists()
-    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-
-
-def test_where_an_exception_would_only_be_printed() -> None:
-    """A finalizer's exceptions are printed and forgotten, so an interrupt that is one would be too."""
-    code = """
-import os, signal
-from fitact.base import interrupts
+os.replace = lambda *paths: {STOP}
+files.write_all(Path("folder"), {{name: "new" for name in ("a.py", "b/c.py", "b/d/e.py")}})
+""",
+    "finalizer": f"""
 interrupts.end_at_once()
 
 class Watched:
     def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
+        {STOP}
         for _ in range(10): pass
 
 Watched()
-print("went on")
-"""
+""",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_at_once(moment: str, folder: Path) -> None:
+    for name in ("a.py", "b/x.py"):
+        (folder / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "folder" / name).write_text("old")
+    before = contents(folder)
+    code = f"{START}{MOMENTS[moment]}\nprint('went on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "fitact: interrupted\n")
+    assert contents(folder) == before
 
 
 def test_ignored_where_the_shell_ignores_it(folder: Path) -> None:
     """As with `nohup`, and in the background of a script."""
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    code += "from fitact.cli import cli\nimport os\n"
-    code += "cli.callback = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
-    code += "from fitact.__main__ import main\nsys.exit(main())"
+    code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\nfrom fitact.cli import cli\n"
+    code += f"cli.callback = lambda: {STOP}\nfrom fitact.__main__ import main\nsys.exit(main())"
     arguments = [sys.executable, "-c", code, "show", "generated/fits/tanh_exact.json"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

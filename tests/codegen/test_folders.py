@@ -9,10 +9,9 @@ import pytest
 
 from fitact.codegen import bundle
 from fitact.fitter.records.reading import from_json, read
-from tests.cli.test_cli import put, record, tree
+from tests.support.commands import FITS, put, record, tree
 
 Command = Callable[[str], tuple[int, str, str]]
-FITS = Path("generated/fits")
 
 
 @pytest.fixture
@@ -24,14 +23,20 @@ def two(command: Command) -> Command:
 
 
 def test_command(two: Command) -> None:
+    missing = "--- standalone/one (missing)\n--- standalone/two (missing)\n"
+    assert two("codegen --standalone --check")[:2] == (1, missing)
+    assert not Path("standalone").exists()
     assert two("codegen --standalone") == (0, "wrote standalone/one\nwrote standalone/two\n", "")
     before = tree()
     assert two("codegen --standalone") == (0, "standalone: nothing to do, 2 modules are up to date\n", "")
     assert two("codegen --standalone --check") == (0, "standalone: 2 modules are what their fits generate\n", "")
     assert tree() == before
-    assert sorted(path.name for path in Path("standalone").iterdir()) == ["one", "two"]
     for path, text in bundle.plan([read(FITS / "one.json")]).items():
         assert Path("standalone", path).read_text(encoding="utf-8") == text
+    put("standalone/two/__pycache__/__init__.cpython-311.pyc")
+    (FITS / "two.json").unlink()
+    assert two("codegen --standalone") == (0, "removed standalone/two\n", "")
+    assert [path.name for path in Path("standalone").iterdir()] == ["one"], "the folder goes whole"
     assert not list(Path("generated").glob("*.py"))
 
 
@@ -58,20 +63,6 @@ def test_command_with_a_fit_and_a_folder(two: Command) -> None:
     assert Path("model/train.py").read_text() == "import one\n"
     assert Path("model/data/__init__.py").read_text() == "data = 1\n"
     assert two("codegen --standalone --out model --check")[0] == 0
-
-
-def test_a_folder_is_removed_whole(two: Command) -> None:
-    assert two("codegen --standalone")[0] == 0
-    put("standalone/two/__pycache__/__init__.cpython-311.pyc")
-    (FITS / "two.json").unlink()
-    assert two("codegen --standalone") == (0, "removed standalone/two\n", "")
-    assert [path.name for path in Path("standalone").iterdir()] == ["one"]
-
-
-def test_check_writes_nothing(two: Command) -> None:
-    status, out, _ = two("codegen --standalone --check")
-    assert (status, out) == (1, "--- standalone/one (missing)\n--- standalone/two (missing)\n")
-    assert not Path("standalone").exists()
 
 
 def test_drift_of_a_runtime(two: Command) -> None:
@@ -156,12 +147,6 @@ def test_the_header_is_written_first(hub: bool) -> None:
     files = bundle.plan([from_json(record("one")), from_json(record("two"))], hub=hub)
     first = {path.partition("/")[0]: path for path in reversed(files)}
     assert first == {name: f"{name}/{layout.holds(name)[0]}" for name in ("one", "two")}
-
-
-def test_not_both(two: Command) -> None:
-    status, _, err = two("codegen --standalone --hub")
-    assert (status, err.count("\n")) == (2, 1)
-    assert err.startswith("fitact: --standalone, --hub: expected only one")
 
 
 def test_of_a_kernel(command: Command) -> None:

@@ -18,10 +18,11 @@ from torch import nn
 from fitact.base import UsageError
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate
-from tests.cli.test_cli import put, record
+from fitact.errors import UsageError
 from tests.codegen.test_codegen import fit as made_up
 from tests.codegen.test_standalone import load, passes, same, shipped
 from tests.conftest import ROOT
+from tests.support.commands import put, record
 
 NAMES = ["gelu_fewbit3", "gelu_inverted1", "softplus_exact"]
 Command = Callable[[str], tuple[int, str, str]]
@@ -135,14 +136,10 @@ def test_kernels_loads_them(hub: Path) -> None:
     assert done.stdout == "".join(f"{name} True\n" for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    ("name", "kernel"),
-    [("gelu", "gelu"), ("MyAct_2", "myact-2"), ("a__b", "a--b"), ("A1", "a1"), ("x" * 80, "x" * 80)],
-)
-def test_names(name: str, kernel: str) -> None:
-    fit = made_up("tanh", name)
-    assert bundle.kernel_name(fit) == kernel
-    files = bundle.plan([fit], hub=True)
+@pytest.mark.parametrize("name", ["gelu", "MyAct_2", "a__b", "A1", "x" * 80])
+def test_names(name: str) -> None:
+    kernel = name.lower().replace("_", "-")
+    files = bundle.plan([made_up("tanh", name)], hub=True)
     assert all(path.startswith(f"{kernel}/") for path in files)
     assert f"{kernel}/torch-ext/{kernel.replace('-', '_')}/__init__.py" in files
 
@@ -151,17 +148,20 @@ def test_names(name: str, kernel: str) -> None:
 def test_names_that_no_kernel_has(name: str, command: Command) -> None:
     put("odd.json", record(name))
     status, out, err = command("codegen odd.json --hub")
-    assert (status, out) == (2, "")
-    assert err.startswith(
-        f"fitact: name: '{name}' would be the kernel '{name.lower().replace('_', '-')}', but a kernel's name"
-    )
-    assert err.count("\n") == 1
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"fitact: name: '{name}' would be the kernel '{name.lower().replace('_', '-')}', but a")
     assert command("codegen odd.json --standalone")[0] == 0
 
 
-def test_names_that_the_folder_uses_or_that_meet() -> None:
-    with pytest.raises(UsageError, match="the folder of 'layers' uses that name itself"):
-        bundle.plan([made_up("tanh", "layers")], hub=True)
+@pytest.mark.parametrize(
+    ("names", "hub", "told"),
+    [
+        (["layers"], True, "the folder of 'layers' uses that name itself"),
+        (["runtime"], False, "the folder of 'runtime' uses that name itself; make the fit again"),
+        (["my_act", "My_Act"], True, "two fits are called 'my-act'; make one again"),
+    ],
+)
+def test_names_that_the_folder_uses_or_that_meet(names: list[str], hub: bool, told: str) -> None:
     bundle.plan([made_up("tanh", "layers")])
-    with pytest.raises(UsageError, match="two fits are called 'my-act'; make one again"):
-        bundle.plan([made_up("tanh", "my_act"), made_up("tanh", "My_Act")], hub=True)
+    with pytest.raises(UsageError, match=told):
+        bundle.plan([made_up("tanh", name) for name in names], hub=hub)

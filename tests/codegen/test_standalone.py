@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -138,21 +139,6 @@ def test_the_namespace_tells_texts_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert space(shipped(NAMES[0])) not in spaces.values()
 
 
-@pytest.mark.parametrize("names", [NAMES[:2], pytest.param(SHIPPED, marks=pytest.mark.full)], ids=["some", "all"])
-def test_lint_and_format(names: list[str], tmp_path: Path) -> None:
-    write([*map(shipped, names)], tmp_path)
-    config = ["--config", ROOT / "pyproject.toml"]
-    for command in (["check", *config, "--extend-ignore=A001,D,RET505"], ["format", "--diff", *config]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--no-cache", tmp_path],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(names) * (1 + len(bundle.RUNTIME))} files already formatted" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["find", "launch", "range", "os", "any", "torch", "input", "fitact", "ops"])
 def test_a_fit_may_be_called_like_anything_that_is_used(name: str, tmp_path: Path) -> None:
     write([made_up("x*logcosh(x)", one, bits=2) for one in (name, "plain")], tmp_path)
@@ -163,11 +149,6 @@ def test_a_fit_may_be_called_like_anything_that_is_used(name: str, tmp_path: Pat
         kind = getattr(module, module.__all__[0])
         assert is_generated(kind) and registered(kind).name == one
     assert all(map(torch.equal, *found))
-
-
-def test_but_for_the_runtime() -> None:
-    with pytest.raises(UsageError, match="the folder of 'runtime' uses that name itself; make the fit again"):
-        bundle.plan([made_up("tanh", "runtime")])
 
 
 # ---------------------------------------------------------------------------------------------------- running
@@ -190,26 +171,24 @@ def run_script(script: str, *arguments: str, folder: Path, **environment: str) -
     return done.stdout
 
 
+def some(names: list[str], *modes: str) -> list[Any]:
+    """Each mode with a few modules, and in the full product with all."""
+    return [
+        pytest.param(mode, chosen, marks=marks, id=f"{mode}-{len(chosen)}")
+        for mode in modes
+        for chosen, marks in ((names, ()), (NAMES, pytest.mark.full))
+    ]
+
+
 @pytest.mark.parametrize(
     ("mode", "names"),
-    [
-        ("as it is", NAMES),
-        ("without triton", ["gelu_fewbit3", "gelu_inverted1"]),
-        pytest.param("without triton", NAMES, marks=pytest.mark.full),
-    ],
+    [*some(["gelu_inverted1", "softplus_exact"], "as it is"), *some(NAMES[:1], "without triton", "interpreted")],
 )
 def test_without_fitact(mode: str, names: list[str], folder: Path) -> None:
-    assert run_script(OBSERVE, mode, *names, folder=folder) == f"compared {len(names)}\n"
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["gelu_fewbit3", "gelu_inverted1"], pytest.param(NAMES, marks=pytest.mark.full)],
-    ids=["some", "all"],
-)
-def test_interpreted_without_fitact(names: list[str], folder: Path) -> None:
-    pytest.importorskip("triton", reason="Triton is for Linux only")
-    found = run_script(OBSERVE, "interpreted", *names, folder=folder, TRITON_INTERPRET="1")
+    if mode == "interpreted":
+        pytest.importorskip("triton", reason="Triton is for Linux only")
+    interpreted = str(int(mode == "interpreted"))
+    found = run_script(OBSERVE, mode, *names, folder=folder, TRITON_INTERPRET=interpreted)
     assert found == f"compared {len(names)}\n"
 
 
@@ -241,11 +220,7 @@ print("compiled", len(names))
 
 @pytest.mark.parametrize(
     ("backend", "names"),
-    [
-        ("aot_eager", ["gelu_fewbit3", "gelu_inverted1"]),
-        pytest.param("aot_eager", NAMES, marks=pytest.mark.full),
-        pytest.param("inductor", ["gelu_fewbit3", "gelu_inverted1"], marks=pytest.mark.full),
-    ],
+    [*some(["gelu_inverted1"], "aot_eager"), pytest.param("inductor", NAMES[:2], marks=pytest.mark.full)],
 )
 def test_compiled_without_fitact(backend: str, names: list[str], folder: Path) -> None:
     assert run_script(COMPILED, backend, *names, folder=folder) == f"compiled {len(names)}\n"

@@ -1,0 +1,292 @@
+"""Wrong command lines: each is refused in one line that has the wanted word, and leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Command
+from tests.support.commands import put, record, tree
+from tests.support.refusals import within
+
+MODELS = """
+import torch
+from torch import nn
+
+def tiny(batch=1, seq=3):
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.SiLU()), torch.randn(batch, seq, 8)
+
+def leaves():
+    raise SystemExit(3)
+
+def nothing():
+    return tiny()[0], None
+
+def text():
+    return tiny()[0], "text"
+
+def broken():
+    return tiny()[0], (1 / (2 - i) * torch.ones(2, 8) for i in range(4))
+
+def odd():
+    return tiny()[0], torch.ones(5)
+"""
+
+GATE = (ROOT / "generated" / "fits" / "swiglu_rebuild.json").read_text("utf-8")
+
+# A command line, and a part of what it is told; status 2.
+REFUSED = """
+nonsense -> nonsense
+--nonsense -> --nonsense
+fit --nonsense -> --nonsense
+codegen --nonsense -> --nonsense
+plot --nonsense -> --nonsense
+fit -> --fn
+fit --fn tanh -> --bits
+fit --bits 3 -> --fn
+fit --fn tanh --bits 1 extra -> extra
+
+fit --fn gelluu --bits 3 -> expected one of celu
+fit --fn '' --bits 3 -> empty
+fit --fn 'x +' --bits 3 --name a -> not a formula
+fit --fn "__import__('os')" --bits 3 --name a -> unexpected character
+fit --fn x*10**10**10 --bits 3 --name a -> out of range
+fit --fn '1 + 1' --bits 3 --name a -> does not depend on x
+fit --fn 'log(x)' --bits 3 --name a -> at x = -10
+fit --fn 'exp(exp(x))' --bits 3 --name a -> at x =
+fit --fn x/x**2 --bits 3 --name a -> at x = 0
+
+fit --fn tanh --bits 0 -> bits: expected 1, 2, 3 or 4
+fit --fn tanh --bits -1 -> bits: expected 1, 2, 3 or 4
+fit --fn tanh --bits 5 -> bits: expected 1, 2, 3 or 4
+fit --fn tanh --bits 1 --bits 9 -> bits: expected 1, 2, 3 or 4
+fit --fn tanh --bits 1000000000000000000000000000000 -> bits: expected 1, 2, 3 or 4
+fit --fn tanh --bits 1.5 -> --bits
+fit --fn tanh --bits '' -> --bits
+fit --fn tanh --bits nan -> --bits
+
+fit --fn tanh --bits 1 --method magic -> --method
+fit --fn tanh --bits 1 --seed x -> --seed
+fit --fn tanh --bits 1 --name a --seed -1 -> --seed
+fit --fn tanh --bits 1 --name a --seed 4294967296 -> --seed
+fit --fn tanh --method inverted --name a --tol nan -> expected a finite number
+fit --fn tanh --method inverted --name a --tol 1e999 -> expected a finite number
+
+fit --fn tanh --bits 1 --name a --domain 1 1 -> domain
+fit --fn tanh --bits 1 --name a --domain 2 1 -> domain
+fit --fn tanh --bits 1 --name a --domain nan 1 -> expected a finite number
+fit --fn tanh --bits 1 --name a --domain 0 1e400 -> expected a finite number
+fit --fn tanh --bits 1 --name a --domain 1 -> --domain
+fit --fn tanh --bits 1 --name a --domain a b -> --domain
+fit --fn tanh --bits 1 --name a --domain 1 1.0000000000000002 -> domain
+fit --fn tanh --bits 1 --name a --domain -1e300 1e300 -> domain
+fit --fn tanh --bits 1 --name a --domain -1e-320 1e-320 -> domain
+
+fit --fn tanh --bits 1 --name a --weight gauss -> weight
+fit --fn tanh --bits 1 --name a --weight '' -> weight
+fit --fn tanh --bits 1 --name a --weight x -> weight 'x' is -10 at x = -10: expected 0 to 1e+30
+fit --fn tanh --bits 1 --name a --weight 'normal(0, -1)' -> deviation above 0
+fit --fn tanh --bits 1 --name a --weight 'normal(0, 1e308)' -> weight
+fit --fn tanh --bits 1 --name a --weight 'x - x' -> zero all over
+fit --fn tanh --bits 1 --name a --weight log(x) -> weight
+fit --fn gelu --bits 1 --name a --weight weights.json -> it has 2 sites, choose one: '1', '2'
+fit --fn gelu --bits 1 --name a --weight weights.json# -> weights.json: it has no site ''
+fit --fn gelu --bits 1 --name a --weight weights.json#3 -> weights.json: it has no site '3': there are '1'
+fit --fn gelu --bits 1 --name a --weight weights.json#1# -> it has no site '1#'
+fit --fn gelu --bits 1 --name a --weight none.json#1 -> none.json: cannot be read: no such file
+fit --fn gelu --bits 1 --name a --weight none#1 -> weight 'none#1'
+fit --fn gelu --bits 1 --name a --weight good.json -> good.json: schema: expected fitact.weights/1, got
+fit --fn gelu --bits 1 --name a --weight escape.json -> sites[0].path: expected 1 to 500 printable characters
+fit --fn gelu --bits 1 --name a --weight .json -> .json: cannot be read
+
+fit --fn x*tanh(x) --bits 1 -> --name is required for an expression
+fit --fn tanh --fn x*tanh(x) --bits 1 -> --name is required for an expression
+fit --fn tanh --bits 1 --weight normal -> --name is required for --weight
+fit --fn tanh --bits 1 --domain -5 5 -> --name is required for --domain
+fit --fn leaky_relu --param negative_slope=0.2 --bits 1 -> --name is required for --param
+fit --fn tanh --bits 1 --bits 2 --name a -> for a single fit
+fit --fn tanh --bits 1 --bits 2 -o a.json -> for a single fit
+fit --fn tanh --bits 1 --name ../a -> --name: expected a Python identifier
+fit --fn tanh --bits 1 --name 1a -> --name: expected a Python identifier
+fit --fn tanh --bits 1 --name '' -> --name: expected a Python identifier
+fit --fn tanh --bits 1 --name class -> --name: expected a Python identifier
+fit --fn tanh --bits 1 --name _a -> --name: expected a Python identifier
+fit --fn tanh --bits 1 --name é -> --name: expected a Python identifier
+fit --fn leaky_relu --param negative_slope=x --bits 1 --name a -> expected NAME=NUMBER
+fit --fn tanh --name a --bits 1 --param slope=nan -> parameter
+fit --fn tanh --name a --bits 1 --param slope=1e400 -> parameter
+fit --fn tanh --name a --bits 1 --param a=1 --param a=2 -> --param a: given twice
+
+fit --fn tanh --bits 1 -o folder -> folder
+fit --fn tanh --bits 1 -o '' -> expected the name of a file
+fit --fn tanh --bits 1 -o - -> expected the name of a file
+fit --fn tanh --bits 1 -o folder/ -> expected the name of a file
+fit --fn tanh --bits 2 -o good.json -> good.json: another fit
+fit --fn tanh --bits 2 -o file.json -> --force
+fit --fn tanh --bits 1 --bits 2 -> generated/fits/tanh_fewbit2.json: another fit
+
+fit --fn swiglu --bits 3 -> --method fewbit takes no gates, got 'swiglu': that of gates is rebuild
+fit --fn silu --method rebuild -> --method rebuild is for gates such as swiglu or silu(g)*u, got 'silu'
+fit --fn swiglu --fn silu --method rebuild -> expected functions of one kind, got 'swiglu' and 'silu'
+fit --fn swiglu --method rebuild --weight normal -> --method rebuild has no --weight: nothing is fitted
+fit --fn swiglu --method rebuild --bits 8 -> --method rebuild has no --bits: nothing is fitted
+fit --fn swiglu --method rebuild --param a=1 -> a gate has no --param
+fit --fn 'silu(g)*u' --method rebuild -> --name is required for an expression
+fit --fn 'silu(g + u)*u' --method rebuild --name a -> which mixes g and u
+fit --fn 'silu(g)' --method rebuild --name a -> got no factor of u
+fit --fn silu --method relumix --bits 2 --weight own.json -> --method relumix has no --weight
+fit --fn silu --method inverted --weight own.json -> --method inverted has no --weight
+fit --fn tanh --method exact --weight own.json -> --method exact has no --weight
+
+fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned numbers is rebuild
+LEARN x*tanh(x) --learn '=1' -> a name is a Python identifier of at most 40 characters of ASCII
+LEARN x*tanh(x) --learn é=1 -> a name is a Python identifier of at most 40 characters of ASCII
+LEARN x*tanh(x) --learn 'a b=1' -> a name is a Python identifier of at most 40 characters of ASCII
+LEARN x*tanh(x) --learn where=1 -> where is a function of formulas; choose another name
+LEARN x*tanh(x) --learn gelu=1 -> gelu is a function of formulas; choose another name
+LEARN x*tanh(x) --learn pi=1 -> pi is a constant of formulas; choose another name
+LEARN x*tanh(x) --learn x=1 -> x is an argument of formulas; choose another name
+LEARN x*tanh(x) --learn lambda=1 -> the name is Python's own; choose another name
+LEARN x*tanh(x) --learn match=1 -> the name is Python's own; choose another name
+LEARN x*tanh(x) --learn print=1 -> the name is Python's own; choose another name
+LEARN x*tanh(x) --learn forward=1 -> generated modules use that name themselves
+LEARN x*tanh(x) --learn u0=1 -> generated modules use that name themselves
+LEARN x*tanh(x) --learn _tl=1 -> names that begin with an underscore belong to generated modules
+LEARN x*tanh(x) --learn zz=1 -> the learned number zz is used nowhere
+LEARN a*x --learn a -> expected NAME=START or NAME:channel=START
+LEARN a*x --learn a= -> expected NAME=START or NAME:channel=START
+LEARN a*x --learn a=one -> expected NAME=START or NAME:channel=START
+LEARN a*x --learn a:channel -> expected NAME=START or NAME:channel=START
+LEARN a*x --learn a:rows=1 -> expected NAME=START or NAME:channel=START
+LEARN a*x --learn '' -> expected NAME=START or NAME:channel=START
+LEARN a*x --learn a=inf -> expected a start that float32 holds, got inf
+LEARN a*x --learn a=nan -> expected a start that float32 holds, got nan
+LEARN a*x --learn a=1 --learn a=2 -> --learn a: given twice
+LEARN log(a)*x --learn a=0 -> with its start a=0 the formula is inf at x = -10
+LEARN x/a --learn a=0 -> with its start a=0 the formula is nan at x = -10
+LEARN x*sqrt(a) --learn a=0 -> the derivative in a of the formula is nan at x = -10
+LEARN x*exp(a*x**2) --learn a=1000 -> with its start a=1000 the formula is -inf at x = -10
+LEARN a --learn a=1 -> does not depend on x
+LEARN silu(g)*u --learn g=1 -> expected an expression in x, got the gate
+LEARN dyt --learn delta=1 -> dyt has no learned number 'delta'
+
+codegen --out nowhere none.json -> none.json: cannot be read: no such file
+plot none.json -> none.json: cannot be read: no such file
+codegen folder -> folder: cannot be read: is a directory
+plot folder -> folder: cannot be read: is a directory
+codegen file -> file: not JSON
+plot file -> file: not JSON
+codegen future.json -> future.json: schema: expected
+plot future.json -> future.json: schema: expected
+codegen good.json broken.json -> broken.json: bits: expected
+plot good.json broken.json -> broken.json: bits: expected
+codegen hostile.json -> hostile.json: activation
+plot hostile.json -> hostile.json: activation
+codegen good.json --out '' -> --out': expected the name of a folder
+codegen good.json --out - -> --out': expected the name of a folder
+codegen good.json twin.json -> two fits are called 'good'
+codegen good.json --standalone --hub -> --standalone, --hub: expected only one
+codegen gate.json --hub -> 'swiglu_rebuild' is a gate: the Hub's layers take one input
+plot good.json -o a.txt -> ends in .png, .svg or .pdf
+plot good.json -o png -> ends in .png, .svg or .pdf
+plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is a folder
+
+memory my_models:tiny --no-compiler --gib nan -> --gib
+memory my_models:tiny --no-compiler --gib -inf -> --gib
+memory my_models:tiny --no-compiler --gib 0 -> --gib
+memory my_models:tiny --no-compiler --gib 1e300 -> --gib
+memory my_models:tiny --budget nan -> --budget
+memory my_models:tiny --budget -1 -> --budget
+memory my_models:tiny --budget 1.5 -> --budget
+memory my_models:tiny --no-compiler -o a.png --json a.png -> expected two files
+memory my_models:tiny --no-compiler -o a/ -> expected the name of a file
+memory my_models:tiny --no-compiler --json '' -> expected the name of a file
+memory --hf gpt2 --set n_layer=1 --set n_layer=2 -> --set n_layer: given twice
+memory --hf gpt2 --set 'n_layer={[]:1}' -> n_layer
+memory my_models:leaves -> my_models:leaves: it failed: SystemExit: 3
+memory leaves:tiny -> leaves: cannot be imported: SystemExit: 4
+
+calibrate -> CALL
+calibrate nope -> expected MODULE:CALLABLE
+calibrate nope:nope -> nope: cannot be imported
+calibrate my_models:nope -> it has no callable 'nope'
+calibrate my_models:leaves -> it failed: SystemExit: 3
+calibrate my_models:nothing -> expected a model and its inputs, or a model and several batches
+calibrate my_models:text -> expected a model and its inputs, or a model and several batches
+calibrate my_models:broken -> batch 2: it cannot be made: ZeroDivisionError
+calibrate my_models:odd -> batch 0: the model cannot be run with it: RuntimeError:
+calibrate my_models:tiny -o weights.txt -> weights.txt: expected a file name that ends in .json
+calibrate my_models:tiny -o '' -> expected the name of a file
+calibrate my_models:tiny --most 0 -> --most
+calibrate my_models:tiny --batch 0 -> --batch
+"""
+# The same of jobs that fail; status 1.
+FAILED = f"""
+fit --fn tanh --bits 1 -o file/a.json -> file/a.json: cannot be written:
+fit --fn tanh --bits 1 -o file/deeper/a.json -> cannot be written
+fit --fn tanh --bits 1 -o {"a" * 300}.json -> file name too long
+fit --fn tanh --bits 1 -o {"a" * 251}.json -> file name too long
+codegen good.json --out file -> cannot be
+codegen good.json --out file/below -> cannot be written
+plot good.json -o file/a.png -> cannot be written
+"""
+CASES = [
+    (status, *line.replace("LEARN", "fit --method rebuild --name own --fn").split(" -> "))
+    for status, lines in ((2, REFUSED), (1, FAILED))
+    for line in lines.splitlines()
+    if line
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with a file of each kind; a command that takes for ever fails its test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in ("my_models", "leaves"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with within(240):
+        yield
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    import torch
+    from torch import nn
+
+    import fitact
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.SiLU())
+    return fitact.calibrate(model, [torch.randn(4, 8)]).to_json()
+
+
+@pytest.mark.parametrize(("status", "line", "part"), CASES, ids=[line[:70] for _, line, _ in CASES])
+def test_wrong(status: int, line: str, part: str, weights: str, command: Command) -> None:
+    put("file")
+    put("file.json", "not a fit")
+    Path("folder").mkdir()
+    Path("folder.png").mkdir()
+    put("good.json", record("good"))
+    put("twin.json", record("good", "sigmoid"))
+    put("future.json", record("future", schema="fitact.fit/2"))
+    put("broken.json", record("broken", bits=7))
+    put("hostile.json", record("hostile", activation={"name": None, "expression": "__import__('os')"}))
+    put("generated/fits/tanh_fewbit2.json", record("tanh_fewbit2"))
+    put("gate.json", GATE)
+    put("weights.json", weights)
+    escape = json.loads(weights)
+    escape["sites"][0]["path"] = "\x1b[31m"
+    put("escape.json", json.dumps(escape))
+    put("my_models.py", MODELS)
+    put("leaves.py", "import sys\nsys.exit(4)\n")
+    before = tree()
+    found, out, err = command(line)
+    assert (found, out) == (status, ""), err
+    assert err.startswith("fitact: ") and err.endswith("\n") and err.rstrip("\n").isprintable()
+    assert len(err) < 600
+    assert part in err
+    assert tree() == before

@@ -1,0 +1,49 @@
+"""What tests of the command line share: small fits made by hand, files, and what lies in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fitact.fitter.records.fit import SCHEMA
+
+FITS = Path("generated/fits")
+
+
+def record(name: str, activation: str = "tanh", **changes: object) -> str:
+    """Return a small fit's JSON, made by hand."""
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "name": name,
+            "method": "fewbit",
+            "activation": {"name": activation, "expression": f"{activation}(x)"},
+            "bits": 1,
+            "domain": [-10.0, 10.0],
+            "weight": "uniform",
+            "even": False,
+            "borders": [0.5],
+            "levels": [0.25, 1.0],
+            "error": {"max": 0.25, "objective": 0.1, "primitive_max": 0.0, "primitive_norm": 0.0, "rms": 0.05},
+            "options": {"seed": 0},
+            **changes,
+        }
+    )
+
+
+def put(path: str | Path, text: str = "") -> Path:
+    """Write a file, and the folders that it is in."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    return path
+
+
+def tree() -> dict[str, bytes | None]:
+    """Return every file and folder below the current one, files with their bytes."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(Path().rglob("*"))}
+
+
+def files() -> list[str]:
+    """Return the names of the files below the current folder."""
+    return [path for path, content in tree().items() if content is not None]
