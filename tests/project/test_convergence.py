@@ -91,34 +91,26 @@ def test_packing_against_integers(bits: int) -> None:
 
 
 @BITS
-@pytest.mark.parametrize("size", [1, GROUP - 1, GROUP, 3 * GROUP + 7])
-def test_kept_bytes(bits: int, size: int) -> None:
-    x = torch.randn(size, requires_grad=True)
-    with count_saved() as saved:
-        QuantisedGelu(bits)(x)
-    assert saved.bytes == math.ceil(size / GROUP) * (GROUP * bits // 8 + 2 * 4)
-
-
-@BITS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_is_exact_at_the_restored_input(bits: int, dtype: torch.dtype) -> None:
-    x = torch.randn(5, 70).to(dtype).requires_grad_()
-    dy = torch.randn(5, 70).to(dtype)
-    torch.manual_seed(1)
-    y = QuantisedGelu(bits)(x)
-    y.backward(dy)
-    torch.manual_seed(1)
-    at = restore(*quantise(x, bits), bits).flatten()[: x.numel()].view(x.shape).to(dtype).requires_grad_()
-    F.gelu(at).backward(dy)
-    assert torch.equal(y, F.gelu(x))
-    assert x.grad is not None and at.grad is not None
-    assert torch.equal(x.grad, at.grad)
+    """And the codes, with two numbers a group, are all that is kept."""
+    for size in (1, GROUP - 1, GROUP, 3 * GROUP + 7):
+        x, dy = torch.randn(size).to(dtype).requires_grad_(), torch.randn(size).to(dtype)
+        torch.manual_seed(1)
+        with count_saved() as saved:
+            y = QuantisedGelu(bits)(x)
+        assert saved.bytes == math.ceil(size / GROUP) * (GROUP * bits // 8 + 2 * 4)
+        y.backward(dy)
+        torch.manual_seed(1)
+        at = restore(*quantise(x, bits), bits).flatten()[:size].to(dtype).requires_grad_()
+        F.gelu(at).backward(dy)
+        assert x.grad is not None and at.grad is not None
+        assert torch.equal(y, F.gelu(x)) and torch.equal(x.grad, at.grad)
 
 
-@pytest.mark.parametrize("value", [0.0, -2.5, 1e-40])
-def test_equal_elements_are_restored_exactly(value: float) -> None:
-    x = torch.full((GROUP + 1,), value)
-    assert bool((restore(*quantise(x, 4), 4) == value).all())
+def test_equal_elements_are_restored_exactly() -> None:
+    for value in (0.0, -2.5, 1e-40):
+        assert bool((restore(*quantise(torch.full((GROUP + 1,), value), 4), 4) == value).all())
 
 
 # The statistics
@@ -135,15 +127,12 @@ def test_paired_against_scipy() -> None:
         assert (result.mean - result.half, result.mean + result.half) == pytest.approx((low, high), rel=1e-9)
 
 
-def test_no_spread() -> None:
+def test_no_spread_and_too_little_to_compare() -> None:
     assert statistics.paired([0.0, 0.0, 0.0]) == statistics.Paired(0.0, 0.0, 0.0, 1.0, 3)
     assert statistics.paired([0.5] * 4) == statistics.Paired(0.5, 0.0, 0.0, stats.binomtest(4, 4).pvalue, 4)
-
-
-@pytest.mark.parametrize("differences", [[], [1.0], [1.0, math.nan]], ids=str)
-def test_too_little_to_compare(differences: list[float]) -> None:
-    with pytest.raises(ValueError, match="expected at least two finite differences"):
-        statistics.paired(differences)
+    for differences in ([], [1.0], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="expected at least two finite differences"):
+            statistics.paired(differences)
 
 
 def test_holm_rejects_what_the_procedure_rejects() -> None:
@@ -190,14 +179,25 @@ def test_every_task_and_every_method_is_in_a_setting() -> None:
     assert {*methods_of("learned")} == {EXACT.name, *learned} == {"exact", "rebuild"}
 
 
-@pytest.mark.parametrize(("task", "method"), PAIRS)
-def test_one_step(task: str, method: str, store: Path) -> None:
-    result = training.train(TASKS[task], METHODS[method], TINY, 0, store)
-    assert (result.task, result.method, result.seed, result.diverged) == (task, method, 0, None)
-    assert len(result.curve) == 1
-    assert result.curve[0] is not None and result.loss is not None and result.accuracy is not None
-    assert 0 < result.curve[0] < 10 and 0 < result.loss < 10 and 0 <= result.accuracy <= 1
-    assert result.kept_bytes > 0
+@pytest.mark.parametrize("task", sorted(tasks.SMALL.recipes))
+def test_steps(task: str, store: Path) -> None:
+    """With each method, from the same weights and the same first batch; the same seed gives the same numbers."""
+
+    def steps(method: str, seed: int = 0, folder: str = "3") -> Run:
+        result = training.train(TASKS[task], METHODS[method], THREE_STEPS, seed, store / folder)
+        return dataclasses.replace(result, seconds=0.0)
+
+    exact = steps("exact")
+    for method in methods_of("small"):
+        one = steps(method)
+        assert (one.task, one.method, one.seed, one.diverged, len(one.curve)) == (task, method, 0, None, 3)
+        assert one.loss is not None and one.accuracy is not None and None not in one.curve
+        assert 0 < one.loss < 10 and 0 <= one.accuracy <= 1 and one.kept_bytes > 0
+        assert one.curve[0] == pytest.approx(exact.curve[0], rel=2e-5)
+        if method in ("exact", "fewbit3", "stochastic2", "norms"):
+            assert steps(method, folder="3 again") == one
+            other = steps(method, seed=1)
+            assert one.curve != other.curve and one.loss != other.loss
 
 
 def test_quantised_steps(store: Path) -> None:
@@ -210,19 +210,6 @@ def test_quantised_steps(store: Path) -> None:
         assert one.curve[1:] != exact.curve[1:] and one.curve == pytest.approx(exact.curve, rel=0.02)
     assert four.kept_bytes < six.kept_bytes < eight.kept_bytes < 0.5 * exact.kept_bytes
     assert len({tuple(one.curve) for one in (eight, four, *others)}) == 2 + len(others)
-
-
-@pytest.mark.parametrize(
-    ("task", "method"),
-    [pair for pair in PAIRS if pair[1] in ("exact", "fewbit3", "stochastic2", "norms")],
-)
-def test_same_seed_same_numbers(task: str, method: str, store: Path) -> None:
-    first, again, other = (
-        dataclasses.replace(training.train(TASKS[task], METHODS[method], THREE_STEPS, seed, folder), seconds=0.0)
-        for seed, folder in ((0, store / "3"), (0, store / "3 again"), (1, store / "3"))
-    )
-    assert first == again
-    assert first.curve != other.curve and first.loss != other.loss
 
 
 @pytest.mark.parametrize(
@@ -241,17 +228,6 @@ def test_learned_numbers(task: str, kind: str, parameters: int, store: Path) -> 
     )
     assert (converted.curve, converted.loss) == (exact.curve, exact.loss)
     assert converted.kept_bytes < exact.kept_bytes
-
-
-@pytest.mark.parametrize("task", sorted(tasks.SMALL.recipes))
-def test_methods_are_paired(task: str, store: Path) -> None:
-    """They see the same first batch with the same weights, so their first losses agree."""
-    losses = {
-        method: training.train(TASKS[task], METHODS[method], THREE_STEPS, 0, store / "3").curve[0]
-        for method in ("exact", "fewbit1", "relumix2", "inverted1", "stochastic1", "norms-fewbit3")
-    }
-    assert len(losses) > 1
-    assert list(losses.values()) == pytest.approx([losses["exact"]] * len(losses), rel=2e-5)
 
 
 def _affine(model: Transformer) -> None:
@@ -459,16 +435,12 @@ def test_processes(tmp_path: Path) -> None:
         assert dataclasses.replace(one, seconds=0.0) == dataclasses.replace(here, seconds=0.0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": [{}]}', '{"runs": 3}'])
-def test_results_that_are_none(text: str, tmp_path: Path) -> None:
+def test_results_that_are_none_or_made_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(UsageError, match="expected results of this benchmark"):
-        run.read(path, {"setting": {}})
-
-
-def test_results_made_otherwise(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
+    for text in ("", "[]", "{}", '{"runs": [{}]}', '{"runs": 3}'):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="expected results of this benchmark"):
+            run.read(path, {"setting": {}})
     path.write_text(run.document(run.circumstances(TINY), []))
     assert run.read(path, run.circumstances(TINY)) == []
     with pytest.raises(UsageError, match="made with other setting: remove it"):
