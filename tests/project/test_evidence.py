@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
 from benchmarks.convergence import run
@@ -232,33 +231,6 @@ def test_the_page_says_what_the_record_says(record: dict[str, Any]) -> None:
         record["date"],
     ):
         assert part in words, part
-
-
-def test_comparisons_are_those_of_the_runs(record: dict[str, Any]) -> None:
-    """With SciPy's paired t test, and Holm's correction by its definition."""
-    losses: dict[tuple[str, str], dict[int, float]] = {}
-    for each in record["runs"]:
-        losses.setdefault((each["task"], each["method"]), {})[each["seed"]] = each["loss"]
-    assert {(one["task"], one["method"]) for one in record["comparisons"]} == {
-        (regime, method) for regime in REGIMES for method in evidence.TESTED
-    }
-    for regime in REGIMES:
-        of = [one for one in record["comparisons"] if one["task"] == regime]
-        ps = {}
-        for one in of:
-            seeds = sorted(losses[regime, one["method"]].keys() & losses[regime, "baseline"].keys())
-            pair = [[losses[regime, method][seed] for seed in seeds] for method in (one["method"], "baseline")]
-            test = stats.ttest_rel(*pair)
-            low, high = test.confidence_interval()
-            assert one["pairs"] == len(seeds) >= 3
-            assert one["difference"] == pytest.approx((low + high) / 2, rel=1e-4, abs=1e-9)
-            assert one["half"] == pytest.approx((high - low) / 2, rel=1e-4)
-            ps[one["method"]] = test.pvalue
-        for one in of:
-            smaller = sorted(ps.values())[: sorted(ps.values()).index(ps[one["method"]]) + 1]
-            expected = max(min(1.0, (len(ps) - rank) * p) for rank, p in enumerate(smaller))
-            assert one["adjusted"] == pytest.approx(expected, rel=1e-4)
-            assert one["distinguishable"] == (expected < 0.05)
 
 
 def test_rebuilt_outputs_change_no_bit(record: dict[str, Any]) -> None:

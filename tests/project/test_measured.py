@@ -1,0 +1,131 @@
+"""Tables of the documents are those of the committed measurements, which are made again in small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks import layers
+from benchmarks.convergence.tasks import SMALL
+from benchmarks.evidence import blocks, checkpoints, convolutions
+from fitact.runtime.saving.blocks import nbytes
+from tests.conftest import ROOT
+
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("saving", "storage")}
+RECORDS: dict[str, Any] = {
+    module.__name__.rpartition(".")[2]: json.loads(module.RESULTS.read_text("utf-8"))
+    for module in (blocks, checkpoints, convolutions, layers)
+}
+RECIPE = replace(SMALL.recipes["characters"], steps=60, rate=blocks.RATE, validation=8)
+
+
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [(blocks, "storage"), (convolutions, "storage"), (checkpoints, "saving"), (layers, "saving")],
+    ids=["blocks", "convolutions", "checkpoints", "layers"],
+)
+def test_tables(module: Any, page: str) -> None:
+    rows = RECORDS[module.__name__.rpartition(".")[2]]["rows"]
+    assert "\n".join(module.table(rows)) in PAGES[page]
+
+
+def errors(name: str) -> list[dict[str, float]]:
+    return [row["error"] for row in RECORDS[name]["rows"]]
+
+
+def ratios(name: str, of: str) -> tuple[int, int]:
+    found = [error[of] / error["8 bits"] for error in errors(name)]
+    return round(min(found)), round(max(found))
+
+
+def test_what_is_said_of_block_codes() -> None:
+    for way, said in {"encode": "coding takes 2.8 to 4.0 ns", "decode": "decoding 1.6 to 2.4,"}.items():
+        found = [row["nanoseconds"][way] for row in RECORDS["blocks"]["times"]]
+        assert f"{min(found):.1f} to {max(found):.1f}" in said and said in PAGES["storage"]
+    times = [[row[way] for row in RECORDS["blocks"]["times"]] for way in ("encode", "decode")]
+    said = " times and ".join(f"{min(one):.0f} to {max(one):.0f}" for one in times)
+    assert f"{said} times as long as PyTorch's GELU" in PAGES["storage"].replace("\n", " ")
+    assert max(error["rounding"] for error in errors("blocks")) < 0.01
+    coarse = [error["coarse"] for error in errors("blocks")]
+    assert (round(min(coarse), 2), round(max(coarse), 2)) == (0.07, 0.11)
+    assert ratios("blocks", "e4m3, 1×128") == (4, 5)
+    with_relu = RECORDS["convolutions"]["rows"][:4]
+    assert all(row["error"]["rounding, batch norms too"] < 0.01 for row in with_relu)
+    assert all(row["saved"]["rounding, batch norms too"] < row["saved"]["exact"] / 2 for row in with_relu)
+    assert all(error["rounding"] < 0.01 for error in errors("convolutions"))
+
+
+def test_what_is_said_of_checkpoints() -> None:
+    assert ratios("checkpoints", checkpoints.FLOAT8) == (3, 5)
+    assert all(0.0025 < error["8 bits"] < 0.0135 for error in errors("checkpoints"))
+    first, *_, last = (
+        [row for row in RECORDS["checkpoints"]["rows"] if row["blocks"] == depth] for depth in checkpoints.DEPTHS
+    )
+    for a, b in zip(first, last, strict=True):
+        low, high = (1.05, 1.15) if a["dtype"] == "float32" else (1.2, 1.45)
+        assert low < b["error"]["8 bits"] / a["error"]["8 bits"] < high
+    assert [round(nbytes((2048, 4096), bits) / (2 * 2048 * 4096), 2) for bits in (8, 4)] == [0.52, 0.27]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "again", "factor"),
+    [
+        ("blocks", lambda: blocks.rows(RECIPE), 2),
+        pytest.param("checkpoints", lambda: checkpoints.rows(RECIPE, (4,)), 3, marks=pytest.mark.full),
+    ],
+)
+def test_errors_again(name: str, again: Callable[[], list[dict[str, Any]]], factor: float) -> None:
+    """A model that was trained for less time; errors are of the same order."""
+    for row in again():
+        same = ({*row} & {"model", "inputs", "dtype", "blocks"}) - {"error"}
+        (stated,) = (one for one in RECORDS[name]["rows"] if all(one[key] == row[key] for key in same))
+        for policy, error in row["error"].items():
+            assert stated["error"][policy] / factor < error < factor * stated["error"][policy], (row, policy)
+
+
+# ------------------------------------------------------------------------------------------ what layers save
+
+ROWS: list[dict[str, Any]] = RECORDS["layers"]["rows"]
+
+
+def test_nothing_that_computes_no_product_again_saves_less() -> None:
+    pairs = [(row["layer"], row["training"]) for row in ROWS]
+    assert pairs == [(name, training) for name in layers.LAYERS for training in layers.TRAININGS]
+    assert "Everywhere *exact* saves least" in PAGES["saving"]
+    for row in ROWS:
+        saved = row["saved"]
+        assert not row["again"]  # so says the text of the compiler's products
+        assert saved["coarse"] < saved["rounding"] < saved["exact"]
+        recomputed = {way for way in saved if way.endswith(", attention recomputed")}
+        assert {way for way in saved if saved[way] < saved["exact"]} - recomputed == {"rounding", "coarse"}
+        gained = {way: saved[way] - saved[f"{way}, attention recomputed"] for way in ("exact", "coarse")}
+        of_t5 = (row["layer"], row["training"]) == ("T5, gated", "everything")
+        expected = {"exact": 8.5, "coarse": 8.0} if of_t5 else {"exact": 1.0, "coarse": 0.55}
+        assert gained == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["LLaMA-7B", pytest.param("BERT", marks=pytest.mark.full)])
+def test_bytes_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer tokens: what is saved for one is nearly the same."""
+    monkeypatch.setattr(layers, "BATCH", 2)
+    monkeypatch.setattr(layers, "SEQ", 64)
+    (row,) = (row["saved"] for row in ROWS if (row["layer"], row["training"]) == (name, "everything"))
+    numbers = layers.tokens(name) * layers.LAYERS[name][2]["hidden_size"] * 2
+    for way in ("baseline", "exact", "rounding", "coarse", "coarse, attention recomputed"):
+        one, two = (layers.bytes_saved(name, "everything", n, layers.WAYS[way]) for n in (1, 2))
+        assert (two - one) / numbers == pytest.approx(row[way], rel=0.01)
+
+
+def test_counts_of_others() -> None:
+    """By hand, for LLaMA: 2 norms' inputs and outputs, q, k, v, o, and of the MLP g, u and their product."""
+    wide = 688 / 256
+    assert layers.counted("LLaMA-7B", "everything") == {"Liger": pytest.approx(2 + 2 + 4 + 3 * wide)}
+    lora = layers.counted("LLaMA-7B", "LoRA")
+    assert lora["unsloth"] == pytest.approx(2 + 2 + 4 + 2 * wide)
+    assert lora["Liger"] == pytest.approx(2 + 2 + 4 + 3 * wide + 7 * 8 / 256)
+    assert layers.counted("LLaMA-7B", "LoRA, dropout") == layers.counted("BERT", "LoRA") == {}
