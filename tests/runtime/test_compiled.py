@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.support.generated import Generated
-from tests.support.kinds import each, every
+from tests.support.kinds import each as each_activation
+from tests.support.kinds import every
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from fitact.runtime.kernels.registry import find
+from fitact.runtime.saving.blocks import BITS
+from tests.support.gates import rebuilt
 from tests.support.generated import load
-from tests.support.instructions import FLOATS, TARGETS, Code, Kernel, machine_code, machine_codes, nvidia
-from tests.support.learned import CASES
-from tests.support.more_kernels import LearnedKernel
+from tests.support.instructions import (
+    FLOATS,
+    TARGETS,
+    BlockKernel,
+    Code,
+    GateKernel,
+    Kernel,
+    amd,
+    machine_code,
+    machine_codes,
+    nvidia,
+    resources,
+)
+from tests.support.learned import CASES, learned_module
+from tests.support.more_kernels import PLACES, LearnedKernel
 
 # The dtypes of x and y; where backward needs the output, autocast makes the last.
 PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")]
@@ -28,6 +44,7 @@ QUICK |= {(f"gelu_fewbit{bits}", "bf16", "bf16", target) for bits in (3, 4) for 
 QUICK |= {("gelu_inverted1", "bf16", "bf16", "sm_90"), ("hardswish_inverted2", "fp32", "bf16", "sm_90")}
 QUICK |= {("silu_inverted_published", "fp32", "fp32", "sm_90"), ("gelu_inverted1", "fp32", "bf16", "gfx942")}
 QUICK |= {(name, *pair, "sm_90") for name in ("tanh_exact", "relu2_exact") for pair in (PAIRS[0], PAIRS[3])}
+FULL = pytest.mark.full
 AT_ONCE = 8  # modules whose kernels are disassembled together
 
 
@@ -94,7 +111,7 @@ def check(one: Generated, kernel: Kernel, x: str, y: str, target: str, ttir: str
 
 def test_kernels_disassembled_at_once_are_those_disassembled_alone() -> None:
     """But for the names of labels; one of them divides, by a subroutine."""
-    divides = LearnedKernel("prelu", "forward", find(load(CASES["prelu"].fit)._KEY), "last")
+    divides = LearnedKernel("prelu", "forward", find(learned_module("prelu")._KEY), "last")
     kernels = [Kernel.of("gelu_fewbit3", "forward"), divides, Kernel.of("gelu_inverted1", "backward")]
     asms = [kernel.compile("bf16", "sm_90").asm for kernel in kernels]
     codes = machine_codes(asms, "sm_90")
@@ -109,7 +126,7 @@ def test_kernels_disassembled_at_once_are_those_disassembled_alone() -> None:
     assert any(one.name.startswith("CALL") for one in nvidia(codes[1].text).instructions)
 
 
-@each(SOME | {"gelu_fewbit3"})
+@each_activation(SOME | {"gelu_fewbit3"})
 @pytest.mark.parametrize("y", ["bf16", pytest.param("fp16", marks=pytest.mark.full), "fp32"])
 def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> None:
     """A row is loaded and stored once, masked or not; the planes of codes once a tile."""
@@ -119,3 +136,68 @@ def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> Non
         code = Kernel.of(one.name, pass_).compile(x, "sm_90", y).asm["ttir"]
         assert code.count("tt.load") == loads
         assert code.count("tt.store") == stores
+
+
+# ------------------------------------------------------------------------- gates, learned numbers, block codes
+
+
+def each(quick: set[tuple[str, ...]], *parts: Any) -> pytest.MarkDecorator:
+    """Parametrise `case` by a product; those that are not quick run in the full product alone."""
+    cases = [pytest.param(one, id="-".join(one), marks=[] if one in quick else FULL) for one in product(*parts)]
+    return pytest.mark.parametrize("case", cases)
+
+
+def widest(code: Code, target: str, what: str) -> int:
+    program = (amd if target == "gfx942" else nvidia)(code.text)
+    return max(getattr(one, what) for one in program.instructions)
+
+
+@each({("bf16", "sm_90", "forward")}, ("bf16", "fp32"), TARGETS, ("forward", "backward"))
+def test_gates(case: tuple[str, str, str]) -> None:
+    """No spills, nor of views; and a thread writes 16 bytes at once."""
+    dtype, target, pass_ = case
+    gate: Any = find(load(rebuilt("geglu", "own_rebuild"))._KEY)
+    kernels = [GateKernel("own_rebuild", pass_, gate, view) for view in (False, True)]
+    for code in machine_codes([kernel.compile(dtype, target).asm for kernel in kernels], target):
+        assert code.spills == 0
+        assert widest(code, target, "store") == 16
+
+
+QUICK_LEARNED = {
+    ("xielu", "backward", "bf16", "sm_90", "one"),
+    ("dyt", "backward", "fp32", "sm_90", "last"),
+    ("dyt", "forward", "bf16", "gfx942", "image"),
+    ("dyt", "backward", "bf16", "sm_80", "image"),
+}
+
+
+@each(QUICK_LEARNED, CASES, ("forward", "backward"), ("bf16", "fp32"), TARGETS, PLACES)
+def test_learned_numbers(case: tuple[str, str, str, str, str]) -> None:
+    """No spills, and no atomics."""
+    name, pass_, dtype, target, place = case
+    if CASES[name].wide != (place != "one"):
+        pytest.skip("a formula with numbers of channels has these, another has none")
+    formula = find(learned_module(name)._KEY)
+    asm = LearnedKernel(name, pass_, formula, place).compile(dtype, target).asm
+    assert "atomic" not in asm["ttir"]
+    assert resources(asm).spills == 0
+    assert "scratch_" not in asm.get("amdgcn", "")
+
+
+@each({("bf16", "sm_80"), ("bf16", "sm_90"), ("fp32", "sm_90"), ("bf16", "gfx942")}, FLOATS, TARGETS)
+def test_block_codes(case: tuple[str, str]) -> None:
+    """No spills, no atomics, 16 bytes at a time but of what is left over; each tensor is read and written once."""
+    dtype, target = case
+    kernels = [BlockKernel(bits, pass_) for bits in BITS for pass_ in ("encode", "decode")]
+    kernels += [BlockKernel(bits, pass_, rest=True) for bits in (3, 8) for pass_ in ("encode", "decode")]
+    made = [kernel.compile(dtype, target).asm for kernel in kernels]
+    for kernel, asm, code in zip(kernels, made, machine_codes(made, target), strict=True):
+        name = f"{kernel}, {dtype}, {target}"
+        assert "atomic" not in asm["ttir"], name
+        assert code.spills == 0 and code.registers < 255, name
+        assert not re.search(r"\b(LDL|STL)\b|scratch_", code.text), name
+        if not kernel.rest:
+            assert widest(code, target, "load" if kernel.pass_ == "encode" else "store") == 16, name
+            parts = {8: 1, 4: 1}.get(kernel.bits, 2) + 2
+            counts = asm["ttir"].count("tt.load"), asm["ttir"].count("tt.store")
+            assert counts == ((1, parts) if kernel.pass_ == "encode" else (parts, 1)), name

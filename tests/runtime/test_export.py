@@ -74,29 +74,19 @@ def saved_and_loaded(program: Any, folder: Path) -> Any:
 # Before 2.13 PyTorch warns of what it has just read itself.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("name", SOME)
-def test_gradients_of_exported_programs(name: str, strict: bool, tmp_path: Path) -> None:
-    program = export(between_layers(name), torch.randn(6, 8), strict=strict)
+def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) -> None:
+    """Saved and loaded again, too: outputs and gradients are eager's, of any size."""
+    program = export(between_layers(name), torch.randn(6, 8), strict=strict, grad=grad)
     again = saved_and_loaded(program, tmp_path)
     for rows in (6, 2000):
-        x = torch.randn(rows, 8)
-        expected = step(between_layers(name), x)
-        for model in (program.module(), again.module()):
-            model.zero_grad()
-            for got, want in zip(step(model, x), expected, strict=True):
-                assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
-@pytest.mark.parametrize("name", SOME)
-def test_exported_without_gradients(name: str, strict: bool, tmp_path: Path) -> None:
-    model = between_layers(name)
-    program = export(model, torch.randn(6, 8), strict=strict, grad=False)
-    for rows in (6, 2000):
-        x = torch.randn(rows, 8)
-        with torch.no_grad():
-            assert torch.equal(program.module()(x), model(x))
-            assert torch.equal(saved_and_loaded(program, tmp_path).module()(x), model(x))
+        x, model = torch.randn(rows, 8), between_layers(name)
+        with torch.set_grad_enabled(grad):
+            expected = step(model, x) if grad else [model(x)]
+            for other in (program.module(), again.module()):
+                other.zero_grad()
+                assert all(map(torch.equal, step(other, x) if grad else [other(x)], expected))
 
 
 @needs_compiler
@@ -206,9 +196,6 @@ def test_shipped_activations_are_found_by_their_keys() -> None:
     keys = [module._KEY for module in (relu_exact, silu_inverted1)]
     script = f"assert [registry.find(key).key for key in {keys}] == {keys}"
     in_a_process_of_its_own(["from fitact.runtime.kernels import registry", script], Path())
-
-
-def test_another_version_of_a_shipped_activation() -> None:
     with pytest.raises(RuntimeError, match=r"expected the shipped relu_exact to have the key 'relu_exact-0', but"):
         registry.find("relu_exact-0")
 

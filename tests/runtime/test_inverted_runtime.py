@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import special
-from torch import nn
 
 from fitact.runtime.kernels import registry
-from tests.runtime.test_contract import losses
 from tests.support.curves import CURVES
 from tests.support.generated import (
     DTYPES,
@@ -349,15 +347,3 @@ def sample(one: Inverse, low: float, high: float) -> torch.Tensor:
         if abs(border) < 1e30:
             parts += [chain(border, 100, np.float32), border + np.linspace(-1e-2, 1e-2, 10_001)]
     return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
-
-
-def test_a_formula_trains() -> None:
-    one = made("softplus(x) - 0.3*x", None)
-
-    class Baseline(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.softplus(x) - 0.3 * x
-
-    ours = losses(one.module.OwnInverted(), rate=0.01)
-    assert ours[-1] < ours[0] / 1.5
-    np.testing.assert_allclose(ours, losses(Baseline(), rate=0.01), rtol=1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fitact
-from fitact.runtime.kernels import reference as eager
 from fitact.runtime.kernels import registry
 from fitact.runtime.kernels.inputs import memory_order
 from tests.support.generated import forward_op, run
+from tests.support.inverses import unpacked
 from tests.support.steps import Shipped, each, shipped
 
 GELU3 = next(one for one in shipped() if one.name == "gelu_fewbit3")
@@ -56,23 +55,14 @@ def test_what_needs_no_gradient_is_not_coded(frozen: bool) -> None:
     assert called.ops == ["fitact::forward", "fitact::backward"]
 
 
-def test_unregistered_key() -> None:
-    with pytest.raises(RuntimeError, match="import the generated module"):
-        registry.find("nothing-0")
-
-
 def test_codes_are_the_layout_that_is_documented() -> None:
     """Row r of column j in bits [k·r, k·r + k) of an 8k-bit word, stored as k planes of 1024 bytes."""
     x = torch.randn(10_000)
     x[5] = float("nan")
-    _, codes = forward_op(x, x.dtype, GELU3.module._KEY)
-    assert codes.dtype == torch.uint8
-    planes = codes.view(2, 3, 1024)
+    _, codes = forward_op(x, x.dtype, GELU3.key)
     expected = torch.zeros(2 * 8192, dtype=torch.long)
     expected[:10_000] = sum((x > border).long() for border in GELU3.fit["borders"])
-    words = sum(planes[:, plane].long() << (8 * plane) for plane in range(3))
-    for row in range(8):
-        assert torch.equal(words >> (3 * row) & 7, expected.view(2, 8, 1024)[:, row])
+    assert codes.dtype == torch.uint8 and torch.equal(unpacked(codes, 3), expected)
 
 
 IMPORT = """
@@ -101,12 +91,12 @@ def test_in_a_process_of_its_own(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_registering_twice_is_harmless() -> None:
-    step = registry.find(GELU3.module._KEY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert registry.register(step) == step.key
-    assert eager.TILE == 8192
+def test_keys() -> None:
+    """One that is not there is told, and registering twice is harmless."""
+    with pytest.raises(RuntimeError, match="import the generated module"):
+        registry.find("nothing-0")
+    step = registry.find(GELU3.key)
+    assert registry.register(step) == step.key
 
 
 def test_memory_order_is_that_of_empty_like() -> None:

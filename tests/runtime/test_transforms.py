@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,10 +26,7 @@ from tests.support.generated import (
     same,
     sizes,
 )
-from tests.support.inverses import SOME as INVERSES
-from tests.support.kinds import QUICK, each, each_kind, every_kind, kinds
-from tests.support.outputs import SOME as OUTPUTS
-from tests.support.steps import SOME as STEPS
+from tests.support.kinds import QUICK, USUAL, each_kind, every_kind, kinds
 
 BACKENDS = [None, "eager", "aot_eager"]
 
@@ -41,28 +39,38 @@ def compiled(function: Callable, backend: str | None, **options: Any) -> Callabl
 # ----------------------------------------------------------------------------------------------------- compilers
 
 
-@each(STEPS | INVERSES | OUTPUTS)
-def test_compile_fullgraph(one: Generated) -> None:
-    x = torch.randn(300, 50, requires_grad=True)
-    with count_saved() as saved:
-        y = compiled(one.function, "aot_eager")(x)
+# backend, layout of the input, where autocast is entered
+WAYS = [
+    ("aot_eager", "contiguous", ""),
+    ("aot_eager", "transposed", ""),
+    ("aot_eager", "channels_last", "outside"),
+    ("aot_eager", "transposed", "inside"),
+    ("eager", "transposed", ""),
+]
+
+
+@every_kind
+@pytest.mark.parametrize(("backend", "layout", "autocast"), WAYS)
+def test_compiled(one: Generated, backend: str, layout: str, autocast: str) -> None:
+    """In one graph, values, gradients and kept bytes are those of eager code."""
+    f = one.function
+
+    def casting(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "inside"):
+            return f(x)
+
+    function = compiled(casting if autocast == "inside" else f, backend)
+    x = LAYOUTS[layout]().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "outside"), count_saved() as saved:
+        y = function(x)
+    assert same(y, one.baseline(x.detach()).to(torch.bfloat16 if autocast and one.keeps_output else torch.float32))
+    assert sizes(saved) == one.kept(y)
     dy = torch.randn_like(y)
     (dx,) = torch.autograd.grad(y, x, dy)
-    assert same(y, one.baseline(x))
-    assert same(dx, run(one.function, x, dy)[1])
-    assert sizes(saved) == one.kept(y)
-
-
-@each_kind
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_transposed_input(one: Generated, backend: str | None) -> None:
-    x = torch.randn(100, 90).t().requires_grad_()
-    with count_saved() as saved:
-        y = compiled(one.function, backend)(x)
-    assert sizes(saved) == one.kept(y)
-    dy = torch.randn(90, 100)
-    (dx,) = torch.autograd.grad(y, x, dy)
+    assert dx.dtype == torch.float32
     one.check_gradient(x, y, dy, dx)
+    if not autocast:
+        assert same(dx, run(f, x, dy)[1])
 
 
 @pytest.mark.parametrize(
@@ -92,55 +100,28 @@ def test_compile_with_the_default_backend(one: Generated, budget: float) -> None
         assert set(sizes(saved)) == {x.numel() * 4, *one.kept(y)}
 
 
-@every_kind
-def test_compile_dynamic_recompiles_once(one: Generated) -> None:
+@pytest.mark.parametrize(
+    ("one", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if layout == "contiguous" or name in QUICK else pytest.mark.full)
+        for name in USUAL
+        for layout in ("contiguous", "transposed", "channels_last")
+    ],
+    indirect=["one"],
+)
+def test_compile_dynamic_recompiles_once(one: Generated, layout: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(one.function, fullgraph=True, backend=counter)
-    for n in (100, 8192, 9000, 20_001, 7):
-        x = torch.randn(n, requires_grad=True)
-        y = function(x)
+    for n in (100, 8192, 9000, 7) if layout == "contiguous" else (8, 9, 30):
+        x = torch.randn(n) if layout == "contiguous" else torch.randn(2, n, 4, 5)
+        x = x.transpose(1, 2) if layout == "transposed" else x
+        x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
+        y = function(x.requires_grad_())
         y.sum().backward()
-        assert same(y, one.baseline(x))
-        assert same(x.grad, run(one.function, x)[1])
-    assert counter.frame_count <= 2
-
-
-@each_kind
-@pytest.mark.parametrize("layout", ["transposed", "channels_last"])
-def test_compile_other_layouts_with_dynamic_sizes(one: Generated, layout: str) -> None:
-    function = compiled(one.function, "aot_eager", dynamic=True)
-    for n in (8, 9, 30):
-        x = torch.randn(2, n, 4, 5)
-        x = x.transpose(1, 2) if layout == "transposed" else x.to(memory_format=torch.channels_last)
-        x.requires_grad_()
-        y = function(x)
-        dy = torch.randn_like(y)
-        (dx,) = torch.autograd.grad(y, x, dy)
         torch.testing.assert_close(y, one.baseline(x))
-        one.check_gradient(x, y, dy, dx)
-
-
-@each_kind
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_compile_and_autocast(one: Generated, inside: bool, layout: str) -> None:
-    f = one.function
-
-    def casting(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return f(x)
-
-    function = compiled(casting if inside else f, "aot_eager")
-    x = LAYOUTS[layout]().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside), count_saved() as saved:
-        y = function(x)
-    assert same(y, one.baseline(x.detach()).to(torch.bfloat16 if one.keeps_output else torch.float32))
-    assert sizes(saved) == one.kept(y)
-    dy = torch.ones_like(y)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    assert dx.dtype == torch.float32
-    one.check_gradient(x, y, dy, dx)
+        one.check_gradient(x, y, torch.ones_like(y), x.grad)
+    assert counter.frame_count <= 2
 
 
 @each_kind
@@ -154,6 +135,11 @@ def test_compiled_code_asks_for_gradients_too(one: Generated) -> None:
             assert function(x).requires_grad == some
             assert ("fitact.forward" in graphs.graphs[-1].code) == some
             assert "functorch" not in graphs.graphs[-1].code
+    f, x = one.function, torch.randn(30, 10)
+    changing = compiled(lambda t: f(t).mul_(2), "aot_eager")
+    assert same(changing(x), 2 * one.baseline(x)), "without a gradient the output may change"
+    with torch.no_grad():
+        assert same(changing(x.clone().requires_grad_()), 2 * one.baseline(x))
 
 
 @kinds("gelu_inverted1")
@@ -190,17 +176,6 @@ def test_a_change_after_what_is_compiled(one: Generated, backend: str | None, re
     else:
         y.sum().backward()
         one.check_gradient(x, before, torch.full_like(y, 1.0 + recorded), x.grad)
-
-
-@each_kind
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_gradient_the_output_may_change(one: Generated, backend: str | None) -> None:
-    x = torch.randn(30, 10)
-    f, expected = one.function, 2 * one.baseline(x)
-    function = compiled(lambda t: f(t).mul_(2), backend)
-    assert same(function(x), expected)
-    with torch.no_grad():
-        assert same(function(x.clone().requires_grad_()), expected)
 
 
 # ---------------------------------------------------------------------------------------------- export, the ops
@@ -272,6 +247,10 @@ def test_torch_func(one: Generated) -> None:
     assert same(pullback(torch.ones_like(y))[0], derivative)
     for empty in (torch.randn(0, 7), torch.randn(7, 0)):
         assert vmap(f)(empty).shape == empty.shape
+    for n in (1, 8192, 2 * 8192 + 77):
+        x = torch.randn(3, n)
+        squares = vmap(torch.func.grad(lambda t: (f(t) ** 2).sum()))(x)
+        torch.testing.assert_close(squares, run(f, x, 2 * one.baseline(x))[1], rtol=1e-4, atol=1e-6)
 
 
 @every_kind
@@ -287,18 +266,6 @@ def test_torch_func_where_the_input_does_not_tell(one: Generated) -> None:
     assert same(leaf.grad, derivatives)
     inner = torch.func.grad(lambda t: (f(x) * t).sum())
     assert same(inner(x), f(x))
-
-
-@every_kind
-@pytest.mark.parametrize("n", [0, 1, 8192, 2 * 8192 + 77])
-def test_vmap_of_many_sizes(one: Generated, n: int) -> None:
-    x, f = torch.randn(3, n), one.function
-    grad = torch.func.grad(lambda t: (f(t) ** 2).sum())
-    alone = torch.stack([grad(row) for row in x])
-    # PyTorch's own values round differently with and without vectors
-    torch.testing.assert_close(torch.func.vmap(grad)(x), alone, rtol=1e-4, atol=1e-6)
-    y = one.baseline(x)
-    torch.testing.assert_close(alone, run(f, x, 2 * y)[1], rtol=1e-4, atol=1e-6)
 
 
 @every_kind
@@ -385,52 +352,50 @@ def test_double_backward_raises(
 def test_second_derivatives_by_transforms_raise(one: Generated, derive: Callable) -> None:
     with pytest.raises(RuntimeError, match=f"{one.name}: a second derivative was requested"):
         derive(one.function, torch.randn(3, requires_grad=True))
-
-
-@every_kind
-def test_forward_mode_raises(one: Generated) -> None:
-    x = torch.randn(3)
     with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(one.function, (x,), (x,))
+        torch.func.jvp(one.function, (torch.randn(3),), (torch.randn(3),))
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
 
 
-@every_kind
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("autocast", [True, False])
-def test_checkpoint(one: Generated, reentrant: bool, autocast: bool) -> None:
-    x = torch.randn(5000, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        y = checkpoint(lambda t: one.function(t * 2), x, use_reentrant=reentrant)
-        expected = run(lambda t: one.function(t * 2), x)[1]
-    assert y.dtype == (torch.bfloat16 if autocast and one.keeps_output else torch.float32)
-    y.sum().backward()
-    assert same(x.grad, expected)
+def selective(f: Callable, x: torch.Tensor) -> torch.Tensor:
+    """What is kept of the activation is kept, and the rest recomputed."""
 
-
-@every_kind
-def test_selective_checkpoint_can_keep_what_is_kept(one: Generated) -> None:
     def keep(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         ours = op == torch.ops.fitact.forward.default
         return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
-    x = torch.randn(5000, requires_grad=True)
-    y = checkpoint(
-        lambda t: one.function(t.sin()).cos(),
-        x,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(keep),
-    )
-    y.sum().backward()
-    assert same(x.grad, run(lambda t: one.function(t.sin()).cos(), x)[1])
+    contexts = partial(create_selective_checkpoint_contexts, keep)
+    y: torch.Tensor = checkpoint(f, x, use_reentrant=False, context_fn=contexts)
+    return y
+
+
+def on_cpu(f: Callable, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        y: torch.Tensor = f(x)
+    return y
+
+
+CHECKPOINTS: dict[str, Callable] = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "selective": selective,
+    "on the CPU": on_cpu,
+}
 
 
 @every_kind
-def test_save_on_cpu(one: Generated) -> None:
-    x = torch.randn(9000, requires_grad=True)
-    with torch.autograd.graph.save_on_cpu():
-        y = one.function(x)
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_checkpoints(one: Generated, way: str, autocast: bool) -> None:
+    def f(t: torch.Tensor) -> torch.Tensor:
+        return one.function(t.sin()).cos()
+
+    x = torch.randn(5000, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = CHECKPOINTS[way](f, x)
+        expected = run(f, x)[1]
+    assert y.dtype == (torch.bfloat16 if autocast and one.keeps_output else torch.float32)
     y.sum().backward()
-    assert same(x.grad, run(one.function, x)[1])
+    assert same(x.grad, expected)
