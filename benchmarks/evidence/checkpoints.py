@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fitact
-from fitact.runtime.saving import storage
 
 from ..convergence.tasks import SMALL, Batch, Recipe
 from ..convergence.training import loss_of
-from .blocks import DTYPES, OTHERS, descaled, record, trained, with_outliers
+from ..rivals import RIVALS, in_place_of_block_codes
+from .blocks import DTYPES, record, trained, with_outliers
 
 RESULTS = Path(__file__).parents[1] / "results" / "checkpoints.json"
 DEPTHS, STEPS = (4, 12, 32), 200
@@ -48,9 +48,7 @@ def errors(model: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
     """Yield codes and relative errors of the gradient."""
     baseline = gradient(model, batch, "exact")
     for name, error in ERRORS.items():
-        encode = OTHERS.get(name, storage.encode)
-        decode = descaled if name in OTHERS else storage.decode
-        with mock.patch.multiple(storage, encode=encode, decode=decode):
+        with in_place_of_block_codes(name) if name in RIVALS else nullcontext():
             found = gradient(model, batch, error)
         yield name, float(f"{float((found - baseline).norm() / baseline.norm()):.3g}")
 
