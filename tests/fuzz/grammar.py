@@ -199,13 +199,7 @@ def _renamed(tree: Tree, name: str) -> Tree:
 LETTERS = sorted({*string.ascii_letters, *string.digits, *" _.,+-*/()<>=!|&%@~:[]{}"})
 ODD = [
     *"\0\n\t\"'\\#^`$;?é×−π²\u200b\u2028\u202e\ufeff",
-    "\ud800",
-    "\U0001f600",
-    "**",
-    "where(",
-    "1e999",
-    "1j",
-    "lambda",
+    *("\ud800", "\U0001f600", "**", "where(", "1e999", "1j", "lambda"),
 ]
 
 
@@ -229,39 +223,24 @@ def text(chance: random.Random) -> str:
 
 
 NUMBERS = (
-    "-1",
-    "0",
-    "1",
-    "2",
-    "3",
-    "4",
-    "5",
-    "8",
-    "99",
-    "1e999",
-    "nan",
-    "-0",
-    "1e-300",
-    "3.5",
-    "x",
-    "",
-    "1e30",
+    *("-1", "0", "1", "2", "3", "4", "5", "8", "99", "1e999", "nan", "-0", "1e-300", "3.5", "x", "", "1e30"),
     "9" * 400,
+)
+WEIGHTS = (
+    "uniform",
+    "normal",
+    "normal(0, 2)",
+    "student(2)",
+    "normal(0, 0)",
+    "x",
+    "1/x",
+    "a.json#b",
+    "exp(-abs(x))",
 )
 VALUES = {
     "--bits": NUMBERS,
     "--method": ("fewbit", "exact", "rebuild", "none"),
-    "--weight": (
-        "uniform",
-        "normal",
-        "normal(0, 2)",
-        "student(2)",
-        "normal(0, 0)",
-        "x",
-        "1/x",
-        "a.json#b",
-        "exp(-abs(x))",
-    ),
+    "--weight": WEIGHTS,
     "--param": ("negative_slope=0.2", "alpha=1e999", "alpha", "=", "alpha=nan", "beta=2"),
     "--objective": ("primitive", "derivative", ""),
     "--tol": NUMBERS,
@@ -294,16 +273,8 @@ def command(chance: random.Random) -> list[str]:
 
 RAW = "<raw>"  # begins a piece of text that json.dumps would not write
 ODD_NUMBERS = (
-    "NaN",
-    "Infinity",
-    "1e999",
-    "1e-999",
-    "-0",
-    "5e-324",
-    "1e39",
-    "9" * 400,
-    "9" * 5000,
-    "0." + "3" * 10_000,
+    *("NaN", "Infinity", "1e999", "1e-999", "-0", "5e-324", "1e39"),
+    *("9" * 400, "9" * 5000, "0." + "3" * 10_000),
 )
 BROKEN = ("", "nan", "True", "'x'", "0x10", "01", "+1", ".5", "{", "]", "//", '"\\x"', "[" * 300, '{"a":' * 5000)
 

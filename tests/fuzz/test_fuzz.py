@@ -109,15 +109,12 @@ def test_what_is_too_large_is_refused_where_it_is_read(text: str, told: str) -> 
 # ---------------------------------------------------------------------------------------- the fuzzer itself
 
 
-def test_trees() -> None:
+def test_trees_and_their_reduction() -> None:
     for chance in chances("trees", 100):
         tree = grammar.formula(chance)
         assert str(tree).count("@") == 0
         for way, node in tree.nodes():
             assert tree.replaced(way, node) == tree
-
-
-def test_failures_are_reduced() -> None:
     tree = grammar.PLAIN.tree(random.Random(5), 30)
     whole = Tree("(@ + @)", (tree, Tree("tanh(@)", (Tree("exp(@)", (tree,)),))))
     assert str(reduced(whole, lambda one: "exp(" in str(one))) == "exp(x)"
@@ -162,19 +159,11 @@ def test_ended_at_a_random_moment(command: str, sign: signal.Signals) -> None:
         interruptions.check_interrupted(command, sign, after)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("command", WRITING)
-def test_no_room(command: str) -> None:
-    interruptions.check_no_room(command)
+CHECKED = (interruptions.check_no_room, interruptions.check_read_only, interruptions.check_together)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", WRITING)
-def test_read_only(command: str) -> None:
-    interruptions.check_read_only(command)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("command", WRITING)
-def test_two_at_once(command: str) -> None:
-    interruptions.check_together(command)
+@pytest.mark.parametrize("check", CHECKED, ids=lambda check: check.__name__)
+def test_no_room_read_only_and_two_at_once(check: Callable[[str], None], command: str) -> None:
+    check(command)

@@ -125,46 +125,40 @@ def counted(text: str, work: Work = WORK) -> tuple[float, float]:
     return every * work.elements, outside * work.elements
 
 
-def test_loop_and_the_way_to_it_are_counted() -> None:
-    assert counted(START + LOOP + MASKED + END) == (4 + 8 * 7, 4)
-
-
-def test_masked_rows_are_not_counted() -> None:
-    way, _ = full_tile(nvidia(START + LOOP + MASKED + END), WORK)
-    assert not [one for one in way.loop + way.rest if one.guarded and (one.load or one.store)]
-    longer = MASKED.replace("MOV R8, RZ ;", "MOV R8, RZ ;\n        /*00c8*/    MOV R9, RZ ;")
-    unmasked = MASKED.replace("@!P0", "    ")  # narrow accesses that do the same work: what AMD's masks look like
-    for other in (longer, unmasked):
-        assert counted(START + LOOP + other + END) == (4 + 8 * 7, 4)
-
-
-def test_order_in_memory_does_not_matter() -> None:
-    start = START.replace("@P0", "@P4").replace(".L_x_2", ".L_x_1")
-    assert counted(start + MASKED + LOOP + END) == (4 + 8 * 7, 4)
-
-
-def test_a_peeled_trip_is_one_of_the_loop() -> None:
-    # six instructions without the two that close the loop
-    assert counted(START + ROW + LOOP + MASKED + END) == (4 + 5 + 7 * 7, 4 + 5 - 7)
-
-
-def test_rows_written_out() -> None:
-    end = "        /*00a0*/                   EXIT ;"
-    assert counted(START + 8 * ROW + end + MASKED + END) == (4 + 8 * 5 + 1,) * 2
-
-
-def test_two_rows_a_trip() -> None:
-    assert counted(START + LOOP.replace(ROW, 2 * ROW) + MASKED + END) == (4 + 4 * 12, 4)
-
-
-def test_a_far_jump_may_be_a_call_of_a_label() -> None:
-    loop = LOOP.replace("EXIT ;", "CALL.REL.NOINC `(.L_x_6) ;")
-    tail = """
+LONGER = MASKED.replace("MOV R8, RZ ;", "MOV R8, RZ ;\n        /*00c8*/    MOV R9, RZ ;")
+UNMASKED = MASKED.replace("@!P0", "    ")  # narrow accesses that do the same work: what AMD's masks look like
+TO_MASKED = START.replace("@P0", "@P4").replace(".L_x_2", ".L_x_1")
+EXIT = "        /*00a0*/                   EXIT ;"
+FAR = """
 .L_x_6:
         /*0118*/                   MOV R0, RZ ;
         /*011c*/                   EXIT ;
 """
-    assert counted(START + loop + MASKED + tail + END) == (4 + 8 * 7 + 2, 6)
+# a program, the instructions of a full tile, and those outside of the loop
+COUNTED = {
+    "a loop and the way to it": (START + LOOP + MASKED, 4 + 8 * 7, 4),
+    "masked rows, more instructions": (START + LOOP + LONGER, 4 + 8 * 7, 4),
+    "masked rows without predicates": (START + LOOP + UNMASKED, 4 + 8 * 7, 4),
+    "another order in memory": (TO_MASKED + MASKED + LOOP, 4 + 8 * 7, 4),
+    # six instructions without the two that close the loop
+    "a peeled trip is one of the loop": (START + ROW + LOOP + MASKED, 4 + 5 + 7 * 7, 4 + 5 - 7),
+    "rows written out": (START + 8 * ROW + EXIT + MASKED, 4 + 8 * 5 + 1, 4 + 8 * 5 + 1),
+    "two rows a trip": (START + LOOP.replace(ROW, 2 * ROW) + MASKED, 4 + 4 * 12, 4),
+    "a far jump as a call of a label": (
+        START + LOOP.replace("EXIT ;", "CALL.REL.NOINC `(.L_x_6) ;") + MASKED + FAR,
+        4 + 8 * 7 + 2,
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_what_is_counted(what: str) -> None:
+    """No access of the way that counts is masked."""
+    text, every, outside = COUNTED[what]
+    assert counted(text + END) == (every, outside)
+    way, _ = full_tile(nvidia(text + END), WORK)
+    assert not [one for one in way.loop + way.rest if one.guarded and (one.load or one.store)]
 
 
 @pytest.mark.parametrize(
