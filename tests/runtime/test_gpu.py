@@ -516,9 +516,9 @@ COLUMNS = [1, 7, 100, 768, 4096, 5000, LONGEST, LONGEST + 1]
 def test_norms(centred: bool, dtype: torch.dtype, columns: int) -> None:
     """Both passes beside the CPU's path: numbers of rows about that of a block, and what is not finite."""
     height = plan(1000, columns).height
-    for rows in {0, 1, min(height + 1, 40), *([height, 129] if columns == 7 else [])}:
+    for rows in {0, 1, 5, min(height + 1, 40), *([height, 129] if columns == 7 else [])}:
         x = torch.randn(rows, columns) * 2 + 0.3
-        if rows > 3 and columns > 50 and dtype == torch.float32:
+        if rows == 5 and columns > 50 and dtype == torch.float32:
             x[0, 3], x[1, 40], x[2] = torch.nan, torch.inf, 0.0
         check_norm(centred, x.to(dtype), dtype)
 
