@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fitact.errors import JobError, UsageError
-from fitact.files import read_text, remove_all, write, write_all
+from fitact.base import JobError, UsageError, read_text, remove_all, write, write_all
 from fitact.fitter.records.reading import from_json
 from tests.conftest import Command
 from tests.support.refusals import within

@@ -61,7 +61,7 @@ def test_as_soon_as_it_is_ready(command: str, folder: Path) -> None:
     assert contents(folder) == before
 
 
-START = "import os, signal\nfrom pathlib import Path\nfrom fitact import files, interrupts\n"
+START = "import os, signal\nfrom pathlib import Path\nfrom fitact.base import files, interrupts\n"
 STOP = "os.kill(os.getpid(), signal.SIGINT)"
 # In the middle of a write; and where an exception would only be printed and forgotten, as in a finalizer.
 MOMENTS = {

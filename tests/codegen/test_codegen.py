@@ -18,6 +18,7 @@ import torch
 from scipy import special
 
 from fitact import runtime
+from fitact.base import UsageError
 from fitact.codegen import bundle, dialects, printers
 from fitact.codegen.generate import class_name, generate, plan, render
 from fitact.fitter.analysis import float_check

@@ -167,8 +167,8 @@ def test_importing_what_a_stranger_s_fit_generates_runs_none_of_its_text(tmp_pat
             fit = from_json(json.dumps(changed(RECORDS["gelu_regelu2_published"], ("options", "source"), text)))
         except UsageError:
             continue
-        (tmp_path / f"made{i}.py").write_text(generate.render(fit))
-        generate.generate(bundle.plan([fit]), tmp_path / f"alone{i}", prune=False, layout=bundle.STANDALONE)
+        (tmp_path / f"made{i}.py").write_text(render(fit))
+        generate(bundle.plan([fit]), tmp_path / f"alone{i}", prune=False, layout=bundle.STANDALONE)
         lines.append(f"import made{i}, alone{i}.{fit.name}")
     assert len(lines) == HARMLESS
     subprocess.run([sys.executable, "-c", "; ".join(lines)], cwd=tmp_path, check=True, timeout=300)
@@ -196,7 +196,7 @@ def test_only_what_templates_are_given_is_admitted():
         safety.admitted({"a": 1.0})
 
 
-CLEAN = generate.render(from_json(json.dumps(RECORDS["own"])))
+CLEAN = render(from_json(json.dumps(RECORDS["own"])))
 BODY = "@_rt.jit\ndef _value(x):\n"
 # a place in the generated module, and what is put there
 INTRUDERS = [

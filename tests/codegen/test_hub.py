@@ -18,7 +18,6 @@ from torch import nn
 from fitact.base import UsageError
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate
-from fitact.errors import UsageError
 from tests.codegen.test_codegen import fit as made_up
 from tests.codegen.test_standalone import load, passes, same, shipped
 from tests.conftest import ROOT

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from fitact import runtime
-from fitact.base import UsageError
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate, render
 from fitact.fitter.records.fit import AnyFit
