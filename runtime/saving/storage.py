@@ -6,6 +6,7 @@ tensor can be recomputed. It refers to storages weakly: what autograd frees is f
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +185,7 @@ class Made(ABC):
             self._left = 1
             return
         self._made = tensor
-        _held.append(weakref.ref(self))
+        _held.tensors.append(weakref.ref(self))
         if not self.saved:  # PyTorch holds none such: it takes the place of what it is made from
             for one in self.sources:
                 one.set_aside()
@@ -214,13 +215,20 @@ class Made(ABC):
         return self._made is not None
 
 
-_held: list[Callable[[], Made | None]] = []  # and some that were freed since
+class _Held(threading.local):
+    """What the backward passes of this thread hold; it refers to some that were freed since."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Callable[[], Made | None]] = []
+
+
+_held = _Held()
 
 
 def free_passed() -> None:
     """Free what only nodes would read whose backward does not run: it goes from the last node to the first."""
-    if _held and (call := running_call()) is not None:
-        _held[:] = [ref for ref in _held if (one := ref()) is not None and one.is_held(call)]
+    if _held.tensors and (call := running_call()) is not None:
+        _held.tensors = [ref for ref in _held.tensors if (one := ref()) is not None and one.is_held(call)]
 
 
 class Stored(Made):
