@@ -66,7 +66,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "runtime.measure.saved.count_saved",
             "runtime.measure.saved.Saved",
-            "runtime.measure.saved.Kept",
+            "runtime.measure.saved.SavedStorage",
             "runtime.measure.meter.Meter",
             "runtime.measure.meter.Work",
             "runtime.choose.compare.measure",

@@ -53,7 +53,7 @@ def kept(way: dict[str, Any] | None) -> list[int]:
             fitact.convert(model, **way)
         with count_saved(model, detail=True) as saved:
             model(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True))
-    return [one.bytes for one in saved.kept.values() if one.bytes]
+    return [one.bytes for one in saved.records.values() if one.bytes]
 
 
 def error(way: dict[str, Any] | None) -> str:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fitact.runtime.measure import FLOPS, keep_unseen
+from fitact.runtime.measure import FLOPS, count_unseen
 from fitact.runtime.torch_internals import FakeTensor, kept_selectively, tree_iter
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
-# From 2.14 on, hooks of saved tensors can see what a selective checkpoint keeps; this keeps them from seeing it.
+# From 2.14 on, hooks of saved tensors can see what a selective checkpoint saves; this hides it from them.
 UNSEEN = (
     {"respect_saved_tensors_hooks": False}
     if "respect_saved_tensors_hooks" in signature(checkpoint).parameters
@@ -23,7 +23,7 @@ UNSEEN = (
 
 
 def selectively() -> tuple[Any, Any]:
-    """Return contexts of a checkpoint that keeps results of matrix products, convolutions and attention."""
+    """Return contexts of a checkpoint that saves results of matrix products, convolutions and attention."""
     pair: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
     return pair
 
@@ -46,7 +46,7 @@ class Checkpointed:
     fitact_checkpoint: str
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what the block does, and keep only its arguments, or also the results of products."""
+        """Do what the block does, and save only its arguments, or also the results of products."""
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         pairs: list[tuple[Any, Any]] = []
         # fake tensors have no random numbers
@@ -59,10 +59,10 @@ class Checkpointed:
         if self.fitact_checkpoint == CHECKPOINTS[2]:
             options |= {"context_fn": contexts, **UNSEEN}
         if torch.is_grad_enabled():
-            keep_unseen(given)
+            count_unseen(given)
         run = partial(self.fitact_inner.forward, self)
         result = checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
-        keep_unseen(tensor for pair in pairs for tensor in kept_selectively(pair[0]))
+        count_unseen(tensor for pair in pairs for tensor in kept_selectively(pair[0]))
         pairs.clear()
         return result
 

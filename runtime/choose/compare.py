@@ -68,8 +68,8 @@ class Row:
 
     Attributes:
         name: name of the method or baseline.
-        bytes: bytes kept for backward.
-        kinds: these bytes by kind; `checkpoint` is what checkpointing keeps, `graph` what the compiler keeps.
+        bytes: bytes saved for backward.
+        kinds: these bytes by kind; `checkpoint` is what checkpointing saves, `graph` what the compiler saves.
         replaced: how many activations were replaced; None for the baseline, checkpointing and the compiler.
         flops: FLOPs that are run again, as a share of the forward pass's.
         traffic: bytes that are read and written again, as a share of the forward pass's; None under the compiler,
@@ -101,13 +101,13 @@ class Report:
         batch, seq: sizes of the inputs; None if the model has no sequence, or its callable does not take them.
         dtype, autocast: dtype of the parameters, and of autocast if it was on.
         parameters, trained: the numbers of all and of trained parameters.
-        parameter_bytes, gradient_bytes, optimizer_bytes: memory of training besides what is kept for backward.
+        parameter_bytes, gradient_bytes, optimizer_bytes: memory of training besides what is saved for backward.
         optimizer: `adamw`, `sgd` (with momentum) or `none`.
         sites: how many modules of the model are activations.
         blocks: how often the block repeats; 1 if it is the whole model.
         block_name: the block's class.
-        block: bytes that one block keeps, by kind.
-        operations, modules: bytes that the baseline keeps, by operation and by module.
+        block: bytes that one block saves, by kind.
+        operations, modules: bytes that the baseline saves, by operation and by module.
         rows: the baseline first, then the methods, checkpointing and the compiler.
         gib: the memory for which the largest sizes were found.
         notes: further remarks.
@@ -324,7 +324,7 @@ class _Measurement:
         return replace(row, replaced=replaced) if way.method else replace(row, flops=flops, traffic=traffic)
 
     def compiled_rows(self, baseline: Measured, budgets: Sequence[float]) -> Iterator[Row]:
-        """Yield what the compiler keeps."""
+        """Yield what the compiler saves."""
         if not budgets:
             return
         try:
@@ -334,7 +334,9 @@ class _Measurement:
             return
         for one in found:
             again = max(one.flops - baseline.forward.flops - baseline.backward.flops, 0)
-            name = f"compiler, {one.budget:g} and {one.kept}" if one.kept else f"compiler, budget {one.budget:g}"
+            name = (
+                f"compiler, {one.budget:g} and {one.stored}" if one.stored else f"compiler, budget {one.budget:g}"
+            )
             kinds = {"graph": one.saved.bytes}
             yield Row(name, one.saved.bytes, kinds, flops=again / max(baseline.forward.flops, 1), traffic=None)
 

@@ -1,4 +1,4 @@
-"""What PyTorch's compiler keeps for backward under a memory budget, as it is and in fewer bits."""
+"""What PyTorch's compiler saves for backward under a memory budget, as it is and in fewer bits."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from fitact.runtime.torch_internals import (
 
 @dataclass(frozen=True)
 class Compiled:
-    """What PyTorch's compiler keeps under a memory budget.
+    """What PyTorch's compiler saves under a memory budget.
 
     Attributes:
         budget: the value of `torch._functorch.config.activation_memory_budget`.
         saved: the storages that the forward graph passes to the backward graph, without parameters and buffers.
         flops: FLOPs of both graphs.
-        kept: how it is kept in fewer bits: `"codes"` of 8 bits as `fitact.compile` chooses them, or `"float8"` by
-            PyTorch's own pass; `""` if it is not.
+        stored: how it is stored in fewer bits: `"codes"` of 8 bits as `fitact.compile` chooses them, or `"float8"`
+            by PyTorch's own pass; `""` if it is not.
 
     """
 
     budget: float
     saved: Saved
     flops: int
-    kept: str = ""
+    stored: str = ""
 
 
 class _DoneError(Exception):
@@ -75,7 +75,7 @@ class _Partitions:
                 coded = Partition(budget, POLICIES["rounding"], False, lambda records: None)
                 with unset_fake_temporarily():
                     coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
-                self.found.append(read(kept="codes"))
+                self.found.append(read(stored="codes"))
                 self.advance()
                 forward, backward = min_cut(_copied(graph), given, budget, float8=True, **more)
                 self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
@@ -83,7 +83,7 @@ class _Partitions:
         raise _DoneError
 
     def read(
-        self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, kept: str = ""
+        self, budget: float, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, stored: str = ""
     ) -> Compiled:
         places = [node for node in forward.graph.nodes if node.op == "placeholder"]
         saved = Saved(owned={storage_id(node.meta["val"]) for node in places[: self.owned]})
@@ -92,7 +92,7 @@ class _Partitions:
             value = node.meta.get("val") if isinstance(node, fx.Node) else None
             if isinstance(value, Tensor):
                 saved.add(value)
-        return Compiled(budget, saved, _flops(forward) + _flops(backward), kept)
+        return Compiled(budget, saved, _flops(forward) + _flops(backward), stored)
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -119,7 +119,7 @@ def compiled(
     advance: Callable[[], None] = lambda: None,
     coded: Sequence[float] = (),
 ) -> list[Compiled]:
-    """Trace a model as `torch.compile` does, and count in its graphs what each memory budget keeps.
+    """Trace a model as `torch.compile` does, and count in its graphs what each memory budget saves.
 
     Args:
         subject: the model, whose `call` are its arguments.

@@ -56,7 +56,7 @@ def convert(
     Args:
         model: the model, which is changed in place.
         method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`, as in `fitact.activation`; None for a context.
-        bits: with a method, the most bits kept per element; by default 3 for Few-Bit, and the fewest possible for
+        bits: with a method, the most bits saved per element; by default 3 for Few-Bit, and the fewest possible for
             the others. Without one, as for `fitact.saving`.
         error: how far gradients may be off, as for `fitact.saving`: by default `"exact"`, bit for bit PyTorch's.
         recompute_attention: as for `fitact.saving`: whether backward runs fused attention once more.
@@ -200,7 +200,7 @@ def _counted(model: nn.Module, run: Run, changes: Sequence[Change]) -> list[tupl
 def _with_modules(conversion: Conversion, before: Saved, after: Saved, hows: Hows | None = None) -> Conversion:
     """Return a conversion with what is saved, in all and by module: those that saved most first."""
     was, now = before.by_module(), after.by_module()
-    paths = {kept.module for saved in (before, after) for kept in saved.kept.values()}
+    paths = {record.module for saved in (before, after) for record in saved.records.values() if saved.place}
     records = [
         ModuleRecord(
             name,
@@ -254,7 +254,7 @@ def check_bits(method: str, bits: object) -> None:
     known = type(bits) is not bool and isinstance(bits, Integral) and bits in WIDTHS
     if bits is not None and (method == "exact" or not known):
         some = f"{', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
-        expected = "none for exact, which keeps no bits" if method == "exact" else some
+        expected = "none for exact, which saves no bits" if method == "exact" else some
         raise UsageError(f"bits {quote(bits)}: expected {expected}")
 
 

@@ -26,10 +26,11 @@ from .prepare import imported as imported
 from .prepare import prepare as prepare
 from .reference import Block as Block
 from .saved import Saved as Saved
+from .saved import SavedStorage as SavedStorage
 from .saved import count_saved as count_saved
+from .saved import count_unseen as count_unseen
 from .saved import gpu_kernels as gpu_kernels
 from .saved import is_activation as is_activation
-from .saved import keep_unseen as keep_unseen
 from .sketch import Sketch as Sketch
 from .sources import from_callable as from_callable
 from .sources import hugging_face as hugging_face

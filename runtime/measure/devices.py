@@ -45,7 +45,7 @@ class Device:
 
     @property
     def kernels(self) -> str:
-        """Whose kernels decide what is kept: `"cpu"` or `"cuda"`."""
+        """Whose kernels decide what is saved: `"cpu"` or `"cuda"`."""
         return "cpu" if self.name.startswith("CPU") else "cuda"
 
     def seconds(self, traffic: int, products: int, products32: int, rest: int) -> float:

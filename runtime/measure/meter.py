@@ -1,4 +1,4 @@
-"""The meter: the bytes that are alive in a training step, what is kept for backward, and the work, in one pass."""
+"""The meter: bytes alive in a training step, bytes saved for backward, and the work, in one pass."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Measured:
     """A training step of a model.
 
     Attributes:
-        saved: what autograd keeps from forward to backward.
+        saved: what autograd saves from forward to backward.
         forward, backward: the work of both passes.
         peak: the most bytes alive, without parameters, buffers and inputs.
 

@@ -24,8 +24,8 @@ from fitact.base import FitactError, JobError, UsageError, few, integer, one_lin
 from fitact.runtime.restore import Inputs
 from fitact.runtime.torch_internals import FakeTensorMode
 
+from .fakes import fake, fake_copy
 from .subjects import Subject, blocks_of
-from .twins import Twins, fake
 
 LORA_RANK = 8
 
@@ -92,7 +92,7 @@ class Training:
             for name in found:
                 names[name].requires_grad_(False)
         if not any(parameter.requires_grad for parameter in names.values()):
-            raise UsageError("every parameter is frozen: nothing is kept for backward where nothing is trained")
+            raise UsageError("every parameter is frozen: nothing is saved for backward where nothing is trained")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def prepare(
         (training or Training()).apply(model)
     model.to(dtype)
     if mode is not None:
-        model, _ = Twins(mode).of(model)
+        model, _ = fake_copy(model, mode)
     return Prepared(source.name, model, source, dtype, mode), _converted(inputs, mode, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Models with published counts of kept bytes, to check the counting and to compare methods and baselines.
+"""Models with published counts of saved bytes, to check the counting and to compare methods and baselines.
 
 Each function returns a model and its input, as `fitact memory MODULE:FUNCTION` expects:
 
@@ -143,11 +143,11 @@ def composed_block(batch: int = 1, seq: int = 2048) -> Example:
 
 
 def closed_form(batch: int, seq: int, hidden: int, heads: int, element: int = 2) -> dict[str, int]:
-    """Return the bytes that a transformer layer keeps, by term: 34bsh + 5bs²a if an element has 2 bytes.
+    """Return the bytes that a transformer layer saves, by term: 34bsh + 5bs²a if an element has 2 bytes.
 
     Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198,
     section 4.1: attention that is not fused, an MLP that expands 4 times, three dropouts with masks of one byte
-    per element. The mean and deviation that a norm keeps for each row are not counted.
+    per element. The mean and deviation that a norm saves for each row are not counted.
 
     Args:
         batch: b.
@@ -160,7 +160,7 @@ def closed_form(batch: int, seq: int, hidden: int, heads: int, element: int = 2)
     unit, scores = batch * seq * hidden, batch * seq * seq * heads
     return {
         "attention": (5 * element + 1) * unit,  # the inputs of q, k, v and of the projection, q, k, v, a mask
-        "scores": (2 * element + 1) * scores,  # softmax, its dropout, a mask: fused attention does not keep these
+        "scores": (2 * element + 1) * scores,  # softmax, its dropout, a mask: fused attention does not save these
         "mlp": (9 * element + 1) * unit,  # its input, the activation's input and output, a mask
         "norms": 2 * element * unit,
     }

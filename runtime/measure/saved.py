@@ -1,17 +1,14 @@
-"""Counting what autograd keeps for backward, by module and by operation.
+"""Counting what autograd saves for backward, by module and by operation.
 
 Storages are counted: two saved tensors with the same storage count once, and parameters and buffers of modules do
 not count. Real, fake and meta tensors are counted alike.
-
-`fitact.runtime.choose.compare` uses this to measure a whole model, as it is and with each method and baseline.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +23,7 @@ from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import following
 from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, version_of
+from fitact.text import starred
 
 from .modes import OperationMode, watching_saved
 
@@ -51,7 +49,7 @@ PLAIN = {
 }
 
 
-# Kinds of what keeps storages: `product` is a gate's, `weights` a copy of parameters in another dtype.
+# Kinds of operations that save: `product` is a gate's, `weights` a copy of parameters in another dtype.
 KINDS = (
     *("activation", "product", "norm", "linear", "convolution", "attention", "dropout"),
     *("embedding", "loss", "weights", "other"),
@@ -59,44 +57,41 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One storage that autograd keeps, and the operation that kept it first.
+class SavedStorage:
+    """One storage that autograd saves, and the operation that saved it first.
 
-    If an activation and another operation both keep it, it counts for the other one, which would keep it anyway.
+    A storage that an activation and another operation both save is counted for the other one, which would save it
+    in any case.
 
     Attributes:
         bytes: its size.
         module: the path of the innermost module that was running; `""` for the outermost one.
-        operation: PyTorch's function, e.g. `"gelu"`.
-        kind: one of KINDS.
+        operation: PyTorch's function, e.g. `"gelu"`; `""` if the count is not detailed.
+        kind: one of KINDS; `"other"` if the count is not detailed.
 
     """
 
     bytes: int
-    module: str
-    operation: str
-    kind: str
+    module: str = ""
+    operation: str = ""
+    kind: str = "other"
 
 
 @dataclass(eq=False)
 class Saved:
-    """The distinct storages that autograd has kept so far.
+    """The distinct storages that autograd has saved so far.
 
     Attributes:
         storages: the storages by identity; held here, so that no address is used again, until `release`.
-        sizes: their bytes, likewise.
-        kept: the same storages as records; empty unless the count is detailed.
-        kinds: the kinds of operations that kept anything, if the count is detailed.
+        records: what is known of each, likewise.
         owned: identities of the storages that modules own; these are never counted.
-        versions: tensors of these storages, with how often each had been changed in place when it was kept.
+        versions: tensors of these storages, with how often each had been changed in place when it was saved.
         place: where in the modules the forward pass is; None unless the count is detailed.
 
     """
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
-    kept: dict[int, Kept] = field(default_factory=dict)
-    kinds: set[str] = field(default_factory=set)
+    records: dict[int, SavedStorage] = field(default_factory=dict)
     owned: set[int] = field(default_factory=set)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     place: Place | None = None
@@ -104,7 +99,7 @@ class Saved:
     @property
     def bytes(self) -> int:
         """Their total size in bytes."""
-        return sum(self.sizes.values())
+        return sum(record.bytes for record in self.records.values())
 
     def release(self) -> None:
         """Hold no storage any more; the count is closed."""
@@ -114,58 +109,62 @@ class Saved:
 
     @property
     def overwritten(self) -> bool:
-        """Whether something that is kept has been changed in place since, so that backward cannot use it."""
+        """Whether something that is saved has been changed in place since, so that backward cannot use it."""
         return any(version_of(tensor) != version for tensor, version in self.versions)
 
     def by_kind(self, module: str = "") -> dict[str, int]:
         """Return bytes by kind, the largest first, of the module with this path; by default of all."""
-        inside = [kept for kept in self.kept.values() if not module or f"{kept.module}.".startswith(f"{module}.")]
-        return _sums((kept.kind, kept.bytes) for kept in inside)
+        return self._by(lambda record: record.kind, module)
 
     def by_operation(self) -> dict[str, int]:
         """Return bytes by operation, the largest first."""
-        return _sums((kept.operation, kept.bytes) for kept in self.kept.values())
+        return self._by(lambda record: record.operation)
 
     def by_module(self) -> dict[str, int]:
         """Return bytes by module, the largest first; repeated modules form one entry, `layers.*.mlp.act`."""
-        return _sums((re.sub(r"\b\d+\b", "*", kept.module), kept.bytes) for kept in self.kept.values())
+        return self._by(lambda record: starred(record.module))
 
-    def add(self, tensor: Tensor) -> bool:
-        """Count a tensor's storage, and return whether it is new."""
+    def _by(self, key: Callable[[SavedStorage], str], module: str = "") -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for record in self.records.values():
+            if not module or f"{record.module}.".startswith(f"{module}."):
+                sums[key(record)] += record.bytes
+        return dict(sums.most_common())
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is new and no module owns it."""
         storage = tensor.untyped_storage()
-        if storage_id(storage) in self.owned or storage_id(storage) in self.storages:
-            return False
-        self.storages[storage_id(storage)] = storage
-        self.sizes[storage_id(storage)] = storage.nbytes()
-        self.versions.append((tensor.detach(), version_of(tensor)))
-        return True
+        key = storage_id(storage)
+        if key in self.owned:
+            return
+        before = self.records.get(key) if key in self.storages else None
+        if before is None:
+            self.storages[key] = storage
+            self.versions.append((tensor.detach(), version_of(tensor)))
+        if self.place is None:
+            self.records[key] = SavedStorage(storage.nbytes())
+        elif before is None or before.kind == "activation":
+            self.records[key] = self.place.record(storage)
 
 
 counts: list[Saved] = []  # that are open
 
 
-def keep_unseen(tensors: Iterable[Any]) -> None:
-    """Count tensors that autograd keeps, and does not show: those of a checkpoint."""
+def count_unseen(tensors: Iterable[Any]) -> None:
+    """Count tensors that autograd saves, and does not show: those of a checkpoint."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             for saved in counts:
                 saved.add(tensor)
 
 
-def _sums(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
-    sums: Counter[str] = Counter()
-    for name, size in pairs:
-        sums[name] += size
-    return dict(sums.most_common())
-
-
 @contextmanager
 def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
-    """Count the storages that autograd keeps for operations inside the context.
+    """Count the storages that autograd saves for operations inside the context.
 
     Args:
         modules: modules whose parameters and buffers are not counted.
-        detail: whether to record each storage with the module and the operation that kept it first. Not for
+        detail: whether to record each storage with the module and the operation that saved it first. Not for
             compiled modules, where neither is visible.
 
     Yields:
@@ -173,78 +172,65 @@ def count_saved(*modules: nn.Module, detail: bool = False) -> Iterator[Saved]:
         generated activation count with their own size, k bits per element.
 
     """
-    owned = {
-        storage_id(tensor)
-        for module in modules
-        for tensors in (module.parameters(), module.buffers())
-        for tensor in tensors
-    }
+    owned = {storage_id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     saved = Saved(owned=owned)
     with ExitStack() as stack:
-        place = saved.place = stack.enter_context(place_in(modules, owned)) if detail else None
+        if detail:
+            place = saved.place = Place(modules)
+            stack.enter_context(following(place.enter, place.leave))
+            stack.enter_context(place)
+            stack.enter_context(_Copies(place, owned))
         counts.append(saved)
         stack.callback(counts.remove, saved)
-
-        def see(tensor: Tensor) -> None:
-            new, storage = saved.add(tensor), tensor.untyped_storage()
-            if place is not None and storage_id(storage) in saved.storages:
-                record, before = place.record(storage), saved.kept.get(storage_id(storage))
-                saved.kinds.add(record.kind)
-                if new or (before is not None and before.kind == "activation"):
-                    saved.kept[storage_id(storage)] = record
-
-        stack.enter_context(watching_saved(see))
+        stack.enter_context(watching_saved(saved.add))
         yield saved
 
 
-@dataclass
-class Place:
-    """The place in the model that the forward pass has reached."""
+class Place(TorchFunctionMode):
+    """The place in a model that the forward pass has reached: a mode, which sees the functions that run.
 
-    names: Mapping[int, str]
-    running: list[tuple[str, nn.Module]] = field(default_factory=list)
-    operation: str = ""
-    copies: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    The tensors that a function saves are packed before it returns.
 
-    def enter(self, module: nn.Module, _: Any) -> None:
-        """Note that a module runs."""
-        self.running.append((self.names.get(id(module), type(module).__name__), module))
+    Attributes:
+        operation: the name of the function that ran last.
+        copies: storages that are copies of the modules' own tensors, by identity.
 
-    def leave(self, *_: Any) -> None:
-        """Note that the innermost module has run."""
-        self.running.pop()
+    """
 
-    def record(self, storage: torch.UntypedStorage) -> Kept:
-        """Return the record of a storage that is kept now."""
-        modules = [module for _, module in self.running]
-        kind = "weights" if storage_id(storage) in self.copies else _kind(modules, self.operation)
-        return Kept(storage.nbytes(), self.module, self.operation, kind)
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.operation = ""
+        self.copies: dict[int, torch.UntypedStorage] = {}
+        self._names: dict[int, str] = {
+            id(module): name for root in modules for name, module in root.named_modules()
+        }
+        self._running: list[nn.Module] = []
 
     @property
     def module(self) -> str:
         """The path of the innermost module that is running."""
-        return self.running[-1][0] if self.running else ""
+        if not self._running:
+            return ""
+        other: str = type(self._running[-1]).__name__
+        return self._names.get(id(self._running[-1]), other)
 
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """Note that a module runs."""
+        self._running.append(module)
 
-@contextmanager
-def place_in(modules: tuple[nn.Module, ...], owned: set[int]) -> Iterator[Place]:
-    """Follow the forward pass through modules; `owned` has the identities of the storages that they own."""
-    place = Place({id(module): name for root in modules for name, module in root.named_modules()})
-    with following(place.enter, place.leave), _Operations(place), _Copies(place, owned):
-        yield place
+    def leave(self, *_: Any) -> None:
+        """Note that the innermost module has run."""
+        self._running.pop()
 
-
-class _Operations(TorchFunctionMode):
-    """Notes which function of PyTorch runs; the tensors that it keeps are packed before it returns."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__()
-        self.place = place
+    def record(self, storage: torch.UntypedStorage) -> SavedStorage:
+        """Return the record of a storage that is saved now."""
+        kind = "weights" if storage_id(storage) in self.copies else _kind(self._running, self.operation)
+        return SavedStorage(storage.nbytes(), self.module, self.operation, kind)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Attributes are read by get; new_empty is how a fitact activation ties its gradient to its input.
         if (name := _name(func)) not in ("get", "set", "new_empty"):
-            self.place.operation = name
+            self.operation = name
         return func(*args, **(kwargs or {}))
 
 
@@ -273,7 +259,7 @@ class _Copies(OperationMode):
 
 
 def _kind(modules: list[nn.Module], operation: str) -> str:
-    """Return the kind of what an operation keeps inside modules, the innermost last."""
+    """Return the kind of what an operation saves inside modules, the innermost last."""
     inner = type(modules[-1]).__name__ if modules else ""
     if modules and is_activation(modules[-1]):
         return "activation"
@@ -308,11 +294,11 @@ def is_activation(module: nn.Module) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Make a CPU keep what a GPU's kernels keep, where PyTorch's kernels differ.
+    """Make a CPU save what a GPU's kernels save, where PyTorch's kernels differ.
 
-    Dropout keeps a mask of one byte per element, as on a GPU; on a CPU it would keep one of its input's dtype.
-    Fused attention has no dropout on a CPU: it would be composed of operations that keep the scores. So it runs
-    without dropout; on a GPU its dropout keeps only the generator's state, 16 bytes. Block codes of fake tensors
+    Dropout saves a mask of one byte per element, as on a GPU; on a CPU it would save one of its input's dtype.
+    Fused attention has no dropout on a CPU: it would be composed of operations that save the scores. So it runs
+    without dropout; on a GPU its dropout saves only the generator's state, 16 bytes. Block codes of fake tensors
     are made and read as by a kernel, with no other memory.
     """
     dropout, attention = F.dropout, F.scaled_dot_product_attention

@@ -42,7 +42,7 @@ def hugging_face(
         kind: model type, e.g. `"llama"`; its default configuration has the sizes of a well-known model.
         sizes: changes of that configuration, e.g. `{"num_hidden_layers": 24}`.
         head: one of HEADS. By default `"causal-lm"` for decoders, `"sequence"` for other text models, `"image"`
-            for image models, and none for others. With a head the loss is computed, and what it keeps is counted.
+            for image models, and none for others. With a head the loss is computed, and what it saves is counted.
         attention: `"sdpa"` (fused) or `"eager"` (composed of operations); by default fused where the model has it.
         image: height and width of images in pixels; by default the configuration's, or 224.
 

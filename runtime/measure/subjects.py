@@ -32,9 +32,9 @@ from fitact.runtime.restore import (
 )
 from fitact.runtime.torch_internals import BATCH_NORM, FakeTensorMode, quiet_fake_tensors, tree_leaves
 
+from .fakes import fake_copy, faked
 from .modes import OperationMode
 from .saved import gpu_kernels
-from .twins import Twins, faked
 
 aten = torch.ops.aten
 NORMS = (aten.native_batch_norm, BATCH_NORM, aten.native_group_norm, aten.native_layer_norm)
@@ -54,7 +54,7 @@ class Subject:
         call: runs it.
         mode: the mode of its fake tensors; None if they are real.
         autocast: the dtype of autocast; None if it is off.
-        device: `"cuda"` to keep what a GPU's kernels keep, or `"cpu"`.
+        device: `"cuda"` to save what a GPU's kernels save, or `"cpu"`.
         blocks: patterns of the paths of its blocks; none for the modules that it repeats.
 
     """
@@ -123,13 +123,13 @@ def copied(
     run = runner(example_inputs)
     name = type(model).__name__
     try:
-        twin, mode = Twins().of(model)
-        made = faked(run, mode)
+        fake, mode = fake_copy(model)
+        call = faked(run, mode)
     except Exception as error:
         raise UsageError(f"{name}: it cannot be copied without memory: {one_line(error)}") from error
-    subject = Subject(name, twin.train(), made, mode, autocast, device, blocks)
+    subject = Subject(name, fake.train(), call, mode, autocast, device, blocks)
     try:
-        with generators(model), subject.environment(), torch.no_grad(), unchanged(twin):
+        with generators(model), subject.environment(), torch.no_grad(), unchanged(fake):
             subject.forward()
     except UsageError as error:
         if not isinstance(error.__cause__, NO_VALUES) or has_no_values(model):
@@ -207,8 +207,8 @@ def trials(model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run]
 
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            twin, mode = Twins().of(model)
-            return looked(twin, partial(faked, run, mode), partial(without_memory, mode))
+            fake, mode = fake_copy(model)
+            return looked(fake, partial(faked, run, mode), partial(without_memory, mode))
         except Exception:  # whatever fake tensors cannot do, real ones may
             return looked(model, partial(real, run), nullcontext)
         finally:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fitact
 from fitact import saving
+from fitact.runtime.measure.fakes import fake_copy
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.measure.subjects import without_packing
-from fitact.runtime.measure.twins import Twins
 from fitact.runtime.saving.loss import PIECE
 from tests.support.peak import peak_memory
 
@@ -217,7 +217,7 @@ def test_the_peak_with_many_words() -> None:
     model = language_model(vocab_size=32000, hidden_size=64, intermediate_size=128, **heads).bfloat16()
     peaks = []
     for _ in range(2):
-        twin, mode = Twins().of(model)
+        twin, mode = fake_copy(model)
         with mode, without_packing():
             words = torch.empty(4, 256, dtype=torch.int64)
             step = partial(twin, input_ids=words, labels=words)

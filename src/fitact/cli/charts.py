@@ -29,8 +29,8 @@ COLORS = {
 LABELS = {
     "product": "product of a gate",
     "weights": "weights in another dtype",
-    "checkpoint": "kept by checkpointing",
-    "graph": "kept by the compiler",
+    "checkpoint": "saved by checkpointing",
+    "graph": "saved by the compiler",
 }
 LEAST = 0.005  # share of the baseline bytes from which a kind is drawn on its own
 WIDEST, WIDEST_BELOW = 84, 122  # the most letters of the title, and of the line below it
@@ -39,7 +39,7 @@ LETTER = 0.0095  # width of a label's letter, as a share of the axis
 
 @defaults()
 def draw(report: Report, format: str = "png") -> bytes:
-    """Draw what the baseline keeps, and what each method and baseline keeps, as stacked bars by kind.
+    """Draw what the baseline, each method, checkpointing and the compiler save, as stacked bars by kind.
 
     Args:
         report: what to draw.
@@ -77,11 +77,11 @@ def draw(report: Report, format: str = "png") -> bytes:
         axes.annotate(label, end, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
         reach = max(reach, row.bytes / unit / (1 - LETTER * (len(label) + 1)))
     axes.set_xlim(0, reach)
-    axes.set_xlabel(f"kept for backward, {name}")
+    axes.set_xlabel(f"saved for backward, {name}")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    title = f"What {report.model} keeps for backward, baseline and with each method and baseline"
+    title = f"What {report.model} saves for backward: the baseline, and each way to save less"
     axes.set_title(_cut(title, WIDEST), loc="left", fontweight="bold", fontsize=11, pad=20, parse_math=False)
     below: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     axes.annotate(_cut(sizes(report), WIDEST_BELOW), (0, 1), fontsize=8.5, parse_math=False, **below)

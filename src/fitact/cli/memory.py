@@ -186,7 +186,7 @@ def memory(
     output: Path | None,
     numbers: Path | None,
 ) -> None:
-    """Measure what a model keeps for backward, and what each method and baseline would save.
+    """Measure what a model saves for backward, and what each method and baseline would save.
 
     The model and its inputs are built without memory, and nothing is downloaded. MODULE:CALLABLE is a function of
     yours that returns a model and its inputs; it may take batch and seq.

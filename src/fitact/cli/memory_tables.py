@@ -37,7 +37,7 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
     text = [
         f"{report.model}: {sizes(report)}",
         "",
-        f"{which} keeps {size(block)}{' bytes' if exact else ''}",
+        f"{which} saves {size(block)}{' bytes' if exact else ''}",
     ]
     text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
     text += ["", *columns(*_table(report, size)), *_fixed(report)]
@@ -46,7 +46,7 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
 
 def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, ...]], str]:
     """Return the rows, and the alignment of their columns."""
-    head = ["", "kept", "of baseline", "replaced", "FLOPs again", "traffic again", "peak"]
+    head = ["", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak"]
     batches = any(row.batch is not None for row in report.rows)
     lengths = any(row.seq is not None for row in report.rows)
     head += ["batch"] * batches + ["seq"] * lengths

@@ -53,7 +53,7 @@ def learned(shown: Learned) -> None:
             ("computed as", text_of(shown.formula)),
             ("f'(x)", text_of(shown.derivative_formula)),
             *((f"by {name}", text_of(formula)) for name, formula in derivatives),
-            ("rebuild", "yes: exact, keeping x"),
+            ("rebuild", "yes: exact, saving x"),
         ]
     )
 
@@ -64,7 +64,7 @@ def gate(shown: Gate) -> None:
         say(f"{name}({argument}), with x for {argument}:")
         activation(factor)
         say()
-    _print([("h(g, u)", shown.expression), ("rebuild", "yes: exact, keeping g and u")])
+    _print([("h(g, u)", shown.expression), ("rebuild", "yes: exact, saving g and u")])
 
 
 def activation(f: Activation) -> None:
@@ -244,6 +244,6 @@ _TABLES: tuple[tuple[Any, tuple[str, ...], str, Callable[[Any], tuple[str, ...]]
     ),
     (InvertedFit, ("", "bits", *DTYPES, *(f"floor {dtype}" for dtype in DTYPES)), "<>>>>>>>", _inverted_row),
     (ExactFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _exact_row),
-    (GateFit, ("", "kept", "h(g, u)"), "<<<", _gate_row),
-    (LearnedFit, ("", "kept", "learned", "f(x)"), "<<<<", _formula_row),
+    (GateFit, ("", "saved", "h(g, u)"), "<<<", _gate_row),
+    (LearnedFit, ("", "saved", "learned", "f(x)"), "<<<<", _formula_row),
 )
