@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitact.base import UsageError, flags, integer, one_line, positive, quote, real, several
+from fitact.base import UsageError, integer, one_line, positive, quote, real, several
 from fitact.runtime.compile import BUDGET
 from fitact.runtime.measure import (
     DEVICES,
@@ -153,7 +153,6 @@ def measure(
     budgets: Sequence[float] = BUDGETS,
     gib: float | None = None,
     optimizer: str = "adamw",
-    fake: bool = True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Report:
     """Measure where a model's bytes are, and what each method, checkpointing and the compiler would save.
@@ -176,7 +175,6 @@ def measure(
         gib: memory for which to find the largest batch and the longest sequence whose peaks fit; None to leave
             these out.
         optimizer: a name in OPTIMIZERS.
-        fake: whether to measure without memory; else tensors are real.
         progress: called with the share that is done.
 
     Returns:
@@ -190,7 +188,6 @@ def measure(
     for value, known in ((dtype, DTYPES), (autocast or dtype, DTYPES), (optimizer, OPTIMIZERS)):
         if value not in known:
             raise UsageError(f"{quote(value)}: expected {', '.join(known)}")
-    flags(fake=fake)
     batch, seq = integer("batch", batch, 1), integer("seq", seq, 1)
     bits = [integer("bits", k, 1) for k in several("bits", bits)]
     for k in bits:
@@ -199,19 +196,13 @@ def measure(
     gib = None if gib is None else positive("gib", gib, MOST_GIB)
     if not isinstance(source, Source):
         source = from_callable(source)
-    prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], fake=fake)
+    prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype])
     subject = prepared.subject(inputs, DTYPES[autocast] if autocast else None)
     measurement = _Measurement(prepared, subject, {"batch": batch, "seq": seq}, optimizer, progress)
     return measurement.report(str(training or Training()), bits, budgets, gib)
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    """A way to train some modules of the model."""
-
-    name: str
-    modules: Sequence[nn.Module]
-    policy: Policy
+_Candidate = tuple[Policy, Sequence[nn.Module]]  # a policy, and the modules of the model that get it
 
 
 @dataclass
@@ -226,7 +217,7 @@ class _Measurement:
     notes: list[str] = field(default_factory=list)
 
     def advance(self, weight: float = 1.0) -> None:
-        """Move the progress bar by the work of so many training steps."""
+        """Move the progress bar by the work of this many training steps."""
         self.done += weight
         self.progress(min(self.done / self.whole, 1.0))
 
@@ -249,18 +240,20 @@ class _Measurement:
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
         state = OPTIMIZERS[self.optimizer] * gradient_bytes
         fixed = sum(one.nbytes for one in (*parameters, *model.buffers())) + state
-        rows = {}
-        for candidate in candidates:
-            if row := self.row(candidate, baseline, fixed):
-                rows[candidate] = row
+        rows: list[Row] = []
+        measured: list[_Candidate] = []
+        for policy, modules in candidates:
+            if row := self.row(policy, modules, baseline, fixed):
+                rows.append(row)
+                measured.append((policy, modules))
             self.advance()
-        refused = [one.name for one in candidates if one.policy.method and one not in rows]
+        refused = [policy.name for policy, _ in candidates if policy.method and policy not in dict(measured)]
         if refused:
             names = sorted({site.found.activation for site in sites if site.found.activation})
             self.notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
-        found = [*rows.values(), *self.compiled_rows(baseline, budgets)]
+        rows += self.compiled_rows(baseline, budgets)
         if gib is not None:
-            found = self.fitted(rows, found, sized, int(gib * GIB) - fixed)
+            rows = self.fitted(measured, rows, sized, int(gib * GIB) - fixed)
         self.progress(1.0)
         autocast = self.subject.autocast
         return Report(
@@ -282,46 +275,45 @@ class _Measurement:
             block=baseline.saved.by_kind(blocks[len(blocks) // 2][0]),
             operations=baseline.saved.by_operation(),
             modules=baseline.saved.by_module(),
-            rows=tuple(found),
+            rows=tuple(rows),
             gib=gib,
             notes=tuple(self.notes),
         )
 
     def candidates(self, blocks: Sequence[nn.Module], bits: Sequence[int] | None) -> Iterator[_Candidate]:
-        """Yield the ways that are compared; methods only if there are bits."""
+        """Yield what is compared; methods only if there are bits."""
         model = [self.subject.model]
-        yield _Candidate("baseline", model, BASELINE)
+        yield BASELINE, model
         methods = [*(("fewbit", k) for k in bits or ()), ("relumix", 2), ("inverted", None), ("exact", None)]
         for method, k in methods if bits is not None else []:
             name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
-            yield _Candidate(name, model, Policy(name, method=method, bits=k))
+            yield Policy(name, method=method, bits=k), model
         for error in ERRORS:
-            name = f"saving, {error}"
-            yield _Candidate(name, model, Policy(name, context=partial(saving, error)))
+            yield Policy(f"saving, {error}", context=partial(saving, error)), model
         for name, kind in zip(("full", "selective"), CHECKPOINTS[1:], strict=True):
-            yield _Candidate(f"checkpointing, {name}", blocks, Policy(kind, checkpoint=kind))
+            yield Policy(f"checkpointing, {name}", checkpoint=kind), blocks
 
-    def row(self, candidate: _Candidate, baseline: Measured, fixed: int) -> Row | None:
-        """Measure a candidate; None if there is nothing in the model that it changes, or it fails."""
-        way, done = candidate.policy, baseline
+    def row(self, policy: Policy, modules: Sequence[nn.Module], baseline: Measured, fixed: int) -> Row | None:
+        """Measure a policy; None if there is nothing in the modules that it changes, or it fails."""
+        done = baseline
         try:
-            with changed(candidate.modules, [way] * len(candidate.modules)) as replaced:
-                if way is not BASELINE:
+            with changed(modules, [policy] * len(modules)) as replaced:
+                if policy is not BASELINE:
                     done = whole_step(self.subject)
         except UsageError as error:  # PyTorch does not checkpoint operations in place
-            if not way.method:
-                self.notes.append(f"{candidate.name}: it fails: {one_line(error.__cause__ or error)}")
+            if not policy.method:
+                self.notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
             return None
         kinds = done.saved.by_kind()
-        if way.checkpoint:
+        if policy.checkpoint:
             kinds["checkpoint"] = done.saved.bytes - sum(kinds.values())
         flops, traffic = (
             (getattr(done.forward + done.backward, what) - getattr(baseline.forward + baseline.backward, what))
             / max(getattr(baseline.forward, what), 1)
             for what in ("flops", "traffic")
         )
-        row = Row(candidate.name, done.saved.bytes, kinds, peak=fixed + done.peak)
-        return replace(row, replaced=replaced) if way.method else replace(row, flops=flops, traffic=traffic)
+        row = Row(policy.name, done.saved.bytes, kinds, peak=fixed + done.peak)
+        return replace(row, replaced=replaced) if policy.method else replace(row, flops=flops, traffic=traffic)
 
     def compiled_rows(self, baseline: Measured, budgets: Sequence[float]) -> Iterator[Row]:
         """Yield what the compiler saves."""
@@ -343,7 +335,7 @@ class _Measurement:
     # ------------------------------------------------------------------------------------------- the largest sizes
 
     def fitted(
-        self, rows: Mapping[_Candidate, Row], found: Sequence[Row], sized: Sequence[str], room: int
+        self, measured: Sequence[_Candidate], rows: Sequence[Row], sized: Sequence[str], room: int
     ) -> list[Row]:
         """Return rows with the largest batch and the longest sequence whose peaks are at most `room`."""
         source = self.prepared.source
@@ -353,25 +345,25 @@ class _Measurement:
         if limits["seq"] is not None and "seq" in sized:
             self.notes.append(f"{self.prepared.name} has positions for {limits['seq']} tokens")
         runs, _ = baseline_step(self.subject, DEVICE)
-        ways = [BASELINE for run in runs for _ in run.blocks]
+        same = [BASELINE for run in runs for _ in run.blocks]  # the modules have their policies already
 
         def needed(candidate: _Candidate, name: str, size: int) -> int:
+            policy, modules = candidate
             subject = replace(self.subject, call=self.prepared.inputs(**{**self.sizes, name: size}))
-            with changed(candidate.modules, [candidate.policy] * len(candidate.modules)):
-                return step(subject, DEVICE, runs, ways).peak
+            with changed(modules, [policy] * len(modules)):
+                return step(subject, DEVICE, runs, same).peak
 
-        most: dict[str, dict[str, int]] = {row.name: {} for row in found}
+        most: dict[str, dict[str, int]] = {row.name: {} for row in rows}
         for name in sized:
             here, limit = self.sizes[name], limits[name]
             factors = (1, 2) if name == "batch" else (1, 2, 3)
             if limit is not None and here * factors[-1] > limit:
                 here = max(limit // (len(factors) + 1), 1)
-            curves = [
-                Curve(partial(needed, one, name), limit, sorted({here * k for k in factors})) for one in rows
-            ]
-            for candidate, curve in zip(rows, curves, strict=True):
-                most[candidate.name][name] = curve.largest(room)
+            sizes = sorted({here * k for k in factors})
+            curves = [Curve(partial(needed, one, name), limit, sizes) for one in measured]
+            for (policy, _), curve in zip(measured, curves, strict=True):
+                most[policy.name][name] = curve.largest(room)
                 self.advance()
-            for row in found[len(rows) :]:  # of the compiler
-                most[row.name][name] = curves[0].solve(room * found[0].bytes / max(row.bytes, 1))
-        return [replace(row, batch=most[row.name].get("batch"), seq=most[row.name].get("seq")) for row in found]
+            for row in rows[len(measured) :]:  # of the compiler
+                most[row.name][name] = curves[0].solve(room * rows[0].bytes / max(row.bytes, 1))
+        return [replace(row, batch=most[row.name].get("batch"), seq=most[row.name].get("seq")) for row in rows]

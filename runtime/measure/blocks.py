@@ -1,4 +1,4 @@
-"""The blocks of a model in the order in which they run, and steps cut short: some of many like blocks run."""
+"""The blocks of a model in the order in which they run, and steps cut short: some of many equal blocks run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .subjects import Subject, blocks_of
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that are alike and follow one another.
+    """Equal blocks that follow one another.
 
     Attributes:
         paths: their paths in the model, in the order they run in.
         blocks: the modules.
         steady: whether all do the same work, and return a tensor like the first that they are given. Then some of
-            them may stand for the others.
+            them may be measured in place of the others.
 
     """
 
@@ -94,7 +94,7 @@ def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _signature(block: nn.Module) -> Any:
-    """Return what blocks that are alike have in common."""
+    """Return what equal blocks have in common."""
     modules = tuple((path, type(module).__qualname__) for path, module in block.named_modules())
     parameters = tuple(
         (name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in block.named_parameters()

@@ -1,7 +1,7 @@
 """Counting what autograd saves for backward, by module and by operation.
 
 Storages are counted: two saved tensors with the same storage count once, and parameters and buffers of modules do
-not count. Real, fake and meta tensors are counted alike.
+not count. Real, fake and meta tensors are counted the same way.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fitact.base import starred
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import following
 from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import COPY_TO, is_operator, storage_id, version_of
-from fitact.text import starred
 
 from .modes import OperationMode, watching_saved
 

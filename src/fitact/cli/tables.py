@@ -133,8 +133,8 @@ def _pieces(monotone: Monotone) -> str:
         few = ", ".join(texts) if count <= MOST else f"{count} of them"
         return f"{few} for |x| below {monotone.reach:.3g}; beyond, f' has too many roots to be counted"
     bits = (count - 1).bit_length()
-    told = "" if count < 2 else f"; {bits} bit{'s'[: bits > 1]} tell{'s'[: bits < 2]} them apart"
-    return _listed(texts, "none") + told
+    apart = "" if count < 2 else f"; {bits} bit{'s'[: bits > 1]} tell{'s'[: bits < 2]} them apart"
+    return _listed(texts, "none") + apart
 
 
 def _roots(monotone: Monotone) -> str:
@@ -178,9 +178,9 @@ def _relumix(f: Activation) -> str:
 def _inverted(f: Activation) -> str:
     count = len(inverted.cells(f))
     bits = (count - 1).bit_length()
-    told = f"{bits} bit{'s'[: bits > 1]} or more beside the output" if bits else "the output alone, 0 bits"
+    saved = f"{bits} bit{'s'[: bits > 1]} or more beside the output" if bits else "the output alone, 0 bits"
     what = f"its {count} smooth pieces" if count > 1 else "it"
-    return f"yes: {told}, if {what} can be fitted"
+    return f"yes: {saved}, if {what} can be fitted"
 
 
 def _exact(f: Activation) -> str:
