@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,13 +20,6 @@ from fitact.runtime.saving import blocks
 from tests.compile.test_compile import Gelu, SwiGLU, made, off, step
 
 run_graphs = benchmark.run_graphs
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def coded(

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 
 import fitact
@@ -69,14 +68,6 @@ class Attending(nn.Module):
         q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(2, 128, 64))
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
-        yield
-    torch._dynamo.reset()
 
 
 def made(*blocks: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -270,25 +261,30 @@ def test_mode_and_other_options() -> None:
     assert kept == TOKENS * (1024 * BYTES + 8)
 
 
+class Converted(Gelu):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = GeluFewbit3()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
 def test_beside_converted_activations() -> None:
-    """What a converted activation keeps is a code already, and stays."""
-    model = made(Gelu)
+    """What a converted activation keeps is a code already, and stays; the rest becomes codes."""
+    whole, expected = plain(0.9, made(Converted, Converted), (TOKENS, 256))
     torch._dynamo.reset()
-
-    class Converted(Gelu):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = GeluFewbit3()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(self.act(self.up(self.norm(x))))
-
-    model = made(Converted)
+    model = made(Converted, Converted)
     compiled = fitact.compile(model, fullgraph=True)
-    step(model, compiled, (TOKENS, 256))
+    kept, found = step(model, compiled, (TOKENS, 256))
+    assert kept < 0.62 * whole and off(found, expected) < 0.015
     (records,) = fitact.compile_report(compiled).graphs
-    found = {(record.dtype, record.bits, record.reason) for record in records if record.operation == "forward"}
-    assert found == {(torch.uint8, None, "of uint8"), (torch.bfloat16, 8, "")}
+    codes = [one for one in records if one.dtype is torch.uint8]
+    assert [(one.bits, one.before, one.reason) for one in codes] == 2 * [
+        (None, TOKENS * 1024 * 3 // 8, "of uint8")
+    ]
+    others = {(one.dtype, one.bits, one.reason) for one in records if one.operation == "forward"}
+    assert others == {(torch.uint8, None, "of uint8"), (torch.bfloat16, 8, "")}
 
 
 @pytest.mark.parametrize(

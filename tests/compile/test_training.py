@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch._inductor import config as inductor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fitact
 from tests.compile.test_compile import BYTES, TOKENS, Gelu, made, off, plain, step
 from tests.support.compilers import needs_compiler
+from tests.support.processes import run
 
 pytestmark = [needs_compiler, pytest.mark.full, pytest.mark.long]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
-        yield
-    torch._dynamo.reset()
 
 
 def keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -119,42 +108,6 @@ def test_scaled_losses() -> None:
     assert min(scales) < max(scales)
     assert off(found, expected) < 0.012
     assert off(coded_weights, weights) < 1e-3
-
-
-class Modules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.act = nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU()
-        self.down = nn.Linear(1024, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(self.act(self.up(self.norm(x))))
-        return y
-
-
-def test_after_convert() -> None:
-    """Codes of converted activations stay, and the rest becomes codes; without converting, less is kept."""
-
-    def converted(by: Callable[..., Any]) -> tuple[int, list[Tensor], Any]:
-        torch._dynamo.reset()
-        model = made(Modules, Modules)
-        report = fitact.convert(model, method="fewbit")
-        assert len(report.replaced) == 2
-        compiled = by(model, fullgraph=True)
-        return *step(model, compiled, (TOKENS, 256)), compiled
-
-    with functorch.patch(activation_memory_budget=0.9):
-        whole, expected, _ = converted(torch.compile)
-    kept, found, compiled = converted(fitact.compile)
-    (records,) = fitact.compile_report(compiled).graphs
-    own = [record for record in records if record.dtype is torch.uint8]
-    assert [(record.bits, record.before) for record in own] == 2 * [(None, TOKENS * 1024 * 3 // 8)]
-    assert off(found, expected) < 0.015
-    assert kept < 0.62 * whole
-    torch._dynamo.reset()
-    model = made(Modules, Modules)
-    instead, _ = step(model, fitact.compile(model, fullgraph=True), (TOKENS, 256))
-    assert instead < kept
 
 
 def test_accelerate() -> None:
@@ -253,20 +206,6 @@ os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
 """
 
 
-def test_in_two_processes(tmp_path: Path) -> None:
-    """The arguments of each are its rank and a file for the two to meet."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", START + TRAIN + END, str(rank), str(tmp_path / "store")],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=600)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(errors)
+def test_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    run(START + TRAIN + END, tmp_path, warnings="ignore", seconds=600)

@@ -27,6 +27,9 @@ from fitact.runtime.choose.detect import computes
 from fitact.runtime.choose.records import Conversion
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
+from tests.saving.test_modules import COPIES
+
+from .test_context import MODELS
 
 HALF = torch.bfloat16
 
@@ -290,29 +293,17 @@ def test_what_computes_a_parameter() -> None:
     assert "parametrizations" not in str(report)
 
 
-class Spectrum(nn.Module):
-    """An activation of complex numbers, one of real ones, and one of indices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index, self.embedding, self.bend = nn.ReLU(), nn.Embedding(4, 64), nn.Tanh()
-        self.act, self.out = nn.GELU(), nn.Linear(66, 64)
-
-    def forward(self, i: Tensor) -> Tensor:
-        wave = self.bend(torch.fft.rfft(self.embedding(self.index(i))))
-        found: Tensor = self.out(self.act(torch.view_as_real(wave).flatten(-2)))
-        return found
-
-
 def test_numbers_that_are_not_real() -> None:
     torch.manual_seed(0)
-    model, i = Spectrum(), torch.randint(0, 4, (500,))
+    model = nn.Sequential(nn.ReLU(), nn.Embedding(4, 64), nn.Tanh(), nn.Linear(64, 64))
+    model[1].weight = nn.Parameter(torch.randn(4, 64).to(torch.cfloat))
+    model[3].to(torch.cfloat)
+    i = torch.randint(0, 4, (500,))
     expected = model(i)
-    report = fitact.convert(model, "fewbit", example_inputs=i)
-    reasons = {site.name: site.reason for site in report if site.name != "act"}
-    assert not report.replaced
-    assert all(one.startswith("its replacement cannot be run: ") for one in reasons.values()), reasons
-    assert report.saved_before and report.saved_after and report.saved_after <= report.saved_before
+    report = fitact.convert(model, "fewbit", example_inputs=lambda model: model(i).abs())
+    assert not report.replaced and len(report) == 2
+    assert all(site.reason.startswith("its replacement cannot be run: ") for site in report), str(report)
+    assert report.saved_after == report.saved_before
     assert torch.equal(model(i), expected)
 
 
@@ -367,21 +358,9 @@ def test_in_place_has_no_use_for_methods_that_keep_the_output() -> None:
     assert site.after is None and "another tensor" in site.reason
 
 
-class Slope(nn.Module):
-    """Reads what its activation holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.last = nn.Linear(16, 64), nn.LeakyReLU(), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.act(self.first(x)) * self.act.negative_slope)
-        return y
-
-
 @pytest.mark.parametrize("method", ["fewbit", "exact"])
 def test_a_model_that_reads_what_its_activation_holds(method: str) -> None:
-    model, x = Slope(), torch.randn(64, 16)
+    model, x = MODELS["calls"](), torch.randn(64, 32)
     baseline = model(x)
     assert fitact.convert(model, method, example_inputs=x).replaced
     assert torch.equal(model(x), baseline)
@@ -558,15 +537,30 @@ def test_filters(given: dict[str, Any], names: set[str]) -> None:
 # ---------------------------------------------------------------------------------------------------- wrong input
 
 X = torch.zeros(2, 16)
+CONTEXT: list[tuple[dict[str, Any], str]] = [
+    ({"include": "a.*"}, "include 'a.*': no module has such a path; there are"),
+    ({"exclude": ["0", "b"]}, "exclude 'b': no module has such a path; there are"),
+    ({"method": "rebuild"}, "method 'rebuild': it is now error='exact', without a method"),
+    ({"method": "auto"}, "method 'auto': it is now error='rounding', without a method"),
+    ({"method": "coded"}, "method 'coded': it is now error='rounding', without a method"),
+    ({"error": "few-bit"}, "error: expected 'exact', 'rounding' or 'coarse', got 'few-bit'"),
+    ({"bits": 9}, "bits: expected 3, 4, 5, 6 or 8, got 9"),
+    (
+        {"bits": {"gates": 8}},
+        "bits: expected the kinds gate, activation, norm, batch_norm, linear or attention, got 'gates'",
+    ),
+    ({"gradients": True}, "gradients=True runs the model: pass example_inputs"),
+    ({"gradients": "no"}, "gradients: expected True or False, got 'no'"),
+    ({"example_inputs": torch.zeros(2, 3)}, "the model cannot be run with example_inputs: RuntimeError"),
+]
 BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method is given
+    *(({"method": None, **given}, message) for given, message in CONTEXT),
     ({"method": "fewbits"}, "no method 'fewbits': expected fewbit, relumix, inverted, exact, or none"),
     ({"bits": 5}, "bits 5: expected 1, 2, 3 or 4"),
     ({"bits": {"gate": 4}}, "bits {'gate': 4}: expected 1, 2, 3 or 4"),
     ({"method": "exact", "bits": 2}, "bits 2: expected none for exact"),
     ({"include": "a.*"}, "include 'a.*': no activation has such a path; there are 1"),
     ({"exclude": ["1", "b"]}, "exclude 'b': no activation has such a path; there are 1"),
-    ({"gradients": True}, "gradients=True runs the model: pass example_inputs"),
-    ({"gradients": "no"}, "gradients: expected True or False, got 'no'"),
     ({"dry_run": 1}, "dry_run: expected True or False, got 1"),
     ({"error": "rounding"}, "error 'rounding': expected no method and no replace, which have their own errors"),
     ({"recompute_attention": True}, "recompute_attention: expected no method and no replace"),
@@ -583,12 +577,13 @@ BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=[str(i) for i in range(len(BAD))])
 def test_wrong_input(given: dict[str, Any], message: str) -> None:
+    """One line, which for an argument of former times has the words of now."""
     model = mlp(nn.GELU())
     before = dict(model.named_modules())
     with pytest.raises(UsageError) as error:
         fitact.convert(model, **{"method": "fewbit", **given})
     assert message in str(error.value) and "\n" not in str(error.value)
-    assert dict(model.named_modules()) == before
+    assert dict(model.named_modules()) == before and type(model) is nn.Sequential
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -624,23 +619,6 @@ def test_nothing_to_replace_or_to_save() -> None:
     assert (report.saved_before, report.saved_after) == (0, 0) and "0 % less" in str(report)
 
 
-def test_sharded_models_are_not_run() -> None:
-    """A forward pass without a backward one would leave FSDP's parameters gathered, and the model broken."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = mlp(nn.GELU())
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(UsageError, match="the model is sharded"):
-            fitact.convert(model, "fewbit", example_inputs=X)
-        assert sites(fitact.convert(model, "fewbit")) == {"1": "gelu_fewbit3"}
-        model(X).sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_converting_twice() -> None:
     model = nn.Sequential(mlp(nn.GELU()), Holds(nn.SiLU()).eval())
     fitact.convert(model, "fewbit")
@@ -665,8 +643,8 @@ def test_a_replacement_in_another_model() -> None:
     assert other[1] is original and isinstance(model[1], GeluFewbit3)
 
 
-@pytest.mark.parametrize("way", ["pickle", "deepcopy", "save"])
-def test_copies(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", COPIES)
+def test_copies(way: str) -> None:
     """Originals are in them once, and no state is added."""
     act = nn.GELU()
     model = nn.Sequential(nn.Linear(16, 16), act, nn.Linear(16, 16), act, Holds(F.silu), nn.SiLU(inplace=True))
@@ -675,13 +653,7 @@ def test_copies(way: str, tmp_path: Path) -> None:
     size = len(pickle.dumps(nn.Sequential(*[model] * 50)))
     fitact.convert(model, "fewbit")
     assert len(pickle.dumps(nn.Sequential(*[model] * 50))) < size + 6000
-    if way == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    elif way == "save":
-        torch.save(model, tmp_path / "model.pt")
-        twin = torch.load(tmp_path / "model.pt", weights_only=False)
-    else:
-        twin = copy.deepcopy(model)
+    twin = COPIES[way](model)
     assert twin[1] is twin[3] is not model[1]
     twin.load_state_dict(state)
     assert torch.equal(twin(x), baseline) and [*twin.state_dict()] == [*state]
@@ -690,66 +662,29 @@ def test_copies(way: str, tmp_path: Path) -> None:
     assert type(model[1]).__name__ == "GeluFewbit3"
 
 
-class Stateful(nn.Module):
-    """All that a forward pass may change."""
+GIVEN = [{"method": "fewbit"}, {"error": "exact"}, {"error": "rounding"}]  # each way of converting
 
-    def __init__(self, looks: bool) -> None:
-        super().__init__()
-        self.linear, self.norm, self.drop, self.act = (
-            nn.Linear(16, 16),
-            nn.BatchNorm1d(16),
-            nn.Dropout(0.5),
-            nn.GELU(),
-        )
-        self.looks = looks
-        self.calls, self.cache = 0, {}
-        self.register_buffer("seen", torch.zeros(16))
+
+class Looks(nn.Sequential):
+    """A model that may read a value, which fake tensors cannot do."""
+
+    looks = False
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.cache["x"] = self.last = x
-        self.seen += x.detach().sum(0)
-        y = self.drop(self.act(self.norm(self.linear(x))))
-        if self.looks and y.sum().item() > 1e9:  # which fake tensors cannot do
+        y: Tensor = super().forward(x)
+        if self.looks and y.sum().item() > 1e9:
             raise ValueError
         return y
 
 
-GIVEN = [{"method": "fewbit"}, {"error": "exact"}, {"error": "rounding"}]  # each way of converting
-
-
-@pytest.mark.parametrize("looks", [False, True], ids=["fake", "real"])
-@pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_a_dry_run_changes_nothing(looks: bool, given: dict[str, Any]) -> None:
-    model = Stateful(looks)
-    x = torch.randn(1000, 16)
-    state, members = copy.deepcopy(model.state_dict()), dict(vars(model))
-    random_state = torch.random.get_rng_state()
-    conversion = fitact.convert(model, **given, dry_run=True, example_inputs=x)
-    assert conversion.dry_run and conversion.replaced
-    assert vars(model).keys() == members.keys() and all(vars(model)[key] is members[key] for key in members)
-    assert model.cache == {} and type(model.act) is nn.GELU and type(model) is Stateful
-    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-    assert torch.equal(torch.random.get_rng_state(), random_state)
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-
-
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_fake_and_real_runs_agree(given: dict[str, Any]) -> None:
-    x = torch.randn(1000, 16)
-    first, second = (fitact.convert(Stateful(looks), **given, example_inputs=x) for looks in (False, True))
-    assert first == second and first.saved_after < first.saved_before
-
-
-def test_inputs_and_buffers_stay() -> None:
-    """Also after a real run; many elements of expanded buffers are one."""
-    model = nn.Sequential(nn.SiLU(inplace=True), Stateful(True).eval())
-    model.register_buffer("ones", torch.ones(1).expand(16))
-    x = torch.randn(1000, 16)
-    before = x.clone()
-    fitact.convert(model, "fewbit", dry_run=True, example_inputs=x)
-    assert torch.equal(x, before)
-    assert torch.equal(model.ones, torch.ones(16)) and model.ones.stride() == (0,)
+    reports = []
+    for looks in (False, True):
+        model = Looks(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.5))
+        model.looks = looks
+        reports.append(fitact.convert(model, **given, example_inputs=torch.randn(1000, 16)))
+    assert reports[0] == reports[1] and reports[0].saved_after < reports[0].saved_before
 
 
 @pytest.mark.parametrize("of", ["parameters on meta", "fake parameters"])
@@ -803,34 +738,9 @@ def test_consumers(kind: str, shared: bool) -> None:
         assert (site.after is None) == (method == "inverted" and not shared)
         expected = {"gelu_fewbit3": 3 * ELEMENTS // 8, "gelu_inverted1": ELEMENTS // 8, "None": 4 * ELEMENTS}
         assert before.bytes - after.bytes == 4 * ELEMENTS - expected[str(site.after)]
-
-
-MORE: list[tuple[list[nn.Module], str, str | None, str]] = [  # None: then it would keep more, for that reason
-    ([nn.ReLU(), nn.Linear(64, 8)], "fewbit", None, "bytes more with it"),
-    ([nn.Linear(64, 8), nn.GELU()], "fewbit", "gelu_fewbit3", ""),
-    ([nn.GELU(), nn.Dropout(), nn.Linear(64, 8)], "inverted", None, "bytes more with it"),
-    ([nn.GELU(), nn.Linear(64, 8)], "inverted", "gelu_inverted1", ""),
-]
-
-
-@pytest.mark.parametrize(("layers", "method", "name", "reason"), MORE, ids=map(str, range(len(MORE))))
-def test_no_method_keeps_more_than_baseline(
-    layers: list[nn.Module], method: str, name: str | None, reason: str
-) -> None:
-    """Known with example inputs; without them, and with classes that are given, what is asked for is done."""
-    model, x = nn.Sequential(nn.Linear(64, 64), *layers), torch.randn(8 * ROWS, 64)
-    with count_saved(model) as baseline:
-        model(x)
-    conversion = fitact.convert(model, method, example_inputs=x)
-    (site,) = conversion
-    assert site.after == name and reason in site.reason
-    with count_saved(model) as saved:
-        model(x)
-    assert conversion.saved_after == saved.bytes <= baseline.bytes == conversion.saved_before
-    fitact.revert(model)
-    assert fitact.convert(model, method, dry_run=True).sites[0].after
-    given = {type(one): GeluFewbit3 for one in layers if isinstance(one, (nn.ReLU, nn.GELU))}
-    assert fitact.convert(model, replace=given, example_inputs=x).sites[0].after == "gelu_fewbit3"
+        assert fitact.convert(model, method, dry_run=True).sites[0].after  # without inputs, as is asked for
+    given = {nn.GELU: type(fitact.activation("gelu", method="inverted"))}  # is put in, whatever it saves
+    assert fitact.convert(model, replace=given, example_inputs=x).sites[0].after == "gelu_inverted1"
 
 
 def test_codes_of_few_elements_are_padded() -> None:
@@ -1095,41 +1005,14 @@ def test_import_is_lazy() -> None:
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     assert {"convert", "revert", "saving"} <= set(dir(fitact))
-    with pytest.raises(AttributeError, match="absent"):
-        _ = fitact.absent
-
-
-NUMBERS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-EXACT: dict[str, nn.Module] = {
-    "hardshrink": nn.Hardshrink(),
-    "hardsigmoid": nn.Hardsigmoid(),
-    "hardtanh": nn.Hardtanh(),
-    "leaky_relu": nn.LeakyReLU(),
-    "relu": nn.ReLU(),
-    "relu6": nn.ReLU6(),
-    "softshrink": nn.Softshrink(),
-    "threshold": nn.Threshold(1.0, 0.0),
-}
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_what_is_called_exact_has_the_gradient_of_pytorch(name: str) -> None:
-    """At every number of half precision, and in float32 at the breakpoints, beside them and at random."""
-    points = torch.tensor([0.0, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0, 6.0, 1e-40, -1e-40, 1e30, -1e30])
-    others = [torch.nextafter(points, torch.full_like(points, to)) for to in (-torch.inf, torch.inf)]
-    wide = torch.cat([points, *others, 3 * torch.randn(20000)])
-    fits = [fit for fit in fitact.shipped() if fit.rpartition("_")[0] == name]
-    assert {fit.rpartition("_")[2][:5] for fit in fits} <= {"fewbi", "exact"} and fits
-    for fit in fits:
-        for x in (NUMBERS.view(torch.bfloat16), NUMBERS.view(torch.float16), wide):
-            numbers = x[~x.isnan()]
-            dy = torch.randn(len(numbers)).to(x.dtype)
-            found = []
-            for module in (EXACT[name], fitact.activation(fit)):
-                leaf = numbers.clone().requires_grad_()
-                y = module(leaf)
-                found.append((y, torch.autograd.grad(y, leaf, dy)[0]))
-            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for name, message in {
+        "absent": "absent",
+        "rebuild": r"^fitact\.rebuild is now fitact\.convert\(model\)$",
+        "converted_functions": r"is now fitact\.saving\(\)$",
+        "revert_plan": r"is now fitact\.revert\(model\)$",
+    }.items():
+        with pytest.raises(AttributeError, match=message):
+            getattr(fitact, name)
 
 
 class TwoLayers(nn.Sequential):
@@ -1176,10 +1059,6 @@ def test_gradients_that_are_baselines_or_cannot_be_measured() -> None:
     conversion = fitact.convert(mlp(nn.Hardtanh()), "fewbit", example_inputs=x, gradients=True)
     assert conversion.replaced and conversion.gradient is not None and conversion.gradient.error == 0
     assert str(conversion).endswith("the gradient equals the baseline's, bit for bit")
-    with torch.device("meta"):
-        model, empty = mlp(nn.GELU()), torch.empty(512, 16)
-    without = fitact.convert(model, "fewbit", example_inputs=empty, gradients=True)
-    assert str(without).endswith("the gradient could not be measured: the model's tensors have no values")
 
     def run(model: nn.Module) -> object:
         model(x)

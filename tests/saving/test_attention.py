@@ -15,27 +15,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import fitact
 from fitact import saving
 from fitact.runtime.choose.policies import SELECTIVE, changed
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.saving.attention import attention
 from fitact.runtime.torch_internals import FakeTensorMode
-from tests.support.peak import peak_memory
-from tests.support.saving import HALF, cast, differences, kept, kept_of, loss_of, observed, pair, train
-
-SETTINGS = {
-    "float32": (torch.float32, None),
-    "bfloat16": (HALF, None),
-    "float16": (torch.float16, None),
-    "autocast": (torch.float32, HALF),
-}
+from tests.support.saving import (
+    HALF,
+    PRECISIONS,
+    SETTINGS,
+    agree,
+    cast,
+    differences,
+    kept_of,
+    pair,
+    peaks,
+    saves,
+    train,
+)
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 6, 8
-DTYPES = {name: SETTINGS[name] for name in SETTINGS} | {
-    "float64": (torch.float64, None),
-    "autocast of halves": (HALF, torch.float16),
-}
+DTYPES = SETTINGS | {"autocast of halves": (HALF, torch.float16)}
+precisions = pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS.values(), ids=PRECISIONS)
 
 
 def turned(*shape: int) -> Tensor:
@@ -81,30 +84,59 @@ def attend(*given: Any, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(*given, **options)
 
 
-def attended(case: str, setting: str, context: Any) -> tuple[tuple[Any, ...], int]:
-    """Return output, gradients and a random number that follows, and the bytes that are saved."""
+def alike(
+    case: str, setting: str, again: bool = False, frozen: str = "", call: Callable[..., Tensor] = attend
+) -> tuple[int, int]:
+    """Compare output, its strides, gradients and a random number that follows; return the bytes that are saved."""
     dtype, autocast = DTYPES[setting]
-    torch.manual_seed(0)
-    given, biases, options = CASES[case]()
-    leaves = [one.to(dtype).requires_grad_() for one in (*given, *([] if biases is None else [biases]))]
-    inner = [one * 1 for one in leaves]
-    with count_saved() as saved, cast(autocast), context:
-        y = attend(*inner, **options)
-    y.backward(torch.randn(y.shape).to(y.dtype))
-    return (y.detach(), torch.rand(1), {str(i): one.grad for i, one in enumerate(leaves)}), saved.bytes
+    found, sizes = [], []
+    for context in contexts(again):
+        torch.manual_seed(0)
+        given, biases, options = CASES[case]()
+        leaves = [one.to(dtype) for one in (*given, *([] if biases is None else [biases]))]
+        for name, one in zip("qkvb", leaves, strict=False):
+            one.requires_grad_(name not in frozen)
+        inner = [one * 1 for one in leaves]
+        with count_saved() as saved, cast(autocast), context:
+            y = call(*inner, **options)
+        if y.requires_grad:
+            y.backward(torch.randn(y.shape).to(y.dtype))
+        found.append((y.detach(), y.stride(), torch.rand(1), [one.grad for one in leaves]))
+        sizes.append(saved.bytes)
+    assert not differences(*found)
+    return sizes[0], sizes[1]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("setting", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str, setting: str, again: bool) -> None:
-    """Also the strides of the output, and the generator's state."""
-    (expected, before), (found, after) = (attended(case, setting, context) for context in contexts(again))
-    assert not differences(expected, found)
-    assert expected[0].stride() == found[0].stride()
-    wide = setting not in ("float32", "float64")
+    before, after = alike(case, setting, again)
+    wide = setting not in ("float32", "float64", "float64 in autocast")
     drops = 0 < CASES[case]()[2].get("dropout_p", 0) < 1
     assert after < before if wide or drops else after <= before
+
+
+@pytest.mark.parametrize("frozen", ["q", "k", "v", "qk", "qkv", "b"])
+def test_frozen_inputs(frozen: str) -> None:
+    alike("bias, dropout", "bfloat16", frozen=frozen)
+
+
+def test_a_bias_that_is_wider_and_one_tensor_for_all() -> None:
+    """Gradients are added in PyTorch's order."""
+    alike("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, k, v, mask.float()))
+    alike("bias", "bfloat16", call=lambda q, k, v, mask: attend(q, q, q, mask) + attend(q, q, q, mask))
+
+
+def test_halves_are_added_as_such_if_told_so() -> None:
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not allowed)
+    try:
+        for case in ("bias, dropout", "groups"):
+            before, after = alike(case, "bfloat16")
+            assert after <= before
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
 
 
 def test_what_is_saved() -> None:
@@ -128,60 +160,6 @@ def test_views_of_one_tensor() -> None:
     del y
     weights = 2 * 4 * 256 * 256
     assert saved.bytes == x.nbytes + 4 * weights + weights // 8
-
-
-def test_halves_are_added_as_such_if_told_so() -> None:
-    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not allowed)
-    try:
-        for case in ("bias, dropout", "groups"):
-            (expected, before), (found, after) = (attended(case, "bfloat16", context) for context in contexts())
-            assert not differences(expected, found)
-            assert after <= before
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
-
-
-def test_a_bias_that_is_wider() -> None:
-    def run(context: Any) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        leaves = [*(one.to(HALF).requires_grad_() for one in tensors()), bias().requires_grad_()]
-        with context:
-            y = attend(*leaves)
-        y.sum().backward()
-        return [y.detach(), *(one.grad for one in leaves)]
-
-    assert not differences(*map(run, contexts()))
-
-
-@pytest.mark.parametrize("frozen", ["q", "k", "v", "qk", "qkv"])
-def test_frozen_inputs(frozen: str) -> None:
-    def run(context: Any) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        leaves = [
-            one.to(HALF).requires_grad_(name not in frozen) for name, one in zip("qkv", tensors(), strict=True)
-        ]
-        leaves.append(bias().to(HALF).requires_grad_())
-        with context:
-            y = attend(*leaves, dropout_p=0.2)
-        y.sum().backward()
-        return [y.detach(), *(one.grad for one in leaves)]
-
-    assert not differences(*map(run, contexts()))
-
-
-def test_one_tensor_for_all() -> None:
-    """Its gradients are added in PyTorch's order."""
-
-    def run(context: Any) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        x, mask = turned(BATCH, HEADS, ROWS, WIDTH).to(HALF).requires_grad_(), bias().to(HALF).requires_grad_()
-        with context:
-            y = F.scaled_dot_product_attention(x, x, x, mask) + F.scaled_dot_product_attention(x, x, x, mask)
-        y.square().sum().backward()
-        return [y.detach(), x.grad, mask.grad]
-
-    assert not differences(*map(run, contexts()))
 
 
 # --------------------------------------------------------------------------------------------- what PyTorch fuses
@@ -291,18 +269,10 @@ def test_run_once_in_a_pass(trained: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_peak_if_it_runs_again(dtype: torch.dtype) -> None:
-    x = torch.randn(4, 64, 32).to(dtype).requires_grad_()
-    peaks = []
-    for context in contexts(again=True):
-        model = nn.Sequential(Attending(), Attending()).to(dtype)
-
-        def step(model: nn.Module = model, context: Any = context) -> None:
-            with context:
-                y = model(x)
-            y.sum().backward()
-
-        peaks.append(peak_memory(step, model)["total"])
-    assert peaks[1] < peaks[0]
+    models = [nn.Sequential(Attending(), Attending()).to(dtype) for _ in range(2)]
+    fitact.convert(models[1], recompute_attention=True)
+    before, after = peaks((models[0], models[1]), torch.randn(4, 64, 32).to(dtype).requires_grad_())
+    assert after < before
 
 
 def test_second_derivative_if_it_runs_again() -> None:
@@ -356,10 +326,8 @@ class Biased(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_peak(dtype: torch.dtype, p: float) -> None:
     """Of attention alone, whether it saves less or not."""
-    x = torch.randn(2, 64, 32).to(dtype).requires_grad_()
-    before, after = (
-        peak_memory(lambda model=model: model(x).sum().backward(), model)["total"]
-        for model in pair(partial(Biased, dropout_p=p), dtype)
+    before, after = peaks(
+        pair(partial(Biased, dropout_p=p), dtype), torch.randn(2, 64, 32).to(dtype).requires_grad_()
     )
     assert after <= before
 
@@ -400,28 +368,21 @@ def call(name: str, model: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["float32", "bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("name", [*EAGER, *SDPA])
 def test_models(name: str, setting: str) -> None:
     """The same bits; less is saved than by selective checkpointing."""
     dtype, autocast = SETTINGS[setting]
-    baseline, model = pair(partial(model_of, name), dtype)
     run = partial(call, name)
-
-    def step(model: Any, x: Tensor) -> Tensor:
-        with cast(autocast):
-            y = run(model, x)
-        loss_of(y).backward()
-        return y.detach()
-
-    x = torch.randn(2, 8, 48).to(dtype)
-    assert not differences(*(observed(one, step, x) for one in (baseline, model)))
+    models = agree(
+        partial(model_of, name), lambda one, x: train(one, x, run), torch.randn(2, 8, 48), dtype, autocast
+    )
     wide = torch.randn(2 if name in SDPA else 4, 64, 48).to(dtype).requires_grad_()
-    blocks = [one for one in baseline.modules() if type(one).__name__ in BLOCKS]
+    blocks = [one for one in models[0].modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):
-        after, before = (kept_of(one, lambda one=one: run(one, wide)) for one in (model, baseline))
-        with count_saved(baseline) as selective, changed(blocks, [SELECTIVE] * len(blocks)):
-            y = run(baseline, wide)
+        before, after = (kept_of(one, lambda one=one: run(one, wide)) for one in models)
+        with count_saved(models[0]) as selective, changed(blocks, [SELECTIVE] * len(blocks)):
+            y = run(models[0], wide)
     del y
     assert after < (0.5 * before if name in SDPA else selective.bytes)
 
@@ -430,10 +391,7 @@ def test_models(name: str, setting: str) -> None:
 @pytest.mark.parametrize("name", EAGER)
 def test_peak_of_models(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 64, 48).to(dtype).requires_grad_()
-    before, after = (
-        peak_memory(lambda one=one: call(name, one, x).sum().backward(), one)["total"]
-        for one in pair(partial(model_of, name), dtype)
-    )
+    before, after = peaks(pair(partial(model_of, name), dtype), x, partial(call, name))
     assert after < before
 
 
@@ -468,17 +426,12 @@ WEIGH: dict[str, Callable[[Tensor], Tensor]] = {
     "read again": lambda scores: (lambda y: F.dropout(y, 0.2) + y * y)(F.softmax(scores.float(), -1)),
 }
 # What saves its softmax alone, once.
-NO_LESS = {("plain", "float32"), ("plain", "bfloat16"), ("cast in between changed", "float32")}
+NO_LESS = {("plain", torch.float32, None), ("plain", HALF, None), ("cast in between changed", torch.float32, None)}
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+@precisions
 @pytest.mark.parametrize("weigh", WEIGH)
-def test_weights(weigh: str, precision: str) -> None:
-    dtype = HALF if precision == "bfloat16" else torch.float32
-    models, x = pair(partial(Attention, WEIGH[weigh]), dtype), torch.randn(3, 5, 16).to(dtype)
-    with cast(HALF if precision == "autocast" else None):
-        expected, found = (observed(one, train, x) for one in models)
-        before, after = (kept(one, torch.randn(2, 200, 16).to(dtype)) for one in models)
-    assert not isinstance(expected, str)
-    assert not differences(expected, found)
-    assert after < before or (after == before and (weigh, precision) in NO_LESS)
+def test_weights(weigh: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    models = agree(partial(Attention, WEIGH[weigh]), x=torch.randn(3, 5, 16), dtype=dtype, autocast=autocast)
+    before, after = saves(models, torch.randn(2, 200, 16).to(dtype), autocast)
+    assert after < before or (after == before and (weigh, dtype, autocast) in NO_LESS)

@@ -19,21 +19,15 @@ from fitact.base import UsageError
 from fitact.runtime.saving import storage
 from fitact.runtime.saving.blocks import decode, encode
 from tests.support.blocks import Layer
-from tests.support.saving import differences, gradients, loss_of
+from tests.support.saving import differences, stepped
 
 WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
 ERRORS = {"exact": None, "rounding": 8, "coarse": 4}
 Call = Callable[..., Tensor]
 
 
-def step(layer: Any, call: Call, x: Tensor = WIDE) -> Any:
-    """Return the output and all gradients."""
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    torch.manual_seed(1)
-    y = call(layer, x * 1)
-    loss_of(y).backward()
-    return y.detach(), x.grad, gradients(layer)
+def step(layer: Any, call: Call) -> Any:
+    return stepped(layer, WIDE, call)
 
 
 @pytest.fixture

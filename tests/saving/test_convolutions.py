@@ -14,12 +14,9 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
-from tests.support.around import AROUND
-from tests.support.blocks import SETTINGS
 from tests.support.convolutions import IMAGES as X
 from tests.support.convolutions import KINDS, UNITS, unit
-from tests.support.peak import peak_memory
-from tests.support.saving import HALF, agree, cast, differences, kept, observed, pair, train
+from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, saves, train
 
 SLOPES: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -94,28 +91,23 @@ def test_options(n: int, options: str) -> None:
     make = partial(convolutions, n, **OPTIONS[options])
     for x, dtype in ((X[n], torch.float32), (X[n][0], torch.float32), (X[n], HALF)):
         agree(make, x=x, dtype=dtype)
-    before, after = (kept(one, X[n].repeat(8, *(1 for _ in range(n + 1)))) for one in pair(make))
+    before, after = saves(pair(make), X[n].repeat(8, *(1 for _ in range(n + 1))))
     # with an even kernel, PyTorch pads in the convolution, and saves the copy that it makes
     assert after <= before if options == "same, even" else after < before
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("dtype", "autocast"), SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", UNITS)
-def test_units(name: str, setting: str) -> None:
+def test_units(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """Outputs, gradients, and the statistics that run along, of batches in both orders of memory."""
-    dtype, autocast = SETTINGS[setting]
+
+    def step(model: Any, x: Tensor) -> Any:
+        return [train(model.train(training), x) for training in (True, False, True)]
+
     for order in (torch.contiguous_format, torch.channels_last):
-        models = pair(UNITS[name], dtype)
-        x = X[2].to(dtype).contiguous(memory_format=order)
-        for training in (True, False, True):
-            for one in models:
-                one.train(training)
-            with cast(autocast):
-                expected, found = (observed(one, train, x) for one in models)
-            assert not isinstance(expected, str) and not differences(expected, found)
-            assert not differences(*(dict(one.state_dict()) for one in models))
-        with cast(autocast):
-            before, after = (kept(one, x.repeat(8, 1, 1, 1)) for one in models)
+        x = X[2].contiguous(memory_format=order)
+        models = agree(UNITS[name], step, x, dtype, autocast)
+        before, after = saves(models, x.to(dtype).repeat(8, 1, 1, 1), autocast)
         assert after < before
 
 
@@ -127,67 +119,63 @@ def test_bytes(norm: Callable[[], nn.Module], statistics: int, act: Callable[[],
     """Of a norm, an activation and a convolution, the norm's input and its statistics are saved."""
     x = torch.randn(4, 8, 12, 12)
     _, model = pair(partial(unit, norm, act))
-    assert kept(model, x) == 4 * (x.numel() + 2 * x.numel() + statistics)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("around", [one for one in AROUND if one != "partial"])
-def test_surroundings(around: str) -> None:
-    agree(lambda: nn.Sequential(UNITS["in place"](), UNITS["group norm"]()), AROUND[around], X[2])
+    assert saves((model, model), x)[0] == 4 * (x.numel() + 2 * x.numel() + statistics)
 
 
 def test_activations_in_place() -> None:
     """They overwrite what they would without the context."""
-    for act in (nn.ReLU, nn.SiLU, nn.Hardswish, nn.ELU, nn.Hardtanh, nn.ReLU6, nn.Mish):
 
-        class Both(nn.Module):
-            def __init__(self, act: Any = act) -> None:
-                super().__init__()
-                self.conv, self.norm, self.last = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
-                self.act = act(inplace=True)
-
-            def forward(self, x: Tensor) -> Any:
-                y = self.conv(x)
-                z = self.act(y)
-                a = self.norm(z)
-                b = self.act(a)
-                assert y is z and a is b
-                c: Tensor = self.last(b) + b.sum() + y.mean()
-                return c
-
-        agree(Both, x=X[2])
-
-
-def test_changes_in_place() -> None:
-    class Changed(nn.Module):
-        def __init__(self, what: str) -> None:
+    class Both(nn.Module):
+        def __init__(self, act: Any) -> None:
             super().__init__()
-            self.conv, self.norm, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU()
-            self.last, self.what = nn.Conv2d(8, 4, 1), what
+            self.conv, self.norm, self.last = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+            self.act = act(inplace=True)
 
         def forward(self, x: Tensor) -> Any:
-            a = self.conv(x)
-            b = self.norm(a)
-            c = self.act(b)
-            tensors = {"a": a, "b": b, "c": c, "weight": self.norm.weight, "mean": self.norm.running_mean}
-            when, _, what = self.what.partition(" ")
-            if when == "before":
-                with torch.no_grad():
-                    tensors[what].mul_(1.5)
-            d = self.last(c)
-            if when == "after":
-                with torch.no_grad():
-                    tensors[what].mul_(1.5)
-            return d
+            y = self.conv(x)
+            z = self.act(y)
+            a = self.norm(z)
+            b = self.act(a)
+            assert y is z and a is b
+            return self.last(b) + b.sum() + y.mean()
 
+    for act in (nn.ReLU, nn.SiLU, nn.Hardswish, nn.ELU, nn.Hardtanh, nn.ReLU6, nn.Mish):
+        agree(partial(Both, act), x=X[2])
+
+
+class Changed(nn.Module):
+    """Something is changed in place, before or after the last convolution reads what it reads."""
+
+    def __init__(self, when: str, what: str) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU()
+        self.last, self.when, self.what = nn.Conv2d(8, 4, 1), when, what
+
+    def forward(self, x: Tensor) -> Any:
+        a = self.conv(x)
+        b = self.norm(a)
+        c = self.act(b)
+        tensors = {"a": a, "b": b, "c": c, "weight": self.norm.weight, "mean": self.norm.running_mean}
+        self.change("before", **tensors)
+        d = self.last(c)
+        self.change("after", **tensors)
+        return d
+
+    def change(self, when: str, **tensors: Tensor) -> None:
+        if when == self.when:
+            with torch.no_grad():
+                tensors[self.what].mul_(1.5)
+
+
+@pytest.mark.parametrize("what", ["a", "b", "c", "weight", "mean"])
+def test_changes_in_place(what: str) -> None:
     for when in ("before", "after"):
-        for what in ("a", "b", "c", "weight", "mean"):
-            for training in (True, False):
+        for training in (True, False):
 
-                def step(model: Any, x: Tensor, training: bool = training) -> Tensor:
-                    return train(model.train(training), x)
+            def step(model: Any, x: Tensor, training: bool = training) -> Tensor:
+                return train(model.train(training), x)
 
-                agree(partial(Changed, f"{when} {what}"), step, X[2], raises=True)
+            agree(partial(Changed, when, what), step, X[2], raises="copy")
 
 
 def test_transposed_and_frozen() -> None:
@@ -199,7 +187,7 @@ def test_transposed_and_frozen() -> None:
 
     agree(make, x=X[2])
     x = X[2].repeat(8, 1, 1, 1)
-    assert kept(pair(make)[1], x) == 3 * x.nbytes
+    assert saves(pair(make), x)[1] == 3 * x.nbytes
 
 
 def test_errors_are_pytorchs() -> None:
@@ -213,42 +201,28 @@ def test_errors_are_pytorchs() -> None:
         assert isinstance(found[0], str) and found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", [one for one in UNITS if one != "turned"])
+BETWEEN = [nn.ReLU, nn.SiLU, nn.Hardswish, nn.Tanh, nn.ELU]
+OVER = [nn.ReLU, nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardsigmoid, nn.ReLU6, nn.Hardtanh, nn.ELU, nn.CELU]
+PEAKS: dict[str, Callable[[], nn.Module]] = {
+    **{name: make for name, make in UNITS.items() if name != "turned"},
+    **{
+        f"{name} norm, {i}, {getattr(act, 'func', act).__name__}": partial(
+            lambda norm, act: nn.Sequential(nn.Conv2d(8, 64, 3), norm(64), act(), nn.Conv2d(64, 8, 3)), norm, act
+        )
+        for name, norm in (("batch", nn.BatchNorm2d), ("group", partial(nn.GroupNorm, 4)))
+        for i, act in enumerate([*BETWEEN, *(partial(one, inplace=True) for one in OVER)])
+    },
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("count", [1, 2])
-def test_peak(name: str, dtype: torch.dtype, count: int) -> None:
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak(name: str, dtype: torch.dtype) -> None:
     """Of a unit alone, too: what is recomputed for an activation is freed before its gradient if it can be."""
-    x = torch.randn(8, 8, 16, 16).to(dtype)
-    before, after = (
-        peak_memory(lambda one=one: one(x).sum().backward(), one)["total"]
-        for one in pair(lambda: nn.Sequential(*(UNITS[name]() for _ in range(count))), dtype)
-    )
-    assert after <= before
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm2d, lambda channels: nn.GroupNorm(4, channels)], ids=["batch", "group"]
-)
-@pytest.mark.parametrize(
-    "act",
-    [
-        *(nn.ReLU, nn.SiLU, nn.Hardswish, nn.Tanh, nn.ELU),
-        *(
-            partial(one, inplace=True)
-            for one in (nn.ReLU, nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardsigmoid, nn.ReLU6)
-        ),
-        *(partial(one, inplace=True) for one in (nn.Hardtanh, nn.ELU, nn.CELU)),
-    ],
-)
-def test_peak_between_two_convolutions(norm: Callable[[int], nn.Module], act: Callable[[], nn.Module]) -> None:
-    def made() -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(4, 32, 3), norm(32), act(), nn.Conv2d(32, 4, 3))
-
-    x = torch.randn(2, 4, 16, 16)
-    before, after = (
-        peak_memory(lambda one=one: one(x).sum().backward(), one)["total"] for one in pair(made, torch.float32)
-    )
-    assert after <= before
+    for count in (1, 2):
+        models = pair(lambda n=count: nn.Sequential(*(PEAKS[name]() for _ in range(n))), dtype)
+        before, after = peaks(models, torch.randn(8, 8, 16, 16).to(dtype))
+        assert after <= before
 
 
 # Shares of the baseline's bytes, a little above what was measured.
@@ -264,12 +238,7 @@ def test_timm(name: str) -> None:
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, HALF):
         for order in (torch.contiguous_format, torch.channels_last):
-            models = pair(
-                lambda order=order: timm.create_model(name, num_classes=10).to(memory_format=order), dtype
-            )
-            given = x.to(dtype).contiguous(memory_format=order)
-            for seed in range(2):
-                assert not differences(*(observed(one, train, given, seed) for one in models))
-            assert not differences(*(dict(one.state_dict()) for one in models))
-            before, after = (kept(one, given) for one in models)
+            given = x.contiguous(memory_format=order)
+            make = partial(lambda order: timm.create_model(name, num_classes=10).to(memory_format=order), order)
+            before, after = saves(agree(make, x=given, dtype=dtype, seeds=2), given.to(dtype))
             assert after <= SHARES[name] * before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from tests.support.peak import peak_memory
+from tests.support.saving import peaks
 
 
 class Block(nn.Module):
@@ -137,16 +137,10 @@ def test_as_soon_as_by_pytorch(call: str, include: str | None, error: str) -> No
 @pytest.mark.parametrize("include", [None, "blocks.*"])
 @pytest.mark.parametrize("call", CALLS)
 def test_peak(call: str, include: str | None) -> None:
-    x = torch.randn(512, 64, requires_grad=True)
-    model = Model(CALLS[call])
-
-    def peak() -> int:
-        model(x).sum().backward()
-        return peak_memory(lambda: model(x).sum().backward(), model)["total"]
-
-    baseline = peak()
+    baseline, model = Model(CALLS[call]), Model(CALLS[call])
     fitact.convert(model, include=include)
-    assert peak() <= baseline
+    before, after = peaks((baseline, model), torch.randn(512, 64, requires_grad=True))
+    assert after <= before
 
 
 @pytest.mark.parametrize("error", ["exact", "rounding"])
@@ -154,15 +148,13 @@ def test_peak(call: str, include: str | None) -> None:
 def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
     """What only nodes read whose backward does not run is not held for these."""
     x = torch.randn(512, 64, requires_grad=True)
-    peaks = []
-    for context in (nullcontext(), fitact.saving(error)):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Heads() for _ in range(6)))
-        with context:
-            made = peak_memory(lambda model=model: PARTS[part](model, x), model)
-        peaks.append(made["total"])
+    models = [nn.Sequential(*(Heads() for _ in range(6))) for _ in range(2)]
+    fitact.convert(models[1], error=error)
+    found = []
+    for model in models:
+        found.append(peak_memory(partial(PARTS[part], model, x), model)["total"])
         x.grad = None
-    assert peaks[1] <= peaks[0]
+    assert found[1] <= found[0]
 
 
 def test_peak_of_a_scan() -> None:
@@ -186,8 +178,8 @@ def test_peak_of_a_scan() -> None:
 
     train()
     gradient, layer.weight.grad = layer.weight.grad, None
-    peaks = [peak_memory(train, layer)["total"]]
+    found = [peak_memory(train, layer)["total"]]
     layer.weight.grad = None
     with fitact.saving():
-        peaks.append(peak_memory(train, layer)["total"])
-    assert torch.equal(layer.weight.grad, gradient) and peaks[1] <= peaks[0]
+        found.append(peak_memory(train, layer)["total"])
+    assert torch.equal(layer.weight.grad, gradient) and found[1] <= found[0]

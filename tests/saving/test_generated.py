@@ -11,66 +11,36 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 from fitact import saving
 from fitact.codegen import bundle
 from fitact.generated.swish_beta_rebuild import SwishBetaRebuild
 from fitact.runtime.measure.saved import count_saved
+from tests.support.around import AROUND
 from tests.support.generated import same, sizes
 from tests.support.learned import rebuilt
+from tests.support.saving import agree
 
 ROWS = 1024
 
 
 class MLP(nn.Module):
-    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor], view: bool = False) -> None:
         super().__init__()
-        self.act, self.fc1, self.fc2 = act, nn.Linear(16, 32), nn.Linear(32, 16)
+        self.act, self.fc1, self.fc2, self.view = act, nn.Linear(16, 32), nn.Linear(32, 16), view
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.act(self.fc1(x)))
-        return y
+        y = self.act(self.fc1(x))
+        z: Tensor = self.fc2(y.view(4, -1, 32)).view(-1, 16) if self.view else self.fc2(y)
+        return z
 
 
-def gradients(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Of every parameter, for a fixed gradient of the output."""
-    y = run(x)
-    return [*torch.autograd.grad(y, [*model.parameters()], torch.linspace(-1, 1, y.numel()).view(y.shape))]
-
-
-def by_checkpoint(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(saving()(model), x, use_reentrant=False)
-        return y
-
-    return run
-
-
-def on_cpu(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    def moved(x: Tensor) -> Tensor:
-        with save_on_cpu():
-            y: Tensor = saving()(model)(x)
-        return y
-
-    return moved
-
-
-SITUATIONS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
-    "alone": lambda model: saving()(model),
-    "checkpoint": by_checkpoint,
-    "save_on_cpu": on_cpu,
-    "many dimensions": lambda model: saving()(lambda x: model(x.view(4, -1, 16)).view(-1, 16)),
-    "a view": lambda model: saving()(lambda x: model.fc2(model.act(model.fc1(x)).view(4, -1, 32)).view(-1, 16)),
-}
-
-
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_the_same_gradients(name: str) -> None:
-    model, x = MLP(SwishBetaRebuild()), torch.randn(ROWS, 16) * 3
-    expected = gradients(model, x, model)
-    assert all(map(same, gradients(model, x, SITUATIONS[name](model)), expected))
+@pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu", "accumulated", "retained"])
+def test_the_same_gradients(around: str) -> None:
+    x = torch.randn(ROWS, 16) * 3
+    for view in (False, True):
+        agree(lambda view=view: MLP(SwishBetaRebuild(), view), AROUND[around], x)
+    agree(lambda: MLP(SwishBetaRebuild()), AROUND[around], x.view(4, -1, 16))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -103,4 +73,4 @@ def test_a_standalone_folder(standalone: nn.Module) -> None:
     with count_saved(model) as saved, saving():
         model(x)
     assert sizes(saved) == sorted([x.nbytes, 4 * ROWS * 32])
-    assert all(map(same, gradients(model, x, saving()(model)), gradients(model, x, model)))
+    agree(lambda: MLP(standalone), x=x)

@@ -19,7 +19,7 @@ from fitact.runtime.saving.blocks import BITS, nbytes
 from fitact.runtime.saving.recompute import Reading
 from fitact.runtime.saving.storage import Bits, Quantised
 from tests.support.blocks import Layer
-from tests.support.saving import HALF, cast, loss_of
+from tests.support.saving import HALF, cast, stepped
 
 WIDE = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(3))
 # How far gradients are off with 8 bits: one rounding of 0.5 % for each of a few tensors.
@@ -29,11 +29,9 @@ LEAST, MOST = 5e-4, 8e-3
 Call = Callable[[Layer, Tensor], Tensor]
 
 
-def gradient(call: Call, x: Tensor = WIDE) -> Tensor:
-    block, x = Layer(), x.clone().requires_grad_()
-    y = call(block, x * 1)
-    loss_of(y).backward()
-    return torch.cat([one.grad.flatten() for one in (x, *block.parameters()) if one.grad is not None])
+def gradient(call: Call) -> Tensor:
+    _, dx, others = stepped(Layer(), WIDE, call)
+    return torch.cat([one.flatten() for one in (dx, *others.values())])
 
 
 def error(call: Call, expected: Call = Layer.__call__) -> float:

@@ -15,10 +15,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fitact import saving
 from fitact.runtime.measure.saved import count_saved
-from tests.support.saving import HALF, cast, differences, kept, observed, pair, train
+from tests.support.saving import PRECISIONS, agree, cast, differences, observed, pair, saves, train
 
 WIDTH, EXPERTS, CHOSEN, ROWS = 16, 5, 2, 300
-PRECISIONS = {"float32": (torch.float32, None), "bfloat16": (HALF, None), "autocast": (torch.float32, HALF)}
 
 
 class Router(nn.Module):
@@ -101,22 +100,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("name", MODELS)
-def test_experts(name: str, precision: str) -> None:
+def test_experts(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """The same bits; indices of up to 300 rows take one or two bytes each."""
-    dtype, autocast = PRECISIONS[precision]
-    baseline, model = pair(MODELS[name], dtype)
     x = torch.randn(ROWS, WIDTH).to(dtype)
-    with cast(autocast):
-        assert not differences(observed(baseline, train, x), observed(model, train, x))
-    with cast(autocast):
-        before, after = (kept(one, x) for one in (baseline, model))
+    models = agree(MODELS[name], x=x, dtype=dtype, autocast=autocast)
+    before, after = saves(models, x, autocast)
     assert after < before
     tensors: list[Tensor] = []
     hooks = saved_tensors_hooks(lambda one: tensors.append(one) or one, lambda one: one)
     with hooks, cast(autocast), saving():
-        y = baseline(x.requires_grad_())
+        y = models[0](x.requires_grad_())
     del y
     numbers = [one for one in tensors if not one.is_floating_point() and one.numel() > ROWS // EXPERTS]
     assert {one.dtype for one in numbers} <= {torch.int8, torch.int16, torch.uint8} and numbers
@@ -164,86 +159,6 @@ def test_layouts_of_indices(given: str, around: Callable[[], AbstractContextMana
         sizes.append(saved.bytes)
     assert torch.equal(*found)
     assert sizes[0] - sizes[1] >= (0 if given == "expanded" else 7 * index.numel())
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("keep", [False, True])
-def test_the_largest(dim: int, keep: bool) -> None:
-    x = torch.randn(70, 9).round(decimals=1)  # some are equal
-    found = []
-    for context in nullcontext(), saving():
-        given = x.clone().requires_grad_()
-        with context:
-            result = (given * 2).max(dim, keepdim=keep)
-            some = (given * 3).topk(3, dim, largest=keep)
-        assert type(result).__name__ == "max" and type(some).__name__ == "topk"
-        (result.values.sin().sum() + some[0].cos().sum()).backward()
-        found.append((result.values, result.indices, some.values, some.indices, given.grad))
-    assert not differences(*found)
-
-
-def _view(x: Tensor) -> Tensor:
-    y = x[1:]
-    y /= y.sum(-1, keepdim=True)
-    return x
-
-
-def _twice(x: Tensor) -> Tensor:
-    x /= x.sum(-1, keepdim=True)
-    x.div_(x.sum(-1, True))
-    return x
-
-
-def _rows(x: Tensor) -> Tensor:
-    x /= torch.linspace(1, 2, len(x), requires_grad=True)[:, None]
-    return x
-
-
-def _wide(x: Tensor) -> Tensor:
-    x /= x.double().sum(-1, keepdim=True)
-    return x
-
-
-def _number(x: Tensor) -> Tensor:
-    x /= 3
-    x /= torch.tensor(2.0)
-    return x
-
-
-def _seen(x: Tensor) -> Tensor:
-    y = x[1:]
-    x /= x.sum(-1, keepdim=True)
-    x *= y.sum()
-    return x
-
-
-@pytest.mark.parametrize("divide", [_view, _seen, _twice, _rows, _wide, _number])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_divided_in_place(divide: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    x, found = torch.randn(7, 9, dtype=dtype), []
-    for context in nullcontext(), saving():
-        given = x.clone().requires_grad_()
-        with context:
-            values = F.softmax(given * 2, -1).topk(3, -1).values
-            before = values.data_ptr()
-            y = divide(values)
-            assert y is values and y.data_ptr() == before
-            z = y.sin() * y
-        z.sum().backward()
-        found.append((y.detach(), given.grad))
-    assert not differences(*found)
-
-
-def test_a_quotient_after_another_read_raises() -> None:
-    """As in PyTorch: the cosine saves what is changed."""
-    x = torch.randn(7, 9, requires_grad=True)
-    for context in nullcontext(), saving():
-        with context:
-            values = F.softmax(x * 2, -1).topk(3, -1).values
-            z = torch.cos(values)
-            values /= values.sum(-1, keepdim=True)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            (z.sum() + values.sum()).backward()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -49,21 +51,58 @@ class Own(Registered, name="own"):
     pass
 
 
+def _saved(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": _saved,
+}
+
+
+@pytest.mark.parametrize("given", [{}, {"error": "rounding", "exclude": "fc1"}], ids=str)
+@pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", [MLP, Locked, Own])
-def test_classes(kind: type[nn.Module]) -> None:
-    """The class is a subclass of the same name; a new module of it is one of the user's class."""
-    model = kind()
-    expected, before = observed(copy.deepcopy(model), train, X), kept(model, WIDE)
+def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
+    """The class is a subclass of the same name. Copies save as little as the model, and are independent of it."""
+    model, doubled = kind(), kind()
+    text, keys, modules, before = (
+        repr(model),
+        [*model.state_dict()],
+        dict(model.named_modules()),
+        kept(model, WIDE),
+    )
     for _ in range(2):
-        fitact.convert(model)
-    assert isinstance(model, kind) and type(model).__name__ == kind.__name__
-    assert kept(model, WIDE) < before
-    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert kept(one, WIDE) == kept(model, WIDE)
-        assert not differences(expected, observed(one, train, X))
+        fitact.convert(model, **given)
+    assert isinstance(model, kind) and type(model) is not kind and type(model).__name__ == kind.__name__
+    assert (repr(model), [*model.state_dict()], dict(model.named_modules())) == (text, keys, modules)
+    twin = COPIES[way](model)
+    assert type(twin) is type(model) and kept(twin, WIDE) == kept(model, WIDE) < before
+    expected = observed(model, train, X)
+    doubled.load_state_dict(model.state_dict())
+    fitact.convert(doubled, **given)
+    with torch.no_grad():
+        for own in (*twin.parameters(), *doubled.parameters()):
+            own.mul_(2)
+    assert not differences(observed(doubled, train, X), observed(twin, train, X))
+    model.zero_grad()
+    assert not differences(expected, observed(model, train, X))
+    assert fitact.revert(twin) and type(twin) is kind and kept(model, WIDE) < kept(twin, WIDE) == before
+
+
+@pytest.mark.parametrize("kind", [MLP, Locked, Own])
+def test_turning_back(kind: type[nn.Module]) -> None:
+    """A new module of the class is one of the user's class."""
+    model = kind()
+    fitact.convert(model)
     assert Registered.known == ["own"]
     fresh = type(model)()
-    assert kept(fresh, WIDE) == before
+    assert kept(model, WIDE) < kept(fresh, WIDE)
     assert not fitact.revert(fresh) and type(fresh) is kind
     assert detach(model) and not detach(model)
     assert type(model) is kind and vars(model).keys() == vars(kind()).keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from fitact import saving
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import Own
-from tests.support.saving import HALF, cast, differences, kept, observed, pair, train
+from tests.support.saving import HALF, SETTINGS, agree, cast, pair, saves
 
 WIDTH = 16
 
@@ -99,12 +98,8 @@ BYTES = {
     "LayerNorm of what is added": (29.2, 14.9, 14.9, 19.2),
     "last": (17.9, 9.2, 9.2, 11.9),
 }
-PRECISIONS = {
-    "float32": (torch.float32, None),
-    "bfloat16": (HALF, None),
-    "float16": (torch.float16, None),
-    "autocast": (torch.float32, HALF),
-}
+PRECISIONS = {name: SETTINGS[name] for name in ("float32", "bfloat16", "float16", "autocast")}
+precisions = pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS.values(), ids=PRECISIONS)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -112,12 +107,9 @@ PRECISIONS = {
 def test_sums_under_norms(name: str, precision: str) -> None:
     """The same bits; where it takes fewer bytes, what a norm's input is a sum of is saved."""
     dtype, autocast = PRECISIONS[precision]
-    models = pair(lambda: stack(BLOCKS[name]), dtype)
-    x, wide = torch.randn(3, 5, WIDTH).to(dtype), torch.randn(32, 128, WIDTH).to(dtype)
-    with cast(autocast):
-        assert not differences(*(observed(one, train, x) for one in models))
-    with cast(autocast):
-        before, after = (kept(one, wide) for one in models)
+    models = agree(lambda: stack(BLOCKS[name]), dtype=dtype, autocast=autocast)
+    wide = torch.randn(32, 128, WIDTH).to(dtype)
+    before, after = saves(models, wide, autocast)
     assert after <= BYTES[name][[*PRECISIONS].index(precision)] * wide.numel() < before
 
 
@@ -148,16 +140,11 @@ class Repeats(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_repeated_keys_and_values(precision: str) -> None:
+@precisions
+def test_repeated_keys_and_values(dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """They are saved once for all heads that read them."""
-    dtype, autocast = PRECISIONS[precision]
-    models = pair(Repeats, dtype)
-    with cast(autocast):
-        assert not differences(*(observed(one, train, torch.ones(2, 6, WIDTH).to(dtype)) for one in models))
-    wide = torch.randn(2, 64, WIDTH).to(dtype)
-    with cast(autocast):
-        before, after = (kept(one, wide) for one in models)
+    models = agree(Repeats, x=torch.ones(2, 6, WIDTH), dtype=dtype, autocast=autocast)
+    before, after = saves(models, torch.randn(2, 64, WIDTH).to(dtype), autocast)
     assert before - after >= 2 * 2 * 64 * (32 - 16) * (autocast or dtype).itemsize
 
 
@@ -190,7 +177,9 @@ def named(kind: str, name: str, *given: int) -> nn.Module:
 
 MAKE: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(named, "activations", name) for name in NAMES},
+    "gelu": nn.GELU,
     "own": Own,
+    "LayerNorm": lambda: nn.LayerNorm(WIDTH),
     "llama": lambda: named("llama", "LlamaRMSNorm", WIDTH),
     "t5": lambda: named("t5", "T5LayerNorm", WIDTH),
     "gemma": lambda: named("gemma", "GemmaRMSNorm", WIDTH),
@@ -209,28 +198,24 @@ AROUND: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 class Around(nn.Module):
-    def __init__(self, act: nn.Module, around: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, act: Callable[[], nn.Module], around: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.first, self.act, self.fc, self.around = nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH), around
+        self.first, self.fc, self.around = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), around
+        self.act = act()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.around(self, self.first(x))
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # PyTorch's own
-@pytest.mark.parametrize("setting", PRECISIONS)
+@precisions
 @pytest.mark.parametrize("name", MAKE)
-def test_order_of_sums(name: str, setting: str) -> None:
+def test_order_of_sums(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     """Gradients of what several operations read are added as PyTorch adds them."""
-    dtype, autocast = PRECISIONS[setting]
     for how in AROUND.values():
-        models = pair(lambda how=how: Around(MAKE[name](), how), dtype)
         for rows in (1, 7, 64):
-            x = torch.randn(rows, WIDTH).to(dtype)
-            with cast(autocast):
-                expected, found = (observed(one, train, x) for one in models)
-            assert not isinstance(expected, str)
-            assert not differences(expected, found)
+            make = partial(Around, MAKE[name], how)
+            agree(make, x=torch.randn(rows, WIDTH), dtype=dtype, autocast=autocast)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -247,33 +232,4 @@ def test_a_norm_saves_its_input(name: str, dtype: torch.dtype, trained: bool) ->
     _, model = pair(make, dtype)
     x = torch.randn(64, WIDTH).to(dtype)
     frozen = 4 * WIDTH * (name == "gemma" and not trained)  # 1 + weight
-    assert kept(model, x) == x.nbytes * (2 if name == "layer" else 1) + frozen
-
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "one node, two edges": lambda x: x * x * torch.sigmoid(x),
-    "two edges, two gradients": lambda x: torch.lerp(x, x, 0.3) / (torch.atan2(x, x) + x.abs() + 2),
-    "an operation that is several": lambda x: torch.nn.functional.cosine_similarity(x, x.exp(), -1)[..., None] * x,
-    "a list": lambda x: torch.stack([x, x.sin(), x]).prod(0),
-    "a view": lambda x: x.t().sin().t() + x[:, :1] * x.flip(0),
-    "many": lambda x: x.sin() + x.cos() * x.tanh() - x.exp() * 1e-3 + x.sigmoid(),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name: str) -> None:
-    """One tensor read by one operation twice, in lists, as views."""
-    function, weight, given = FUNCTIONS[name], torch.randn(WIDTH, WIDTH), torch.randn(20, WIDTH)
-    for around in (
-        lambda f, x: f(x) @ weight,
-        lambda f, x: x.sin() * (f(x) @ weight) + x * 0.3,
-        lambda f, x: x.cos() + f(x) * f(x * 1.0001) + x.cos() * f(x),
-    ):
-        found = []
-        for context in nullcontext(), saving():
-            x = given.clone().requires_grad_()
-            with context:
-                y = around(function, x.tanh() * 2)
-            y.square().sum().backward()
-            found.append(x.grad)
-        assert not differences(*found)
+    assert saves((model, model), x)[0] == x.nbytes * (2 if name == "layer" else 1) + frozen

@@ -22,7 +22,7 @@ from fitact.runtime.saving import offload
 from fitact.runtime.saving.offload import DEPTH, Offload
 from tests.support.blocks import Layer
 from tests.support.links import SimulatedLink
-from tests.support.saving import HALF, cast, differences, gradients, loss_of
+from tests.support.saving import HALF, differences, gradients, loss_of, stepped
 
 CPU = torch.device("cpu")
 FAST, SLOW = 1e9, 1e3  # bytes a second; a module of a `Model` takes one
@@ -79,14 +79,7 @@ def the(amount: Any) -> Offload:
 
 
 def step(model: nn.Module, context: AbstractContextManager[Any], x: Tensor = WIDE, dtype: Any = None) -> Any:
-    """Return the output and all gradients of a step."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    torch.manual_seed(1)
-    with context, cast(dtype):
-        y = model(x * 1)
-    loss_of(y).backward()
-    return y.detach(), x.grad, gradients(model)
+    return stepped(model, x, context=context, autocast=dtype)
 
 
 @pytest.mark.parametrize("dtype", [None, HALF])
@@ -350,18 +343,13 @@ def test_checkpoints(links: Any, error: str) -> None:
     link = links(FAST)
     model = Model(link, depth=8)
 
-    def run(call: Any, x: Tensor) -> Tensor:
-        for layer in model.layers:
-            x = call(layer, x)
-        return x
-
     def found(call: Any) -> Any:
-        model.zero_grad()
-        torch.manual_seed(1)
-        x = WIDE.clone().requires_grad_()
-        y = run(call, x * 1)
-        loss_of(y).backward()
-        return y.detach(), x.grad, gradients(model)
+        def run(model: Any, x: Tensor) -> Tensor:
+            for layer in model.layers:
+                x = call(layer, x)
+            return x
+
+        return stepped(model, WIDE, run)
 
     exact = partial(checkpoint, use_reentrant=False)
     expected = found(exact if error == "exact" else partial(fitact.checkpoint, error=error))
@@ -375,20 +363,15 @@ def test_checkpoints(links: Any, error: str) -> None:
 def test_pytorchs_checkpoints_inside(links: Any) -> None:
     """The context gets their inputs."""
     link = links(FAST)
-    layers = nn.ModuleList(Layer(p=0.1) for _ in range(6))
+    model = Model(depth=6)
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
+    def run(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
-            return x
-
-    model = Checkpointed()
-    assert not differences(step(model, nullcontext()), step(model, saving(offload="all")))
+    expected = stepped(model, WIDE, run)
+    assert not differences(expected, stepped(model, WIDE, run, saving(offload="all")))
     assert [name for name, _ in link.log] == ["to host"] * 5 + ["to device"] * 3
 
 

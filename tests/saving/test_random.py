@@ -45,6 +45,33 @@ def _attention(pick: Pick, p: float) -> Tensor:
     return F.scaled_dot_product_attention(pick()[None], pick()[None], pick()[None], dropout_p=p)[0]
 
 
+def _largest(x: Tensor, dim: int) -> Tensor:
+    x = x.round(decimals=1)  # some are equal
+    return x.max(dim, keepdim=True).values + x.topk(3, dim, largest=False)[0].cos().sum(dim, keepdim=True)
+
+
+def _likeliest(x: Tensor) -> Tensor:
+    return F.softmax(x, -1).topk(4, -1).values
+
+
+def _divided(x: Tensor, by: Callable[[Tensor], Any], read: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+    """Divide in place; a view that is made before is read after it."""
+    view = x[1:]
+    x /= by(x)
+    return x * read(view).sum()
+
+
+DIVIDE: list[Callable[[Tensor], Tensor]] = [
+    partial(_divided, by=lambda x: x.sum(-1, keepdim=True)),
+    partial(_divided, by=lambda x: x.sum(-1, keepdim=True), read=Tensor.clone),
+    partial(_divided, by=lambda x: x.double().sum(-1, keepdim=True)),
+    partial(_divided, by=lambda _: torch.linspace(1, 2, 5, requires_grad=True)[:, None]),
+    partial(_divided, by=lambda _: 3),
+    lambda x: x.div_(x.sum(-1, True)).div_(x.sum(-1, True)),
+    lambda x: torch.cos(x) + x.div_(x.sum(-1, True)),  # PyTorch raises in backward
+]
+
+
 def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
     """Return functions of tensors that they pick; each may pick the same one several times."""
     plain = [F.gelu, F.silu, torch.tanh, torch.sigmoid, F.relu, F.leaky_relu, torch.exp, torch.clone]
@@ -84,6 +111,14 @@ def operations(weight: Tensor, bias: Tensor) -> list[Callable[[Pick], Tensor]]:
         lambda pick: pick().detach() * pick(),
         lambda pick: _repeated(pick()),
         lambda pick: torch.stack([pick(), pick()]).mean(0),
+        lambda pick: (lambda x: x * x * torch.sigmoid(x))(pick()),
+        lambda pick: (lambda x: torch.lerp(x, x, 0.3) / (torch.atan2(x, x) + x.abs() + 2))(pick().float()),
+        lambda pick: F.cosine_similarity(pick().float(), pick().exp().float(), -1)[..., None] * pick(),
+        lambda pick: torch.stack([pick(), pick().sin(), pick()]).prod(0),
+        lambda pick: pick().mT.sin().mT + pick()[..., :1] * pick().flip(0),
+        lambda pick: _largest(pick(), 1).repeat(1, 5, 1),
+        lambda pick: _largest(pick(), -1).expand(SHAPE) * pick(),
+        *(lambda pick, divide=divide: divide(_likeliest(pick())).repeat(1, 1, 4) for divide in DIVIDE),
     ]
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fitact
 from fitact import saving
 from fitact.base import UsageError
-from tests.support.blocks import MODELS
-from tests.support.saving import HALF, X, differences, kept, kept_of, observed, pair, train
+from fitact.runtime.measure.saved import count_saved
+from tests.support.blocks import MODELS, Read, RMSNorm
+from tests.support.calls import CALLS
+from tests.support.saving import HALF, X, cast, differences, kept, kept_of, loss_of, observed, pair, peaks, train
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
@@ -126,6 +136,175 @@ def test_an_exception_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError), saving():
         model(x).fill_(1 / 0)
     assert kept(model, x) == before
+
+
+class Count(TorchDispatchMode):
+    """Counts the calls of GELU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.gelu.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_recomputed_once_a_backward(readers: int) -> None:
+    _, model = pair(partial(Read, lambda model, x, y: sum(model.fc2(y) * i for i in range(readers))))
+    y = model(X)
+    for _ in range(2):
+        with Count() as gelu:
+            loss_of(y).backward(retain_graph=True)
+        assert gelu.count == 1
+
+
+def test_contexts_and_functional() -> None:
+    """Gradients of `torch.func` take no saved-tensor hooks."""
+    model = MODELS["mlp"]()
+    given = dict(model.named_parameters())
+
+    def value(given: dict[str, Tensor]) -> Tensor:
+        with saving():
+            return loss_of(functional_call(model, given, (X,)))
+
+    found, expected = grad(value)(given), torch.autograd.grad(loss_of(model(X)), [*given.values()])
+    assert all(torch.equal(*both) for both in zip(found.values(), expected, strict=True))
+    with (
+        pytest.raises(UsageError, match=r"^saving.*enter it in the function that torch.func"),
+        saving(),
+    ):
+        grad(value)(given)
+
+
+def test_outputs_can_be_copied() -> None:
+    """They hold nothing but their numbers."""
+    baseline, model = pair(partial(Read, lambda model, x, y: y))
+    y = model(X).detach()
+    assert all(
+        torch.equal(one, baseline(X)) for one in (copy.deepcopy(y), pickle.loads(pickle.dumps(y)), y.clone())
+    )
+
+
+def test_two_models_and_an_exception() -> None:
+    """Two models take turns; a third pass fails halfway through the forward or the backward pass."""
+    pairs = [pair(MODELS[name]) for name in ("dropout", "adapters")]
+
+    def turns(models: Any, x: Tensor) -> Any:
+        outputs = [one(x) for one in models]
+        for y in outputs:
+            loss_of(y).backward(retain_graph=True)
+
+        def fail(*_: Any) -> None:
+            raise KeyError
+
+        for model in models:
+            layer = next(one for one in model.modules() if isinstance(one, nn.LayerNorm | RMSNorm))
+            hook = layer.register_forward_hook(fail)
+            with pytest.raises(KeyError):
+                model(x)
+            hook.remove()
+            hook = layer.register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
+            y = model(x)
+            hook.remove()
+            with pytest.raises(KeyError):
+                loss_of(y).backward()
+        loss_of(outputs[0] + outputs[1]).backward()
+        return [one(x).detach() for one in models]
+
+    sides: list[Any] = [nn.ModuleList(side) for side in zip(*pairs, strict=True)]
+    assert not differences(*(observed(side, turns, X) for side in sides))
+
+
+def test_exported() -> None:
+    _, model = pair(MODELS["block"])
+    model.eval()
+    assert torch.equal(torch.export.export(model, (X,)).module()(X), model(X))
+
+
+def test_peak_of_many_sums() -> None:
+    """Half precision is added to a float32 stream: only the sum of all branches takes less than each sum.
+
+    Backward holds no more sums that it computed in a deep model than in a shallow one.
+    """
+
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with cast(HALF):
+                return x + super().forward(x)
+
+    wide = torch.randn(1024, 16)
+    over = []
+    for blocks in (18, 36):
+        parts = ((nn.LayerNorm(16), nn.Linear(16, 16, bias=False)) for _ in range(blocks))
+        model = nn.Sequential(*(Residual(*part) for part in parts))
+        fitact.convert(model)
+        parameters = sum(one.nbytes for one in model.parameters())
+        stored = kept_of(model, lambda model=model: model(wide))
+        over.append(peaks((model, model), wide)[0] - stored - 2 * parameters)
+    assert over[1] < over[0] + wide.nbytes
+
+
+@pytest.mark.parametrize("inputs", [None, X], ids=["unseen", "measured"])
+@pytest.mark.parametrize("spectral", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_reading_a_parametrized_weight_changes_it(inputs: Tensor | None, spectral: Any) -> None:
+    """Spectral norm iterates whenever a weight is read, or by a hook that calls functions: not in conversions."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(spectral(nn.Linear(16, 48)), nn.GELU(), spectral(nn.Linear(48, 16)), nn.LayerNorm(16))
+
+    baseline, model = make(), make()
+    fitact.convert(model, error="exact", example_inputs=inputs)
+    expected, found = baseline.state_dict(), model.state_dict()
+    assert any(key.endswith("_u") for key in expected)
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    assert not differences(*(observed(one, train, X) for one in (baseline, model)))
+
+
+def tensors() -> int:
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_garbage(name: str) -> None:
+    """Nothing waits for the collector of garbage, forward or backward."""
+    found = []
+    for model in pair(CALLS[name]):
+        train(model, X)
+        gc.collect()
+        gc.disable()
+        before = tensors()
+        y = model(X)
+        del y
+        forward = tensors()
+        train(model, X)
+        found.append((forward - before, tensors() - before))
+        gc.enable()
+    assert found == [(0, 0), (0, 0)]
+
+
+# What changes a tensor in place, and the number of tensors that are stored in 8 bits and as they are.
+CHANGED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, int]] = {
+    "product": (lambda h, u: h.mul_(u), 1, 1),  # PyTorch copies h, which is about to be changed
+    "activation": (lambda h, u: (h + u).relu_(), 1, 0),
+    "by keyword": (lambda h, u: torch.pow(input=h + u, exponent=2), 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_quantised(name: str) -> None:
+    """Functions that change a tensor have the kinds of those that do not."""
+    call, quantised, whole = CHANGED[name]
+    x, v, w = torch.randn(64, 32), *(torch.randn(32, 128, requires_grad=True) for _ in "vw")
+    found = []
+    for context in nullcontext(), saving("rounding"):
+        with count_saved() as saved, context:
+            y = call(x @ v, x @ w)
+        found.append(torch.autograd.grad(y.sum(), [v, w]))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 0.02 * a.norm()
+    bits, scales = y.numel(), 5 * 64
+    assert saved.bytes == x.nbytes + quantised * (bits + scales) + whole * y.nbytes
 
 
 def test_unknown_error() -> None:

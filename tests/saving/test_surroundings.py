@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,17 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
+from torch.func import functional_call, grad, vmap
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fitact
+from fitact.runtime.torch_internals import innermost_mode
+from tests.support.around import AROUND
 from tests.support.blocks import MLP, MODELS, RMSNorm
 from tests.support.calls import CALLS, Attention, repeated
 from tests.support.convolutions import IMAGES, UNITS
-from tests.support.models import NEWER, inputs_of, made
+from tests.support.models import inputs_of, made
 from tests.support.saving import HALF, X, cast, differences, gradients, kept_of, loss_of
 
 from .test_models import SHARES
@@ -105,7 +110,7 @@ SMALL: dict[str, Callable[[], Subject]] = {
     "scores changed": partial(unit, Scores),
     "repetition changed": partial(unit, Repeated),
 }
-REAL = (*SHARES, *NEWER)
+REAL = [name for name in SHARES if "each" not in name]
 
 
 @cache
@@ -215,7 +220,7 @@ def partly(of: Subject, model: nn.Module) -> Any:
 
 def penalty(of: Subject, model: nn.Module) -> Any:
     """The norm of the gradient is part of the loss."""
-    wanted = [one for one in model.parameters() if one.requires_grad] if of.first is None else [of.first]
+    wanted = [one for one in (of.first, *model.parameters()) if one is not None and one.requires_grad]
     loss = of.loss(model)
     found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
     (loss + sum(one.square().sum() for one in found if one is not None)).backward()
@@ -305,11 +310,103 @@ def symbolic(of: Subject, model: nn.Module) -> Any:
     return [*(node.op for node in graph.graph.nodes)], trained(of, graph)
 
 
-def forward_mode(of: Subject, model: nn.Module) -> Any:
+def _derived(by: Callable[[Any, Any, Tensor], Any], of: Subject, model: nn.Module) -> Any:
+    """A derivative of the loss by `torch.func` or in forward mode, at other parameters than the model's."""
     (name,) = of.inputs
+    given = {key: 1.5 * one.detach() for key, one in model.named_parameters()}
+
+    def value(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = functional_call(model, given, kwargs={name: x})
+        return loss_of(y)
+
+    return by(value, given, of.inputs[name].detach())
+
+
+def _forward_ad(value: Any, given: dict[str, Tensor], x: Tensor) -> Any:
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(of.inputs[name].detach(), torch.ones_like(of.inputs[name]))
-        return forward_ad.unpack_dual(model(**{name: dual})).tangent
+        return forward_ad.unpack_dual(value(given, forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def _leaves(value: Any, given: dict[str, Tensor], x: Tensor) -> Any:
+    return torch.autograd.grad(
+        value({key: one.requires_grad_() for key, one in given.items()}, x), [*given.values()]
+    )
+
+
+DERIVED: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+    "functional_call": _leaves,
+    "func.grad": lambda value, given, x: grad(value)(given, x),
+    "func.vmap of grad": lambda value, given, x: vmap(grad(value), (None, 0))(given, x[:, None]),
+    "func.jvp": lambda value, given, x: torch.func.jvp(partial(value, given), (x,), (x,)),
+    "func.vjp": lambda value, given, x: torch.func.vjp(value, given, x)[1](torch.ones(())),
+    "forward_ad": _forward_ad,
+}
+
+
+class _Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        self.names += [name] if name in ("gelu", "mul", "scaled_dot_product_attention") else []
+        return func(*args, **(kwargs or {}))
+
+
+def moded(of: Subject, model: nn.Module) -> Any:
+    """Modes of one's own see what they saw, around the model and in its forward."""
+    forward, inside = model.forward, _Names()
+
+    def within(*args: Any, **given: Any) -> Any:
+        with inside:
+            return forward(*args, **given)
+
+    with _Names() as around, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", within)
+        of.loss(model).backward()
+    return around.names, inside.names
+
+
+def threads(of: Subject, model: nn.Module) -> Any:
+    found: dict[int, Any] = {}
+    model.eval()  # the order in which threads draw is chance
+    weight = next(one for one in model.parameters() if one.ndim >= 2)
+
+    def run(i: int) -> None:
+        found[i] = torch.autograd.grad(of.loss(model) * (i + 1), weight)[0]
+
+    running = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    return found
+
+
+def without_gradient(of: Subject, model: nn.Module) -> Any:
+    losses = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            losses.append(of.loss(model).clone())
+    return losses, trained(of, model.eval())
+
+
+def compiled(parts: bool, of: Subject, model: nn.Module) -> Any:
+    """As a whole in one graph, or one layer alone: then what is around it is not."""
+    torch._dynamo.reset()
+    if not parts:
+        return trained(of, torch.compile(model, backend="aot_eager", fullgraph=True))  # type: ignore[arg-type]
+    for one in model.modules():
+        if isinstance(one, (nn.GELU, RMSNorm, nn.SiLU)):
+            one.compile(backend="aot_eager")
+    return trained(of, model)
+
+
+def around(step: Callable[[Any, Tensor], Any], of: Subject, model: nn.Module) -> Any:
+    assert of.first is not None
+    result = step(model, of.first)
+    return result, of.first.grad, gradients(model)
 
 
 CASES: dict[str, Case] = {
@@ -331,8 +428,15 @@ CASES: dict[str, Case] = {
     "FlopCounterMode": flops,
     "jit.trace": traced,
     "fx.symbolic_trace": symbolic,
-    "forward_ad": forward_mode,
+    "without gradient": without_gradient,
+    "modes": moded,
+    "threads": threads,
 }
+ALONE: dict[str, Case] = {  # of models of one tensor
+    **{name: partial(_derived, by) for name, by in DERIVED.items()},
+    **{name: partial(around, step) for name, step in AROUND.items()},
+}
+COMPILED: dict[str, Case] = {"compiled": partial(compiled, False), "parts compiled": partial(compiled, True)}
 
 
 def marked(module: Any, _: Any) -> None:
@@ -362,16 +466,43 @@ ROUNDED = {("gradient penalty", "gemma2")}  # second derivatives of the cross en
 MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in backward
 
 
-QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed")
+QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed", "gate")
+QUICK += (
+    "dropout",
+    "composed",
+    "adapters",
+    "group norm",
+    "calls: attention",
+    "calls: gelu, dropout",
+    "calls: adapter",
+)
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in (*SMALL, *REAL)]
+# Other hooks store what is recomputed from as it is, not a copy, and nothing tells them that it is changed later.
+UNSEEN = {
+    *(("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")),
+    ("repetition changed", "save_on_cpu"),
+}
+
+
+def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.full] if name not in QUICK[: 4 if case in COMPILED else None] else []
+    if (name, case) in UNSEEN:
+        marks.append(pytest.mark.xfail(reason="a change in place that is not seen", strict=True))
+    return marks
+
+
+ROWS = [
+    pytest.param(name, case, marks=_marks(name, case))
+    for name in (*SMALL, *REAL)
+    for case in ({**CASES, **COMPILED, **ALONE} if name in SMALL else CASES)
+]
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own deprecations
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", NAMES)
-def test_table(case: str, name: str) -> None:
-    of = subject(name)
-    if CASES[case] is first_forward:
+@pytest.mark.parametrize(("name", "case"), ROWS)
+def test_table(name: str, case: str) -> None:
+    of, call = subject(name), {**CASES, **COMPILED, **ALONE}[case]
+    if call is first_forward:
 
         def make() -> nn.Module:
             model = of.make()
@@ -381,7 +512,8 @@ def test_table(case: str, name: str) -> None:
         models = both(make)
     else:
         models = copy.deepcopy(_pair(name))
-    expected, found = (seen(CASES[case], of, model) for model in models)
+    expected, found = (seen(call, of, model) for model in models)
+    assert innermost_mode() is None
     if isinstance(expected, str):
         assert isinstance(found, str) and found.partition(":")[0] == expected.partition(":")[0]
         return

@@ -37,7 +37,7 @@ def _retained(model: Any, x: Tensor) -> Tensor:
 def _partial(model: Any, x: Tensor) -> Any:
     """Ask for one weight's gradient, then for another's, then for everything."""
     y: Tensor = model(x)
-    weights = [one for one in model.parameters() if one.ndim == 2]
+    weights = [one for one in model.parameters() if one.ndim >= 2]
     first = [
         torch.autograd.grad(loss_of(y), one, retain_graph=True)[0]
         for one in (weights[-1], weights[0], weights[-1])
@@ -82,8 +82,8 @@ def _hooked(model: Any, x: Tensor) -> Any:
                 lambda _, given, y, name=name: seen.append((name, given[0].shape, y.detach()))
             )
             one.register_full_backward_hook(lambda _, dx, dy, name=name: seen.append((name, dx[0], dy[0])))
-    norm = next(one for one in model.modules() if "Norm" in type(one).__name__)
-    norm.register_forward_hook(lambda _, __, y: y * 1.5)
+    for norm in [one for one in model.modules() if "Norm" in type(one).__name__][:1]:
+        norm.register_forward_hook(lambda _, __, y: y * 1.5)
     return train(model, x), sorted(seen, key=lambda one: one[0])
 
 

@@ -1,4 +1,4 @@
-"""Small models of what saving is about: MLPs, norms with several readers, gates; and the settings they run in."""
+"""Small models of what saving is about: MLPs, norms with several readers, gates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from .saving import HALF
 
 
 class MLP(nn.Module):
@@ -146,9 +144,4 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gate first": lambda: Gate(halves=1),
     "gate last": lambda: Gate(halves=-1, p=0.2),
     "block": lambda: nn.Sequential(QKV(), Gate(), MLP(p=0.1)),
-}
-SETTINGS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {  # dtype, autocast
-    **{str(dtype)[6:]: (dtype, None) for dtype in (torch.float32, HALF, torch.float16, torch.float64)},
-    "autocast": (torch.float32, HALF),
-    "float64 in autocast": (torch.float64, HALF),
 }

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.measure.saved import count_saved
 
+from .peak import peak_memory
+
 HALF = torch.bfloat16
+PRECISIONS = {"float32": (torch.float32, None), "bfloat16": (HALF, None), "autocast": (torch.float32, HALF)}
+SETTINGS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {  # dtype, autocast
+    **PRECISIONS,
+    **{str(dtype)[6:]: (dtype, None) for dtype in (torch.float16, torch.float64)},
+    "float64 in autocast": (torch.float64, HALF),
+}
 Step = Callable[[Any, Tensor], Any]
 X = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(1))
 
@@ -40,6 +48,23 @@ def train(model: nn.Module, x: Tensor, call: Step = lambda model, x: model(x)) -
     y: Tensor = call(model, x)
     loss_of(y).backward()
     return y.detach()
+
+
+def stepped(
+    model: nn.Module,
+    x: Tensor,
+    call: Step = lambda model, x: model(x),
+    context: AbstractContextManager[Any] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Any:
+    """Return the output and all gradients of a step whose forward pass is in a context."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    with context or nullcontext(), cast(autocast):
+        y: Tensor = call(model, x * 1)
+    loss_of(y).backward()
+    return y.detach(), x.grad, gradients(model)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -74,18 +99,33 @@ def agree(
     step: Step = train,
     x: Tensor = X,
     dtype: torch.dtype = torch.float32,
-    raises: bool = False,
-) -> None:
-    """Let a model and its copy that saves less do the same.
+    autocast: torch.dtype | None = None,
+    seeds: int = 1,
+    raises: str = "none",
+) -> tuple[Any, Any]:
+    """Let a model and its copy that saves less do the same, to the last bit, and return both.
 
-    Where the baseline raises an error, the copy raises one; with `raises`, the copy alone may, too.
+    Args:
+        make: makes the model.
+        step: what is done with it; its gradients add up over the seeds.
+        x: its input.
+        dtype: of parameters and input.
+        autocast: the dtype of autocast around the step, if any.
+        seeds: how many steps.
+        raises: `"none"` may raise; `"both"`, or neither; `"copy"`: the copy alone may, too.
+
     """
-    baseline, model = pair(make, dtype)
-    expected, found = (observed(one, step, x.to(dtype)) for one in (baseline, model))
-    if isinstance(expected, str):  # the texts differ: they name operations
-        assert isinstance(found, str)
-    elif not (raises and isinstance(found, str)):
-        assert not differences(expected, found)
+    models = pair(make, dtype)
+    for seed in range(seeds):
+        with cast(autocast):
+            expected, found = (observed(one, step, x.to(dtype), seed) for one in models)
+        assert raises != "none" or not isinstance(expected, str), expected
+        if isinstance(expected, str):  # the texts differ: they name operations
+            assert isinstance(found, str)
+        elif not (raises == "copy" and isinstance(found, str)):
+            assert not differences(expected, found)
+    assert not differences(*(dict(one.named_buffers()) for one in models))
+    return models
 
 
 def kept_of(model: nn.Module, call: Callable[[], Any]) -> int:
@@ -98,3 +138,16 @@ def kept_of(model: nn.Module, call: Callable[[], Any]) -> int:
 
 def kept(model: nn.Module, x: Tensor) -> int:
     return kept_of(model, lambda: model(x.detach().requires_grad_()))
+
+
+def saves(models: tuple[Any, Any], x: Tensor, autocast: torch.dtype | None = None) -> tuple[int, int]:
+    """Return the bytes that autograd saves in a call of each model."""
+    with cast(autocast):
+        before, after = (kept(one, x) for one in models)
+    return before, after
+
+
+def peaks(models: tuple[Any, Any], x: Tensor, call: Step = lambda model, x: model(x)) -> tuple[int, int]:
+    """Return the peak of a step of each model."""
+    before, after = (peak_memory(lambda one=one: call(one, x).sum().backward(), one)["total"] for one in models)
+    return before, after
