@@ -1,6 +1,7 @@
 """What stands where in a model so that it saves less: chosen, applied, compared, reported, put back."""
 
 from .capacity import Curve as Curve
+from .checkpoints import Checkpointed as Checkpointed
 from .checkpoints import selectively as selectively
 from .compare import DTYPES as DTYPES
 from .compare import MOST_GIB as MOST_GIB
@@ -27,3 +28,4 @@ from .policies import Policy as Policy
 from .policies import apply as apply
 from .policies import changed as changed
 from .policies import revert as revert
+from .records import Conversion as Conversion

@@ -1,0 +1,84 @@
+"""A training run with Lightning's Trainer: the same losses, and what its loggers get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.saving import differences
+
+pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def run(folder: Path, *callbacks: Any, named: bool = True) -> tuple[Any, list[dict[str, float]], Any]:
+    """Return losses and parameters, what the logger got, and the module."""
+    import lightning.pytorch as lightning
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    class Recorder(DummyLogger):  # type: ignore[misc, unused-ignore]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            recorded.append(metrics)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 8)
+            )
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def loss(self, batch: Tensor) -> Tensor:
+            loss: Tensor = self.layers(batch[0]).square().mean()
+            self.log("loss", loss)
+            losses.append(loss.item()) if self._trainer is not None else None
+            return loss
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.loss(batch)
+
+    class Short(Module):
+        def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+            return self.loss(batch)
+
+    losses: list[float] = []
+    recorded: list[dict[str, float]] = []
+    torch.manual_seed(0)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(256, 32)), batch_size=64)
+    module = Module() if named else Short()
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"enable_checkpointing": False, "default_root_dir": folder, "log_every_n_steps": 1}
+    trainer = lightning.Trainer(max_epochs=2, logger=Recorder(), callbacks=[*callbacks], **quiet)
+    trainer.fit(module, data)
+    return (losses, dict(module.named_parameters())), recorded, module
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_same_training(named: bool, tmp_path: Path) -> None:
+    from fitact.integrations.lightning import FitactCallback
+
+    callback = FitactCallback(error="exact")
+    expected, _, _ = run(tmp_path, named=named)
+    found, recorded, module = run(tmp_path, callback, named=named)
+    assert len(expected[0]) == 8 and not differences(expected, found)
+    (first,) = [metrics for metrics in recorded if "fitact/saved" in metrics]
+    assert 0 < first["fitact/saved"] < 0.7 * first["fitact/saved_before"]
+    assert first["fitact/gradient_error"] == 0 and first["fitact/peak"] <= first["fitact/peak_before"]
+    assert "training_step" not in vars(module)
+    assert sum("loss" in metrics for metrics in recorded) == 8  # what was only counted logged nothing
+
+
+def test_rounding(tmp_path: Path) -> None:
+    from fitact.integrations.lightning import FitactCallback
+
+    callback = FitactCallback("rounding")
+    _, recorded, _ = run(tmp_path, callback)
+    (first,) = [metrics for metrics in recorded if "fitact/saved" in metrics]
+    assert 0 < first["fitact/gradient_error"] < 0.05
+    assert callback.report is not None and callback.report.saved_after == first["fitact/saved"]

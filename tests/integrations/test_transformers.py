@@ -1,0 +1,115 @@
+"""A training run with transformers' Trainer: the same losses, and what the Trainer's loggers get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fitact
+from fitact.base import FitWarning, UsageError
+from fitact.runtime.measure import imported
+from fitact.runtime.restore import Inputs
+from tests.support.models import batch_of, made
+from tests.support.saving import differences
+
+transformers = imported("transformers")
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {name: one[0] for name, one in batch_of("llama", seed=number).items()}
+
+
+class Logger(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+    """What wandb's callback is: it gets the logs."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def trained(model: Any, folder: Path, *callbacks: Any, steps: int = 3, **given: Any) -> tuple[Any, Any]:
+    """Return all losses with the trained parameters, and the trainer."""
+    quiet: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    arguments = transformers.TrainingArguments(
+        str(folder), use_cpu=True, max_steps=steps, per_device_train_batch_size=2, seed=3, **quiet, **given
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[*callbacks])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
+    return (losses, weights), trainer
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_same_training(autocast: bool, tmp_path: Path) -> None:
+    from fitact.integrations.transformers import FitactCallback
+
+    baseline, model = made("llama lora, dropout"), made("llama lora, dropout")
+    logger, callback = Logger(), FitactCallback(error="exact")
+    expected, _ = trained(baseline, tmp_path, bf16=autocast)
+    found, trainer = trained(model, tmp_path, logger, callback, bf16=autocast)
+    assert len(expected[0]) == 3 and not differences(expected, found)
+    first = logger.logs[0]
+    assert 0 < first["fitact/saved"] < 0.6 * first["fitact/saved_before"]
+    assert 0 < first["fitact/peak"] < first["fitact/peak_before"]
+    assert first["fitact/gradient_error"] == 0
+    assert first.items() <= trainer.state.log_history[0].items()
+    assert callback.report is not None and callback.report.saved_after == first["fitact/saved"]
+    assert "forward" not in vars(model) or autocast  # what waited for the first batch is gone
+    assert fitact.revert(model).sites
+
+
+def test_rounding_and_a_second_run(tmp_path: Path) -> None:
+    from fitact.integrations.transformers import FitactCallback
+
+    model, callback = made("llama lora, dropout"), FitactCallback("rounding")
+    _, trainer = trained(model, tmp_path, callback)
+    first = trainer.state.log_history[0]
+    assert 0 < first["fitact/gradient_error"] < 0.05
+    trainer.train()
+    assert not any("fitact/saved" in entry for entry in trainer.state.log_history)
+    with pytest.warns(FitWarning, match="converted already"):
+        trained(model, tmp_path, FitactCallback(), steps=1)
+
+
+def test_plan(tmp_path: Path) -> None:
+    from fitact.integrations.transformers import FitactCallback
+
+    model = made("llama")
+    inputs = batch_of("llama")
+    planner = fitact.planner(model, example_inputs=inputs)
+    plan = planner.plan(0.5 * (planner.least("exact") + planner.plan(1, "exact").baseline_peak) / 2**30, "exact")
+    assert plan.fits and {group.policy for group in plan.groups} != {"baseline"}
+    plan.save(tmp_path / "plan.json")
+    expected, _ = trained(made("llama"), tmp_path)
+    found, trainer = trained(model, tmp_path, FitactCallback(plan=tmp_path / "plan.json"))
+    assert not differences(expected, found)
+    assert trainer.state.log_history[0]["fitact/peak"] == plan.peak < plan.baseline_peak
+
+
+def test_says_that_it_does_nothing(tmp_path: Path) -> None:
+    from fitact.integrations.step import converted
+    from fitact.integrations.transformers import FitactCallback
+
+    with pytest.warns(FitWarning, match="does nothing here: the model saves nothing"):
+        report, logged = converted(torch.nn.Linear(4, 4), Inputs((torch.randn(2, 4),)), "exact", gradients=True)
+    assert report is not None and logged["fitact/saved"] == logged["fitact/saved_before"] > 0
+    compiled = torch.compile(torch.nn.Linear(4, 4))
+    with pytest.warns(FitWarning, match="is compiled: use fitact.compile"):
+        assert converted(compiled, Inputs((torch.randn(2, 4),)), "exact", gradients=True) == (None, {})  # type: ignore[arg-type, unused-ignore]
+    with pytest.warns(FitWarning, match="cannot be run"):
+        assert converted(torch.nn.Linear(4, 4), Inputs((torch.randn(2, 5),)), "exact", gradients=False)[1] == {}
+    with pytest.raises(UsageError, match="expected one of both"):
+        FitactCallback("exact", plan=tmp_path / "plan.json")
+    with pytest.raises(UsageError, match="expected exact, rounding, coarse"):
+        FitactCallback("none")
