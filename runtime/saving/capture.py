@@ -212,7 +212,7 @@ class Capture(TorchFunctionMode):
             recompute = self._cast(tensor, mark)
         if recompute is None and hasattr(storage, ATTRIBUTE):
             recompute = self._noted(tensor, getattr(storage, ATTRIBUTE))
-        if recompute is not None and recompute.version == version and not mark.is_stored(version):
+        if recompute is not None and recompute.version == version and not any(mark.alive(version)):
             computed = recompute.claim(self.keep)
             if self._changed is not None:
                 protect(self._changed)

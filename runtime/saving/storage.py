@@ -87,31 +87,17 @@ class Mark:
             self.known = [one for one in self.known if one() is not None]
         self.known.append(weakref.ref(stored))
 
+    def alive(self, version: int) -> Iterator[Stored]:
+        """Return all that is stored of the memory in any layout."""
+        return (one for ref in self.known if (one := ref()) is not None and one.version == version)
+
     def stored(self, version: int, layout: Layout) -> Stored | None:
         """Return what is stored from which a tensor can be read, None if nothing is."""
-        for one in self.known:
-            stored = one()
-            if stored is not None and stored.version == version and stored.can_read(layout):
-                return stored
-        return None
+        return next((one for one in self.alive(version) if one.can_read(layout)), None)
 
     def same(self, tensor: Tensor, version: int) -> Stored | None:
         """Return the storage of this very tensor, None if there is none."""
-        for one in self.known:
-            stored = one()
-            if stored is not None and stored.version == version and stored.layout == layout_of(tensor):
-                return stored
-        return None
-
-    def is_stored(self, version: int) -> bool:
-        """Return whether the memory is stored in any layout."""
-        return bool(self.known) and any(
-            (one := ref()) is not None and one.version == version for ref in self.known
-        )
-
-    def alive(self, version: int) -> list[Stored]:
-        """Return all that is stored of the memory in any layout."""
-        return [one for ref in self.known if (one := ref()) is not None and one.version == version]
+        return next((one for one in self.alive(version) if one.layout == layout_of(tensor)), None)
 
     def claimed(self) -> list[Stored]:
         """Return what is stored of the memory that something is recomputed from."""
@@ -238,11 +224,12 @@ class Stored(Made):
         version: how often it had been changed in place.
         ours: whether no operation of the model saved it.
         claimed: whether something is recomputed from it.
+        separate: whether it is a tensor of its own, which no change of the saved one reaches.
         instead: what it is computed by, if that turned out to add less.
 
     """
 
-    ours, claimed, instead = False, False, None
+    ours, claimed, separate, instead = False, False, False, None
     _hooks: Hooks | None = None
     _layout: Layout | None = None
     _copied: Tensor | None = None
@@ -323,8 +310,9 @@ class Stored(Made):
 
     def is_current(self) -> bool:
         """Return whether what is stored is still the tensor as it was saved, or a copy of that."""
-        counts = self._kept if self._hooks is None else self._guard
-        return self._copied is not None or version_of_saved(counts) == self.version
+        if self.separate or self._copied is not None:
+            return True
+        return version_of_saved(self._kept if self._hooks is None else self._guard) == self.version
 
     def copy(self) -> None:
         """Copy the tensor for what is recomputed from it: it is about to be changed in place.
@@ -353,15 +341,13 @@ class Stored(Made):
 class Bits(Stored):
     """A mask, or the factors 0 and 1/(1 - p) of dropout, in one bit an element."""
 
+    separate = True
+
     def __init__(self, mask: Tensor, hooks: Hooks | None, p: float | None = None) -> None:
         super().__init__(pack(mask if mask.dtype == torch.bool else mask != 0), hooks)
         self.settle()
         self._factor = None if p is None else (mask.dtype, p)
         self.version, self._layout = version_of_saved(mask), layout_of(mask)
-
-    def is_current(self) -> bool:
-        """Return True: what is stored is a tensor of its own."""
-        return True
 
     def unpack(self) -> Tensor:
         """Return the mask to autograd."""
@@ -413,15 +399,13 @@ class Slope(Bits):
 class Small(Stored):
     """Indices of int64 in a dtype of fewer bytes."""
 
+    separate = True
+
     def __init__(self, index: Tensor, hooks: Hooks | None, dtype: torch.dtype) -> None:
         whole = is_dense(index)
         super().__init__(index.to(dtype) if whole else index.to(dtype).contiguous(), hooks)
         self.settle()
         self.version, self._layout, self._whole = version_of_saved(index), layout_of(index), whole
-
-    def is_current(self) -> bool:
-        """Return True: what is stored is a tensor of its own."""
-        return True
 
     def unpack(self) -> Tensor:
         """Return the indices to autograd."""
@@ -451,6 +435,7 @@ class Quantised(Stored):
 
     """
 
+    separate = True
     sources: Sequence[Stored]
     _layout: Layout = torch.Size(()), (), -1  # no tensor's: what autograd saves is a `Reading`
     guard: Tensor | None = None
@@ -477,10 +462,6 @@ class Quantised(Stored):
 
     def can_read(self, layout: Layout) -> bool:
         """Return True: the whole memory is stored."""
-        return True
-
-    def is_current(self) -> bool:
-        """Return True: codes are tensors of their own."""
         return True
 
     def is_decoded(self) -> bool:
