@@ -429,12 +429,12 @@ CASES: dict[str, Case] = {
     "jit.trace": traced,
     "fx.symbolic_trace": symbolic,
     "without gradient": without_gradient,
-    "modes": moded,
     "threads": threads,
 }
 ALONE: dict[str, Case] = {  # of models of one tensor
     **{name: partial(_derived, by) for name, by in DERIVED.items()},
     **{name: partial(around, step) for name, step in AROUND.items()},
+    "modes": moded,
 }
 COMPILED: dict[str, Case] = {"compiled": partial(compiled, False), "parts compiled": partial(compiled, True)}
 
@@ -482,12 +482,20 @@ UNSEEN = {
     *(("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")),
     ("repetition changed", "save_on_cpu"),
 }
+# A checkpoint gives what it stored only once; it raises if what is recomputed asks for it again.
+ASKED_TWICE = {
+    (name, around)
+    for name in ("calls: attention after LayerNorm", "in place, input saved")
+    for around in ("checkpoint", "selective")
+}
 
 
 def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
     marks = [pytest.mark.full] if name not in QUICK[: 4 if case in COMPILED else None] else []
     if (name, case) in UNSEEN:
         marks.append(pytest.mark.xfail(reason="a change in place that is not seen", strict=True))
+    if (name, case) in ASKED_TWICE:
+        marks.append(pytest.mark.xfail(reason="a checkpoint is asked twice", strict=True))
     return marks
 
 
