@@ -1,4 +1,4 @@
-"""axolotl's plugin, found and merged by axolotl's own manager, and a training run with what it adds."""
+"""axolotl's plugin, found by axolotl's own manager, and a training run with what it adds."""
 
 from __future__ import annotations
 
