@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # A context in which the modes of fake tensors see no operation.
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache as disable_fake_tensor_cache
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 
 # A context that sees every operation below autograd; the public `TorchFunctionMode` sees the calls above it.

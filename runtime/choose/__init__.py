@@ -15,11 +15,13 @@ from .costs import Cost as Cost
 from .costs import Costs as Costs
 from .costs import Step as Step
 from .costs import measure_costs as measure_costs
+from .costs import sharded as sharded
 from .costs import step as step
 from .gather import Gathered as Gathered
 from .gather import gather as gather
 from .policies import BASELINE as BASELINE
 from .policies import FULL as FULL
+from .policies import MOVED as MOVED
 from .policies import OF_BLOCKS as OF_BLOCKS
 from .policies import POLICIES as POLICIES
 from .policies import REST as REST

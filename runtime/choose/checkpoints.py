@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fitact.runtime.measure import FLOPS, count_unseen
+from fitact.runtime.saving import Amount
+from fitact.runtime.saving import checkpoint as checkpoint_of_error
 from fitact.runtime.torch_internals import FakeTensor, kept_selectively, tree_iter
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
+Kind = tuple[str, str, Amount]
 # From 2.14 on, hooks of saved tensors can see what a selective checkpoint saves; this hides it from them.
 UNSEEN = (
     {"respect_saved_tensors_hooks": False}
@@ -38,12 +41,12 @@ class Checkpointed:
 
     Attributes:
         fitact_inner: the class that the block had.
-        fitact_checkpoint: one of CHECKPOINTS.
+        fitact_checkpoint: one of CHECKPOINTS, the error of what it is given, and what of that is offloaded.
 
     """
 
     fitact_inner: type[Any]
-    fitact_checkpoint: str
+    fitact_checkpoint: Kind
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what the block does, and save only its arguments, or also the results of products."""
@@ -56,12 +59,16 @@ class Checkpointed:
             pairs.append(selectively())
             return pairs[-1]
 
-        if self.fitact_checkpoint == CHECKPOINTS[2]:
+        kind, error, offload = self.fitact_checkpoint
+        if kind == CHECKPOINTS[2]:
             options |= {"context_fn": contexts, **UNSEEN}
-        if torch.is_grad_enabled():
-            count_unseen(given)
         run = partial(self.fitact_inner.forward, self)
-        result = checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        if error != "exact" or offload:
+            options |= {"error": error, "offload": offload}
+        elif torch.is_grad_enabled():
+            count_unseen(given)
+        checked = checkpoint_of_error if "error" in options else checkpoint
+        result = checked(run, *args, use_reentrant=False, **options, **kwargs)
         count_unseen(tensor for pair in pairs for tensor in kept_selectively(pair[0]))
         pairs.clear()
         return result
@@ -72,21 +79,29 @@ class Checkpointed:
 
 
 @cache
-def _class(kind: str, inner: Any) -> Any:
+def _class(kind: Kind, inner: Any) -> Any:
     names = {"fitact_inner": inner, "fitact_checkpoint": kind}
     names |= {"__module__": inner.__module__, "__qualname__": inner.__qualname__}
     return type(inner.__name__, (Checkpointed, inner), names)
 
 
-def _again(kind: str, inner: Any) -> Any:
+def _again(kind: Kind, inner: Any) -> Any:
     made = _class(kind, inner)
     return made.__new__(made)
 
 
-def check_in(block: nn.Module, kind: str) -> None:
-    """Let a block be run again in backward, in place; `kind` is one of CHECKPOINTS, but the first."""
+def check_in(block: nn.Module, kind: str, error: str = "exact", offload: Amount = False) -> None:
+    """Let a block be run again in backward, in place.
+
+    Args:
+        block: the block.
+        kind: one of CHECKPOINTS, but the first.
+        error: of what the block is given, as for `fitact.checkpoint`.
+        offload: what of that goes to the host, likewise.
+
+    """
     inner: Any = type(block)
-    block.__class__ = _class(kind, inner)
+    block.__class__ = _class((kind, error, offload), inner)
 
 
 def check_out(block: nn.Module) -> bool:

@@ -9,8 +9,12 @@ skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from unittest import mock
+
+from torch import Tensor, nn
 
 from fitact.base import FitactError, UsageError, one_line
 from fitact.runtime.measure import (
@@ -18,6 +22,7 @@ from fitact.runtime.measure import (
     Device,
     Mark,
     Meter,
+    MeteredLink,
     Run,
     Subject,
     Work,
@@ -28,8 +33,11 @@ from fitact.runtime.measure import (
     skipped,
 )
 from fitact.runtime.restore import differentiate, generators
+from fitact.runtime.saving import DEPTH, LINKS, META
 
 from .policies import BASELINE, REST, Policy, changed
+
+MOVING = 2 * DEPTH + 1  # more blocks run where some offload: the queue fills first, and what is last stays
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,14 @@ class Cost:
         saved: bytes that stay alive from its forward pass to its backward pass.
         high: the most bytes alive in its own forward and backward pass, beyond those before it ran.
         work: of both passes.
+        host: bytes of the host that it pins.
 
     """
 
     saved: int
     high: int
     work: Work
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,12 +106,14 @@ class Step:
         saved: bytes alive at the end of the forward pass.
         peak: the most bytes alive, without parameters, buffers and inputs.
         work: of both passes.
+        host: bytes of the host that are pinned at the end of the forward pass.
 
     """
 
     saved: int
     peak: int
     work: Work
+    host: int = 0
 
     def like(self, other: Step) -> bool:
         """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
@@ -133,7 +145,7 @@ def measure_costs(
 
     """
     runs, marks = baseline_step(subject, device)
-    parts = _Parts(marks, [len(run.blocks) for run in runs])
+    parts = _Parts(subject, runs, marks)
     segments, end = [_between(parts.between[0])], 0
     for run, after in zip(runs, parts.between[1:], strict=True):
         end += len(run.blocks)
@@ -142,25 +154,21 @@ def measure_costs(
     segments[-1] = _with_rest(subject, device, runs, segments[-1])
     notes: list[str] = []
     wanted = [_possible(run, [policy for policy in policies if policy != BASELINE]) for run in runs]
-    passes = max(-(-len(some) // _slots(run)) for run, some in zip(runs, wanted, strict=True))
-    progress(1 / (1 + passes))
-    for i in range(passes):
-        given = [
-            some[i * _slots(run) : (i + 1) * _slots(run)] or [BASELINE]
-            for run, some in zip(runs, wanted, strict=True)
-        ]
+    passes = _passes(runs, wanted)
+    progress(1 / (1 + len(passes)))
+    for i, given in enumerate(passes):
         for found in _tried(subject, device, runs, given, notes):
             for at, new in zip(range(1, len(segments), 2), found, strict=True):  # runs, and what lies between
                 segments[at] = replace(segments[at], costs=new | segments[at].costs)
-        progress((2 + i) / (1 + passes))
-    return Costs(tuple(segments), _step(marks), tuple(runs), tuple(notes))
+        progress((2 + i) / (1 + len(passes)))
+    return Costs(tuple(segments), parts.step, tuple(runs), tuple(notes))
 
 
 def step(
     subject: Subject, device: Device, runs: Sequence[Run], policies: Sequence[Policy], whole: Policy = BASELINE
 ) -> Step:
     """Measure a training step of a model, with a policy for each block of its runs, and one for the whole."""
-    return _step(_marks(subject, device, runs, policies, whole=whole))
+    return _Parts(subject, runs, _marks(subject, device, runs, policies, whole=whole)).step
 
 
 def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segment) -> Segment:
@@ -168,7 +176,7 @@ def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
     if any(block is subject.model for run in runs for block in run.blocks):
         return end
     marks = _marks(subject, device, runs, _baseline(runs), whole=REST)
-    cost, baseline = _Parts(marks, [len(run.blocks) for run in runs]).between[-1].cost, end.costs[BASELINE]
+    cost, baseline = _Parts(subject, runs, marks).between[-1].cost, end.costs[BASELINE]
     if cost.saved >= baseline.saved and cost.high >= baseline.high:
         return end
     return replace(end, costs={**end.costs, REST: cost})
@@ -190,7 +198,7 @@ def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mar
             longer, marks = (_marks(subject, device, runs, baseline, row) for row in (ROW + 1, ROW))
         except UsageError:  # a block that is skipped breaks the model
             longer = marks = []
-        if marks and _step(marks).like(_step(longer)):
+        if marks and _Parts(subject, runs, marks).step.like(_Parts(subject, runs, longer).step):
             return runs, marks
         runs = [replace(run, steady=False) for run in runs]
     return runs, _marks(subject, device, runs, baseline)
@@ -198,11 +206,6 @@ def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mar
 
 def _baseline(runs: Sequence[Run]) -> list[Policy]:
     return [BASELINE for run in runs for _ in run.blocks]
-
-
-def _step(marks: Sequence[Mark]) -> Step:
-    (loss,) = (mark for mark in marks if mark.what == "loss")
-    return Step(loss.level, max(mark.peak for mark in marks), sum((mark.work for mark in marks), Work()))
 
 
 def _between(span: _Span) -> Segment:
@@ -221,9 +224,15 @@ def _possible(run: Run, policies: Sequence[Policy]) -> list[Policy]:
     return found
 
 
-def _slots(run: Run) -> int:
-    """Return how many policies a run measures at once."""
-    return max(len(run.blocks) // 2, 1)
+def _passes(runs: Sequence[Run], wanted: Sequence[Sequence[Policy]]) -> list[list[list[Policy]]]:
+    """Return what the runs measure in each pass: several policies, or one that offloads."""
+    few = [[one for one in some if not one.offload] for some in wanted]
+    slots = [max(len(run.blocks) // 2, 1) for run in runs]
+    count = max(-(-len(some) // n) for some, n in zip(few, slots, strict=True))
+    passes = [[some[i * n : (i + 1) * n] for some, n in zip(few, slots, strict=True)] for i in range(count)]
+    moved = dict.fromkeys(one for some in wanted for one in some if one.offload)
+    passes += [[[one] if one in some else [] for some in wanted] for one in moved]
+    return [[some or [BASELINE] for some in given] for given in passes]
 
 
 # --------------------------------------------------------------------------------------------------------- a pass
@@ -265,14 +274,20 @@ def _pass(
     where: list[dict[Policy, int]] = []
     first = 0
     for run, some in zip(runs, given, strict=True):
-        width = min(len(run.blocks), 2)
-        begin = first + min(len(run.blocks) - width * len(some), 1)  # the first two blocks of a model may differ
+        count = len(run.blocks)
+        if some[0].offload:  # nothing else shares the link, and the block is measured where the queue is full
+            policies[first : first + count] = some * count
+            where.append({some[0]: first + max(min(ROW + MOVING, count) - DEPTH - 3, 0)})
+            first += count
+            continue
+        width = min(count, 2)
+        begin = first + min(count - width * len(some), 1)  # the first two blocks of a model may differ
         for i, policy in enumerate(some):
             policies[begin + width * i : begin + width * (i + 1)] = [policy] * width
         where.append({policy: begin + width * (i + 1) - 1 for i, policy in enumerate(some)})
-        first += len(run.blocks)
-    parts = _Parts(_marks(subject, device, runs, policies), [len(run.blocks) for run in runs])
-    return [{policy: parts.blocks[i].cost for policy, i in found.items()} for found in where]
+        first += count
+    parts = _Parts(subject, runs, _marks(subject, device, runs, policies))
+    return [{policy: parts.cost(i, policy) for policy, i in found.items()} for found in where]
 
 
 def _marks(
@@ -285,7 +300,8 @@ def _marks(
 ) -> list[Mark]:
     """Run a step, with at most `row` consecutive blocks of the same policy, and return its moments."""
     model = subject.model
-    standing = cut(runs, policies, row)
+    moves = any(policy.offload for policy in policies)
+    standing = cut(runs, policies, row + MOVING * moves, 1 + (DEPTH + 1) * moves)
     without = {place + k for place, count in standing.items() for k in range(1, count + 1)}
     every = dict(enumerate(block for run in runs for block in run.blocks))
     running = {i: block for i, block in every.items() if i not in without}
@@ -296,7 +312,7 @@ def _marks(
         skipped([every[i] for i in without]),
     ):
         meter = Meter([*model.parameters(), *model.buffers()], device)
-        with meter, hooked(running, meter.mark):
+        with meter, _linked(subject, meter) if moves else nullcontext(), hooked(running, meter.mark):
             meter.mark("start")
             outputs = subject.forward()
             meter.mark("loss")
@@ -306,48 +322,128 @@ def _marks(
     return filled(meter.marks, standing)
 
 
-class _Parts:
-    """The parts of a step, found by its marks.
+@contextmanager
+def _linked(subject: Subject, meter: Meter) -> Iterator[None]:
+    """Let what is offloaded take a link on the meter's clock, until the context ends."""
+    assert meter.device.link is not None
+    kind = META if subject.mode else next(subject.model.parameters()).device
+    with mock.patch.dict(LINKS, {kind: MeteredLink(meter, meter.device.link)}):
+        yield
+
+
+def sharded(parameters: Iterable[Tensor], ranks: int) -> int:
+    """Return the bytes of parameters that each of several ranks has: FSDP2 cuts the first dimension, padded."""
+    rows = [(one.shape[0] if one.ndim and len(one) else 1, one.nbytes) for one in parameters]
+    return sum(-(-count // ranks) * (size // count) for count, size in rows)
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """What FSDP2 adds on each rank while a part of a step runs; nothing in a single process.
 
     Attributes:
-        blocks: a part for each block.
-        between: parts before, between and after the runs.
+        forward, backward: bytes that are alive in either pass.
+        freed: bytes of the gradients that the part leaves, which are on other ranks then.
 
     """
 
-    def __init__(self, marks: Sequence[Mark], sizes: Sequence[int]) -> None:
+    forward: int = 0
+    backward: int = 0
+    freed: int = 0
+
+
+def _extras(subject: Subject, owners: Sequence[nn.Module | None]) -> list[_Extra]:
+    """Return what FSDP2 adds to parts of a step, where each block and then the model is in `fully_shard`.
+
+    What is outside of the blocks is whole throughout, and its gradients are scattered at the end. A block that
+    runs forward is there twice: as it was gathered, until the next one is, and in place. In the backward pass it
+    is there once, beside the one that is gathered next and the gradients of the one before, which are being
+    scattered. See PyTorch's `FSDPParamGroup`.
+
+    Args:
+        subject: the model.
+        owners: the block of each part, in the order of the forward pass; None for what lies between.
+
+    """
+    n = subject.ranks
+    if n == 1:
+        return [_Extra() for _ in owners]
+    of = [[] if owner is None else [*owner.parameters()] for owner in owners]
+    inside = {id(one) for some in of for one in some}
+    root = n * sharded((one for one in subject.model.parameters() if id(one) not in inside), n)
+    whole = [n * sharded(some, n) for some in of]
+    grads = [n * sharded((one for one in some if one.requires_grad), n) for some in of]
+    found = []
+    for i, (own, left) in enumerate(zip(whole, grads, strict=True)):
+        before, after = (next(filter(None, some), 0) for some in (whole[:i][::-1], grads[i + 1 :]))
+        forward = root + own + (own or before or root)
+        found.append(_Extra(forward, root + own + before + after, left - left // n))
+    return found
+
+
+class _Parts:
+    """The parts of a step, found by its marks; under FSDP2, of each rank.
+
+    Attributes:
+        firsts: the first block of each run.
+        parts: of the step in order, with the block, what FSDP2 adds, and where both passes begin and end.
+        blocks: a part for each block.
+        between: parts before, between and after the runs.
+        step: the whole step.
+
+    """
+
+    def __init__(self, subject: Subject, runs: Sequence[Run], marks: Sequence[Mark]) -> None:
         self.marks = marks
         self.places: dict[tuple[str, int], int] = {}
         for i, mark in enumerate(marks):
             self.places.setdefault((mark.what, mark.block), i)
-        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.blocks: list[_Span] = []
-        self.between: list[_Span] = []
         forwards: list[tuple[int, int]] = []  # of both kinds, in the order of the forward pass
         backwards: list[tuple[int, int]] = []  # in the order of the backward pass
-        left = self._at("start")
-        for first, size in zip(firsts, sizes, strict=True):
+        owners: list[nn.Module | None] = []
+        left, first = self._at("start"), 0
+        self.firsts: list[int] = []
+        for run in runs:
+            self.firsts.append(first)
+            owners += [None, *run.blocks]
             forwards.append((left, self._at("in", first)))
             left = self._at("in", first)
-            for i in range(first, first + size):
+            for i in range(first, first := first + len(run.blocks)):
                 forwards.append((left, self._at("out", i)))
                 left = self._at("out", i)
+        owners.append(None)
         forwards.append((left, self._at("loss")))
         begin, end = self._at("loss"), self._at("end")
-        for first, size in reversed([*zip(firsts, sizes, strict=True)]):
-            backwards.append((begin, begin := self.places.get(("grad out", first + size - 1), begin)))
-            for i in reversed(range(first, first + size)):
+        for run in reversed(runs):
+            last, first = first - 1, first - len(run.blocks)
+            backwards.append((begin, begin := self.places.get(("grad out", last), begin)))
+            for i in range(last, first - 1, -1):
                 what = ("grad in", i) if i == first else ("grad out", i - 1)
                 before = self.places.get(("grad out", i - 1), end)
                 backwards.append((begin, begin := max(begin, self.places.get(what, before))))
         backwards.append((begin, end))
-        spans = iter(
-            self._span(forward, backward) for forward, backward in zip(forwards, reversed(backwards), strict=True)
-        )
-        for size in sizes:
-            self.between.append(next(spans))
-            self.blocks += (next(spans) for _ in range(size))
-        self.between.append(next(spans))
+        self.parts = parts = [*zip(owners, _extras(subject, owners), forwards, reversed(backwards), strict=True)]
+        self.blocks = [self._span(*part) for owner, *part in parts if owner is not None]
+        self.between = [self._span(*part) for owner, *part in parts if owner is None]
+        most = freed = 0
+        for _, extra, forward, backward in reversed(parts):
+            most = max(most, self._peak(*forward) + extra.forward, self._peak(*backward) + extra.backward - freed)
+            freed += extra.freed
+        loss = marks[self._at("loss")]
+        self.step = Step(loss.level, most, sum((mark.work for mark in marks), Work()), loss.host)
+
+    def cost(self, i: int, policy: Policy) -> Cost:
+        """Return what a policy costs for a block; where it offloads, memory that is on its way is there, too."""
+        cost = self.blocks[i].cost
+        if not policy.offload:
+            return cost
+        first = max(first for first in self.firsts if first <= i)
+        before = self.marks[self._at("in", first)].level + (i - first) * cost.saved
+        at = [k for k, (owner, *_) in enumerate(self.parts) if owner is not None][i]
+        _, extra, forward, backward = self.parts[at]
+        grads = sum(self._span(*part).grads + part[0].freed for _, *part in self.parts[at + 1 :])
+        peaks = self._peak(*forward) + extra.forward, self._peak(*backward) + extra.backward - grads
+        return replace(cost, high=max(peaks) - before)
 
     def _at(self, what: str, block: int = -1) -> int:
         return self.places[what, block]
@@ -355,11 +451,14 @@ class _Parts:
     def _peak(self, begin: int, end: int) -> int:
         return max([self.marks[begin].level, *(mark.peak for mark in self.marks[begin + 1 : end + 1])])
 
-    def _span(self, forward: tuple[int, int], backward: tuple[int, int]) -> _Span:
+    def _span(self, extra: _Extra, forward: tuple[int, int], backward: tuple[int, int]) -> _Span:
         """Return a part by the places where its passes begin and end."""
         (a, b), (c, d) = forward, backward
         level = [mark.level for mark in self.marks]
         saved = level[b] - level[a]
-        high = max(self._peak(a, b) - level[a], self._peak(c, d) - level[c] + saved)
+        high = max(
+            self._peak(a, b) - level[a] + extra.forward, self._peak(c, d) - level[c] + saved + extra.backward
+        )
         work = sum((mark.work for i, j in (forward, backward) for mark in self.marks[i + 1 : j + 1]), Work())
-        return _Span(Cost(saved, high, work), (level[d] - level[a]) - (level[c] - level[b]))
+        cost = Cost(saved, high, work, self.marks[b].host - self.marks[a].host)
+        return _Span(cost, level[d] - level[c] + saved - extra.freed)

@@ -13,7 +13,7 @@ from torch import nn
 from fitact.base import UsageError, quote
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import check_model
-from fitact.runtime.saving import ERRORS, attach, baseline, detach, has_context, saving
+from fitact.runtime.saving import ERRORS, Amount, attach, baseline, detach, has_context, saving
 from fitact.runtime.torch_internals import is_compiled
 
 from .checkpoints import CHECKPOINTS, Checkpointed, check_in, check_out
@@ -33,7 +33,9 @@ class Policy:
         method: of `fitact.convert`, by which its activations are replaced; None to replace none.
         bits: of the method; None for its default.
         checkpoint: one of CHECKPOINTS: whether the module is run again in backward, wholly or but for matrix
-            products, convolutions and fused attention.
+            products, convolutions and fused attention. What is given to one that is run wholly is stored by the
+            error, too.
+        offload: what of the saved goes to the host, as for `fitact.saving`; of a checkpoint what it is given.
 
     """
 
@@ -43,21 +45,33 @@ class Policy:
     method: str | None = None
     bits: int | None = None
     checkpoint: str = ""
+    offload: Amount = False
+
+
+SHARES = {"a quarter offloaded": 0.25, "half offloaded": 0.5, "offloaded": "all"}
 
 
 def _of_blocks() -> Iterator[Policy]:
-    yield Policy("baseline")
-    yield from (Policy(kind, checkpoint=kind) for kind in CHECKPOINTS[1:])
+    few = [Policy("baseline"), *(Policy(kind, checkpoint=kind) for kind in CHECKPOINTS[1:])]
     for error in ERRORS:
         for kind in CHECKPOINTS:
-            yield Policy(", ".join(filter(None, (error, kind))), error, partial(saving, error), checkpoint=kind)
+            name = ", ".join(filter(None, (error, kind)))
+            few.append(Policy(name, error, partial(saving, error), checkpoint=kind))
+    yield from few
     yield Policy("derivatives by the output", "rounding", method="exact")
     yield Policy("derivatives by the output and a bit", "rounding", method="inverted")
     yield Policy("derivatives in 3 bits", "coarse", method="fewbit")
+    for error in ERRORS:
+        for share, amount in SHARES.items():
+            yield Policy(f"{error}, {share}", error, partial(saving, error, offload=amount), offload=amount)
+    for one in few:
+        if one.checkpoint == CHECKPOINTS[1]:
+            yield replace(one, name=f"{one.name}, offloaded", offload="all")
 
 
 OF_BLOCKS = tuple(_of_blocks())
 BASELINE, FULL, SELECTIVE = OF_BLOCKS[:3]
+MOVED = next(one for one in OF_BLOCKS if one.checkpoint and one.offload)  # a checkpoint's inputs as they are
 REST = Policy("exact outside of the blocks", context=partial(saving, "exact"))  # of the whole model
 POLICIES: dict[str, Policy] = {one.name: one for one in (*OF_BLOCKS, REST)}
 
@@ -82,7 +96,8 @@ def put(module: nn.Module, policy: Policy) -> int:
     if policy.method is not None and not replaced:
         raise UsageError("it holds no activation that can be replaced")
     if policy.checkpoint:
-        check_in(module, policy.checkpoint)
+        whole = policy.checkpoint == CHECKPOINTS[1]
+        check_in(module, policy.checkpoint, policy.error if whole else "exact", policy.offload)
     return replaced
 
 

@@ -16,6 +16,7 @@ from .meter import FLOPS as FLOPS
 from .meter import Mark as Mark
 from .meter import Measured as Measured
 from .meter import Meter as Meter
+from .meter import MeteredLink as MeteredLink
 from .meter import Work as Work
 from .meter import whole_step as whole_step
 from .prepare import Example as Example

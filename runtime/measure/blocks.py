@@ -138,13 +138,14 @@ def hooked(blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) ->
 ROW = 4  # blocks of a row that run: the first two, one whose neighbours are like itself, and the last
 
 
-def cut(runs: Sequence[Run], ways: Sequence[Any], row: int = ROW) -> dict[int, int]:
+def cut(runs: Sequence[Run], ways: Sequence[Any], row: int = ROW, last: int = 1) -> dict[int, int]:
     """Return for how many of the blocks after it a block is counted, by its place.
 
     Args:
         runs: the runs of blocks.
         ways: the way of each block.
         row: how many blocks run where more in a row go the same way.
+        last: how many of these run after the one that is counted for others.
 
     """
     found: dict[int, int] = {}
@@ -154,7 +155,7 @@ def cut(runs: Sequence[Run], ways: Sequence[Any], row: int = ROW) -> dict[int, i
         for _, some in groupby(ways[place:end]):
             count = len(list(some))
             if run.steady and count > row:
-                found[place + row - 2] = count - row
+                found[place + row - 1 - last] = count - row
             place += count
     return found
 
@@ -176,14 +177,15 @@ def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
         standing: as `cut` returns it.
 
     """
-    found: list[tuple[Mark, int, int]] = []  # with the level's change, and the peak's rise above the level before
-    level = 0
+    # with the changes of the level and of the host's, and the peak's rise above the level before
+    found: list[tuple[Mark, int, int, int]] = []
+    level = host = 0
     for mark in marks:
-        found.append((mark, mark.level - level, mark.peak - level))
-        level = mark.level
+        found.append((mark, mark.level - level, mark.host - host, mark.peak - level))
+        level, host = mark.level, mark.host
     for block, count in standing.items():
         places: dict[tuple[str, int], int] = {}
-        for i, (mark, _, _) in enumerate(found):
+        for i, (mark, *_) in enumerate(found):
             places.setdefault((mark.what, mark.block), i)
         begin, end = places.get(("grad out", block)), places.get(("grad out", block - 1))
         if begin is not None and end is not None:  # what is frozen has no backward pass
@@ -193,14 +195,15 @@ def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
         begin, end = places["out", block - 1], places["out", block]
         part = found[begin + 1 : end + 1]
         found[end + 1 : end + 1] = [_moved(one, block, k) for k in range(1, count + 1) for one in part]
-    level, result = 0, []
-    for mark, change, rise in found:
-        result.append(replace(mark, level=level + change, peak=level + rise))
+    level, host, result = 0, 0, []
+    for mark, change, on_host, rise in found:
+        host += on_host
+        result.append(replace(mark, level=level + change, peak=level + rise, host=host))
         level += change
     return result
 
 
-def _moved(found: tuple[Mark, int, int], block: int, by: int) -> tuple[Mark, int, int]:
+def _moved(found: tuple[Mark, int, int, int], block: int, by: int) -> tuple[Mark, int, int, int]:
     """Return a mark of a block, or of its neighbour, as that of a later block."""
-    mark, change, rise = found
-    return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), change, rise
+    mark, *changes = found
+    return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), *changes

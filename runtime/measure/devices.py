@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Device:
         rest: FLOPs a second of everything else, in float32.
         launch: seconds that an operation takes at least; 0 where the data sheet does not say.
         source: where the numbers are from.
+        link: bytes a second between device and host, one way; None if unknown, or if there is no link.
 
     """
 
@@ -42,6 +44,7 @@ class Device:
     rest: float
     launch: float
     source: str
+    link: float | None = None
 
     @property
     def kernels(self) -> str:
@@ -54,45 +57,55 @@ class Device:
         return max(self.launch, traffic / self.bandwidth, computing)
 
 
+# Between device and host, one way, in GB/s: PCI Express by its base specification, with 16 lanes and its encoding
+# of 128 bits in 130; NVLink-C2C by the data sheet of GH200.
+PCIE3, PCIE4, PCIE5, C2C = 15.75, 31.5, 63.0, 450.0
+
+
 def _gpu(
-    name: str, gib: int, bandwidth: float, products: float, products32: float, rest: float, source: str
+    name: str, gib: int, link: float, bandwidth: float, products: float, single: float, rest: float, source: str
 ) -> Device:
     """Return a device by its data sheet, in GB/s and TFLOP/s."""
-    rates = (bandwidth * GIGA, products * TERA, products32 * TERA, rest * TERA)
-    return Device(name, gib * 2**30, *rates, 0.0, source)
+    rates = (bandwidth * GIGA, products * TERA, single * TERA, rest * TERA)
+    return Device(name, gib * 2**30, *rates, 0.0, source, link * GIGA)
 
 
 # Dense rates; the data sheets of H100, H200 and B200 print those with sparsity, which are twice as high.
 DEVICES: dict[str, Device] = {
     "a100": _gpu(
-        "A100 80GB SXM", 80, 2039, 312, 19.5, 19.5,
+        "A100 80GB SXM", 80, PCIE4, 2039, 312, 19.5, 19.5,
         f"{NVIDIA}/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
     "h100": _gpu(
-        "H100 SXM", 80, 3350, 989.5, 67, 67,
+        "H100 SXM", 80, PCIE5, 3350, 989.5, 67, 67,
         "NVIDIA H100 Tensor Core GPU data sheet, https://www.nvidia.com/en-us/data-center/h100/",
     ),
     "h200": _gpu(
-        "H200 SXM", 141, 4800, 989.5, 67, 67,
+        "H200 SXM", 141, PCIE5, 4800, 989.5, 67, 67,
         "NVIDIA H200 Tensor Core GPU data sheet, https://www.nvidia.com/en-us/data-center/h200/",
     ),
+    "gh200": _gpu(
+        "GH200 96GB", 96, C2C, 4000, 989.5, 67, 67,
+        "NVIDIA GH200 Grace Hopper Superchip data sheet, "
+        "https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/",
+    ),
     "b200": _gpu(
-        "B200 SXM", 180, 8000, 2250, 75, 75,
+        "B200 SXM", 180, PCIE5, 8000, 2250, 75, 75,
         "NVIDIA DGX B200 and HGX B200 data sheets, an eighth of a system, "
         "https://www.nvidia.com/en-us/data-center/hgx/",
     ),
     "mi300x": _gpu(
-        "MI300X", 192, 5300, 1307.4, 163.4, 163.4,
+        "MI300X", 192, PCIE5, 5300, 1307.4, 163.4, 163.4,
         "AMD Instinct MI300X data sheet, https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
     ),
     "rtx4090": _gpu(
-        "RTX 4090", 24, 1008, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, appendix A"
+        "RTX 4090", 24, PCIE4, 1008, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, appendix A"
     ),
     "rtx3090": _gpu(
-        "RTX 3090", 24, 936, 71, 35.6, 35.6, "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"
+        "RTX 3090", 24, PCIE4, 936, 71, 35.6, 35.6, "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"
     ),
     "t4": _gpu(
-        "T4", 16, 320, 65, 8.1, 8.1, f"{NVIDIA}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
+        "T4", 16, PCIE3, 320, 65, 8.1, 8.1, f"{NVIDIA}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
     ),
 }  # fmt: skip
 USUAL = "a100"
@@ -121,7 +134,8 @@ def measured(where: str | None = None) -> Device:
 
     Returns:
         The device. A product of matrices gives the rates of products, copying large tensors gives the bandwidth,
-        GELU of a small tensor on a CPU (of a large one on a GPU, where it is bound by bandwidth) the rest.
+        GELU of a small tensor on a CPU (of a large one on a GPU, where it is bound by bandwidth) the rest. Copies
+        from a GPU to pinned memory give that of the link; a CPU has none.
 
     Raises:
         UsageError: PyTorch finds no such device.
@@ -142,9 +156,13 @@ def measured(where: str | None = None) -> Device:
         some = torch.randn(2**26 if gpu else CACHED, device=where)
         rest = CURVED * some.numel() / _seconds(torch.nn.functional.gelu, some)
         launch = _seconds(torch.neg, torch.randn(16, device=where))
+        link = None
+        if gpu:
+            host = torch.empty(2**26, pin_memory=True)
+            link = host.nbytes / _seconds(partial(host.copy_, non_blocking=True), some)
     name = torch.cuda.get_device_name() if gpu else f"CPU with {torch.get_num_threads()} threads"
     memory = torch.cuda.get_device_properties(0).total_memory if gpu else None
-    return Device(name, memory, bandwidth, products, products32, rest, launch, "measured on this machine")
+    return Device(name, memory, bandwidth, products, products32, rest, launch, "measured on this machine", link)
 
 
 def _seconds(function: Callable[..., Tensor], *args: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,14 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fitact.runtime.restore import differentiate, generators
-from fitact.runtime.torch_internals import ATTENTION, GROUPED, storage_id, tree_iter
+from fitact.runtime.torch_internals import (
+    ATTENTION,
+    GROUPED,
+    FakeTensor,
+    disable_fake_tensor_cache,
+    storage_id,
+    tree_iter,
+)
 
 from .devices import CURVED, DEVICES, USUAL, Device
 from .modes import OperationMode
@@ -73,6 +81,7 @@ class Mark:
         level: bytes that are alive, without parameters, buffers and inputs.
         peak: the most bytes that were alive since the mark before.
         work: what has been done since.
+        host: bytes of the host that are pinned for what was offloaded.
 
     """
 
@@ -81,6 +90,7 @@ class Mark:
     level: int
     peak: int
     work: Work
+    host: int = 0
 
 
 class Meter(OperationMode):
@@ -94,6 +104,9 @@ class Meter(OperationMode):
         level, peak: bytes that are alive; the most since the last mark.
         work: since the last mark.
         marks: moments of the step.
+        clock: seconds since the meter was made.
+        paused: whether operations are not seen.
+        host: as in `Mark`.
 
     """
 
@@ -102,27 +115,40 @@ class Meter(OperationMode):
         self.device = device
         self.level = self.peak = 0
         self.work = Work()
+        self.clock, self.paused, self.host = 0.0, False, 0
         self.marks: list[Mark] = []
         self.there = {storage_id(tensor): tensor.untyped_storage() for tensor in there}
         self.alive: dict[int, Any] = {}
 
     def mark(self, what: str, block: int = -1) -> None:
         """Note that something happens now."""
-        self.marks.append(Mark(what, block, self.level, self.peak, self.work))
+        self.marks.append(Mark(what, block, self.level, self.peak, self.work, self.host))
         self.peak, self.work = self.level, Work()
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        if func.namespace == "prim" or func is torch.ops.aten.detach.default:  # a question, or a name
+        sets = func.overloadpacket is torch.ops.aten.set_
+        fake = sets and isinstance(args[0], FakeTensor)
+        with disable_fake_tensor_cache(args[0].fake_mode) if fake else nullcontext():  # it would hold the memory
+            result = func(*args, **kwargs)
+        no_work = (
+            sets or func.namespace == "prim" or func is torch.ops.aten.detach.default
+        )  # a question, or a name
+        if no_work or self.paused:
             return result
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
-                self._born(leaf)
+                self.born(leaf)
         if not func.is_view:
-            self.work += self._work(func, args, kwargs, result)
+            self.spend(self._work(func, args, kwargs, result))
         return result
 
-    def _born(self, tensor: Tensor) -> None:
+    def spend(self, work: Work) -> None:
+        """Count work."""
+        self.work += work
+        self.clock += work.seconds
+
+    def born(self, tensor: Tensor) -> None:
+        """Count a tensor's memory while it is alive."""
         storage = tensor.untyped_storage()
         key, size = storage_id(storage), storage.nbytes()
         if key in self.there or key in self.alive:
@@ -147,6 +173,62 @@ class Meter(OperationMode):
         heavy = func.namespace == "fitact" or any(word in func.overloadpacket.__name__ for word in HEAVY)
         rest = max((leaf.numel() for leaf in tensors), default=0) * (CURVED if heavy else 1)
         return Work(self.device.seconds(traffic, 0, 0, rest), 0, traffic)
+
+
+class MeteredLink:
+    """A link to the host, for `fitact.runtime.saving.offload`, whose copies take time on the clock of a meter.
+
+    Both directions share one queue, beside which the device computes. The host runs ahead of the device: when it
+    asks, no copy is done. So as much memory waits for copies as may.
+
+    Args:
+        meter: whose clock runs on while something waits for a copy.
+        bandwidth: bytes a second.
+
+    """
+
+    def __init__(self, meter: Meter, bandwidth: float) -> None:
+        self._meter, self._bandwidth, self._free = meter, bandwidth, 0.0
+
+    def to_host(self, memory: Tensor) -> tuple[Tensor, float]:
+        """Copy bytes to the host, where PyTorch's pool takes a power of two for them."""
+        copy = self._copy(memory)
+        size = 1 << (memory.nbytes - 1).bit_length()
+        self._meter.host += size
+        weakref.finalize(copy, self._freed, size)
+        return copy, self._done(memory)
+
+    def to_device(self, copy: Tensor) -> tuple[Tensor, float]:
+        """Copy them back."""
+        memory = self._copy(copy)
+        self._meter.born(memory)
+        return memory, self._done(copy)
+
+    def wait(self, event: float, memory: Tensor) -> None:
+        """Wait for a copy."""
+        self.finish(event)
+
+    def is_done(self, event: float) -> bool:
+        """Return False."""
+        return False
+
+    def finish(self, event: float) -> None:
+        """Wait for a copy."""
+        self._meter.spend(Work(max(event - self._meter.clock, 0.0)))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        self._meter.paused = True
+        try:
+            return tensor.clone()
+        finally:
+            self._meter.paused = False
+
+    def _freed(self, size: int) -> None:
+        self._meter.host -= size
+
+    def _done(self, copied: Tensor) -> float:
+        self._free = max(self._free, self._meter.clock) + copied.nbytes / self._bandwidth
+        return self._free
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class Subject:
         autocast: the dtype of autocast; None if it is off.
         device: `"cuda"` to save what a GPU's kernels save, or `"cpu"`.
         blocks: patterns of the paths of its blocks; none for the modules that it repeats.
+        ranks: how many processes share it by FSDP2.
 
     """
 
@@ -66,6 +67,7 @@ class Subject:
     autocast: torch.dtype | None = None
     device: str = "cuda"
     blocks: Patterns = None
+    ranks: int = 1
 
     @contextmanager
     def environment(self) -> Iterator[None]:

@@ -13,6 +13,9 @@ from .modules import attach as attach
 from .modules import attaching as attaching
 from .modules import detach as detach
 from .modules import has_context as has_context
+from .offload import DEPTH as DEPTH
+from .offload import LINKS as LINKS
+from .offload import META as META
 from .offload import Amount as Amount
 from .pair import checkpoint as checkpoint
 from .pair import hooks as hooks

@@ -90,7 +90,7 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
         if not in_functorch_transform():
             capture = Quantising(self._policy) if self._policy else Capture()
             capture.recompute_attention = self._recompute_attention
-            capture.hooks = capture.hooks or offload_hooks(self._offload)
+            capture.hooks = capture.hooks or offload_hooks(self._offload, restart=True)
             capture.__enter__()
         _entered.captures.append(capture)
         return self

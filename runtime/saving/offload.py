@@ -89,10 +89,12 @@ class CudaLink:
         event[0].synchronize()
 
 
+META = torch.device("meta")  # which fake tensors count for, whatever they imitate
 LINKS: dict[torch.device, Link] = {}
 
 
-def _link_of(device: torch.device) -> Link | None:
+def _link_of(tensor: Tensor) -> Link | None:
+    device = META if isinstance(tensor, FakeTensor) else tensor.device
     if device not in LINKS and device.type == "cuda":
         LINKS[device] = CudaLink(device)
     return LINKS.get(device)
@@ -220,10 +222,14 @@ class Offload:
         self._leaving: deque[ref[Memory]] = deque()
         self._warned = False
 
+    def restart(self) -> None:
+        """Count what a share is of anew."""
+        self._seen = self._sent = 0
+
     def pack(self, tensor: Tensor) -> Stored:
         """Return how a tensor is stored, which is no leaf."""
         with quietly():
-            if not is_plain(tensor) or isinstance(tensor, FakeTensor) or tensor.is_complex() or tensor.is_neg():
+            if not is_plain(tensor) or tensor.is_complex() or tensor.is_neg():
                 return Stored(tensor, None)
             key, version = storage_id(tensor), version_of_saved(tensor)
             known = self._known.get(key)
@@ -238,8 +244,8 @@ class Offload:
     def _new(self, tensor: Tensor) -> Stored:
         """Return a tensor's memory, which goes to the host, or the tensor, which stays."""
         size = tensor.untyped_storage().nbytes()
-        link = _link_of(tensor.device) if size >= LEAST else None
-        if link is None and size >= LEAST and not self._warned:
+        link = _link_of(tensor) if size >= LEAST else None
+        if link is None and size >= LEAST and not self._warned and not isinstance(tensor, FakeTensor):
             self._warned = True
             warnings.warn(f"offload moves nothing: tensors of the device {tensor.device} stay where they are")
         if link is None or not self._takes(size):
@@ -295,11 +301,12 @@ class _Made(threading.local):
 _made = _Made()
 
 
-def offload_hooks(amount: Amount) -> Hooks | None:
+def offload_hooks(amount: Amount, restart: bool = False) -> Hooks | None:
     """Return this thread's hooks that offload so much; None for False.
 
     Args:
         amount: `"all"`, or True; a share, a float up to 1; or how many bytes are on the host at most, an int.
+        restart: whether a share is one of what comes from now on.
 
     Raises:
         UsageError: the amount is none of these.
@@ -314,4 +321,6 @@ def offload_hooks(amount: Amount) -> Hooks | None:
     key = type(amount), amount
     if key not in _made.offloads:
         _made.offloads[key] = Offload(amount)
+    if restart:
+        _made.offloads[key].restart()
     return _made.offloads[key].hooks

@@ -271,12 +271,13 @@ def test_no_baseline_is_faster_at_any_budget(error: str) -> None:
     assert wins
 
 
-OF_GELU = [policy for policy in OF_BLOCKS if policy.method != "exact"]  # which has no derivative by its output
+# GELU has no derivative by its output; what is offloaded is in test_offloading.py
+OF_GELU = [policy for policy in OF_BLOCKS if policy.method != "exact" and not policy.offload]
 
 
 @pytest.mark.parametrize("policy", OF_GELU, ids=lambda policy: policy.name)
 def test_costs_of_blocks_add_up_to_the_peak_of_the_model(policy: Policy) -> None:
-    """By PyTorch's tracker on real tensors; where a run ends, its output may be kept or not."""
+    """By PyTorch's tracker on real tensors; where a run ends, its output may be saved or not."""
     problem = Problem(costs(), ERRORS[-1])
     model, x = stack()
     blocks = [*model.first, *model.second]  # type: ignore[misc]

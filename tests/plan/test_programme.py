@@ -15,14 +15,15 @@ def stages(seed: int, counts: tuple[int, ...], options: int) -> list[Stage]:
     grads = rng.choice([0, 5, 60])
 
     def option() -> Option:
-        keep = rng.randrange(1, 100)
-        return Option(keep, keep + rng.randrange(80), rng.randrange(1, 40) / 7)
+        saved = rng.randrange(1, 100)
+        host = rng.choice([0, rng.randrange(50)])
+        return Option(saved, saved + rng.randrange(80), rng.randrange(1, 40) / 7, host)
 
     return [Stage(n, rng.randrange(grads + 1), tuple(option() for _ in range(options))) for n in counts]
 
 
-def everything(given: list[Stage]) -> list[tuple[int, float]]:
-    """Return peak and time of every sequence of options."""
+def everything(given: list[Stage]) -> list[tuple[int, float, int]]:
+    """Return peak, time and bytes on the host of every sequence of options."""
     found = []
     for chosen in product(*(product(range(len(s.options)), repeat=s.count) for s in given)):
         level, most = 0, 0
@@ -31,7 +32,7 @@ def everything(given: list[Stage]) -> list[tuple[int, float]]:
             later = sum(s.grads for s, _ in blocks[at + 1 :])
             most = max(most, level + one.high + later)
             level += one.saved
-        found.append((most, sum(one.seconds for _, one in blocks)))
+        found.append((most, sum(one.seconds for _, one in blocks), sum(one.host for _, one in blocks)))
     return found
 
 
@@ -39,18 +40,22 @@ def everything(given: list[Stage]) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("counts", [(5,), (1, 2, 1, 1)])
 def test_the_optimum_is_that_of_brute_force(seed: int, counts: tuple[int, ...]) -> None:
     given = stages(seed, counts, 3)
-    every = everything(given)
-    low = min(most for most, _ in every)
-    assert least(given) == low
-    assert fastest(given, low - 1) is None
-    high = max(most for most, _ in every)
-    for room in (low, *(low + (high - low) * k // 4 for k in range(1, 4)), high):
-        options = fastest(given, room)
-        assert options is not None
-        assert [len(some) for some in options] == [s.count for s in given]
-        assert peak(given, options) <= room
-        best = min(time for most, time in every if most <= room)
-        assert seconds(given, options) == pytest.approx(best, rel=1e-9)
+    largest = max(pinned for *_, pinned in everything(given))
+    for host in (largest // 3, largest):
+        every = [(most, time) for most, time, pinned in everything(given) if pinned <= host]
+        low = min((most for most, _ in every), default=0)
+        assert low == 0 or least(given, host) == low
+        assert fastest(given, low - 1, host) is None
+        high = max((most for most, _ in every), default=0)
+        for room in (low, *(low + (high - low) * k // 4 for k in range(1, 4)), high) if every else ():
+            options = fastest(given, room, host)
+            assert options is not None
+            assert [len(some) for some in options] == [s.count for s in given]
+            assert peak(given, options) <= room
+            chosen = [s.options[i] for s, some in zip(given, options, strict=True) for i in some]
+            assert sum(one.host for one in chosen) <= host
+            best = min(time for most, time in every if most <= room)
+            assert seconds(given, options) == pytest.approx(best, rel=1e-9)
 
 
 def test_of_equals_the_first_is_taken() -> None:

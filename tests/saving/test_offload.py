@@ -116,6 +116,17 @@ def test_order(links: Any) -> None:
     assert link.stalls < 3.01 * max(sizes) / FAST  # one a layer is late, which dropout reads at once
 
 
+def test_a_share_is_one_of_each_context(links: Any) -> None:
+    """So all steps, and all modules that have contexts of their own, send alike."""
+    link = links(FAST)
+    model, logs = Model(), []
+    for _ in range(3):
+        step(model, saving(offload=0.37))
+        logs.append([*link.log])
+        link.log.clear()
+    assert logs[0] and logs == logs[:1] * 3
+
+
 def test_a_slow_link(links: Any) -> None:
     """What is computed waits, and no more than DEPTH copies run, with the newest memory beside them."""
     link = links(SLOW)

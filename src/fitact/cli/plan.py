@@ -13,6 +13,8 @@ from fitact.base import JobError, UsageError
 from .memory import MOST_GIB, Asked, FiniteRange, of_a_model
 from .options import FILE, advance, progress, say
 
+RANKS = click.IntRange(1, 2**20)
+
 
 @click.command()
 @of_a_model
@@ -34,7 +36,7 @@ from .options import FILE, advance, progress, say
     default="a100",
     show_default=True,
     metavar="NAME",
-    help="Device to predict time for: a100, h100, h200, b200, mi300x, rtx4090, rtx3090, t4.",
+    help="Device to predict time for: a100, h100, h200, gh200, b200, mi300x, rtx4090, rtx3090, t4.",
 )
 @click.option("--measure", "measures", is_flag=True, help="Measure this machine's device instead, in ten seconds.")
 @click.option(
@@ -49,6 +51,16 @@ from .options import FILE, advance, progress, say
     help="Paths of the blocks, e.g. 'features.*'. Repeatable.  [default: the modules that the model repeats]",
 )
 @click.option(
+    "--host-gib",
+    type=FiniteRange(0, MOST_GIB),
+    default=0.0,
+    metavar="G",
+    help="Memory of the host, in GiB, that offloading may pin; takes three times as long.  [default: none]",
+)
+@click.option(
+    "--fsdp", type=RANKS, default=1, metavar="N", help="Of N ranks that share the model by FSDP2, plan for one."
+)
+@click.option(
     "--front", is_flag=True, help="Also plans for other memories, and checkpointing; --plot draws these."
 )
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
@@ -61,14 +73,16 @@ def plan(
     measures: bool,
     largest: str | None,
     blocks: tuple[str, ...],
+    host_gib: float,
+    fsdp: int,
     front: bool,
     output: Path | None,
     picture: Path | None,
 ) -> None:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
 
-    Each block may be left as it is, save less, or be checkpointed, fully or selectively. The model and its inputs
-    are built without memory, and nothing is downloaded. Time is predicted by a model of the device.
+    Each block may be left as it is, save less, offload, or be checkpointed, fully or selectively. The model and
+    its inputs are built without memory, and nothing is downloaded. Time is predicted by a model of the device.
     MODULE:CALLABLE is a function of yours that returns a model and its inputs; it may take batch and seq. If no
     plan fits, the command says what a step takes at least, writes no plan, and exits with status 1.
 
@@ -111,7 +125,9 @@ def plan(
         words = Words(str(training), ", ".join(given) or "inputs as given")
         with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
             subject = replace(subject, blocks=blocks)
-            return Planner(subject, asked.optimizer, where, words, error, partial(advance, bar, 0))
+            return Planner(
+                subject, asked.optimizer, where, words, host_gib or 0.0, error, partial(advance, bar, 0)
+            )
 
     if largest is None:
         result = planner().plan(gib, error, front=front)

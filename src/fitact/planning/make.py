@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from fitact.base import JobError, UsageError, flags, positive, quote
+from fitact.base import JobError, UsageError, flags, integer, positive, quote
 from fitact.runtime.choose import (
     BASELINE,
     DTYPES,
     FULL,
     MOST_GIB,
+    MOVED,
     OF_BLOCKS,
     OPTIMIZERS,
     REST,
@@ -25,6 +26,7 @@ from fitact.runtime.choose import (
     Policy,
     Step,
     measure_costs,
+    sharded,
     step,
 )
 from fitact.runtime.measure import USUAL, Device, Patterns, Subject, copied, device_of
@@ -57,6 +59,8 @@ def plan(
     device: str | Device = USUAL,
     autocast: str | None = None,
     blocks: Patterns = None,
+    host_gib: float = 0.0,
+    fsdp: int = 1,
     front: bool = False,
 ) -> Plan:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
@@ -79,6 +83,9 @@ def plan(
             there returns.
         autocast: `"bfloat16"` or `"float16"` if the model is trained with it.
         blocks: patterns (fnmatch) of the paths of the blocks; by default the modules that the model repeats.
+        host_gib: the memory of the host in GiB that may be pinned for what is saved; 0 to offload nothing.
+        fsdp: how many ranks share the model by FSDP2, each block and then the model in `fully_shard`. The plan is
+            that of each rank, and `example_inputs` are one rank's.
         front: whether to find the least time for other memories, too.
 
     Returns:
@@ -97,6 +104,8 @@ def plan(
         device=device,
         autocast=autocast,
         blocks=blocks,
+        host_gib=host_gib,
+        fsdp=fsdp,
         error=error,
     )
     return made.plan(gib, error, front=front)
@@ -110,6 +119,8 @@ def planner(
     device: str | Device = USUAL,
     autocast: str | None = None,
     blocks: Patterns = None,
+    host_gib: float = 0.0,
+    fsdp: int = 1,
     error: str = ERRORS[-1],
 ) -> Planner:
     """Measure once what each policy costs for each block of a model, for plans for several memories.
@@ -121,6 +132,8 @@ def planner(
         device: as for `plan`.
         autocast: as for `plan`.
         blocks: as for `plan`.
+        host_gib: as for `plan`.
+        fsdp: as for `plan`.
         error: the largest error that plans may allow.
 
     Returns:
@@ -136,7 +149,9 @@ def planner(
     casting = None if autocast is None else DTYPES.get(autocast)
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
-    return Planner(copied(model, example_inputs, casting, where.kernels, blocks), optimizer, where, error=error)
+    integer("fsdp", fsdp, 1)
+    subject = replace(copied(model, example_inputs, casting, where.kernels, blocks), ranks=fsdp)
+    return Planner(subject, optimizer, where, host_gib=host_gib, error=error)
 
 
 @dataclass(frozen=True)
@@ -155,6 +170,7 @@ class Planner:
         optimizer: as for `plan`.
         device: for which time is predicted.
         words: what plans say about the model.
+        host_gib: as for `plan`.
         error: the largest error that plans may allow.
         progress: called with the share of the measuring that is done.
 
@@ -169,24 +185,32 @@ class Planner:
         optimizer: str,
         device: Device,
         words: Words | None = None,
+        host_gib: float = 0.0,
         error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         _check_error(error)
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
+        if host_gib:
+            positive("host_gib", host_gib, MOST_GIB)
+            if device.link is None:
+                raise UsageError(f"host_gib: {device.name} has no link to a host whose speed is known")
+        self.host = int(host_gib * GIB)
         self.subject, self.optimizer, self.device, self.words = subject, optimizer, device, words or Words()
         parameters = list(subject.model.parameters())
-        self.trained = sum(one.nbytes for one in parameters if one.requires_grad)
+        self.trained = sharded((one for one in parameters if one.requires_grad), subject.ranks)
         if not self.trained:
             raise UsageError(f"{subject.name}: nothing in it is trained")
         state = OPTIMIZERS[optimizer] * self.trained
-        self.fixed = sum(one.nbytes for one in (*parameters, *subject.model.buffers())) + state
+        buffers = sum(one.nbytes for one in subject.model.buffers())
+        self.fixed = sharded(parameters, subject.ranks) + buffers + state
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
         self.error = error
-        policies = [policy for policy in OF_BLOCKS if ERRORS.index(policy.error) <= ERRORS.index(error)]
+        allowed = ERRORS[: ERRORS.index(error) + 1]
+        policies = [one for one in OF_BLOCKS if one.error in allowed and (self.host or not one.offload)]
         self.costs = measure_costs(subject, device, policies, progress)
         self.notes = self.costs.notes
         if [run.paths for run in self.costs.runs] == [("",)]:
@@ -215,12 +239,15 @@ class Planner:
             dtype=self.dtype,
             optimizer=self.optimizer,
             gib=float(gib),
+            host_gib=self.host / GIB,
+            fsdp=self.subject.ranks,
             error=error,
             device=self.device.name,
             fixed=self.fixed,
             gradients=self.trained,
             peak=self.fixed + done.peak,
             saved=done.saved,
+            host=done.host,
             seconds=done.work.seconds,
             flops_again=max(again.flops, 0),
             traffic_again=max(again.traffic, 0),
@@ -247,20 +274,21 @@ class Planner:
     @cached_property
     def points(self) -> tuple[Point, ...]:
         """The baselines, and the front of each error, by the costs of single blocks."""
-        problem = Problem(self.costs, "exact")
+        problem = Problem(self.costs, "exact", self.host)
 
         def point(name: str, answer: Answer, error: str = "exact", of: Problem = problem) -> Point:
             return Point(name, error, self.fixed + peak(of.stages, answer), seconds(of.stages, answer))
 
         baseline = point("baseline", problem.every(BASELINE))
-        points = [baseline, *(point(policy.name, problem.every(policy)) for policy in (FULL, SELECTIVE))]
+        alike = (FULL, SELECTIVE, *[MOVED] * bool(self.host))
+        points = [baseline, *(point(policy.name, problem.every(policy)) for policy in alike)]
         points += [point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()]
         for error in ERRORS[: ERRORS.index(self.error) + 1]:
-            of = Problem(self.costs, error)
-            low, high = least(of.stages), baseline.peak - self.fixed
+            of = Problem(self.costs, error, self.host)
+            low, high = of.least(), baseline.peak - self.fixed
             line: list[Point] = []
             for k in range(FRONT):
-                answer = fastest(of.stages, slack(low + (high - low) * k // (FRONT - 1)))
+                answer = fastest(of.stages, slack(low + (high - low) * k // (FRONT - 1)), self.host)
                 if answer is not None and (not line or seconds(of.stages, answer) < line[-1].seconds):
                     line.append(point("plan", answer, error, of))
             points += line
@@ -270,11 +298,13 @@ class Planner:
 
     def _chosen(self, error: str, room: int) -> tuple[list[Group], Step]:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
-        problem = Problem(self.costs, error)
-        found = self._within(problem, room)
+        problem = Problem(self.costs, error, self.host)
+        problems = [problem, *[Problem(self.costs, error)] * bool(self.host)]  # memory in flight may leave no room
+        found = next(filter(None, (self._within(one, room) for one in problems)), None)
         if found is None:
-            answer = problem.frugal()
-            found = answer, self._step(problem, answer)
+            frugal = [one.frugal() for one in problems]
+            steps = [self._step(problem, answer) for answer in frugal]
+            found = min(zip(frugal, steps, strict=True), key=lambda both: both[1].peak)
         for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
             less = self._within(problem, found[1].peak - 1) if found[1].peak > room else None
             if less is None:
@@ -287,18 +317,19 @@ class Planner:
     def _within(self, problem: Problem, room: int) -> tuple[Answer, Step] | None:
         """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
         baseline = self.costs.baseline
-        limit = room
+        limit, host = room, problem.host
         best: tuple[Answer, Step] | None = (problem.every(BASELINE), baseline) if baseline.peak <= room else None
         for _ in range(TRIES):
-            answer = fastest(problem.stages, limit)
+            answer = fastest(problem.stages, limit, host)
             if answer is None:
                 break
             done = self._step(problem, answer)
-            if done.peak <= room:
+            if done.peak <= room and done.host <= problem.host:
                 if best is None or done.work.seconds < best[1].work.seconds * (1 - WORTH):
                     best = answer, done
                 break
-            limit = peak(problem.stages, answer) - (done.peak - room)  # less than it needs by the sum
+            limit = peak(problem.stages, answer) - max(done.peak - room, 0)  # less than it needs by the sum
+            host -= max(done.host - problem.host, 0)
         return best
 
     def _step(self, problem: Problem, answer: Answer) -> Step:
@@ -310,13 +341,14 @@ class Problem:
 
     Attributes:
         costs: the costs.
+        host: bytes of the host that may be pinned.
         policies: for each segment the policies, in the order of the stages' options.
         stages: the programme's stages.
 
     """
 
-    def __init__(self, costs: Costs, error: str) -> None:
-        self.costs = costs
+    def __init__(self, costs: Costs, error: str, host: int = 0) -> None:
+        self.costs, self.host = costs, host
         most = ERRORS.index(error)
         self.policies = [
             [policy for policy in (*OF_BLOCKS, REST) if policy in one.costs and ERRORS.index(policy.error) <= most]
@@ -359,9 +391,13 @@ class Problem:
             for i in chosen[: len(segment.paths)]
         ]
 
+    def least(self) -> int:
+        """Return the lowest peak of all answers."""
+        return least(self.stages, self.host)
+
     def frugal(self) -> Answer:
         """Return an answer with the lowest peak."""
-        found = fastest(self.stages, slack(least(self.stages)))
+        found = fastest(self.stages, slack(self.least()), self.host)
         return found if found is not None else self.every(FULL)
 
 
@@ -371,7 +407,7 @@ def slack(room: int) -> int:
 
 
 def _option(cost: Cost) -> Option:
-    return Option(cost.saved, cost.high, cost.work.seconds)
+    return Option(cost.saved, cost.high, cost.work.seconds, cost.host)
 
 
 def largest(

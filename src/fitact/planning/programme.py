@@ -11,6 +11,9 @@ and the peak is the largest of these. In a run of like blocks only the number of
 once their order is fixed: the order with the lowest peak has first those whose k is below g, by rising h, then
 the others, by falling h − k. (Two neighbours that are the other way round can be swapped, and the peak does not
 rise.)
+
+The bytes that blocks pin on the host add up, and have a limit of their own. Time adds up, too: how long a block
+waits for the link is measured among blocks like itself, and is a part of its seconds.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ class Option:
         saved: bytes that it saves from its forward to its backward pass.
         high: the most bytes alive in either of its passes, above what was there before it ran forward.
         seconds: what both passes take.
+        host: bytes that it pins on the host.
 
     """
 
     saved: int
     high: int
     seconds: float
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Stage:
         return sorted(range(len(self.options)), key=rank)
 
     def useful(self) -> list[int]:
-        """Return the options that no other one beats or equals in all three numbers."""
-        numbers = [(one.saved, one.high, one.seconds) for one in self.options]
+        """Return the options that no other one beats or equals in all four numbers."""
+        numbers = [(one.saved, one.high, one.seconds, one.host) for one in self.options]
 
         def beats(i: int, j: int) -> bool:
             return all(a <= b for a, b in zip(numbers[i], numbers[j], strict=True)) and (
@@ -113,7 +118,7 @@ def seconds(stages: Sequence[Stage], options: Sequence[Sequence[int]]) -> float:
     return sum(stage.options[i].seconds for stage, chosen in zip(stages, options, strict=True) for i in chosen)
 
 
-def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
+def fastest(stages: Sequence[Stage], room: int, host: int = 0) -> list[list[int]] | None:
     """Return the options of the fastest step whose peak is at most `room` bytes.
 
     SciPy's `milp` solves the programme by branch and bound. The optimum is exact, but for a few millionths of
@@ -122,6 +127,7 @@ def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
     Args:
         stages: the stages.
         room: bytes.
+        host: the most bytes that may be pinned on the host.
 
     Returns:
         The option of each block of each stage; None if nothing fits.
@@ -129,7 +135,7 @@ def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
     """
     limit = room
     for _ in range(8):
-        found = _solved(stages, limit)
+        found = _solved(stages, limit, host)
         if found is None:
             return None
         options = arranged(stages, found)
@@ -140,41 +146,20 @@ def fastest(stages: Sequence[Stage], room: int) -> list[list[int]] | None:
     return None
 
 
-def least(stages: Sequence[Stage]) -> int:
-    """Return the lowest peak of all options."""
-    low, high = 0, peak(stages, [[0] * stage.count for stage in stages])
-    best = high
-    while low < high:
+def least(stages: Sequence[Stage], host: int = 0) -> int:
+    """Return the lowest peak of all options that pin no more than `host` bytes, to a millionth."""
+    none = [
+        min(range(len(stage.options)), key=[one.host for one in stage.options].__getitem__) for stage in stages
+    ]
+    low, high = 0, peak(stages, [[i] * stage.count for i, stage in zip(none, stages, strict=True)])
+    while high - low > high // TOLERANCE:
         middle = (low + high) // 2
-        found = _fits(stages, middle)
-        if found is None:
-            low = middle + 1
-        else:
-            best = high = min(found, middle)
-    return best
+        options = fastest(stages, middle, host)
+        low, high = (middle + 1, high) if options is None else (low, peak(stages, options))
+    return high
 
 
-def _fits(stages: Sequence[Stage], room: int) -> int | None:
-    """Return a peak that is at most `room`, if there are options for it, saving as little as possible."""
-    options: list[list[int]] = []
-    level, most = 0, 0
-    grads = sum(stage.count * stage.grads for stage in stages)
-    for stage in stages:
-        chosen = []
-        for _ in range(stage.count):
-            grads -= stage.grads
-            can = [i for i, one in enumerate(stage.options) if level + one.high + grads <= room]
-            if not can:
-                return None
-            i = min(can, key=lambda i: stage.options[i].saved)
-            most = max(most, level + stage.options[i].high + grads)
-            level += stage.options[i].saved
-            chosen.append(i)
-        options.append(chosen)
-    return most
-
-
-def _solved(stages: Sequence[Stage], room: int) -> Counts | None:
+def _solved(stages: Sequence[Stage], room: int, host: int) -> Counts | None:
     """Solve the programme; bytes and seconds are scaled to numbers near 1.
 
     Variables: for each stage and option the number n of blocks, an integer, and whether there are any, u.
@@ -230,6 +215,9 @@ def _solved(stages: Sequence[Stage], room: int) -> Counts | None:
         for i in place:
             before[i] += stage.options[i - place[0]].saved
         worst += stage.count * max(one.saved for one in stage.options)
+    pinned = np.array([one.host for stage in stages for one in stage.options], dtype=float)
+    if pinned.any():
+        constrain(np.concatenate([pinned, np.zeros(total)]) / max(host, 1), -np.inf, host / max(host, 1))
     times = np.array([one.seconds for stage in stages for one in stage.options])
     unit = max(float(times.max()), 1e-30)
     bounds = np.array([stage.count for stage in stages for _ in stage.options] + [1] * total, dtype=float)

@@ -62,13 +62,16 @@ class Plan:
         dtype: of the parameters; with autocast also its dtype.
         optimizer: whose state must fit.
         gib: the memory, in GiB.
+        host_gib: the memory of the host that may be pinned, in GiB; 0 if nothing is offloaded.
+        fsdp: how many ranks share the model by FSDP2; bytes are those of one.
         error: the largest error of gradients that was allowed.
         device: the device for which time was predicted.
         fixed: bytes of parameters, buffers and the optimizer's state.
         gradients: bytes of the gradients.
         peak: the most bytes of a step, `fixed` among them; if nothing fits, the least that a step needs.
+        host: bytes of the host that are pinned at the end of the forward pass.
         saved: bytes saved for backward at the end of the forward pass.
-        seconds: of a forward and backward pass, by the model of the device.
+        seconds: of a forward and backward pass, by the model of the device, which waits for the link included.
         flops_again, traffic_again: FLOPs of products, and bytes read and written, beyond those of the baseline.
         baseline_peak, baseline_seconds: the same of the baseline.
         groups: how each block is trained; empty if nothing fits.
@@ -83,11 +86,14 @@ class Plan:
     dtype: str
     optimizer: str
     gib: float
+    host_gib: float
+    fsdp: int
     error: str
     device: str
     fixed: int
     gradients: int
     peak: int
+    host: int
     saved: int
     seconds: float
     flops_again: int
@@ -186,20 +192,23 @@ def sentence(plan: Plan) -> str:
 def _advice(plan: Plan) -> str:
     """Return what to do, in a line."""
     if not plan.fits:
-        return "to do: take a smaller batch (fitact plan --largest batch finds it), a larger error, or train less"
+        host = "" if plan.host_gib else "memory of the host (--host-gib), "
+        batch = "a smaller batch (fitact plan --largest batch finds it)"
+        return f"to do: take {batch}, {host}a larger error, or train less"
     counts: Counter[str] = Counter()
     for group in plan.groups:
         counts[group.policy] += len(group.blocks)
     if {*counts} == {"baseline"}:
         return "to do: nothing, train the model as it is"
     return (
-        f"to do: plan.apply(model), which makes {', '.join(f'{n} {policy}' for policy, n in counts.most_common())}"
+        f"to do: plan.apply(model), which makes {'; '.join(f'{n} {policy}' for policy, n in counts.most_common())}"
     )
 
 
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.model}: {plan.inputs}, {plan.dtype}; {plan.training}; {plan.optimizer}"
-    yield f"{plan.gib:g} GiB, gradients {plan.error}, time on {plan.device}: {sentence(plan)}"
+    ranks = f" for each of {plan.fsdp} ranks" if plan.fsdp > 1 else ""
+    yield f"{plan.gib:g} GiB{ranks}, gradients {plan.error}, time on {plan.device}: {sentence(plan)}"
     yield _advice(plan)
     yield ""
     if plan.groups:
@@ -217,6 +226,8 @@ def _lines(plan: Plan) -> Iterator[str]:
             f"computed again: {three(plan.flops_again / 1e12)} TFLOP of products; "
             f"moved again: {_gib(plan.traffic_again)}"
         )
+    if plan.host:
+        yield f"offloaded to the host: {_gib(plan.host)} of pinned memory, of {plan.host_gib:g} GiB"
     if plan.points:
         yield ""
         yield from table(plan.points, plan.baseline_seconds)

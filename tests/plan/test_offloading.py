@@ -1,0 +1,143 @@
+"""Plans that offload: what they count is what the hooks do, on a link whose copies take time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fitact
+from fitact.base import UsageError
+from fitact.planning.make import Planner
+from fitact.planning.record import GIB
+from fitact.runtime.choose.costs import measure_costs
+from fitact.runtime.choose.policies import BASELINE, FULL, MOVED, POLICIES
+from fitact.runtime.measure.meter import Meter, MeteredLink
+from fitact.runtime.measure.subjects import copied
+from fitact.runtime.restore import Inputs
+from fitact.runtime.saving import offload
+from tests.plan.test_plan import CPU, Block, equal, results, step
+from tests.support.links import SimulatedLink
+
+HOST = torch.device("cpu")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let small memories be offloaded, too."""
+    monkeypatch.setattr(offload, "LEAST", 2**12)
+    yield
+    assert not any(one.bytes for one in offload._made.offloads.values())
+
+
+def made() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Model(), torch.randn(16, 64, 32)
+
+
+LINK = CPU.link or 0.0
+PLAIN = {"exact, offloaded": "exact", "rounding, offloaded": "rounding", MOVED.name: FULL.name}
+
+
+@cache
+def planner() -> Planner:
+    model, x = made()
+    return fitact.planner(model, example_inputs=x, optimizer="none", device=CPU, host_gib=1)
+
+
+def test_what_waits_for_a_link() -> None:
+    """A fast one costs no time; on a slow one each byte goes there and back, and nothing else counts."""
+    policies = [BASELINE, *(POLICIES[name] for names in PLAIN.items() for name in names)]
+    model, x = made()
+    fast, slow = (
+        measure_costs(copied(model, x, None, "cpu"), replace(CPU, link=link), policies).segments[1].costs
+        for link in (1e18, 1e6)
+    )
+    for name, other in PLAIN.items():
+        policy, plain = POLICIES[name], fast[POLICIES[other]]
+        quick, late = fast[policy], slow[policy]
+        assert quick.work.seconds == pytest.approx(plain.work.seconds, rel=1e-6)
+        assert quick.work.flops == plain.work.flops
+        assert (late.saved, late.high, late.host) == (quick.saved, quick.high, quick.host)
+        left = plain.saved - quick.saved  # what is on the host, which takes a power of two for each
+        assert 0.95 * plain.saved < left <= quick.host <= 2 * left
+        assert late.work.seconds == pytest.approx(2 * left / 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize(("error", "share"), [("exact", 1e-3), ("rounding", 0.2), ("coarse", 0.1)])
+def test_an_applied_plan(error: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak, time and bytes on the host are those of real tensors; exact gradients are the baseline's."""
+    low, baseline = planner().least(error), planner().fixed + planner().costs.baseline.peak
+    plan = planner().plan((low + share * (baseline - low)) / GIB, error)
+    assert any("offloaded" in group.policy for group in plan.groups) and plan.host > 0
+    assert f"of pinned memory, of {plan.host_gib:g} GiB" in str(plan)
+    model, x = made()
+    inputs = Inputs((x,))
+    expected = results(model, inputs)
+    plan.apply(model)
+    monkeypatch.setattr(offload, "_made", offload._Made())
+    with pytest.warns(UserWarning, match="offload moves nothing: tensors of the device cpu"):
+        found = results(model, inputs)
+    assert error != "exact" or equal(found, expected)
+    meter = Meter([*model.parameters()], CPU)
+    monkeypatch.setitem(offload.LINKS, HOST, MeteredLink(meter, LINK))
+    with meter:
+        step(model, inputs)
+    owned = sum(one.nbytes for one in model.parameters())
+    model.zero_grad(set_to_none=True)
+    assert meter.peak + owned == pytest.approx(plan.peak, rel=1e-3)
+    assert meter.clock == pytest.approx(plan.seconds, rel=0.01)
+    link = SimulatedLink(1e9)
+    monkeypatch.setitem(offload.LINKS, HOST, link)
+    for _ in range(3):
+        found = results(model, inputs)
+    assert error != "exact" or equal(found, expected)
+    assert 0.5 * plan.host < link.most <= plan.host
+    fitact.revert(model)
+    assert equal(results(model, inputs), expected)
+
+
+def test_more_memory_of_the_host_is_no_slower() -> None:
+    """Its budget holds; and plans with offloading are as fast as those without."""
+    with_host = copy(planner())
+    free = with_host.least("exact")
+    with_host.host = 0
+    low = with_host.least("exact")
+    assert free < low
+    gib = low * 1.02 / GIB
+    host = planner().plan(gib, "exact").host
+    assert host > 0
+    plans = []
+    for share in (0, 0.3, 0.6, 1):
+        with_host.host = int(host * share)
+        plans.append(with_host.plan(gib, "exact"))
+        assert plans[-1].fits and plans[-1].host <= host * share
+    assert all(b.seconds <= a.seconds * 1.001 for a, b in pairwise(plans))
+    assert plans[-1].seconds < plans[0].seconds
+    assert MOVED.name in {point.name for point in planner().plan(gib, "exact", front=True).points}
+
+
+def test_a_device_without_a_link() -> None:
+    model, x = made()
+    with pytest.raises(UsageError, match="CPU of a test has no link to a host whose speed is known"):
+        fitact.plan(model, gib=1, host_gib=1, example_inputs=x, device=replace(CPU, link=None))
+    for given, message in (({"host_gib": -1}, "host_gib: expected"), ({"fsdp": 0}, "fsdp: expected")):
+        with pytest.raises(UsageError, match=message):
+            fitact.plan(model, gib=1, example_inputs=x, device=CPU, **given)  # type: ignore[arg-type]
