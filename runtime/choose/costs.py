@@ -276,7 +276,7 @@ def _pass(
     for run, some in zip(runs, given, strict=True):
         count = len(run.blocks)
         if some[0].offload:  # nothing else shares the link, and the block is measured where the queue is full
-            policies[first : first + count] = some * count
+            policies[first : first + count] = [some[0]] * count
             where.append({some[0]: first + max(min(ROW + MOVING, count) - DEPTH - 3, 0)})
             first += count
             continue
@@ -423,8 +423,8 @@ class _Parts:
                 backwards.append((begin, begin := max(begin, self.places.get(what, before))))
         backwards.append((begin, end))
         self.parts = parts = [*zip(owners, _extras(subject, owners), forwards, reversed(backwards), strict=True)]
-        self.blocks = [self._span(*part) for owner, *part in parts if owner is not None]
-        self.between = [self._span(*part) for owner, *part in parts if owner is None]
+        self.blocks = [self._span(*part[1:]) for part in parts if part[0] is not None]
+        self.between = [self._span(*part[1:]) for part in parts if part[0] is None]
         most = freed = 0
         for _, extra, forward, backward in reversed(parts):
             most = max(most, self._peak(*forward) + extra.forward, self._peak(*backward) + extra.backward - freed)
@@ -441,7 +441,7 @@ class _Parts:
         before = self.marks[self._at("in", first)].level + (i - first) * cost.saved
         at = [k for k, (owner, *_) in enumerate(self.parts) if owner is not None][i]
         _, extra, forward, backward = self.parts[at]
-        grads = sum(self._span(*part).grads + part[0].freed for _, *part in self.parts[at + 1 :])
+        grads = sum(self._span(*part[1:]).grads + part[1].freed for part in self.parts[at + 1 :])
         peaks = self._peak(*forward) + extra.forward, self._peak(*backward) + extra.backward - grads
         return replace(cost, high=max(peaks) - before)
 

@@ -48,7 +48,7 @@ class Policy:
     offload: Amount = False
 
 
-SHARES = {"a quarter offloaded": 0.25, "half offloaded": 0.5, "offloaded": "all"}
+SHARES: dict[str, str | float] = {"a quarter offloaded": 0.25, "half offloaded": 0.5, "offloaded": "all"}
 
 
 def _of_blocks() -> Iterator[Policy]:

@@ -205,5 +205,5 @@ def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
 
 def _moved(found: tuple[Mark, int, int, int], block: int, by: int) -> tuple[Mark, int, int, int]:
     """Return a mark of a block, or of its neighbour, as that of a later block."""
-    mark, *changes = found
-    return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), *changes
+    mark = found[0]
+    return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), *found[1:]

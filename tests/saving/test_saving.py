@@ -56,6 +56,7 @@ def test_compiled() -> None:
         torch.compile(within, backend="aot_eager", fullgraph=True)(X)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 def test_compiled_alone() -> None:
     """The compiler leaves an activation of PyTorch as it is, and finds nothing else to compile around it."""
     graphs: list[torch.fx.GraphModule] = []
