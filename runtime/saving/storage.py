@@ -38,6 +38,10 @@ CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: it is at "
     "version {}; expected version {} instead"
 )
+SPOILT = (
+    "a tensor from which fitact.saving computes another was changed in place, inside of other saved-tensor hooks, "
+    "such as a checkpoint's: change a copy of it, or leave this module out of the context"
+)
 
 
 class Hooks:
@@ -230,6 +234,7 @@ class Stored(Made):
     """
 
     ours, claimed, separate, instead = False, False, False, None
+    _spoilt = False
     _hooks: Hooks | None = None
     _layout: Layout | None = None
     _copied: Tensor | None = None
@@ -286,9 +291,17 @@ class Stored(Made):
         return tensor
 
     def read(self, layout: Layout) -> Tensor:
-        """Return a tensor of the same memory."""
+        """Return a tensor of the same memory.
+
+        Raises:
+            RuntimeError: it was changed in place and could not be copied before.
+
+        """
         if self._hooks is not None:
-            return self._unpacked(layout)
+            found = self._unpacked(layout)
+            if self._spoilt and version_of_saved(found) > self.version:
+                raise RuntimeError(SPOILT)
+            return found
         return in_layout(self.value() if self._copied is None else self._copied, layout)
 
     def _unpacked(self, layout: Layout) -> Tensor:
@@ -317,8 +330,10 @@ class Stored(Made):
     def copy(self) -> None:
         """Copy the tensor for what is recomputed from it: it is about to be changed in place.
 
-        PyTorch would allow this if no operation saved it, or none whose backward runs.
+        PyTorch would allow this if no operation saved it, or none whose backward runs. What the user's hooks store
+        may be the tensor itself, and there is no other one to give them.
         """
+        self._spoilt = self._hooks is not None and not self._hooks.own and not self.separate
         if type(self) is Stored and isinstance(self._kept, Stored):  # what offloads
             self._kept.copy()
         if self._hooks is None and self._copied is None:
