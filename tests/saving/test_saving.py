@@ -58,7 +58,7 @@ def test_compiled() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 def test_compiled_alone() -> None:
-    """The compiler leaves an activation of PyTorch as it is, and finds nothing else to compile around it."""
+    """Alone, at most the activation is compiled, since PyTorch 2.14; nothing around it is compiled with it."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -71,7 +71,8 @@ def test_compiled_alone() -> None:
         one.inner.zap.compile(backend=backend)
         with context:
             train(one, X.clone().requires_grad_())
-    assert not graphs
+    calls = [[node.op for node in graph.graph.nodes].count("call_function") for graph in graphs]
+    assert calls in ([], [1, 1])
 
 
 def test_a_changed_tensor_raises_as_in_pytorch() -> None:
