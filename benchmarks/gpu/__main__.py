@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TREE = ROOT / "build" / "gpu" / "tree"
 WHEELS = ROOT / "build" / "carry"  # packages that the machine may lack, such as Liger's
-FOLDERS = ("fitter", "codegen", "runtime", "generated")  # as pyproject.toml maps them
+FOLDERS = ("base", "fitter", "codegen", "runtime", "generated")  # as pyproject.toml maps them
 PARTS = ("correctness", "steps", "kernels", "batch", "training")  # what matters most comes first
 
 

@@ -136,6 +136,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         options = ["kernels", "--tiny", "--cpu", "--resume", "--out", str(tmp_path)]
         process = subprocess.Popen([*COMMAND, *options], cwd=ROOT, stdout=subprocess.DEVNULL)
         while not path.exists() or len(rows_of(path)) <= len(seen):
+            assert process.poll() is None
             time.sleep(0.01)
         time.sleep(random.Random(seed).random())
         process.send_signal(signal.SIGKILL)
