@@ -231,7 +231,7 @@ def test_a_planner_plans_as_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = low * 1.1 / GIB
     given: dict[str, Any] = {"example_inputs": x, "optimizer": "none", "device": CPU}
     own = fitact.plan(model, gib=gib, error="exact", **given)
-    monkeypatch.setattr(make, "measure", None)  # it has measured
+    monkeypatch.setattr(make, "measure_costs", None)  # it has measured
     assert planner().plan(gib, "exact") == own
     assert planner().plan(gib, "coarse").seconds <= own.seconds
     with pytest.raises(UsageError, match="expected exact"):

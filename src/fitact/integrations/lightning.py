@@ -74,12 +74,12 @@ class FitactCallback(Callback):
             step = _Step(pl_module)
             given = len(signature(pl_module.training_step).parameters)  # a step may leave out the number
             inputs = Inputs((batch, batch_idx)[:given])
-            pl_module._trainer = None  # a step that is only counted logs nothing, and the trainer is not copied
+            pl_module.trainer = None  # a step that is only counted logs nothing, and the trainer is not copied
             try:
                 with trainer.precision_plugin.forward_context():
                     self.report, values = converted(step, inputs, self.error, self.gradients)
             finally:
-                pl_module._trainer = trainer
+                pl_module.trainer = trainer
             own = pl_module.training_step
 
             @wraps(own)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial, wraps
 from importlib import import_module
+from inspect import currentframe
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class FitactCallback(callbacks.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Apply the plan, or wait for the first batch."""
         model: nn.Module = kwargs["model"]
-        handler = sys._getframe(1).f_locals.get("self")  # an event does not tell which trainer it is of
+        caller = getattr(currentframe(), "f_back", None)  # an event does not tell which trainer it is of
+        handler = caller.f_locals.get("self") if caller else None
 
         def log(values: dict[str, float]) -> None:
             """Do what `Trainer.log` does."""
