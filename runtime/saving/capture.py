@@ -394,7 +394,7 @@ def protect(tensor: Any) -> None:
     if mark is not None:
         for stored in mark.claimed():
             with quietly():
-                stored.copy()
+                stored.copy(tensor.untyped_storage())
 
 
 CHANGED = "input", "self", "tensor"

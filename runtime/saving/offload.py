@@ -194,7 +194,7 @@ class Offloaded(Stored):
         tensor = torch.empty(0, dtype=self._dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), offset, size, stride)
 
-    def copy(self) -> None:
+    def copy(self, storage: torch.UntypedStorage) -> None:
         """Let the tensor be changed in place."""
         self._memory.settle_now()
         self._counts = None

@@ -24,6 +24,7 @@ from fitact.runtime.torch_internals import (
     next_call,
     running_call,
     set_mark,
+    tree_leaves,
     version_guard,
     version_of_saved,
     with_torch_function,
@@ -327,15 +328,17 @@ class Stored(Made):
             return True
         return version_of_saved(self._kept if self._hooks is None else self._guard) == self.version
 
-    def copy(self) -> None:
+    def copy(self, storage: torch.UntypedStorage) -> None:
         """Copy the tensor for what is recomputed from it: it is about to be changed in place.
 
         PyTorch would allow this if no operation saved it, or none whose backward runs. What the user's hooks store
         may be the tensor itself, and there is no other one to give them.
         """
-        self._spoilt = self._hooks is not None and not self._hooks.own and not self.separate
+        if self._hooks is not None and not self._hooks.own and not self.separate:
+            packed = [one for one in tree_leaves(self._kept) if isinstance(one, Tensor)]
+            self._spoilt = not packed or any(one.untyped_storage() is storage for one in packed)
         if type(self) is Stored and isinstance(self._kept, Stored):  # what offloads
-            self._kept.copy()
+            self._kept.copy(storage)
         if self._hooks is None and self._copied is None:
             tensor: Tensor = self._kept
             self._copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -483,7 +486,7 @@ class Quantised(Stored):
         """Return True."""
         return True
 
-    def copy(self) -> None:
+    def copy(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: codes do not change with the tensor."""
 
 
