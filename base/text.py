@@ -10,7 +10,7 @@ LISTED = 8  # the most names that an error lists
 
 
 def starred(path: str) -> str:
-    """Return a path with a star for each number, the same for all layers that are alike."""
+    """Return a path with a star for each number, the same for all equal layers."""
     return re.sub(r"\b\d+\b", "*", path)
 
 

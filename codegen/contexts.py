@@ -176,7 +176,7 @@ def _gate(fit: GateFit) -> dict[str, Any]:
     return {
         "half": any(device(factor.formula)[1] for factor in (a, b)),
         **{f"{name}{what}": code for name, of in (("a", a), ("b", b)) for what, code in _codes(of).items()},
-        # of several operators, each of which would round
+        # a formula of several operators would round in each
         "composed": {name: of.torch is None and not is_identity(of) for name, of in (("a", a), ("b", b))},
     }
 

@@ -3,7 +3,7 @@
     python -m benchmarks.convergence [--large | --stored | --learned] [--task NAME ...] [--method NAME ...]
                                      [--seeds N] [-o F]
 
-from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--stored`, two hours,
+from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--stored`, some hours,
 quantises all that is saved, in block codes and in what others use; `--learned`, less than half an hour, trains
 activations with learned numbers, converted and not. Every finished run is written at once: the same command goes
 on after an interrupt, and more seeds are added to those that are there.
@@ -188,7 +188,7 @@ def _work(
         if task in tasks and method in methods
     ]
     jobs = [job for job in wanted if job not in runs]
-    print(f"{len(wanted)} runs, of which {len(wanted) - len(jobs)} are there")
+    print(f"{len(wanted)} runs; {len(wanted) - len(jobs)} are there")
     # what tasks begin with depends on the same circumstances as the results
     digest = hashlib.sha256(json.dumps(now, sort_keys=True).encode()).hexdigest()[:12]
     store = ROOT / "build" / "convergence" / f"{setting.name}-{digest}"

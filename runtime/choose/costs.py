@@ -1,6 +1,6 @@
 """What each policy costs for each block: bytes saved, bytes at its peak, time; measured by running the model.
 
-A pass runs the whole model once, forward and backward, with several policies at once: blocks that are alike
+A pass runs the whole model once, forward and backward, with several policies at once: equal blocks
 follow one another, and each policy gets two of them. The second is measured: its neighbour is changed like it.
 Where more than four blocks in a row have the same policy, four run, and the third is counted for those that are
 skipped.
@@ -60,7 +60,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of blocks that are alike, or what lies between two of them.
+    """A run of equal blocks, or what lies between two of them.
 
     Attributes:
         paths: of the blocks; empty for what lies between, which occurs once.

@@ -52,7 +52,7 @@ def attention(
         call: makes one of the calls: of a function, with its arguments.
         args: of the attention.
         kwargs: of the attention.
-        share: is told of queries, keys and values that are about to be cast to float32.
+        share: called with queries, keys and values that are about to be cast to float32.
 
     """
     given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}

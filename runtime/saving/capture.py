@@ -50,7 +50,7 @@ Call = tuple[Function, Sequence[Any]]
 Rule = Callable[["Capture", Function, Sequence[Any], dict[str, Any]], Any]
 FEW = 64  # elements: a mask of fewer is stored as it is
 INTEGERS = torch.int8, torch.int16, torch.int32
-# Is told of each tensor that autograd saves, and how it is stored, by contexts that are made while it is set.
+# Called with each tensor that autograd saves, and how it is stored, by contexts that are made while this is set.
 observer: ContextVar[Callable[[Tensor, Stored | Reading], None] | None] = ContextVar("observer", default=None)
 
 

@@ -71,8 +71,8 @@ def _changing(
         before = mark.recompute
         if before is not None and (before.version != version_of(x) or base_of(x) is not None):
             before = None
-        alike = all(one.dtype == x.dtype for one in args if isinstance(one, Tensor))
-        if pure is not None and before is not None and alike:
+        same_dtype = all(one.dtype == x.dtype for one in args if isinstance(one, Tensor))
+        if pure is not None and before is not None and same_dtype:
             recompute = note(capture, x, *pure, version=1)
             if recompute is None:
                 mark.recompute = None

@@ -38,7 +38,7 @@ def odd():
 
 GATE = (ROOT / "generated" / "fits" / "swiglu_rebuild.json").read_text("utf-8")
 
-# A command line, and a part of what it is told; status 2.
+# A command line, and a part of its one line of error; status 2.
 REFUSED = """
 nonsense -> nonsense
 --nonsense -> --nonsense

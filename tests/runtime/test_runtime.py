@@ -92,7 +92,7 @@ def test_in_a_process_of_its_own(script: str) -> None:
 
 
 def test_keys() -> None:
-    """One that is not there is told, and registering twice is harmless."""
+    """A missing one is named in the error, and registering twice is harmless."""
     with pytest.raises(RuntimeError, match="import the generated module"):
         registry.find("nothing-0")
     step = registry.find(GELU3.key)

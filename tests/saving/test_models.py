@@ -73,7 +73,7 @@ QUICK |= {"mixtral-float32", "gpt_oss-bfloat16"}
 
 
 def some(names: Iterable[str], *quick: str) -> pytest.MarkDecorator:
-    """Parametrise by names, of which all but the quick ones run in the full product alone."""
+    """Parametrise by names; all but the quick ones run in the full product alone."""
     rows = [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
     return pytest.mark.parametrize("name", rows)
 

@@ -117,7 +117,7 @@ def test_order(links: Any) -> None:
 
 
 def test_a_share_is_one_of_each_context(links: Any) -> None:
-    """So all steps, and all modules that have contexts of their own, send alike."""
+    """So all steps, and all modules that have contexts of their own, send the same."""
     link = links(FAST)
     model, logs = Model(), []
     for _ in range(3):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from functools import wraps
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 from torch import nn
 
-from fitact.planning import Plan
-from fitact.runtime.choose import Conversion
 from fitact.runtime.restore import Inputs
 
-from .step import checked, converted, is_converted, planned
+from .step import Converting, converted, is_converted, planned
 
 
 class _Step(nn.Module):
@@ -29,7 +26,7 @@ class _Step(nn.Module):
         return self.step(*args, **kwargs)
 
 
-class FitactCallback(Callback):
+class FitactCallback(Converting, Callback):
     """Lets the training step run in a context of `fitact.saving`, and logs what that saves.
 
     The first batch is counted before it is trained with. The trainer's loggers get `fitact/saved_before`,
@@ -51,14 +48,7 @@ class FitactCallback(Callback):
 
     """
 
-    def __init__(
-        self, error: str | None = None, *, plan: Plan | str | Path | None = None, gradients: bool = True
-    ) -> None:
-        self.error, self.plan = checked(error, plan)
-        self.gradients = gradients
-        self.report: Conversion | None = None
-        self._done = False
-        self._model: nn.Module | None = None  # that was planned
+    _done = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Convert with the first batch."""

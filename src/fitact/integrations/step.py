@@ -17,13 +17,31 @@ from fitact.runtime.saving import ERRORS, has_context
 from fitact.runtime.torch_internals import is_compiled
 
 
-def checked(error: str | None, plan: Plan | str | Path | None) -> tuple[str, Plan | None]:
-    """Return what a callback was given, read; raise a UsageError unless it is an error or a plan."""
-    if error is not None and plan is not None:
-        raise UsageError("error and plan: expected one of both, since a plan has its own error")
-    if error is not None and error not in ERRORS:
-        raise UsageError(f"error: expected {', '.join(ERRORS)}, got {error!r}")
-    return error or "exact", load_plan(plan) if isinstance(plan, str | Path) else plan
+class Converting:
+    """What callbacks of trainers share: how they convert the model, and what came of it.
+
+    Args:
+        error: as for `fitact.convert`; by default `"exact"`.
+        plan: in place of an error: a plan of `fitact.plan`, or the file of one.
+        gradients: whether the gradients of the first batch are compared with the baseline's, in a step of each.
+
+    Raises:
+        UsageError: both an error and a plan are given, or one that is not valid.
+
+    """
+
+    def __init__(
+        self, error: str | None = None, *, plan: Plan | str | Path | None = None, gradients: bool = True
+    ) -> None:
+        super().__init__()
+        if error is not None and plan is not None:
+            raise UsageError("error and plan: expected one of both, since a plan has its own error")
+        if error is not None and error not in ERRORS:
+            raise UsageError(f"error: expected {', '.join(ERRORS)}, got {error!r}")
+        self.error, self.gradients = error or "exact", gradients
+        self.plan = load_plan(plan) if isinstance(plan, str | Path) else plan
+        self.report: Conversion | None = None
+        self._model: nn.Module | None = None  # of the run before
 
 
 def does_nothing(why: str) -> None:

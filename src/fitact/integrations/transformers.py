@@ -5,26 +5,23 @@ from __future__ import annotations
 from functools import partial, wraps
 from importlib import import_module
 from inspect import currentframe
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from fitact.fitter.expr import GATES
-from fitact.planning import Plan
-from fitact.runtime.choose import Conversion
 from fitact.runtime.measure import imported
 from fitact.runtime.restore import Inputs
 from fitact.runtime.shipped import activation, shipped
 
-from .step import checked, converted, is_converted, planned
+from .step import Converting, converted, is_converted, planned
 
 imported("transformers")  # or a UsageError that says how to install it
 callbacks: Any = import_module("transformers.trainer_callback")
 
 
-class FitactCallback(callbacks.TrainerCallback):
+class FitactCallback(Converting, callbacks.TrainerCallback):
     """Converts the Trainer's model with its own first batch, and logs what that saves.
 
     The Trainer's loggers get `fitact/saved_before`, `fitact/saved`, `fitact/peak_before` and `fitact/peak` in
@@ -44,14 +41,6 @@ class FitactCallback(callbacks.TrainerCallback):
         UsageError: both an error and a plan are given, or one that is not valid.
 
     """
-
-    def __init__(
-        self, error: str | None = None, *, plan: Plan | str | Path | None = None, gradients: bool = True
-    ) -> None:
-        self.error, self.plan = checked(error, plan)
-        self.gradients = gradients
-        self.report: Conversion | None = None
-        self._model: nn.Module | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Apply the plan, or wait for the first batch."""

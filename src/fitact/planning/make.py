@@ -280,8 +280,8 @@ class Planner:
             return Point(name, error, self.fixed + peak(of.stages, answer), seconds(of.stages, answer))
 
         baseline = point("baseline", problem.every(BASELINE))
-        alike = (FULL, SELECTIVE, *[MOVED] * bool(self.host))
-        points = [baseline, *(point(policy.name, problem.every(policy)) for policy in alike)]
+        uniform = (FULL, SELECTIVE, *[MOVED] * bool(self.host))
+        points = [baseline, *(point(policy.name, problem.every(policy)) for policy in uniform)]
         points += [point(f"every {name} block {FULL.name}", problem.every(FULL, n)) for n, name in EVERY.items()]
         for error in ERRORS[: ERRORS.index(self.error) + 1]:
             of = Problem(self.costs, error, self.host)

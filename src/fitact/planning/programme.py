@@ -49,7 +49,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks that are alike and follow one another.
+    """Equal blocks that follow one another.
 
     Attributes:
         count: how many there are.
