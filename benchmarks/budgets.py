@@ -5,17 +5,22 @@
 Models are built without memory, in their published sizes; the tokens are 8 rows of 2048. *Offloaded
 checkpointing* is what transformers and unsloth offer: each block is checkpointed, and its input, in 16 bits, is
 on the host. All peaks are measured with fake tensors, as a plan's.
+
+*Compiled* is `torch.compile` with a memory budget: what its partitioner passes from forward to backward, and the
+FLOPs of both graphs, in models of 2 and 4 blocks, continued in a straight line. Its peak is at least that, with
+weights and optimizer. Its time is by FLOPs alone, beside those at budget 1.
 """
 
 from __future__ import annotations
 
 import json
 from copy import copy
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fitact.planning.make import Planner
-from fitact.runtime.choose import BASELINE, FULL, MOVED, SELECTIVE, step
+from fitact.runtime.choose import BASELINE, FULL, MOVED, SELECTIVE, compiled, step
 from fitact.runtime.measure import DEVICES, Training, hugging_face, prepare
 from fitact.runtime.saving import ERRORS
 
@@ -23,7 +28,8 @@ RESULTS = Path(__file__).parent / "results" / "budgets.json"
 BATCH, SEQ = 8, 2048
 HOST = 64.0  # GiB
 DEVICE = DEVICES["rtx4090"]
-TINY = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+LAYERS = "num_hidden_layers"
+TINY = {"hidden_size": 2048, "intermediate_size": 5632, LAYERS: 22}
 TINY |= {"num_attention_heads": 32, "num_key_value_heads": 4}
 ALIKE = {
     "baseline": BASELINE,
@@ -31,6 +37,8 @@ ALIKE = {
     "selective checkpointing": SELECTIVE,
     "offloaded checkpointing": MOVED,
 }
+BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1)  # of activation_memory_budget
+FEW = (2, 4)  # blocks
 # The sizes that differ from LLaMA-7B's, what is trained, and memories in GiB.
 MODELS: dict[str, tuple[dict[str, Any], Training, tuple[float, ...]]] = {
     "LLaMA-7B, LoRA": ({}, Training(("all",)), (24, 16, 12)),
@@ -38,31 +46,63 @@ MODELS: dict[str, tuple[dict[str, Any], Training, tuple[float, ...]]] = {
 }
 
 
-def planned(sizes: dict[str, Any], training: Training, memories: tuple[float, ...]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Row:
+    """A way to train a model: its name, the memory it was planned for, and what a step takes."""
+
+    name: str
+    peak: int
+    host: int = 0
+    gib: float | None = None
+    seconds: float | None = None
+    time: float | None = None
+    policies: dict[str, int] | None = None
+
+
+def planned(sizes: dict[str, Any], training: Training, memories: tuple[float, ...]) -> list[Row]:
     """Return a row for each way to train a model."""
     prepared, inputs = prepare(hugging_face("llama", sizes), training, batch=BATCH, seq=SEQ)
     subject = prepared.subject(inputs)
     planner = Planner(subject, "adamw", DEVICE, host_gib=HOST)
     without = copy(planner)
     without.host = 0
+    baseline = planner.costs.baseline.work.seconds
     rows = []
     for name, policy in ALIKE.items():
         blocks = [policy for run in planner.costs.runs for _ in run.blocks]
         done = step(subject, DEVICE, planner.costs.runs, blocks)
-        rows.append({"name": name, "gib": None, "peak": planner.fixed + done.peak, "host": done.host})
-        rows[-1]["seconds"] = done.work.seconds
+        seconds = done.work.seconds
+        rows.append(Row(name, planner.fixed + done.peak, done.host, seconds=seconds, time=seconds / baseline))
         print(rows[-1], flush=True)
+    rows += partitioned(sizes, training, planner.fixed, sum(len(run.blocks) for run in planner.costs.runs))
     for gib in memories:
         for error in ERRORS:
             for one, name in ((without, "plan"), (planner, "plan, offloading")):
                 plan = one.plan(gib, error)
-                row = {"name": f"{name}, {error}", "gib": gib, "peak": plan.peak, "host": plan.host}
-                row["seconds"] = plan.seconds if plan.fits else None
-                row["policies"] = {group.policy: len(group.blocks) for group in plan.groups}
+                policies = {group.policy: len(group.blocks) for group in plan.groups}
+                row = Row(f"{name}, {error}", plan.peak, plan.host, gib)
+                if plan.fits:
+                    row = replace(row, seconds=plan.seconds, time=plan.seconds / baseline, policies=policies)
                 rows.append(row)
                 print(row, flush=True)
-    baseline = rows[0]["seconds"]
-    return [row | {"time": row["seconds"] and round(row["seconds"] / baseline, 4)} for row in rows]
+    return rows
+
+
+def partitioned(sizes: dict[str, Any], training: Training, fixed: int, blocks: int) -> list[Row]:
+    """Return a row for each budget of the compiler: the least of its peak, its FLOPs beside those at budget 1."""
+    found = []
+    for few in FEW:
+        prepared, inputs = prepare(hugging_face("llama", {**sizes, LAYERS: few}), training, batch=BATCH, seq=SEQ)
+        found.append(compiled(prepared.subject(inputs), BUDGETS))
+    rows = []
+    for small, large in zip(*found, strict=True):
+        saved, flops = (
+            a + (b - a) * (blocks - FEW[0]) // (FEW[1] - FEW[0])
+            for a, b in ((small.saved.bytes, large.saved.bytes), (small.flops, large.flops))
+        )
+        rows.append((Row(f"compiled, budget {small.budget:g}", fixed + saved), flops))
+        print(rows[-1], flush=True)
+    return [replace(row, time=flops / rows[0][1]) for row, flops in rows]
 
 
 def main() -> None:
@@ -70,8 +110,9 @@ def main() -> None:
     results: dict[str, Any] = {"device": DEVICE.name, "batch": BATCH, "seq": SEQ, "host_gib": HOST}
     for name, (sizes, training, memories) in MODELS.items():
         print(name, flush=True)
-        results[name] = planned(sizes, training, memories)
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        rows = planned(sizes, training, memories)
+        results[name] = [{key: value for key, value in asdict(row).items() if value is not None} for row in rows]
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
