@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import random
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.convergence import run
-from benchmarks.convergence.training import Run
 from benchmarks.evidence import antibodies, gradients
 from benchmarks.evidence import run as evidence
-from benchmarks.evidence.antibodies import IGNORED, INDEX, VOCABULARY, Genes
+from benchmarks.evidence.antibodies import VOCABULARY, Genes
 from benchmarks.evidence.run import METHODS, REGIMES, Setting
-from fitact.base import JobError, UsageError
+from fitact.base import UsageError
 from tests.conftest import ROOT
 
 TINY = {
@@ -51,81 +48,6 @@ def model() -> nn.Module:
 
 
 # Data
-
-
-def test_masked() -> None:
-    """A label is what was there, tokens are masked exactly where there is one, and only residues are."""
-    batch = antibodies.masked(GENES.training, 0.5, torch.Generator().manual_seed(0))
-    tokens, there, labels = batch
-    chosen = labels != IGNORED
-    assert torch.equal(chosen, tokens == INDEX["[MASK]"])
-    assert 0.3 < chosen.sum() / sum(map(len, GENES.training)) < 0.7
-    for row, length, sequence in zip(
-        torch.where(chosen, labels, tokens).tolist(), there.sum(1).tolist(), GENES.training, strict=True
-    ):
-        words = [VOCABULARY[token] for token in row]
-        assert words[:length] == ["[CLS]", *sequence, "[SEP]"] and set(words[length:]) <= {"[PAD]"}
-    for seed in range(20):
-        assert (antibodies.masked(["ACD"], 0.0, torch.Generator().manual_seed(seed))[2] != IGNORED).sum() == 1
-
-
-def test_families_are_apart() -> None:
-    alleles = {f"human TRAV{i}-{j}*01": "A" * i + "C" * j for i in range(1, 11) for j in range(1, 4)}
-    alleles |= {f"mouse TRAV{i}D-1*01": "A" * i + "D" for i in range(1, 11)}
-    genes = antibodies.split(alleles)
-    of_training, of_held_out = ({sequence.count("A") for sequence in part} for part in dataclasses.astuple(genes))
-    assert len(of_held_out) == 2 and of_training | of_held_out == set(range(1, 11))
-    assert not of_training & of_held_out and len(genes.training) + len(genes.held_out) == len(alleles)
-    with pytest.raises(UsageError, match="IGHV1: expected a V gene of a T-cell receptor"):
-        antibodies.split({"IGHV1": "A"})
-
-
-def test_a_wheel_that_is_another(tmp_path: Path) -> None:
-    (tmp_path / antibodies.ANARCI.file).write_bytes(b"other")
-    with pytest.raises(UsageError, match=r"expected SHA-256 8f88d498.*remove it"):
-        antibodies.fetch(antibodies.ANARCI, tmp_path)
-
-
-def _wheel(path: Path, weights: object) -> Path:
-    data = io.BytesIO()
-    torch.save(weights, data)
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"{antibodies.CHECKPOINT}config.json", json.dumps(TINY))
-        wheel.writestr(f"{antibodies.CHECKPOINT}pytorch_model.bin", data.getvalue())
-        wheel.writestr("antiberty/trained_models/vocab.txt", "\n".join(VOCABULARY))
-    return path
-
-
-def test_weights_are_read(model: nn.Module, tmp_path: Path) -> None:
-    """Heads that are not used are left out; what is missing or strange is refused, and so is what is no tensor."""
-    weights = model.state_dict()
-    heads = {"cls.species.weight": torch.ones(1), "bert.pooler.dense.bias": torch.ones(1)}
-    read = antibodies.pretrained(_wheel(tmp_path / "whole", {**weights, **heads}))
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in read.state_dict().items())
-    batch = antibodies.masked(GENES.training, 0.5, torch.Generator().manual_seed(0))
-    logits = [gradients.logits_of(each, batch) for each in (read.train(), model)]
-    assert torch.equal(*logits)  # dropout is off
-    with pytest.raises(UsageError, match="missing or too many: other"):
-        antibodies.pretrained(_wheel(tmp_path / "more", {**weights, "other": torch.ones(1)}))
-    few = {name: tensor for name, tensor in weights.items() if name != "bert.embeddings.LayerNorm.weight"}
-    with pytest.raises(UsageError, match=r"missing or too many: bert\.embeddings\.LayerNorm\.weight"):
-        antibodies.pretrained(_wheel(tmp_path / "fewer", few))
-    with pytest.raises(UsageError, match="expected a checkpoint of tensors alone"):
-        antibodies.pretrained(_wheel(tmp_path / "code", {"a": Path("b")}))
-
-
-def test_genes_are_parsed_not_run(tmp_path: Path) -> None:
-    def wheel(source: str) -> Path:
-        with zipfile.ZipFile(tmp_path / "wheel", "w") as made:
-            made.writestr("anarci/germlines.py", source)
-        return tmp_path / "wheel"
-
-    chains = {chain: {"human": {f"TR{chain}V1*01": f"-{chain}C--D"}} for chain in ("A", "B", "G", "D")}
-    genes = {"J": {}, "V": {**chains, "H": {"human": {"IGHV1*01": "A"}}}}
-    found = antibodies.receptors(wheel(f"all_germlines = {genes}"))
-    assert found == {f"human TR{chain}V1*01": f"{chain}CD" for chain in "ABGD"}
-    with pytest.raises(ValueError, match="malformed node"):
-        antibodies.receptors(wheel("all_germlines = print()"))
 
 
 # Gradients
@@ -163,14 +85,6 @@ def _moved(model: nn.Module, layer: nn.Module, part: str, way: Tensor, batch: an
     for weight, piece in zip(weights, pieces, strict=True):
         weight -= piece.view_as(weight)
     return loss
-
-
-def test_losses_that_should_agree() -> None:
-    baseline = Run("full", "baseline", 0, [2.0, 1.5], 1.25, 0.5, None, 1000, 1.0)
-    rebuilt = dataclasses.replace(baseline, method="rebuilt", kept_bytes=500, seconds=2.0)
-    evidence.agree([baseline, rebuilt])
-    with pytest.raises(JobError, match="full, seed 0: expected the baseline's losses"):
-        evidence.agree([baseline, dataclasses.replace(rebuilt, curve=[2.0, 1.5000001])])
 
 
 # Runs
