@@ -15,6 +15,7 @@ from fitact.runtime.torch_internals import (
     SAFE_SOFTMAX,
     base_of,
     mark_of,
+    next_call,
     storage_id,
     version_of,
 )
@@ -76,8 +77,10 @@ def _changing(
             recompute = note(capture, x, *pure, version=1)
             if recompute is None:
                 mark.recompute = None
+    call = next_call()  # of the function itself: PyTorch may also record a copy of x
     output, undecided = capture.made(func, args, kwargs, changed=x)
     for stored, storage in undecided:
+        stored.read_by(call)
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
         computed, value = recompute.claim(capture.keep) if own and recompute is not None else None, x
         copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
@@ -87,6 +90,7 @@ def _changing(
                 computed.readers -= 1
                 computed = None
         if computed is not None:
+            computed.read_by(call)
             stored.recompute_instead(capture.computed(computed, value, (func, args)))
         else:
             capture.settle(stored, storage, output)

@@ -181,9 +181,13 @@ class Made(ABC):
             for one in self.sources:
                 one.set_aside()
 
+    def is_repeatable(self) -> bool:
+        """Return whether the tensor can be made again in the same pass."""
+        return all(one.is_repeatable() for one in self.sources)
+
     def set_aside(self) -> None:
-        """Free the tensor until its next reader, for which it is made again."""
-        if self._made is not None:
+        """Free the tensor until its next reader, for which it is made again, if that is possible."""
+        if self._made is not None and self.is_repeatable():
             self._made = None
             for one in self.sources:
                 one.expect()
@@ -194,6 +198,13 @@ class Made(ABC):
             for one in self.sources:
                 one.expect()
         self._left += 1
+
+    def read_by(self, call: int) -> None:
+        """Note that the node of this number reads it."""
+        if self.first > call:
+            self.first = call
+            for one in self.sources:
+                one.read_by(call)
 
     def release(self) -> None:
         """Free the tensor, though a reader may not have run."""
@@ -317,6 +328,10 @@ class Stored(Made):
         assert self._hooks is not None
         with with_torch_function():
             return self._hooks.unpack(self._kept)
+
+    def is_repeatable(self) -> bool:
+        """Return whether what is stored can be asked for again: a checkpoint outside gives each tensor once."""
+        return self._hooks is None or self._hooks.own
 
     def can_read(self, layout: Layout) -> bool:
         """Return whether a tensor of the same memory can be read from what is stored."""

@@ -482,20 +482,10 @@ SPOILT = {
     *(("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")),
     ("repetition changed", "save_on_cpu"),
 }
-# A checkpoint gives what it stored only once; it raises if what is recomputed asks for it again.
-ASKED_TWICE = {
-    (name, around)
-    for name in ("calls: attention after LayerNorm", "in place, input saved")
-    for around in ("checkpoint", "selective")
-}
-
-
 def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
     marks = [pytest.mark.full] if name not in QUICK[: 4 if case in COMPILED else None] else []
     if (name, case) in SPOILT:
         marks.append(pytest.mark.xfail(reason="raises: a change in place inside of other hooks", strict=True))
-    if (name, case) in ASKED_TWICE:
-        marks.append(pytest.mark.xfail(reason="a checkpoint is asked twice", strict=True))
     return marks
 
 
