@@ -34,6 +34,7 @@ from .pictures import save as save
 from .text import LISTED as LISTED
 from .text import columns as columns
 from .text import few as few
+from .text import near as near
 from .text import one_line as one_line
 from .text import printable as printable
 from .text import starred as starred

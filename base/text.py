@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -31,6 +32,12 @@ def three(value: float) -> str:
 def few(names: Sequence[str]) -> str:
     """Return the first few names, for an error message."""
     return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: the known names near it, or some if none is."""
+    found = difflib.get_close_matches(name, known, LISTED)
+    return f"; near it are {', '.join(found)}" if found else f"; there are {few(known)}"
 
 
 def printable(text: str) -> str:

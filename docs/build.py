@@ -20,7 +20,7 @@ from griffe2md import render_object_docs
 
 from fitact.cli import cli
 from fitact.cli.tables import starts
-from fitact.fitter.expr import CATALOG
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.plot import draw
 from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit, read
 

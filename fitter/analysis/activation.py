@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from fitact.base import UsageError, quote
+from fitact.fitter.catalog import CATALOG, check_known
 from fitact.fitter.expr import (
-    CATALOG,
     LARGEST_SINGLE,
     SMALLEST_SINGLE,
     Array,
@@ -130,12 +130,7 @@ class Activation(Formula):
             return cls(text, expression, changed)
         if parameters:
             raise UsageError(f"an expression has no parameters: write the numbers into {quote(text)}")
-        if text.isidentifier() and text != "x":
-            names = ", ".join(CATALOG)
-            raise UsageError(
-                f"unknown activation {quote(text)}: expected one of {names}, or an expression in x "
-                "such as x*sigmoid(x)"
-            )
+        check_known(text)
         return cls(None, text)
 
     @cached_property

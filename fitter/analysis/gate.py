@@ -7,13 +7,14 @@ alone, u alone, or neither; the parser then checks it as a formula of that argum
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from fitact.base import UsageError, quote
-from fitact.fitter.expr import CATALOG, GATES, MAX_DEPTH, Parser, constant, x
+from fitact.fitter.catalog import CATALOG, GATES, is_gate
+from fitact.fitter.expr import Parser, constant, x
+from fitact.fitter.syntax import MAX_DEPTH
 
 from .activation import Activation, Formula
 
@@ -64,11 +65,6 @@ class Gate(Formula):
     @cached_property
     def _factors(self) -> tuple[Activation, Activation]:
         return _Product(self.expression).factors()
-
-
-def is_gate(text: str) -> bool:
-    """Whether a text names a gate, or is meant as one: it mentions one of the two arguments."""
-    return text in GATES or re.search(r"\b[gu]\b", text) is not None
 
 
 def is_identity(activation: Activation) -> bool:

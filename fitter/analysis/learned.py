@@ -14,12 +14,11 @@ import numpy as np
 import sympy
 
 from fitact.base import UsageError, quote
+from fitact.fitter.catalog import CATALOG, LEARNED
 from fitact.fitter.expr import (
-    CATALOG,
     CONSTANTS,
     FUNCTIONS,
     LARGEST_SINGLE,
-    LEARNED,
     SMALLEST_SINGLE,
     Array,
     Expr,

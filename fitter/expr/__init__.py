@@ -14,9 +14,6 @@ from .atoms import x as x
 from .balls import ONE as ONE
 from .balls import ZERO as ZERO
 from .balls import Interval as Interval
-from .catalog import CATALOG as CATALOG
-from .catalog import GATES as GATES
-from .catalog import LEARNED as LEARNED
 from .evaluate import FLOAT64 as FLOAT64
 from .evaluate import Arithmetic as Arithmetic
 from .evaluate import evaluate as evaluate
@@ -29,8 +26,6 @@ from .exact import roughly as roughly
 from .exact import shifted as shifted
 from .exact import sign_of as sign_of
 from .exact import value as value
-from .parser import MAX_DEPTH as MAX_DEPTH
-from .parser import MAX_LENGTH as MAX_LENGTH
 from .parser import Parser as Parser
 from .parser import parse as parse
 from .parser import text_of as text_of

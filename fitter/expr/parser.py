@@ -12,25 +12,20 @@ import ast
 import difflib
 import math
 import operator
-import string
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy
 from sympy.core.parameters import distribute
 from sympy.printing.str import StrPrinter
 
 from fitact.base import UsageError, quote
+from fitact.fitter.catalog import CATALOG
+from fitact.fitter.syntax import MAX_DEPTH, Source
 
 from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, depth, exp, log, raised, sizes, x
-from .catalog import CATALOG
 from .exact import value
 
-MAX_LENGTH = 2000  # characters
-# No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
-CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%@~:[]{}")
-MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
 MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max stand for formulas that repeat theirs
 MAX_PARTS = (
     5000  # of f″ written out, the one bound on the work that a formula takes; the literature's longest has 600
@@ -115,12 +110,11 @@ class _Text(StrPrinter):
         return f"where({self._print(rest)} {comparison} {self._print(-bound)}, {self._print(a)}, {self._print(b)})"
 
 
-class Parser:
+class Parser(Source):
     """One walk over one syntax tree; methods return SymPy expressions or refuse."""
 
     def __init__(self, text: str, what: str, variable: str, learned: Sequence[str] = ()) -> None:
-        self.text = text
-        self.what = what
+        super().__init__(text, what)
         self.variable = variable  # what `expression` takes for x
         self.learned = frozenset(learned)
         self.variables: tuple[str, ...] = (variable, *learned)  # what messages name
@@ -135,44 +129,6 @@ class Parser:
         if depth(found) > MAX_NESTED:
             raise UsageError(f"{self.what}: its functions are nested deeper than {MAX_NESTED}")
         return found
-
-    def tree(self) -> ast.expr:
-        """Return the syntax tree of the text; only the characters and the brackets are checked."""
-        text = self.text
-        if len(text) > MAX_LENGTH:
-            raise UsageError(f"{self.what}: {len(text)} characters are too many; at most {MAX_LENGTH} are read")
-        for column, character in enumerate(text, 1):
-            if character == "^":
-                self.refuse(column, "a power is written **, not ^")
-            if character not in CHARACTERS:
-                self.refuse(column, f"unexpected character {character!a}; a formula is plain ASCII")
-        if not text.strip():
-            raise UsageError(f"{self.what}: it is empty; write a formula in x such as x*sigmoid(x)")
-        self.check_brackets()
-        indent = len(text) - len(text.lstrip())
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(text[indent:], mode="eval").body
-        except SyntaxError as error:
-            self.refuse((error.offset or 1) + indent, f"not a formula ({error.msg})")
-        except (ValueError, MemoryError, RecursionError) as error:
-            self.refuse(1, f"not a formula ({type(error).__name__}: {error})")
-        self.indent = indent
-        return tree
-
-    def check_brackets(self) -> None:
-        """Refuse brackets nested so deep that Python's own parser could fail."""
-        depth = 0
-        for column, character in enumerate(self.text, 1):
-            depth += (character in "([{") - (character in ")]}")
-            if depth > MAX_DEPTH:
-                self.refuse(column, f"brackets are nested deeper than {MAX_DEPTH}")
-
-    def refuse(self, where: int | ast.AST, reason: str) -> NoReturn:
-        """Raise UsageError at a column or a node."""
-        column = where if isinstance(where, int) else getattr(where, "col_offset", 0) + self.indent + 1
-        raise UsageError(f"{self.what} {quote(self.text)}, column {column}: {reason}") from None
 
     def expression(self, node: ast.AST, depth: int) -> Expr:
         """Return the formula of a node."""

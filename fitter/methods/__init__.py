@@ -4,9 +4,5 @@ from . import exact as exact
 from . import fewbit as fewbit
 from . import inverted as inverted
 from . import relumix as relumix
-from .table import BITS_REQUIRED as BITS_REQUIRED
-from .table import DOMAINS as DOMAINS
-from .table import METHODS as METHODS
-from .table import RECORDED as RECORDED
 from .table import again as again
 from .table import make as make

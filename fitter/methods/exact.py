@@ -11,7 +11,8 @@ import numpy as np
 
 from fitact.base import UsageError, quote
 from fitact.fitter.analysis import Activation, float_check
-from fitact.fitter.expr import CATALOG, Expr, beyond_singles, parse, stable, text_of, value
+from fitact.fitter.catalog import CATALOG
+from fitact.fitter.expr import Expr, beyond_singles, parse, stable, text_of, value
 from fitact.fitter.numerics import DTYPES, halves, in_single, stored
 from fitact.fitter.records import ExactFit
 

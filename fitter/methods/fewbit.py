@@ -20,13 +20,14 @@ import numpy as np
 
 from fitact.base import FitWarning, UsageError, quote
 from fitact.fitter.analysis import Activation, breaks, float_check, roots
+from fitact.fitter.catalog import DOMAINS
 from fitact.fitter.expr import Array, order
 from fitact.fitter.numerics import Function, Moments, Weight, dp_borders, newton, step_errors
 from fitact.fitter.records import StepFit, check_bits
 
 METHOD = "fewbit"
 CELLS = 4000  # grid of the programme; its optimum is then refined, so this only has to find the right valley
-DOMAIN = (-10.0, 10.0)
+DOMAIN = DOMAINS["fewbit"]
 MAX_DOMAIN = 1e30  # in size: squares and products of this and of its reciprocal stay in float64
 MAX_VALUE = 1e30  # of f, f′ and 1/w: float32 holds up to 3e38, and squares stay in float64
 POINTS = 4001  # of the domain at which these sizes are checked

@@ -12,23 +12,6 @@ from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit
 
 from . import exact, fewbit, inverted, inverted_published, relumix
 
-# The methods of activations, of gates and of formulas with learned numbers, each with its options beside the
-# function and a name.
-METHODS: dict[str, dict[str, tuple[str, ...]]] = {
-    "activations": {
-        "fewbit": ("bits", "domain", "weight", "seed"),
-        "relumix": ("bits", "objective", "restarts", "seed"),
-        "inverted": ("bits", "domain", "tol", "family"),
-        "exact": ("derivative",),
-    },
-    "gates": {"rebuild": ()},
-    "formulas": {"rebuild": ()},
-}
-RECORDED = {"activations": "", "gates": "gate_", "formulas": "learned_"}  # before the method in records
-BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4"}
-# What the options are by default, where the method has them.
-DOMAINS = {"fewbit": fewbit.DOMAIN}
-
 
 def _inverted(activation: Activation, name: str, *, family: str = "rational", **options: Any) -> InvertedFit:
     if family == "parametric":

@@ -11,7 +11,8 @@ import numpy as np
 
 from fitact.base import UsageError, quote
 from fitact.fitter.analysis import switch_points
-from fitact.fitter.expr import MAX_LENGTH, Array, Expr, evaluate, parse
+from fitact.fitter.expr import Array, Expr, evaluate, parse
+from fitact.fitter.syntax import MAX_LENGTH
 
 from . import histogram
 from .histogram import NUMBER, Histogram

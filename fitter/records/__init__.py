@@ -18,8 +18,6 @@ from .fit import GateFit as GateFit
 from .fit import InvertedFit as InvertedFit
 from .fit import LearnedFit as LearnedFit
 from .fit import StepFit as StepFit
-from .fit import check_name as check_name
-from .reading import MAX_BYTES as MAX_BYTES
 from .reading import from_json as from_json
 from .reading import read as read
 from .validate import check_bits as check_bits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import keyword
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,9 +12,11 @@ from typing import Any, ClassVar, Literal, get_origin
 
 import numpy as np
 
-from fitact.base import NAME, UsageError, label, number, quote, whole
+from fitact.base import UsageError, label, number, quote, whole
 from fitact.fitter.analysis import REALS, Activation, Formula, Gate, Learned
+from fitact.fitter.catalog import check_name
 from fitact.fitter.expr import Array, Expr, parse, stable
+from fitact.fitter.files import FIT
 from fitact.fitter.numerics import DTYPES, LARGEST, Weight
 
 from .approximants import Approximant, Bits, PublishedApproximant, Single, codes
@@ -30,7 +31,6 @@ from .validate import (
     readable,
 )
 
-SCHEMA = "fitact.fit/1"
 # The options that each method may record, each with what it must be.
 _SEED, _SOURCE = {"seed": whole}, {"source": free_text}
 Option = float | str  # an integer stays one
@@ -39,16 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relumix": {"objective": Literal["primitive", "derivative"], "restarts": whole, **_SEED, **_SOURCE},
     "inverted": {"family": Literal["rational", "parametric"], "tol": number, **_SOURCE},
 }
-
-
-def check_name(name: object, what: str = "name") -> str:
-    """Return `name` if it can name a module, a function and a file; UsageError otherwise."""
-    if not isinstance(name, str) or not NAME.fullmatch(name) or keyword.iskeyword(name):
-        raise UsageError(
-            f"{what}: expected a Python identifier in ASCII that starts with a letter and is not a keyword (80 "
-            f"characters at most), got {quote(name)}"
-        )
-    return name
 
 
 def check_options(method: str, options: Mapping[str, object]) -> None:
@@ -104,7 +94,7 @@ class Fit:
 
     def to_json(self) -> str:
         """Return the fit's file: the same fit gives the same bytes."""
-        record = {"schema": SCHEMA, **{part.name: getattr(self, part.name) for part in fields(self)}}
+        record = {"schema": FIT.schema, **{part.name: getattr(self, part.name) for part in fields(self)}}
         return json.dumps(record, indent=2, sort_keys=True, allow_nan=False, default=_plain) + "\n"
 
     def digest(self) -> str:

@@ -7,18 +7,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fitact.base import FitactError, UsageError, label, quote, read_text, record_of
+from fitact.base import FitactError, UsageError, label, quote, read_text
 from fitact.fitter.analysis import Activation, Formula, Gate, Learned, Number
-from fitact.fitter.expr import CATALOG, GATES, LEARNED
+from fitact.fitter.catalog import CATALOG, GATES, LEARNED
+from fitact.fitter.files import FIT
 from fitact.fitter.numerics import Weight
 
-from .fit import KINDS, SCHEMA, AnyFit, Option
+from .fit import KINDS, AnyFit, Option
 from .validate import check_keys, hints_of, mapping, readable, text
 from .validate import read as read_as
 
 T = TypeVar("T", bound=Formula)
 
-MAX_BYTES = 1 << 20
 # Methods of once, and what is in their place.
 GONE = {
     **dict.fromkeys(("coded", "gate_coded", "learned_coded"), "block codes, of fitact.saving, took its place"),
@@ -28,7 +28,7 @@ GONE = {
 
 def read(path: Path) -> AnyFit:
     """Read a fit from its file and check every field; a UsageError names the file and the field."""
-    source = read_text(path, MAX_BYTES)
+    source = read_text(path, FIT.limit)
     try:
         return from_json(source)
     except FitactError as error:
@@ -42,7 +42,7 @@ def from_json(source: str) -> AnyFit:
         UsageError: the text is not such a record; the message names the field.
 
     """
-    record = record_of(source, SCHEMA, "a fitact fit")
+    record = FIT.record(source)
     del record["schema"]
     method = record.get("method")
     if isinstance(method, str) and method in GONE:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fitact.base import FitactError, UsageError, columns, few, quote, read_text, record_of
+from fitact.base import FitactError, UsageError, columns, few, quote, read_text
+from fitact.fitter.files import WEIGHTS
 from fitact.fitter.numerics import DIGITS, Weight, of_counts
 
 from .validate import check_keys, check_numbers, readable, text
 from .validate import read as read_as
 
-SCHEMA = "fitact.weights/1"
-MAX_BYTES = 1 << 25
 MOST_SITES = 10_000
 LONGEST = 500  # characters of a path
 # The weight of a site: TAIL of it is Student's t with FREEDOM degrees and the data's mean and deviation. Its tails
@@ -166,7 +165,7 @@ class Calibration:
     def to_json(self) -> str:
         """Return the calibration's file: the same numbers give the same bytes."""
         sites = [vars(one) | {"weight": one.weight.text} for one in self.sites]
-        record = {"schema": SCHEMA, "sites": sites}
+        record = {"schema": WEIGHTS.schema, "sites": sites}
         return json.dumps(record, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
@@ -182,7 +181,7 @@ class Calibration:
 
 def read_weights(path: Path) -> Calibration:
     """Read a calibration from its file and check every field; a UsageError names the file and the field."""
-    source = read_text(path, MAX_BYTES)
+    source = read_text(path, WEIGHTS.limit)
     try:
         return from_json(source)
     except FitactError as error:
@@ -196,7 +195,7 @@ def from_json(source: str) -> Calibration:
         UsageError: the text is not such a record; the message names the field.
 
     """
-    record = record_of(source, SCHEMA, "a file of fitact calibrate")
+    record = WEIGHTS.record(source)
     check_keys("the record", record, ("schema", "sites"))
     readers = {Weight: lambda value, what: Weight(text(value, what))}
     sites: tuple[Site, ...] = read_as(tuple[Site, ...], record["sites"], "sites", readers)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -14,10 +13,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fitact.base import LISTED, UsageError, integer, one_line, quote
+from fitact.base import UsageError, integer, near, one_line, quote
 from fitact.runtime.restore import Inputs
 
-from .prepare import Example, Source, imported, some
+from .prepare import Example, Source, imported
 
 HEADS = {
     "none": "AutoModel",
@@ -56,16 +55,14 @@ def hugging_face(
     transformers.logging.set_verbosity_error()
     known = list(transformers.CONFIG_MAPPING.keys())
     if kind not in known:
-        raise UsageError(f"transformers has no model type {quote(kind)}{_near(kind, known)}")
+        raise UsageError(f"transformers has no model type {quote(kind)}{near(kind, known)}")
     try:
         defaults = transformers.AutoConfig.for_model(kind)
     except Exception as error:
         raise UsageError(f"{kind}: cannot be built: {one_line(error)}") from error
     for key in sizes:
         if not hasattr(defaults, key):
-            raise UsageError(
-                f"{kind}: its configuration has no {quote(key)}{_near(key, list(defaults.to_dict()))}"
-            )
+            raise UsageError(f"{kind}: its configuration has no {quote(key)}{near(key, list(defaults.to_dict()))}")
     if head is None:
         head = _usual_head(kind)
     if head not in HEADS:
@@ -97,11 +94,6 @@ def hugging_face(
     images = head == "image" or kind in _types("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
     varies = frozenset(("batch",) if images else ("batch", "seq"))
     return Source(kind, build, inputs, varies, _positions)
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, LISTED)
-    return f"; near it are {', '.join(near)}" if near else f"; there are {some(known)}"
 
 
 def _types(mapping: str) -> Mapping[str, Any]:
@@ -165,7 +157,7 @@ def timm_model(name: str, *, image: int | None = None) -> Source:
     image = None if image is None else integer("image", image, 1)
     timm = imported("timm")
     if not timm.is_model(name):
-        raise UsageError(f"timm has no model {quote(name)}{_near(name, timm.list_models())}")
+        raise UsageError(f"timm has no model {quote(name)}{near(name, timm.list_models())}")
 
     def build(batch: int, seq: int) -> Example:
         try:
@@ -277,6 +269,6 @@ def _found(place: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UsageError(f"{module_name}: it has no callable {quote(name)}{_near(name, there)}")
+        raise UsageError(f"{module_name}: it has no callable {quote(name)}{near(name, there)}")
     found: Callable[..., Any] = function
     return found

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fitact.cli import cli
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.records.reading import read
 from tests.conftest import ROOT, Command
 from tests.support.commands import FITS, files, put, record, tree

@@ -22,12 +22,13 @@ import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import FUNCTIONS
-from fitact.fitter.expr.catalog import CATALOG
-from fitact.fitter.expr.parser import MAX_DEPTH, MAX_LENGTH, parse
+from fitact.fitter.expr.parser import parse
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json
+from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
 
 SECONDS = 20.0
 LONGEST = 800  # characters of a message

@@ -61,10 +61,10 @@ fit --fn 'exp(exp(x))' --bits 3 --name a -> at x =
 fit --fn x/x**2 --bits 3 --name a -> at x = 0
 
 fit --fn tanh --bits 0 -> bits: expected 1, 2, 3 or 4
-fit --fn tanh --bits -1 -> bits: expected 1, 2, 3 or 4
-fit --fn tanh --bits 5 -> bits: expected 1, 2, 3 or 4
-fit --fn tanh --bits 1 --bits 9 -> bits: expected 1, 2, 3 or 4
-fit --fn tanh --bits 1000000000000000000000000000000 -> bits: expected 1, 2, 3 or 4
+fit --fn tanh --bits -1 -> is not in the range 0<=x<=4
+fit --fn tanh --bits 5 -> is not in the range 0<=x<=4
+fit --fn tanh --bits 1 --bits 9 -> is not in the range 0<=x<=4
+fit --fn tanh --bits 1000000000000000000000000000000 -> is not in the range 0<=x<=4
 fit --fn tanh --bits 1.5 -> --bits
 fit --fn tanh --bits '' -> --bits
 fit --fn tanh --bits nan -> --bits
@@ -133,7 +133,7 @@ fit --fn swiglu --bits 3 -> --method fewbit takes no gates, got 'swiglu': that o
 fit --fn silu --method rebuild -> --method rebuild is for gates such as swiglu or silu(g)*u, got 'silu'
 fit --fn swiglu --fn silu --method rebuild -> expected functions of one kind, got 'swiglu' and 'silu'
 fit --fn swiglu --method rebuild --weight normal -> --method rebuild has no --weight: nothing is fitted
-fit --fn swiglu --method rebuild --bits 8 -> --method rebuild has no --bits: nothing is fitted
+fit --fn swiglu --method rebuild --bits 2 -> --method rebuild has no --bits: nothing is fitted
 fit --fn swiglu --method rebuild --param a=1 -> a gate has no --param
 fit --fn 'silu(g)*u' --method rebuild -> --name is required for an expression
 fit --fn 'silu(g + u)*u' --method rebuild --name a -> which mixes g and u

@@ -24,8 +24,8 @@ from fitact.fitter.analysis.shape import (
     pieces,
     switch_points,
 )
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import x
-from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.parser import parse
 
 INF = math.inf

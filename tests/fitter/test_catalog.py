@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fitact
 from fitact.base import FitWarning, UsageError
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import fewbit
 from fitact.fitter.records.reading import from_json
 from tests.support.generated import BASELINE

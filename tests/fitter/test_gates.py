@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fitact.base import UsageError
-from fitact.fitter.analysis.gate import Gate, is_gate
-from fitact.fitter.expr.catalog import GATES
+from fitact.fitter.analysis.gate import Gate
+from fitact.fitter.catalog import GATES, is_gate
 
 # the gates of the catalog written out; and products that are their own oracle, as Python evaluates them
 NAMED = {

@@ -9,10 +9,11 @@ import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import constant, x
-from fitact.fitter.expr.catalog import CATALOG
 from fitact.fitter.expr.evaluate import evaluate
-from fitact.fitter.expr.parser import MAX_DEPTH, MAX_LENGTH, parse
+from fitact.fitter.expr.parser import parse
+from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
 from tests.support.outputs import MP, real
 from tests.support.refusals import within
 

@@ -10,7 +10,7 @@ import pytest
 
 from fitact.base import UsageError
 from fitact.fitter.analysis.learned import Learned, Number
-from fitact.fitter.expr.catalog import LEARNED
+from fitact.fitter.catalog import LEARNED
 from fitact.fitter.methods.table import again, make
 from fitact.fitter.records.reading import from_json
 

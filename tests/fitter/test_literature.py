@@ -14,7 +14,7 @@ import pytest
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.catalog import CATALOG
 from tests.support.literature import LITERATURE, Entry, Oracle, derivative, settled
 
 RTOL = 1e-9

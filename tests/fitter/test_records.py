@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fitact.fitter.files import FIT
 from fitact.fitter.records import weights
-from fitact.fitter.records.fit import SCHEMA, InvertedFit, StepFit
-from fitact.fitter.records.reading import MAX_BYTES, from_json, read
+from fitact.fitter.records.fit import InvertedFit, StepFit
+from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
 from tests.support.gates import rebuilt
 from tests.support.learned import CASES
@@ -21,7 +22,7 @@ from tests.support.refusals import GONE, changed, refused, within
 
 FITS = ROOT / "generated" / "fits"
 STEP: dict[str, Any] = {
-    "schema": SCHEMA,
+    "schema": FIT.schema,
     "name": "tanh_fewbit2",
     "method": "fewbit",
     "activation": {"name": "tanh", "expression": "tanh(x)"},
@@ -124,7 +125,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("colour", "colour", "red"),
         ("version", "version", 1),
         ("schema", "upgrade fitact", "fitact.fit/2", "fitact.fit/99999"),
-        ("schema", "schema: expected", "fitact.fit/0", "fitact.fit/1\n", 1, None, [SCHEMA], {}),
+        ("schema", "schema: expected", "fitact.fit/0", "fitact.fit/1\n", 1, None, [FIT.schema], {}),
         ("schema", "not a fitact fit", "other.thing/1"),
         ("name", "name: expected", *NAMES, None, 1, True, ["a"], {}),
         ("method", "method: expected", "", "Fewbit", "exakt", None, 1, ["fewbit"], {}),
@@ -294,7 +295,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("activation.expression", "the learned number b is used nowhere", "a*x"),
     ],
     "weights": [
-        ("schema", "schema: expected fitact.weights/1, got 'fitact.fit/1': this is not a file of", SCHEMA),
+        ("schema", "schema: expected fitact.weights/1, got 'fitact.fit/1': this is not a file of", FIT.schema),
         ("schema", "upgrade fitact", "fitact.weights/2"),
         ("schema", "schema: expected", 1),
         ("more", "the record: expected schema, sites", 1),
@@ -387,8 +388,8 @@ def test_no_record(part: str, text: str) -> None:
         *((one, b'{"schema": 1, "schema": 2}', "schema: appears twice") for one in (read, weights.read_weights)),
         *((one, b"\xff\xfe{}", "UTF-8") for one in (read, weights.read_weights)),
         (read, TEXT.encode("utf-16"), "UTF-8"),
-        (read, b" " * (MAX_BYTES + 1), f"larger than the {MAX_BYTES} bytes"),
-        (read, b"9" * (MAX_BYTES + 1), "larger than"),
+        (read, b" " * (FIT.limit + 1), f"larger than the {FIT.limit} bytes"),
+        (read, b"9" * (FIT.limit + 1), "larger than"),
         (weights.read_weights, b" " * (1 << 25) + b"{}", "larger than"),
         (read, changed(STEP, "bits", 7).encode(), "bits: expected"),
         (read, changed(STEP, "borders.1", 0.1).encode(), "borders[1]: expected"),

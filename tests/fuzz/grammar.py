@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import FUNCTIONS
-from fitact.fitter.expr.catalog import CATALOG
 
 FITS = [path.read_text("utf-8") for path in sorted((Path(__file__).parents[2] / "generated/fits").glob("*.json"))]
 

@@ -45,7 +45,7 @@ def test_makes(arguments: str, name: str, fields: dict[str, Any], command: Comma
 
 REFUSED = [
     ("inverted --fn gelu --bits 0", "use --bits 1"),
-    ("inverted --fn gelu --bits 5", "bits: expected 0 to 4, got 5"),
+    ("inverted --fn gelu --bits 5", "is not in the range 0<=x<=4"),
     ("inverted --fn gelu --weight normal", "--method inverted has no --weight"),
     ("inverted --fn gelu --seed 3", "--method inverted has no --seed"),
     ("inverted --fn gelu --objective derivative", "--method inverted has no --objective"),

@@ -13,7 +13,7 @@ import torch
 
 from fitact.codegen.generate import render
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import exact
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json

@@ -15,7 +15,8 @@ ORDER = [
     "fitact.runtime",  # what generated modules import
     "fitact.generated",
     "fitact.base",
-    *(f"fitact.fitter.{name}" for name in ("expr", "analysis", "numerics", "records", "methods", "plot")),
+    *(f"fitact.fitter.{name}" for name in ("catalog", "files", "syntax", "expr", "analysis")),
+    *(f"fitact.fitter.{name}" for name in ("numerics", "records", "methods", "plot")),
     "fitact.fitter",
     "fitact.codegen",
     *(f"fitact.runtime.{name}" for name in ("torch_internals", "shipped", "restore", "norms")),

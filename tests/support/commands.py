@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fitact.fitter.records.fit import SCHEMA
+from fitact.fitter.files import FIT
 
 FITS = Path("generated/fits")
 
@@ -14,7 +14,7 @@ def record(name: str, activation: str = "tanh", **changes: object) -> str:
     """Return a small fit's JSON, made by hand."""
     return json.dumps(
         {
-            "schema": SCHEMA,
+            "schema": FIT.schema,
             "name": name,
             "method": "fewbit",
             "activation": {"name": activation, "expression": f"{activation}(x)"},

@@ -24,7 +24,7 @@ from scipy import special
 
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.analysis.float_check import problem
-from fitact.fitter.expr.catalog import CATALOG
+from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.exact import value as exact_value
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.numerics.weight import Weight

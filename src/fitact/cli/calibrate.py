@@ -9,6 +9,7 @@ import click
 
 from fitact.base import UsageError
 
+from .names import check_place
 from .options import FILE, say
 
 
@@ -42,12 +43,13 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
       fitact calibrate my_models:tiny --most 20 --group -o layers.json
       fitact fit --fn gelu --bits 3 --weight "layers.json#act" --name gelu_layers
     """
+    if output.suffix != ".json":
+        raise UsageError(f"{output}: expected a file name that ends in .json, by which fitact fit knows it")
+    check_place(call)
     from fitact.base import write
     from fitact.calibration import calibrate as run
     from fitact.runtime.measure import model_and_batches
 
-    if output.suffix != ".json":
-        raise UsageError(f"{output}: expected a file name that ends in .json, by which fitact fit knows it")
     model, batches = model_and_batches(call, batch, seq)
     found = run(model, batches if most is None else islice(batches, most), group=group)
     write(output, found.to_json())

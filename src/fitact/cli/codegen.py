@@ -45,11 +45,11 @@ def codegen(fits: Sequence[Path], out: Path | None, check: bool, standalone: boo
       fitact codegen my_fit.json --standalone --out my_project
       fitact codegen my_fit.json --hub
     """
-    from fitact.codegen import MODULES, bundle, drift, generate, plan
-
     if standalone and hub:
         raise UsageError("--standalone, --hub: expected only one; what --hub writes needs no fitact either")
     read = read_fits(fits)
+    from fitact.codegen import MODULES, bundle, drift, generate, plan
+
     files = bundle.plan(read, hub=hub) if standalone or hub else plan(read)
     layout = bundle.HUB if hub else bundle.STANDALONE if standalone else MODULES
     folder = out or Path("hub" if hub else "standalone" if standalone else "generated")

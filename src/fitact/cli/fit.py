@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fitact.fitter.analysis import Gate
     from fitact.fitter.numerics import Weight
     from fitact.fitter.records import AnyFit
-from .options import FILE, FITS, Finite, advance, named, once, progress, read_weight, say
+from .options import FILE, FITS, Finite, advance, check_weight, named, once, progress, read_weight, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
@@ -34,10 +34,10 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 )
 @click.option(
     "--bits",
-    type=int,
+    type=click.IntRange(0, 4),
     multiple=True,
     metavar="K",
-    help="1 to 4. Required for fewbit and relumix; inverted uses as few as possible by default; exact and rebuild "
+    help="Required for fewbit and relumix; inverted uses as few as possible by default; exact and rebuild "
     "have none. Repeatable.",
 )
 @click.option(
@@ -151,11 +151,7 @@ def fit(
       fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method rebuild --name own_swish
     """
     from fitact.base import write
-    from fitact.fitter.analysis import Activation, Gate, Learned
-    from fitact.fitter.methods import DOMAINS, METHODS, RECORDED, make
-    from fitact.fitter.records import InvertedFit, StepFit, check_name
-
-    from .tables import fits as show_fits
+    from fitact.fitter.catalog import CATALOG, DOMAINS, GATES, LEARNED, METHODS, RECORDED, check_name
 
     weight = None if weight == "uniform" else weight
     numbers = named("--learn", map(_learned, learned))
@@ -171,14 +167,10 @@ def fit(
         raise UsageError("a gate has no --param: write the numbers into the product")
     if kind == "formulas" and values:
         raise UsageError("a formula with learned numbers has no --param: write the numbers into the formula")
-
-    def read(function: str) -> Activation | Gate | Learned:
-        if kind == "formulas":
-            return Learned.of(function, numbers)
-        return Gate.of(function) if kind == "gates" else Activation.of(function, values)
-
-    jobs = [(read(function), k) for function in once(functions) for k in widths]
-    if len(jobs) > 1 and (name or output):
+    functions = once(functions)
+    for function in functions:
+        _check_function(kind, function, values)
+    if len(functions) * len(widths) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     if family == "parametric" and (bits or domain or tol is not None):
         raise UsageError("--family parametric has one bit and no --bits, --domain or --tol")
@@ -191,14 +183,30 @@ def fit(
         "--tol": tol is not None,
         "--family": family == "parametric",
         "--derivative": derivative is not None,
-        "an expression": not all(activation.name for activation, _ in jobs),
+        "an expression": not {*CATALOG, *GATES, *LEARNED}.issuperset(functions),
     }
     if name is None and any(special.values()):
         what = next(option for option, given in special.items() if given)
         raise UsageError(f"--name is required for {what}: it names the file, the module and the function")
     if name is not None:
         check_name(name, "--name")
+    if domain and not domain[0] < domain[1]:
+        raise UsageError(f"domain: expected two numbers A < B, got {domain[0]!r} {domain[1]!r}")
+    if weight is not None:
+        check_weight(weight)
 
+    from fitact.fitter.analysis import Activation, Gate, Learned
+    from fitact.fitter.methods import make
+    from fitact.fitter.records import InvertedFit, StepFit
+
+    from .tables import fits as show_fits
+
+    def read(function: str) -> Activation | Gate | Learned:
+        if kind == "formulas":
+            return Learned.of(function, numbers)
+        return Gate.of(function) if kind == "gates" else Activation.of(function, values)
+
+    jobs = [(read(function), k) for function in functions for k in widths]
     weighing = None if weight is None else read_weight(weight)
 
     given |= {"weight": weighing, "seed": seed}
@@ -234,9 +242,7 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
 
     If --learn is given, all are formulas. A mixture is refused, and a kind that the method does not take.
     """
-    from fitact.fitter.analysis import is_gate
-    from fitact.fitter.expr import LEARNED
-    from fitact.fitter.methods import METHODS
+    from fitact.fitter.catalog import LEARNED, METHODS, is_gate
 
     found: dict[str, str] = {}  # kind → the first function of it
     for function in functions:
@@ -258,6 +264,19 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
         those = f"the methods of {of} are {', '.join(others)} and {last}" if others else f"that of {of} is {last}"
         raise UsageError(f"--method {method} {refusals[kind]}, got {quote(function)}: {those}")
     return kind
+
+
+def _check_function(kind: str, function: str, parameters: Mapping[str, float]) -> None:
+    """Raise UsageError if a name or a formula is surely wrong: all that can be told without SymPy."""
+    from fitact.fitter.catalog import CATALOG, GATES, LEARNED, check_known
+    from fitact.fitter.syntax import Source
+
+    if kind == "activations":
+        check_known(function)
+    if function in CATALOG:
+        CATALOG[function].filled("", parameters)
+    elif function not in GATES and function not in LEARNED:
+        Source(function, kind.removesuffix("s")).tree()
 
 
 def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:
@@ -293,15 +312,15 @@ def _learned(text: str) -> tuple[str, tuple[float, bool]]:
 
 def _check_replaceable(path: Path, fit: AnyFit, force: bool) -> None:
     from fitact.base import read_text
-    from fitact.fitter.records import MAX_BYTES
+    from fitact.fitter.files import FIT
 
-    if not force and path.exists() and read_text(path, MAX_BYTES) != fit.to_json():
+    if not force and path.exists() and read_text(path, FIT.limit) != fit.to_json():
         raise UsageError(f"{path}: another fit of that name is there; use --force to replace it, or --name")
 
 
 def _check_options(method: str, own: Sequence[str], given: Sequence[str]) -> None:
     """Refuse options that a method does not have, and a method without the bits that it needs."""
-    from fitact.fitter.methods import BITS_REQUIRED
+    from fitact.fitter.catalog import BITS_REQUIRED
 
     foreign = [f"--{option}" for option in given if option not in own]
     if foreign:

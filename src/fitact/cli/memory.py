@@ -13,6 +13,7 @@ import click
 
 from fitact.base import UsageError, quote
 
+from .names import WORD, check_model, check_place, check_timm
 from .options import FILE, Finite, advance, named, once, progress, say
 
 if TYPE_CHECKING:
@@ -108,8 +109,20 @@ class Asked:
     @cached_property
     def source(self) -> Source:
         """The source of the model; UsageError if the options name none, or several."""
+        self.check()
         from fitact.runtime.measure import from_callable, hugging_face, timm_model
 
+        if self.hf is not None:
+            return hugging_face(self.hf, self.given, head=self.head, attention=self.attention, image=self.image)
+        return from_callable(self.call or "") if self.timm is None else timm_model(self.timm, image=self.image)
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """The sizes of a model of transformers that --set gives."""
+        return named("--set", map(_size, self.sizes))
+
+    def check(self) -> None:
+        """Raise UsageError if an option is surely wrong: all that can be told without PyTorch."""
         if sum(given is not None for given in (self.call, self.hf, self.timm)) != 1:
             command = click.get_current_context().info_name
             raise UsageError(f"{command} takes one model: MODULE:CALLABLE, --hf TYPE or --timm NAME")
@@ -120,9 +133,11 @@ class Asked:
         if self.image is not None and self.call is not None:
             raise UsageError(f"--image is for --hf and --timm: {self.call} makes its own inputs")
         if self.hf is not None:
-            sizes = named("--set", map(_size, self.sizes))
-            return hugging_face(self.hf, sizes, head=self.head, attention=self.attention, image=self.image)
-        return from_callable(self.call or "") if self.timm is None else timm_model(self.timm, image=self.image)
+            check_model(self.hf, self.given)
+        elif self.timm is not None:
+            check_timm(self.timm)
+        else:
+            check_place(self.call or "")
 
     @property
     def training(self) -> Training:
@@ -199,14 +214,16 @@ def memory(
       fitact memory my_models:tiny --batch 8 --json tiny.json
     """
     from fitact.base import format_of, write
+
+    kind = "" if output is None else format_of(output)
+    if output is not None and output == numbers:
+        raise UsageError(f"-o and --json: expected two files, got {output} for both")
+    asked.check()
     from fitact.runtime.choose import measure
 
     from . import charts, memory_tables
 
     source = asked.source
-    kind = "" if output is None else format_of(output)
-    if output is not None and output == numbers:
-        raise UsageError(f"-o and --json: expected two files, got {output} for both")
     with progress(1, "measuring") as bar:
         report = measure(
             source,
@@ -238,4 +255,6 @@ def _size(text: str) -> tuple[str, Any]:
     try:
         return name, literal_eval(value)
     except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+        if not WORD.fullmatch(value):
+            raise UsageError(f"--set {quote(text)}: expected a word or a literal of Python") from None
         return name, value

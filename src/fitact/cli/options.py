@@ -82,12 +82,25 @@ def named(option: str, pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
 
 def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
     """Read fits from the given files, each once, by default all in generated/fits."""
-    from fitact.fitter.records import read
+    from fitact.fitter.files import FIT
 
     found = list({os.path.abspath(path): path for path in paths}.values()) or sorted(FITS.glob("*.json"))
     if not found:
         raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
+    for path in found:
+        FIT.check(path)
+    from fitact.fitter.records import read
+
     return [read(path) for path in found]
+
+
+def check_weight(given: str) -> None:
+    """Raise UsageError if `--weight` names a file that is not there, or not one of `fitact calibrate`."""
+    from fitact.fitter.files import WEIGHTS
+
+    file, _, _ = given.partition("#")
+    if file.endswith(".json"):
+        WEIGHTS.check(Path(file))
 
 
 def read_weight(given: str) -> Weight:

@@ -33,10 +33,10 @@ RANKS = click.IntRange(1, 2**20)
 )
 @click.option(
     "--device",
+    type=click.Choice(["a100", "h100", "h200", "gh200", "b200", "mi300x", "rtx4090", "rtx3090", "t4"]),
     default="a100",
     show_default=True,
-    metavar="NAME",
-    help="Device to predict time for: a100, h100, h200, gh200, b200, mi300x, rtx4090, rtx3090, t4.",
+    help="Device to predict time for.",
 )
 @click.option("--measure", "measures", is_flag=True, help="Measure this machine's device instead, in ten seconds.")
 @click.option(
@@ -94,15 +94,17 @@ def plan(
       fitact plan --hf gpt2 --gib 12 --error exact --largest batch
     """
     from fitact.base import format_of
-    from fitact.planning import GIB, Planner, Words
-    from fitact.planning import largest as largest_of
-    from fitact.runtime.choose import DTYPES
-    from fitact.runtime.measure import device_of, measured, prepare
 
     if picture is not None:
         format_of(picture)
     if output is not None and output == picture:
         raise UsageError(f"-o and --plot: expected two files, got {output} for both")
+    asked.check()
+    from fitact.planning import GIB, Planner, Words
+    from fitact.planning import largest as largest_of
+    from fitact.runtime.choose import DTYPES
+    from fitact.runtime.measure import device_of, measured, prepare
+
     where = measured() if measures else device_of(device)
     if gib is None:
         if where.memory is None:

@@ -30,9 +30,12 @@ def plot(fits: Sequence[Path], output: Path | None) -> None:
       fitact plot generated/fits/gelu_fewbit3.json -o gelu.svg
     """
     from fitact.base import format_of, write
+
+    if output is not None:
+        format_of(output)
+    read = read_fits(fits)
     from fitact.fitter.plot import draw
 
-    read = read_fits(fits)
     path = output or Path(f"{read[0].name}.png" if len(read) == 1 else "fits.png")
     write(path, draw(read, format_of(path)))
     say(f"wrote {path}")

@@ -11,7 +11,7 @@ import click
 
 from fitact.base import UsageError
 
-from .options import say
+from .options import read_fits, say
 
 
 @click.command()
@@ -30,24 +30,29 @@ def show(things: Sequence[str]) -> None:
       fitact show "silu(g)*u"
       fitact show generated/fits/gelu_fewbit2.json generated/fits/gelu_fewbit3.json
     """
-    from fitact.fitter.analysis import Activation, Gate, Learned, is_gate
-    from fitact.fitter.expr import LEARNED
-    from fitact.fitter.records import read
+    from fitact.fitter.catalog import LEARNED, check_known, is_gate
+
+    fits = bool(things) and all(thing.endswith(".json") for thing in things)
+    if not fits and len(things) > 1:
+        raise UsageError("show takes one activation, or fit files whose names end in .json")
+    read = read_fits([Path(thing) for thing in things]) if fits else []
+    for thing in () if fits else things:
+        if thing not in LEARNED and not is_gate(thing):
+            check_known(thing)
+
+    from fitact.fitter.analysis import Activation, Gate, Learned
 
     from . import tables as print_
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:  # all or nothing
         if not things:
             print_.catalog()
-        elif all(thing.endswith(".json") for thing in things):
-            print_.fits([read(Path(thing)) for thing in things])
-        elif len(things) == 1:
-            if things[0] in LEARNED:
-                print_.learned(Learned.of(things[0], {}))
-            elif is_gate(things[0]):
-                print_.gate(Gate.of(things[0]))
-            else:
-                print_.activation(Activation.of(things[0]))
+        elif fits:
+            print_.fits(read)
+        elif things[0] in LEARNED:
+            print_.learned(Learned.of(things[0], {}))
+        elif is_gate(things[0]):
+            print_.gate(Gate.of(things[0]))
         else:
-            raise UsageError("show takes one activation, or fit files whose names end in .json")
+            print_.activation(Activation.of(things[0]))
     say(printed.getvalue(), nl=False)

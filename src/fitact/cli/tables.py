@@ -9,7 +9,8 @@ from typing import Any
 
 from fitact.base import UsageError, columns
 from fitact.fitter.analysis import Activation, Asymptote, Gate, Learned, Monotone, problem
-from fitact.fitter.expr import CATALOG, GATES, LEARNED, text_of
+from fitact.fitter.catalog import CATALOG, GATES, LEARNED
+from fitact.fitter.expr import text_of
 from fitact.fitter.methods import exact, fewbit, inverted, relumix
 from fitact.fitter.numerics import DTYPES
 from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit

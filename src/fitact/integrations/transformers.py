@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitact.fitter.expr import GATES
+from fitact.fitter.catalog import GATES
 from fitact.runtime.measure import imported
 from fitact.runtime.restore import Inputs
 from fitact.runtime.shipped import activation, shipped

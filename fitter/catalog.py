@@ -1,12 +1,17 @@
-"""What fitact knows by name: activations, with PyTorch's equal functions, gates, formulas with learned numbers."""
+"""What fitact knows by name: activations, with PyTorch's functions; gates; formulas with learned numbers; methods.
+
+It imports no SymPy, so that a command line finds a wrong name at once.
+"""
 
 from __future__ import annotations
 
+import keyword
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fitact.base import UsageError, quote
+from fitact.base import NAME, UsageError, quote
 
 
 @dataclass(frozen=True)
@@ -155,3 +160,43 @@ LEARNED: dict[str, tuple[str, dict[str, tuple[float, bool]]]] = {
         {"alpha_p": (0.2033823208110246, False), "alpha_n": (-1.0502256128148466, False)},
     ),
 }
+
+
+def is_gate(text: str) -> bool:
+    """Whether a text names a gate, or is meant as one: it mentions one of the two arguments."""
+    return text in GATES or re.search(r"\b[gu]\b", text) is not None
+
+
+def check_known(text: str) -> None:
+    """Raise UsageError if a text is the name of an activation, and the catalog does not have it."""
+    if text.isidentifier() and text != "x" and text not in CATALOG:
+        known = f"one of {', '.join(CATALOG)}, or an expression in x such as x*sigmoid(x)"
+        raise UsageError(f"unknown activation {quote(text)}: expected {known}")
+
+
+def check_name(name: object, what: str = "name") -> str:
+    """Return `name` if it can name a module, a function and a file; UsageError otherwise."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise UsageError(
+            f"{what}: expected a Python identifier in ASCII that starts with a letter and is not a keyword (80 "
+            f"characters at most), got {quote(name)}"
+        )
+    return name
+
+
+# The methods of activations, of gates and of formulas with learned numbers, each with its options beside the
+# function and a name.
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
+    "activations": {
+        "fewbit": ("bits", "domain", "weight", "seed"),
+        "relumix": ("bits", "objective", "restarts", "seed"),
+        "inverted": ("bits", "domain", "tol", "family"),
+        "exact": ("derivative",),
+    },
+    "gates": {"rebuild": ()},
+    "formulas": {"rebuild": ()},
+}
+RECORDED = {"activations": "", "gates": "gate_", "formulas": "learned_"}  # before the method in records
+BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4"}
+# What the options are by default, where the method has them.
+DOMAINS = {"fewbit": (-10.0, 10.0)}

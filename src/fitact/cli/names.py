@@ -1,0 +1,84 @@
+"""Names that are told from files, without importing what they are of, which takes seconds.
+
+A name is refused here only if it is surely wrong; whoever uses it checks it again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from fitact.base import UsageError, near, quote
+
+WORD = re.compile(r"[A-Za-z_][\w./-]*")  # a value of --set that is no literal
+
+
+def model_types() -> dict[str, str]:
+    """Return the model types of transformers, each with the class of its configuration."""
+    auto = _package("transformers") / "models" / "auto"
+    texts = (_text(auto / name) for name in ("auto_mappings.py", "configuration_auto.py"))
+    return dict(pair for text in texts for pair in re.findall(r'"([\w.-]+)"[,:] "(\w+Config)"', text))
+
+
+def timm_models() -> list[str]:
+    """Return the names of timm's models."""
+    return re.findall(r"^@register_model\ndef (\w+)", _timm(), re.MULTILINE)
+
+
+def check_model(kind: str, sizes: Iterable[str]) -> None:
+    """Raise UsageError if transformers has no such model type, or its configuration no such size."""
+    if known := model_types():
+        if kind not in known:
+            raise UsageError(f"transformers has no model type {quote(kind)}{near(kind, [*known])}")
+        folder = _package("transformers") / "models" / kind.replace("-", "_")
+        text = "\n".join(map(_text, sorted(folder.glob("configuration_*.py"))))
+        shared = _text(_package("transformers") / "configuration_utils.py")
+        if f"class {known[kind]}(" in text and not re.search(r"^from \.\.\w", text, re.MULTILINE) and shared:
+            for key in sizes:
+                if not re.search(rf"\b{re.escape(key)}\b", text + shared):
+                    fields = list(dict.fromkeys(re.findall(r"^ +(\w+): ", text, re.MULTILINE)))
+                    raise UsageError(f"{kind}: its configuration has no {quote(key)}{near(key, fields)}")
+
+
+def check_timm(name: str) -> None:
+    """Raise UsageError if timm has no such model."""
+    if (known := timm_models()) and name.partition(".")[0] not in _timm():
+        raise UsageError(f"timm has no model {quote(name)}{near(name, known)}")
+
+
+def check_place(call: str) -> None:
+    """Raise UsageError unless a text may be MODULE:CALLABLE, with a module that is there and has such a name."""
+    module, _, name = call.partition(":")
+    if not module or not name:
+        raise UsageError(f"{quote(call)}: expected MODULE:CALLABLE, such as my_models:tiny")
+    top = module.partition(".")[0]
+    if not top or top in sys.modules:
+        return
+    spec = PathFinder.find_spec(top, [""]) or find_spec(top)
+    if spec is None:
+        raise UsageError(f"{module}: cannot be imported: ModuleNotFoundError: No module named {quote(top)}")
+    text = _text(Path(spec.origin or "")) if top == module else ""
+    there = re.findall(r"^(?:def|class) ([A-Za-z]\w*)", text, re.MULTILINE)
+    if there and not re.search(rf"\b(globals|vars|__dict__|__getattr__|{re.escape(name)})\b|import \*", text):
+        raise UsageError(f"{module}: it has no callable {quote(name)}{near(name, there)}")
+
+
+def _timm() -> str:
+    return "\n".join(map(_text, sorted((_package("timm") / "models").glob("*.py"))))
+
+
+def _package(name: str) -> Path:
+    """Return the folder of a package; UsageError if it is not installed."""
+    spec = find_spec(name)
+    if spec is None:
+        raise UsageError(f"{name} is not installed: pip install {name}")
+    places: Sequence[str] = spec.submodule_search_locations or ("",)
+    return Path(places[0])
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", "replace") if path.is_file() else ""

@@ -1,0 +1,130 @@
+"""Typical mistakes are answered in one line, before what takes seconds to import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitact.cli import names
+from tests.support.commands import put, record
+
+SLOW = ("torch", "transformers", "timm", "sympy", "scipy", "numpy", "matplotlib", "jinja2")
+# A command line, and a part of its one line of error.
+MISTAKES = """
+fit --nonsense -> No such option '--nonsense'
+fit --fn gelluu --bits 3 -> unknown activation 'gelluu'
+fit --fn gelu --bits 3 --method fewbits -> 'fewbits' is not one of
+fit --fn gelu --bits 9 -> 9 is not in the range
+fit --fn gelu -> --bits is required
+fit --fn gelu --bits 3 --tol 1 -> --method fewbit has no --tol
+fit --fn swiglu --bits 3 -> takes no gates
+fit --fn 'x*sigmoid(2*x)' --bits 3 -> --name is required for an expression
+fit --fn 'x*sigmoid(2*x' --bits 3 --name own -> not a formula
+fit --fn gelu --bits 3 --domain 2 1 --name own -> expected two numbers A < B
+fit --fn gelu --bits 3 --name 3bits -> expected a Python identifier
+fit --fn gelu --bits 3 --weight none.json --name own -> none.json: cannot be read
+fit --fn gelu --bits 3 --weight fit.json --name own -> this is not a file of fitact calibrate
+fit --fn leaky_relu --param slope=0.2 --bits 1 --name own -> unknown parameter 'slope'
+codegen -> no fits there; make one first
+codegen none.json -> none.json: cannot be read
+codegen my_models.py -> my_models.py: not JSON
+codegen fit.json --standalone --hub -> expected only one
+plot -o a.txt -> ends in .png, .svg or .pdf
+plot none.json -> none.json: cannot be read
+show gelluu -> unknown activation 'gelluu'
+show gelu silu -> takes one activation
+memory -> memory takes one model
+memory --hf llama --timm resnet18 -> memory takes one model
+memory --hf lama -> no model type 'lama'; near it are llama
+memory --hf llama --set num_layers=2 -> its configuration has no 'num_layers'; near it are num_hidden_layers
+memory --hf llama --set num_hidden_layers -> expected NAME=VALUE
+memory --hf llama --set 'hidden_size=[[[[' -> expected a word or a literal
+memory --hf llama --bits 9 -> 9 is not in the range
+memory --hf llama -o a.txt -> ends in .png, .svg or .pdf
+memory --timm resnet999 -> no model 'resnet999'; near it are resnet50
+memory my_models:tiny --set a=1 -> --set is for --hf
+memory my_models:tinny -> it has no callable 'tinny'; near it are tiny
+memory tiny -> expected MODULE:CALLABLE
+memory no_models:tiny -> No module named 'no_models'
+plan --hf lama --gib 24 -> no model type 'lama'
+plan --hf llama --gib x -> --gib
+plan --hf llama --gib 24 --error exactly -> 'exactly' is not one of
+plan --hf llama --device a10 -> 'a10' is not one of
+calibrate no_models:tiny -> No module named 'no_models'
+calibrate my_models:tiny -o weights.txt -> ends in .json
+"""
+CASES = [line.split(" -> ") for line in MISTAKES.strip().splitlines()]
+# Each line on its own in one process: the first that imports something slow is the one that fails.
+EACH = f"""
+import contextlib, io, json, shlex, sys
+from fitact.cli import main
+for line in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main(shlex.split(line))
+    slow = [name for name in {SLOW} if sys.modules.pop(name, None)]
+    print(json.dumps([status, out.getvalue(), err.getvalue(), slow]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    folder = tmp_path_factory.mktemp("quick")
+    put(folder / "my_models.py", "def tiny():\n    import torch\n    return torch.nn.GELU(), torch.ones(2)\n")
+    put(folder / "fit.json", record("fit"))
+    lines = [line for line, _ in CASES]
+    ran = subprocess.run(
+        [sys.executable, "-c", EACH],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert not ran.stderr
+    return dict(zip(lines, map(json.loads, ran.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(("line", "part"), CASES, ids=[line for line, _ in CASES])
+def test_answered_at_once(line: str, part: str, answers: dict[str, list[object]]) -> None:
+    status, out, err, slow = answers[line]
+    assert isinstance(err, str)
+    assert (status, out, err.count("\n"), slow) == (2, "", 1, [])
+    assert part in err
+
+
+def test_model_types() -> None:
+    """What is read from the source of transformers is what it says itself."""
+    transformers = pytest.importorskip("transformers")
+    found = names.model_types().keys()
+    assert set(transformers.CONFIG_MAPPING.keys()) <= found
+    for kind in ("llama", "gpt2", "gpt-sw3", "vit"):  # no size of theirs is refused
+        names.check_model(kind, transformers.AutoConfig.for_model(kind).to_dict())
+
+
+def test_timm_models() -> None:
+    timm = pytest.importorskip("timm")
+    assert set(names.timm_models()) == {name.partition(".")[0] for name in timm.list_models()}
+    for name in ("resnet18", "resnet18.a1_in1k", "tv_resnet34"):  # with weights, and a name of once
+        assert timm.is_model(name)
+        names.check_timm(name)
+
+
+def test_devices_of_the_plan() -> None:
+    from fitact.cli.plan import plan
+    from fitact.runtime.measure.devices import DEVICES
+
+    (device,) = (option.type for option in plan.params if option.name == "device")
+    assert list(device.choices) == list(DEVICES)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", ["from torch import *", "globals()['tiny'] = print", "def tiny(): pass"])
+def test_a_name_that_may_be_there(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    put("may_models.py", text)
+    names.check_place("may_models:tiny")
+    assert "may_models" not in sys.modules
