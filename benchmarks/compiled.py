@@ -167,7 +167,7 @@ def run_graphs(model: nn.Module, options: dict[str, Any], budget: float) -> Call
     Args:
         model: what is compiled.
         options: of the compiler.
-        budget: how much it may keep, unless the options say so.
+        budget: how much it may save, unless the options say so.
 
     """
 

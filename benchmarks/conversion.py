@@ -1,9 +1,9 @@
 """What the papers' methods and fitact.saving save, beside what the papers report: a table, and its numbers.
 
 Counted on fake tensors, in the settings of the papers' own scripts as far as they are known: no GPU, some minutes
-on two cores. Norms are merged as the paper does it; in `fitact.saving` they stay as they are. `kept` is what
+on two cores. Norms are merged as the paper does it; in `fitact.saving` they stay as they are. `saved` is what
 autograd saves for backward. `whole` is there where the published share is one of a
-GPU's peak: the tracked peak of a training step with the optimizer's state (ViT), or what is kept and what QLoRA
+GPU's peak: the tracked peak of a training step with the optimizer's state (ViT), or what is saved and what QLoRA
 holds beside it (LLaMA). Nothing that is written depends on the machine. Run it as python benchmarks/conversion.py.
 """
 
@@ -71,10 +71,10 @@ class Row:
     Attributes:
         model, setting: which, and how it is trained.
         what: what was converted.
-        baseline, kept: bytes kept for backward, before and after.
+        baseline, saved: bytes saved for backward, before and after.
         whole_baseline, whole: bytes of the whole, before and after; None where no peak is published.
         published: the paper's change, in per cent; None where it has none.
-        of: what that is a share of, "peak" or "kept".
+        of: what that is a share of, "peak" or "saved".
 
     """
 
@@ -82,7 +82,7 @@ class Row:
     setting: str
     what: str
     baseline: int
-    kept: int
+    saved: int
     whole_baseline: int | None
     whole: int | None
     published: float | None
@@ -90,8 +90,8 @@ class Row:
 
     @property
     def change(self) -> float:
-        """The change of what is kept, in per cent."""
-        return 100 * (self.kept / self.baseline - 1)
+        """The change of what is saved, in per cent."""
+        return 100 * (self.saved / self.baseline - 1)
 
     @property
     def whole_change(self) -> float | None:
@@ -154,8 +154,8 @@ def _casting(autocast: bool) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
 
 
-def kept(prepared: Prepared, inputs: Inputs, autocast: bool = False) -> int:
-    """Return the bytes that autograd keeps, with a GPU's kernels."""
+def saved(prepared: Prepared, inputs: Inputs, autocast: bool = False) -> int:
+    """Return the bytes that autograd saves, with a GPU's kernels."""
     with gpu_kernels(), count_saved(prepared.model) as saved, _casting(autocast):
         prepared.run(inputs)
     return saved.bytes
@@ -202,12 +202,12 @@ def vit(tuning: str) -> Iterator[Row]:
         prepared, inputs = prepare(*given, batch=64, seq=1, dtype=torch.float32)
         for what, around in variants("vit", prepared, norms):
             with around:
-                found[what] = kept(prepared, inputs, True), peak(prepared, inputs, True)
+                found[what] = saved(prepared, inputs, True), peak(prepared, inputs, True)
     baseline, whole_baseline = found.pop("")
     setting = f"{tuning}, batch 64, mixed precision"
-    for what, (bytes_kept, whole) in found.items():
+    for what, (saved_bytes, whole) in found.items():
         published = VIT_PUBLISHED.get((tuning, what))
-        yield Row("ViT-B/16", setting, what, baseline, bytes_kept, whole_baseline, whole, published, "peak")
+        yield Row("ViT-B/16", setting, what, baseline, saved_bytes, whole_baseline, whole, published, "peak")
 
 
 def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
@@ -229,13 +229,13 @@ def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
         prepared, inputs = prepare(*given, batch=batch, seq=seq, dtype=bf16)
         for what, around in variants("llama", prepared, norms):
             with around:
-                found.setdefault(what, []).append(kept(prepared, inputs))
+                found.setdefault(what, []).append(saved(prepared, inputs))
     composed = {what: one + (LLAMA_LAYERS - 1) * (two - one) for what, (one, two) in found.items()}
     prepared, inputs = prepare(hugging_face("llama"), training, batch=batch, seq=seq, dtype=bf16)
     checks = {}
     for what, around in variants("llama", prepared, norms=False):
         with around:
-            checks[what or "baseline"] = {"composed": composed[what], "measured": kept(prepared, inputs)}
+            checks[what or "baseline"] = {"composed": composed[what], "measured": saved(prepared, inputs)}
     if any(check["composed"] != check["measured"] for check in checks.values()):
         raise SystemExit(f"32 layers do not save what one and two layers say: {checks}")
     beside = held_by_qlora(prepared.model)
@@ -259,7 +259,7 @@ def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
 
 
 def held_by_qlora(model: nn.Module) -> int:
-    """Return the bytes that QLoRA holds beside what is kept: weights, adapters, gradients, AdamW's state.
+    """Return the bytes that QLoRA holds beside what is saved: weights, adapters, gradients, AdamW's state.
 
     Frozen weights of linear layers with adapters are in NF4, other weights and adapters in 16 bits, gradients too;
     the state is in float32.
@@ -274,7 +274,7 @@ def held_by_qlora(model: nn.Module) -> int:
 def inverted() -> Iterator[Row]:
     """Measure the two examples of the package of Inverted at their sizes, in float32.
 
-    Mistral's has 4-bit weights and swaps GELU in for SiLU, which keeps the same: the output and a bit.
+    Mistral's has 4-bit weights and swaps GELU in for SiLU, which saves the same: the output and a bit.
     """
     cases = (
         ("BERT-base", hugging_face("bert", head="none"), Training(), 16, 512, BERT_PUBLISHED),
@@ -283,10 +283,10 @@ def inverted() -> Iterator[Row]:
     for name, source, training, batch, seq, published in cases:
         setting = f"{'LoRA' if training.lora else 'full tuning'}, batch {batch}, {seq} tokens, float32"
         prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=torch.float32)
-        baseline = kept(prepared, inputs)
+        baseline = saved(prepared, inputs)
         with changed([prepared.model], [Policy("inverted", method="inverted")]):
-            bytes_kept = kept(prepared, inputs)
-        yield Row(name, setting, "Inverted", baseline, bytes_kept, None, None, published, "kept")
+            saved_bytes = saved(prepared, inputs)
+        yield Row(name, setting, "Inverted", baseline, saved_bytes, None, None, published, "saved")
 
 
 # ---------------------------------------------------------------------------------------------------------- output
@@ -294,12 +294,12 @@ def inverted() -> Iterator[Row]:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"{'':62}{'kept':>12}{'change':>9}{'whole':>9}{'published':>11}"
+    yield f"{'':62}{'saved':>12}{'change':>9}{'whole':>9}{'published':>11}"
     for row in rows:
         name = f"{row.model}, {row.setting.partition(',')[0]}: {row.what}"
         whole = "" if row.whole_change is None else f"{row.whole_change:+.1f} %"
         published = "" if row.published is None else f"{row.published:+.1f} %"
-        yield f"{name:62}{row.kept / 2**20:8,.0f} MiB{row.change:+7.1f} %{whole:>9}{published:>11}"
+        yield f"{name:62}{row.saved / 2**20:8,.0f} MiB{row.change:+7.1f} %{whole:>9}{published:>11}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Train a small character-level transformer twice from one seed, with exact GELU and with 3 bits kept.
+"""Train a small character-level transformer twice from one seed, with exact GELU and with 3 bits saved.
 
 Run in a folder that holds `generated/gelu_fewbit3.py` (`make demo` does). The text is the source code of
 Python's own standard library. Writes loss.png and results.json; prints one table.
@@ -67,7 +67,7 @@ class Result:
     name: str
     losses: list[float]
     validation: float
-    kept_bytes: int
+    saved_bytes: int
     activation_bytes: int
     seconds: float
 
@@ -133,8 +133,8 @@ def draw(results: list[Result], path: Path) -> None:
     axes = figure.add_subplot()
     for result, color, style in zip(results, ("#1f4e79", "#d1495b"), ("-", "--"), strict=True):
         smooth = np.convolve(result.losses, np.ones(SMOOTH) / SMOOTH, mode="valid")
-        kept = result.kept_bytes / 2**20
-        label = f"{result.name}: {result.validation:.3f} on held-out text, {kept:.1f} MiB kept"
+        saved = result.saved_bytes / 2**20
+        label = f"{result.name}: {result.validation:.3f} on held-out text, {saved:.1f} MiB saved"
         axes.plot(np.arange(len(smooth)) + SMOOTH, smooth, style, color=color, linewidth=1.6, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats a character")
@@ -145,14 +145,14 @@ def draw(results: list[Result], path: Path) -> None:
 
 
 def table(results: list[Result]) -> str:
-    """Return losses and kept bytes side by side, with the ratio to the first run."""
-    rows = [("", "final loss", "held-out loss", "kept by autograd", "of it by activations", "seconds")]
+    """Return losses and saved bytes side by side, with the ratio to the first run."""
+    rows = [("", "final loss", "held-out loss", "saved by autograd", "of it by activations", "seconds")]
     for result in results:
         final = sum(result.losses[-SMOOTH:]) / SMOOTH
         whole, alone = (
             f"{size:,} ({size / base:.0%})"
             for size, base in (
-                (result.kept_bytes, results[0].kept_bytes),
+                (result.saved_bytes, results[0].saved_bytes),
                 (result.activation_bytes, results[0].activation_bytes),
             )
         )

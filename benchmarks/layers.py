@@ -9,12 +9,12 @@ except for statistics of a few bytes a token.
 
 - baseline, exact, rounding, coarse: the models as they are, and in `fitact.saving` with each error; also where
   backward runs attention once more.
-- selective checkpointing: PyTorch's, which keeps the results of matrix products and of attention.
+- selective checkpointing: PyTorch's, which saves the results of matrix products and of attention.
 - compiler: the graphs of PyTorch's partitioner with activation memory budgets of 1 and 0.7, where everything is
   trained. With 0.7 it may compute matrix products again: `again` says by how much the FLOPs grow.
 - Liger, unsloth: by count, for the layers of LLaMA, that they are made for. Their autograd functions, as
   published, give to `save_for_backward`: Liger's norm its input and a number a row, its gate both factors; layers
-  that follow keep their inputs. unsloth's norm keeps the same; its q, k, v together their input, its o its input,
+  that follow save their inputs. unsloth's norm saves the same; its q, k, v together their input, its o its input,
   and its gated MLP its input and both factors; it has no dropout. Rotated q and k replace q and k in both.
 """
 
@@ -106,7 +106,7 @@ def inputs_of(name: str) -> dict[str, Tensor]:
 
 
 def tokens(name: str) -> int:
-    """Return for how many tokens a layer keeps what it keeps."""
+    """Return for how many tokens a layer saves what it saves."""
     return BATCH * (197 if LAYERS[name][0] == "vit" else SEQ)
 
 
@@ -120,7 +120,7 @@ def bytes_saved(name: str, training: str, layers: int, around: Around) -> int:
 
 
 def selective(model: nn.Module, saved: Saved) -> AbstractContextManager[Any]:
-    """Return a context in which each block is checkpointed, and keeps the results of its products."""
+    """Return a context in which each block is checkpointed, and saves the results of its products."""
     blocks = [block for _, block in blocks_of(model)]
     return changed(blocks, [SELECTIVE] * len(blocks))
 
@@ -131,7 +131,7 @@ def saving(error: str, again: bool = False) -> Around:
 
 
 def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes that the compiler keeps under each budget, and the FLOPs of both passes."""
+    """Return the bytes that the compiler saves under each budget, and the FLOPs of both passes."""
 
     def example(batch: int, seq: int) -> tuple[nn.Module, dict[str, Tensor]]:
         return model_of(name, TRAININGS[0], layers), inputs_of(name)
@@ -146,7 +146,7 @@ def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def counted(name: str, training: str) -> dict[str, float]:
-    """Return what others' layers keep by count, in numbers of the hidden state's."""
+    """Return what others' layers save by count, in numbers of the hidden state's."""
     if name != "LLaMA-7B" or "dropout" in training:
         return {}
     _, width, sizes = LAYERS[name]

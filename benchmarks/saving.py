@@ -3,7 +3,7 @@
     python -m benchmarks.saving [-o RESULTS.json]
 
 Forward and backward, in eager mode, of one layer of a LLaMA and of a GPT-2 of transformers: as they are, in the
-context with each error, and under PyTorch's selective checkpointing, which keeps the results of matrix products
+context with each error, and under PyTorch's selective checkpointing, which saves the results of matrix products
 and of attention and runs the rest again. They take turns. A time is the least of all rounds, and rounds are added
 until the ratios of the odd and of the even ones agree. There is one thread, and its own time counts, not the
 clock's: so other programs on the machine matter less. Then the same of layers on few numbers, where all time is

@@ -44,7 +44,7 @@ def _step(fit: StepFit) -> dict[str, Any]:
     nearest = f"that is nearest to {of}{alias if alias and of == 'f' else ''}"
     return _value(fit.activation) | {
         "source": f"whose coefficients are those of {paper}" if paper else nearest,
-        "kept": _bits(fit.bits),
+        "saved": _bits(fit.bits),
         "domain": " to ".join(f"{end:g}" for end in fit.domain),
         "bits": fit.bits,
         "even": fit.even,
@@ -63,7 +63,7 @@ def _exact(fit: ExactFit) -> dict[str, Any]:
 
 def _inverted(fit: InvertedFit) -> dict[str, Any]:
     return _value(fit.activation) | {
-        "kept": f" and {_bits(fit.bits)} per element" if fit.bits else "",
+        "saved": f" and {_bits(fit.bits)} per element" if fit.bits else "",
         "bits": fit.bits,
         "size": 2**fit.bits,
         "domain": None if fit.domain is None else " to ".join(f"{end:g}" for end in fit.domain),

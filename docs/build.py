@@ -40,7 +40,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "Norms",
-        "Norms that keep their output and one number per row, and one merged into the layers that read it.",
+        "Norms that save their output and one number per row, and one merged into the layers that read it.",
         (
             "runtime.norms.modules.MSLayerNorm",
             "runtime.norms.modules.MSRMSNorm",
@@ -51,7 +51,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "Compiling",
-        "`torch.compile` that keeps codes for backward. See compiler.md.",
+        "`torch.compile` that saves codes for backward. See compiler.md.",
         (
             "runtime.compile.compile.compile",
             "runtime.compile.compile.compile_options",
@@ -62,7 +62,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "Measuring",
-        "What autograd keeps, and what it would keep with each method and baseline.",
+        "What autograd saves, and what it would save with each method and baseline.",
         (
             "runtime.measure.saved.count_saved",
             "runtime.measure.saved.Saved",
@@ -205,7 +205,7 @@ def _package() -> griffe.Object:
 
 # What is to be said of an activation beside its fits.
 NOTES = {
-    "relu2": "`relu2_exact` keeps the output alone, which a trained layer that follows keeps too: 2 bytes an "
+    "relu2": "`relu2_exact` saves the output alone, which a trained layer that follows saves too: 2 bytes an "
     "element in bfloat16. A mask and the packed nonzero outputs would take 1/8 + 2·*d* bytes, where *d* is the "
     "share of nonzeros: 1.125 at one half, less than the output's 2 below *d* = 94 %. "
     "That needs sizes that depend on the data, and fitact does not do it.",
@@ -218,13 +218,13 @@ def gallery(fits: Sequence[AnyFit]) -> str:
     """Return the page of shipped fits: for each activation, its fits, their errors and pictures."""
     parts = [
         "# Gallery",
-        "Every shipped fit: what it keeps for backward, the error of its approximation of `f′`, and a picture. "
+        "Every shipped fit: what it saves for backward, the error of its approximation of `f′`, and a picture. "
         "`fitact show generated/fits/NAME.json` prints the same numbers, `fitact plot generated/fits/NAME.json` "
         "draws the picture, and the module is `fitact.generated.NAME`.",
-        "*rms* and *largest* are errors of `f′` over the fit's domain. For a fit that keeps the output, *largest* "
+        "*rms* and *largest* are errors of `f′` over the fit's domain. For a fit that saves the output, *largest* "
         "is over all numbers of bfloat16 or float32, with the output rounded once to that dtype; *floor* is the "
         "least that any function of that output and code could reach. Gates and formulas with learned numbers "
-        "keep their inputs, and are exact.",
+        "save their inputs, and are exact.",
     ]
     named: dict[str, list[AnyFit]] = {}
     for fit in fits:
@@ -241,10 +241,10 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         if name in NOTES:
             parts.append(NOTES[name])
         if gates:
-            parts.append(_table([("", "keeps"), *((f"`{fit.name}`", "`g` and `u`") for fit in gates)]))
+            parts.append(_table([("", "saves"), *((f"`{fit.name}`", "`g` and `u`") for fit in gates)]))
         if formulas := [fit for fit in own if isinstance(fit, LearnedFit)]:
             rows = ((f"`{fit.name}`", "`x`", f"`{starts(fit.activation)}`") for fit in formulas)
-            parts.append(_table([("", "keeps", "learned, from"), *rows]))
+            parts.append(_table([("", "saves", "learned, from"), *rows]))
         parts.append(
             "\n".join(
                 f"![{fit.name}: f′, its approximation, and the error](gallery/{fit.name}.png)" for fit in own

@@ -45,7 +45,7 @@ def mlp(hidden: int = HIDDEN, wide: int = WIDE) -> nn.Module:
     return nn.Sequential(layers[0], nn.GELU(), layers[1])
 
 
-def kept(way: dict[str, Any] | None) -> list[int]:
+def saved(way: dict[str, Any] | None) -> list[int]:
     """Return the bytes of each storage that the MLP saves, in order, without allocating any."""
     with FakeTensorMode():
         model = mlp()
@@ -120,7 +120,7 @@ def draw_mlp() -> Figure:
     for start, end in ((0.6, 1.1), (3.3, 3.8), (4.4, 4.9), (7.1, 7.6), (8.2, 8.7), (10.9, 11.4)):
         arrow(axes, (start, 4.4), (end, 4.4))
     reasons = ("for the gradient\nof its weight", "for f′(h)", "for the gradient\nof its weight")
-    sizes = kept(None)
+    sizes = saved(None)
     tallest = max(sizes)
     for x, name, size, reason in zip(layers, ("x", "h", "y"), sizes, reasons, strict=True):
         arrow(axes, (x, 3.95), (x, 3.3), COLORS[name])
@@ -228,7 +228,7 @@ def draw_ways() -> Figure:
     axes = figure.add_subplot()
     for i, (name, way) in enumerate(reversed(WAYS)):
         left = 0.0
-        for part, size in _parts(kept(way), name):
+        for part, size in _parts(saved(way), name):
             axes.barh(i, size, left=left, height=0.68, color=COLORS[part], edgecolor="white", linewidth=0.8)
             if size > 8:
                 label = f"{part} {size:.0f}" if part != "code" or size > 20 else f"{size:.0f}"

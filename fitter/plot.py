@@ -71,7 +71,7 @@ def _draw_factor(fit: GateFit, upper: Axes, lower: Axes, *, name: str, argument:
     _line(upper, x, factor.value(x), color=EXACT, linewidth=1.8, label=f"${name}$ exact")
     _line(lower, x, factor.derivative(x), color=EXACT, linewidth=1.8)
     upper.set_xlim(-REACH, REACH)
-    _dress(fit, upper, lower, f"${argument}$ is kept: no error", along=argument)
+    _dress(fit, upper, lower, f"${argument}$ is saved: no error", along=argument)
     upper.set_ylabel("value")
     lower.set_ylabel("derivative")
 
@@ -86,7 +86,7 @@ def _draw_formula(fit: LearnedFit, upper: Axes, lower: Axes) -> None:
         _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
     upper.set_xlim(-REACH, REACH)
     lower.legend(fontsize=7, ncols=2, frameon=False)
-    _dress(fit, upper, lower, "$x$ is kept: no error")
+    _dress(fit, upper, lower, "$x$ is saved: no error")
     upper.set_ylabel("value")
     lower.set_ylabel("derivatives")
 

@@ -3,7 +3,7 @@
 # fit    sha256 1dcdbd9e2465dc4f48a5b72b97290ed1ce674f1274a63b674abf2109243f9d2e
 # error  max 0.0984121, objective 0.00517029, primitive_max 0.0237596, primitive_norm 0.0456146, rms
 #        0.0160784
-"""celu, keeping 3 bits per element for backward.
+"""celu, saving 3 bits per element for backward.
 
 f(x) = where(x > 0, x, 1.0*expm1(x/1.0))
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -84,7 +84,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="celu_fewbit3-7a0d4c253d913832",
+        key="celu_fewbit3-c20568d01caeaf42",
         name="celu_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -98,7 +98,7 @@ _KEY = _rt.register(
 
 
 def celu_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -2,7 +2,7 @@
 #
 # fit    sha256 0e3a539d19d289bb5ba2a226d36ea1e7d47e615c65fe04243a3fbdf1923ced24
 # error  bfloat16 0.006723, float16 0.002546, float32 6.998e-05
-"""gelu, keeping its output and 2 bits per element for backward.
+"""gelu, saving its output and 2 bits per element for backward.
 
 f(x) = x*(1 + erf(x/sqrt(2)))/2
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
@@ -231,7 +231,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="gelu_inverted2-e1b87d38c66cc462",
+        key="gelu_inverted2-a829368f0aa860d0",
         name="gelu_inverted2",
         bits=2,
         borders={
@@ -252,7 +252,7 @@ _KEY = _rt.register(
 
 
 def gelu_inverted2(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned and 2 bits per element.
+    """Return f(input), shape of input; backward saves the very tensor that is returned and 2 bits per element.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

@@ -2,7 +2,7 @@
 #
 # fit    sha256 856b053217dcdbf9fd0402d93c9e11589b2c3fdbbcc3811e65e3380391655ba4
 # error  max 0.549681, objective 0.00950934, primitive_max 0.15617, primitive_norm 0.0975158, rms 0.0885421
-"""gelu, keeping 2 bits per element for backward.
+"""gelu, saving 2 bits per element for backward.
 
 f(x) = x*(1 + erf(x/sqrt(2)))/2
 Backward multiplies by a step function with 4 levels, the slopes of a mixture of 3 ReLUs
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="gelu_regelu2_published-7a868bff1a3d4e57",
+        key="gelu_regelu2_published-66b0cce2cb85cb73",
         name="gelu_regelu2_published",
         bits=2,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def gelu_regelu2_published(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -2,7 +2,7 @@
 #
 # fit    sha256 fd06e3dbd52d1bee5257c524ade25b7c3e62cd27e756aa2e7a82560bc3ec915b
 # error  max 0.174496, objective 0.0451907, primitive_max 0.170758, primitive_norm 0.277356, rms 0.0475346
-"""gelu, keeping 2 bits per element for backward.
+"""gelu, saving 2 bits per element for backward.
 
 f(x) = x*(1 + erf(x/sqrt(2)))/2
 Backward multiplies by a step function with 4 levels, the slopes of a mixture of 3 ReLUs
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="gelu_regelu2d_published-dd0d511e0f209c34",
+        key="gelu_regelu2d_published-39276c223c3a7688",
         name="gelu_regelu2d_published",
         bits=2,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def gelu_regelu2d_published(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

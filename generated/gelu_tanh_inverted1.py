@@ -2,7 +2,7 @@
 #
 # fit    sha256 c7cd7d78e2222d17aff23e706fdc0586e31d506e7338addeb5a296dc989ddb5f
 # error  bfloat16 0.01056, float16 0.003546, float32 7.436e-05
-"""gelu_tanh, keeping its output and 1 bit per element for backward.
+"""gelu_tanh, saving its output and 1 bit per element for backward.
 
 f(x) = x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))/2
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
@@ -231,7 +231,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="gelu_tanh_inverted1-ed3f7bf0497c015b",
+        key="gelu_tanh_inverted1-e49199b682a76fb4",
         name="gelu_tanh_inverted1",
         bits=1,
         borders={
@@ -252,7 +252,7 @@ _KEY = _rt.register(
 
 
 def gelu_tanh_inverted1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned and 1 bit per element.
+    """Return f(input), shape of input; backward saves the very tensor that is returned and 1 bit per element.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

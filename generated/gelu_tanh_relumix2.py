@@ -2,7 +2,7 @@
 #
 # fit    sha256 937e9e1ce01e56977173b6fe92315f7aa91a1ac56a7b7bd95f727cec4c5ad4d8
 # error  max 0.549786, objective 0.00955215, primitive_max 0.157468, primitive_norm 0.0977351, rms 0.0886985
-"""gelu_tanh, keeping 2 bits per element for backward.
+"""gelu_tanh, saving 2 bits per element for backward.
 
 f(x) = x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))/2
 Backward multiplies by a step function with 4 levels, the slopes of a mixture of 3 ReLUs
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="gelu_tanh_relumix2-ef209d281737cda4",
+        key="gelu_tanh_relumix2-99089483a001cf90",
         name="gelu_tanh_relumix2",
         bits=2,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def gelu_tanh_relumix2(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -2,7 +2,7 @@
 #
 # fit    sha256 876b5b1c966a54bad1a36778267e02bf934a4b5784e67d8d772beb1830958ff3
 # error  max 0, objective 0, primitive_max 0, primitive_norm 0, rms 0
-"""hardshrink, keeping 1 bit per element for backward.
+"""hardshrink, saving 1 bit per element for backward.
 
 f(x) = where(x >= -0.5, where(x <= 0.5, 0, x), x)
 Backward multiplies by a step function with 2 levels, fitted to f' by the method fewbit
@@ -59,7 +59,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="hardshrink_fewbit1-6ca358630905fba3",
+        key="hardshrink_fewbit1-d2982663a1754ae0",
         name="hardshrink_fewbit1",
         bits=1,
         borders=_BORDERS.value,
@@ -73,7 +73,7 @@ _KEY = _rt.register(
 
 
 def hardshrink_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
+    """Return f(input), shape and dtype of input; backward saves 1 bit per element."""
     return _rt.apply(input, _KEY)
 
 

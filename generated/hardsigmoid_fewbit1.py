@@ -3,7 +3,7 @@
 # fit    sha256 b0f761410ffcfe3213b8ecba9f2eaaab53f628aabaf32f9cece722128b5c8f19
 # error  max 4.96705e-09, objective 1.4803e-16, primitive_max 2.98023e-08, primitive_norm 8.9407e-08, rms
 #        2.72057e-09
-"""hardsigmoid, keeping 1 bit per element for backward.
+"""hardsigmoid, saving 1 bit per element for backward.
 
 f(x) = where(x >= 3, 1, where(x <= -3, 0, x/6 + 1/2))
 Backward multiplies by a step function with 2 levels, fitted to f' by the method fewbit
@@ -60,7 +60,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="hardsigmoid_fewbit1-210bf70f949cd8da",
+        key="hardsigmoid_fewbit1-77060793493797b6",
         name="hardsigmoid_fewbit1",
         bits=1,
         borders=_BORDERS.value,
@@ -74,7 +74,7 @@ _KEY = _rt.register(
 
 
 def hardsigmoid_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
+    """Return f(input), shape and dtype of input; backward saves 1 bit per element."""
     return _rt.apply(input, _KEY)
 
 

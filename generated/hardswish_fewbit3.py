@@ -2,7 +2,7 @@
 #
 # fit    sha256 3b3ba88b776b6faa5ecd6aa488e922db77a6f1109470d7923801357fecad613c
 # error  max 0.166667, objective 0.0555556, primitive_max 0.0416667, primitive_norm 0.0745356, rms 0.0527046
-"""hardswish, keeping 3 bits per element for backward.
+"""hardswish, saving 3 bits per element for backward.
 
 f(x) = where(x >= 3, x, where(x <= -3, 0, x*(x + 3)/6))
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="hardswish_fewbit3-9b0aec72bc45f023",
+        key="hardswish_fewbit3-10d7e4ef034bb1d9",
         name="hardswish_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def hardswish_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

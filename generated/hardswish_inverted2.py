@@ -2,7 +2,7 @@
 #
 # fit    sha256 1879bff0b471399aea7825094d63046547d8decb58be133ebc68ba8ad4bfc518
 # error  bfloat16 0.01262, float16 0.004759, float32 9.95e-05
-"""hardswish, keeping its output and 2 bits per element for backward.
+"""hardswish, saving its output and 2 bits per element for backward.
 
 f(x) = where(x >= 3, x, where(x <= -3, 0, x*(x + 3)/6))
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
@@ -210,7 +210,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="hardswish_inverted2-2af97850c73557a8",
+        key="hardswish_inverted2-376587cce1e985b8",
         name="hardswish_inverted2",
         bits=2,
         borders={
@@ -231,7 +231,7 @@ _KEY = _rt.register(
 
 
 def hardswish_inverted2(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned and 2 bits per element.
+    """Return f(input), shape of input; backward saves the very tensor that is returned and 2 bits per element.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

@@ -2,7 +2,7 @@
 #
 # fit    sha256 f1696fe25eb9270cfee697ffdc0c5f5cdd4f4a9f7fca636ce541adfd47d6c9e3
 # error  bfloat16 0, float16 0, float32 0
-"""hardtanh, keeping its output for backward and nothing else.
+"""hardtanh, saving its output for backward and nothing else.
 
 f(x) = where(x >= 1.0, 1.0, where(x <= -1.0, -1.0, x))
 f'(x) = where(y >= 1, 0, where(y > -1, 1, 0)) with y = f(x):
@@ -49,7 +49,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Exact(
-        key="hardtanh_exact-33c031a0913b43bb",
+        key="hardtanh_exact-09379330e56b0b9a",
         name="hardtanh_exact",
         value=_torch_value,
         derivative=_torch_derivative,
@@ -60,7 +60,7 @@ _KEY = _rt.register(
 
 
 def hardtanh_exact(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned.
+    """Return f(input), shape of input; backward saves the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

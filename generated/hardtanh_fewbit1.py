@@ -2,7 +2,7 @@
 #
 # fit    sha256 95003181d555a565b603a1837c91202269bb425c0e9b7412611f78aeba7ae8d3
 # error  max 0, objective 0, primitive_max 0, primitive_norm 0, rms 0
-"""hardtanh, keeping 1 bit per element for backward.
+"""hardtanh, saving 1 bit per element for backward.
 
 f(x) = where(x >= 1.0, 1.0, where(x <= -1.0, -1.0, x))
 Backward multiplies by a step function with 2 levels, fitted to f' by the method fewbit
@@ -59,7 +59,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="hardtanh_fewbit1-501f20229cbe76a0",
+        key="hardtanh_fewbit1-017e86e804585f74",
         name="hardtanh_fewbit1",
         bits=1,
         borders=_BORDERS.value,
@@ -73,7 +73,7 @@ _KEY = _rt.register(
 
 
 def hardtanh_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
+    """Return f(input), shape and dtype of input; backward saves 1 bit per element."""
     return _rt.apply(input, _KEY)
 
 

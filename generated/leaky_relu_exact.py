@@ -2,7 +2,7 @@
 #
 # fit    sha256 89bd6551b40ee4ac76bf63a92274ca8c74ab9c6a5ed338366337bfd0e334c3d8
 # error  bfloat16 2.235e-10, float16 2.235e-10, float32 2.235e-10
-"""leaky_relu, keeping its output for backward and nothing else.
+"""leaky_relu, saving its output for backward and nothing else.
 
 f(x) = where(x > 0, x, 0.01*x)
 f'(x) = where(y > 0, 1, 1/100) with y = f(x):
@@ -49,7 +49,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Exact(
-        key="leaky_relu_exact-2ffc910ebf3c1628",
+        key="leaky_relu_exact-0ef7317391e2cc22",
         name="leaky_relu_exact",
         value=_torch_value,
         derivative=_torch_derivative,
@@ -60,7 +60,7 @@ _KEY = _rt.register(
 
 
 def leaky_relu_exact(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned.
+    """Return f(input), shape of input; backward saves the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

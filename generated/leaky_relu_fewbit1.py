@@ -3,7 +3,7 @@
 # fit    sha256 7b2cae36b267e8d5ff84bd07dedb7a7c22e6dd6ffe1618a22046d234e5177f69
 # error  max 2.23517e-10, objective 4.996e-19, primitive_max 2.23517e-09, primitive_norm 8.1617e-09, rms
 #        1.58051e-10
-"""leaky_relu, keeping 1 bit per element for backward.
+"""leaky_relu, saving 1 bit per element for backward.
 
 f(x) = where(x > 0, x, 0.01*x)
 Backward multiplies by a step function with 2 levels, fitted to f' by the method fewbit
@@ -60,7 +60,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="leaky_relu_fewbit1-c1cdf7007306e2f3",
+        key="leaky_relu_fewbit1-9383b4fd21018d28",
         name="leaky_relu_fewbit1",
         bits=1,
         borders=_BORDERS.value,
@@ -74,7 +74,7 @@ _KEY = _rt.register(
 
 
 def leaky_relu_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
+    """Return f(input), shape and dtype of input; backward saves 1 bit per element."""
     return _rt.apply(input, _KEY)
 
 

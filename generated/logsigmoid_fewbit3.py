@@ -2,7 +2,7 @@
 #
 # fit    sha256 afbf727cae8008416cb92af0f73d69d44649cba3ae5f2d5d63a59daba41672f3
 # error  max 0.0842392, objective 0.0121168, primitive_max 0.036274, primitive_norm 0.0994875, rms 0.0246138
-"""logsigmoid, keeping 3 bits per element for backward.
+"""logsigmoid, saving 3 bits per element for backward.
 
 f(x) = -softplus(-x)
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -83,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="logsigmoid_fewbit3-939cd3704a4e4184",
+        key="logsigmoid_fewbit3-7f651feb19818083",
         name="logsigmoid_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -97,7 +97,7 @@ _KEY = _rt.register(
 
 
 def logsigmoid_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -2,7 +2,7 @@
 #
 # fit    sha256 5bc41ba1de0e7600ba31e7b6ac454e974780a34e800954f63e41535e095edafe
 # error  max 0.124969, objective 0.0135862, primitive_max 0.0266967, primitive_norm 0.059248, rms 0.0260636
-"""mish, keeping 3 bits per element for backward.
+"""mish, saving 3 bits per element for backward.
 
 f(x) = x*tanh(softplus(x))
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -83,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="mish_fewbit3-f2182a1e842335c4",
+        key="mish_fewbit3-832b0aab5b7ba9f5",
         name="mish_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -97,7 +97,7 @@ _KEY = _rt.register(
 
 
 def mish_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -2,7 +2,7 @@
 #
 # fit    sha256 d5bf2b4bd64cce3f33be270d1761e7b1250164f27e069e521f8f87c4db7b9ecd
 # error  bfloat16 0.01284, float16 0.004481, float32 6.354e-05
-"""mish, keeping its output and 1 bit per element for backward.
+"""mish, saving its output and 1 bit per element for backward.
 
 f(x) = x*tanh(softplus(x))
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
@@ -225,7 +225,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="mish_inverted1-d4a1e0787c1a77ff",
+        key="mish_inverted1-b54138fc0ec19c44",
         name="mish_inverted1",
         bits=1,
         borders={
@@ -246,7 +246,7 @@ _KEY = _rt.register(
 
 
 def mish_inverted1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned and 1 bit per element.
+    """Return f(input), shape of input; backward saves the very tensor that is returned and 1 bit per element.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

@@ -2,7 +2,7 @@
 #
 # fit    sha256 8046f50b2b02a82085f4706a09fcdff3bc7c46ebb00ca0f602c107ab7349b279
 # error  max 0.55695, objective 0.0192637, primitive_max 0.199663, primitive_norm 0.138732, rms 0.0964139
-"""mish, keeping 2 bits per element for backward.
+"""mish, saving 2 bits per element for backward.
 
 f(x) = x*tanh(softplus(x))
 Backward multiplies by a step function with 4 levels, the slopes of a mixture of 3 ReLUs
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="mish_relumix2-d042bbafa1f73db3",
+        key="mish_relumix2-e9ce79310594c193",
         name="mish_relumix2",
         bits=2,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def mish_relumix2(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -2,7 +2,7 @@
 #
 # fit    sha256 9bd877f9ff33dc2ff7aec9417853b4dba15e0c063cb4a1be20177e459278bff6
 # error  bfloat16 0.01225, float16 0.004457, float32 0.0001653
-"""quick_gelu, keeping its output and 1 bit per element for backward.
+"""quick_gelu, saving its output and 1 bit per element for backward.
 
 f(x) = x*sigmoid(1.702*x)
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
@@ -224,7 +224,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="quick_gelu_inverted1-b30e5f9f3ad473e1",
+        key="quick_gelu_inverted1-f02417c7803fc12a",
         name="quick_gelu_inverted1",
         bits=1,
         borders={
@@ -245,7 +245,7 @@ _KEY = _rt.register(
 
 
 def quick_gelu_inverted1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned and 1 bit per element.
+    """Return f(input), shape of input; backward saves the very tensor that is returned and 1 bit per element.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

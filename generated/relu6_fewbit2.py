@@ -2,7 +2,7 @@
 #
 # fit    sha256 80a04724abf1fb070dded3fd3ac5e514c372dda96bfd5360d0f6af44770110d9
 # error  max 0, objective 0, primitive_max 0, primitive_norm 0, rms 0
-"""relu6, keeping 2 bits per element for backward.
+"""relu6, saving 2 bits per element for backward.
 
 f(x) = where(x >= 6, 6, where(x <= 0, 0, x))
 Backward multiplies by a step function with 4 levels, fitted to f' by the method fewbit
@@ -67,7 +67,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="relu6_fewbit2-c297ec77aff5bbb4",
+        key="relu6_fewbit2-ab3a6b3c5c39926c",
         name="relu6_fewbit2",
         bits=2,
         borders=_BORDERS.value,
@@ -81,7 +81,7 @@ _KEY = _rt.register(
 
 
 def relu6_fewbit2(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

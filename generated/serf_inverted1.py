@@ -2,7 +2,7 @@
 #
 # fit    sha256 cf9b4adce0eb4fad50c5f92f8e4a70d29a1393e77e87ebcc06991cab1d3e9b32
 # error  bfloat16 0.01529, float16 0.005452, float32 0.0002116
-"""serf, keeping its output and 1 bit per element for backward.
+"""serf, saving its output and 1 bit per element for backward.
 
 f(x) = x*erf(softplus(x))
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
@@ -224,7 +224,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="serf_inverted1-c08bbbec66ca0ef7",
+        key="serf_inverted1-cbbf0645e302f6ea",
         name="serf_inverted1",
         bits=1,
         borders={
@@ -245,7 +245,7 @@ _KEY = _rt.register(
 
 
 def serf_inverted1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned and 1 bit per element.
+    """Return f(input), shape of input; backward saves the very tensor that is returned and 1 bit per element.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

@@ -3,7 +3,7 @@
 # fit    sha256 880eb77e0c6ab6c7cb3e5c3cd96ebe7903c616fde1796e5efb6ce8391d322760
 # error  max 0.0200786, objective 0.000877846, primitive_max 0.00643268, primitive_norm 0.0162032, rms
 #        0.00662513
-"""sigmoid, keeping 3 bits per element for backward.
+"""sigmoid, saving 3 bits per element for backward.
 
 f(x) = sigmoid(x)
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -83,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="sigmoid_fewbit3-10619438b1ec471d",
+        key="sigmoid_fewbit3-02f420900cbd0f49",
         name="sigmoid_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -97,7 +97,7 @@ _KEY = _rt.register(
 
 
 def sigmoid_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

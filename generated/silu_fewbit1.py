@@ -2,7 +2,7 @@
 #
 # fit    sha256 a2a8d3d0dcaf09f0b760fb76169a62fb4003b32cf69642e2786f4a3ef16e7ed4
 # error  max 0.499955, objective 0.214978, primitive_max 0.278407, primitive_norm 0.562119, rms 0.103677
-"""silu, keeping 1 bit per element for backward.
+"""silu, saving 1 bit per element for backward.
 
 f(x) = x*sigmoid(x)
 Backward multiplies by a step function with 2 levels, fitted to f' by the method fewbit
@@ -67,7 +67,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_fewbit1-f9e32e6fffef3fc8",
+        key="silu_fewbit1-32bf3caa20f24412",
         name="silu_fewbit1",
         bits=1,
         borders=_BORDERS.value,
@@ -81,7 +81,7 @@ _KEY = _rt.register(
 
 
 def silu_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
+    """Return f(input), shape and dtype of input; backward saves 1 bit per element."""
     return _rt.apply(input, _KEY)
 
 

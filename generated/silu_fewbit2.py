@@ -2,7 +2,7 @@
 #
 # fit    sha256 70d2bf5d067ead471394f356684871b4c1509008e657a70aaf928394a3d19e92
 # error  max 0.187676, objective 0.0478495, primitive_max 0.100561, primitive_norm 0.281408, rms 0.0489129
-"""silu, keeping 2 bits per element for backward.
+"""silu, saving 2 bits per element for backward.
 
 f(x) = x*sigmoid(x)
 Backward multiplies by a step function with 4 levels, fitted to f' by the method fewbit
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_fewbit2-9f7090c1ce3f2770",
+        key="silu_fewbit2-459e94b6e8f000c6",
         name="silu_fewbit2",
         bits=2,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def silu_fewbit2(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

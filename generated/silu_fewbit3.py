@@ -2,7 +2,7 @@
 #
 # fit    sha256 7c597ffff41bc554c6f60554f15585b5c0376d1a3baa9cbcf0a3fc84c3569020
 # error  max 0.125319, objective 0.0170182, primitive_max 0.0243893, primitive_norm 0.065768, rms 0.0291703
-"""silu, keeping 3 bits per element for backward.
+"""silu, saving 3 bits per element for backward.
 
 f(x) = x*sigmoid(x)
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -83,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_fewbit3-8c80ba3a5c8e35be",
+        key="silu_fewbit3-6cbc80aab5933adb",
         name="silu_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -97,7 +97,7 @@ _KEY = _rt.register(
 
 
 def silu_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

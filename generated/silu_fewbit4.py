@@ -2,7 +2,7 @@
 #
 # fit    sha256 85765a53d516b56553a6593ff98ca8e7b6007057510aaf9c221f1d2dafa4febb
 # error  max 0.0601311, objective 0.00446405, primitive_max 0.0117134, primitive_norm 0.0295504, rms 0.01494
-"""silu, keeping 4 bits per element for backward.
+"""silu, saving 4 bits per element for backward.
 
 f(x) = x*sigmoid(x)
 Backward multiplies by a step function with 16 levels, fitted to f' by the method fewbit
@@ -99,7 +99,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_fewbit4-dbe31ac05347dc6e",
+        key="silu_fewbit4-dc820edf68fcdfa7",
         name="silu_fewbit4",
         bits=4,
         borders=_BORDERS.value,
@@ -113,7 +113,7 @@ _KEY = _rt.register(
 
 
 def silu_fewbit4(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 4 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 4 bits per element."""
     return _rt.apply(input, _KEY)
 
 

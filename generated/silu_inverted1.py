@@ -2,7 +2,7 @@
 #
 # fit    sha256 c8e17599c988adbdf384f9e7e377a75e1edc0761b037999f704799dff5b971ab
 # error  bfloat16 0.01247, float16 0.004077, float32 7.884e-05
-"""silu, keeping its output and 1 bit per element for backward.
+"""silu, saving its output and 1 bit per element for backward.
 
 f(x) = x*sigmoid(x)
 f'(x) is a function of y = f(x) and of the piece of x on which f is monotone, told by a code:
@@ -230,7 +230,7 @@ def _torch_derivative_float16(y: _torch.Tensor, code: _torch.Tensor) -> _torch.T
 
 _KEY = _rt.register(
     _rt.Inverted(
-        key="silu_inverted1-f1e1ae6c2cae8958",
+        key="silu_inverted1-a4f7fc15ef4e5b9e",
         name="silu_inverted1",
         bits=1,
         borders={
@@ -251,7 +251,7 @@ _KEY = _rt.register(
 
 
 def silu_inverted1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned and 1 bit per element.
+    """Return f(input), shape of input; backward saves the very tensor that is returned and 1 bit per element.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

@@ -2,7 +2,7 @@
 #
 # fit    sha256 4cf98070f2c367061252fbe6f68a0f4918e4b7a8b092f67640c00efb5dfe665d
 # error  max 0.540524, objective 0.0399413, primitive_max 0.256565, primitive_norm 0.199805, rms 0.10899
-"""silu, keeping 2 bits per element for backward.
+"""silu, saving 2 bits per element for backward.
 
 f(x) = x*sigmoid(x)
 Backward multiplies by a step function with 4 levels, the slopes of a mixture of 3 ReLUs
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_relumix2-7c388612cdf58b71",
+        key="silu_relumix2-796168acca02b771",
         name="silu_relumix2",
         bits=2,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def silu_relumix2(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

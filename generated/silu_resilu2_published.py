@@ -2,7 +2,7 @@
 #
 # fit    sha256 3f4621c183d0e93bd24614ccc0cf1cf41ec668dfe4d2a9587ce6225cc26ae6ba
 # error  max 0.540756, objective 0.0399438, primitive_max 0.255992, primitive_norm 0.199801, rms 0.108973
-"""silu, keeping 2 bits per element for backward.
+"""silu, saving 2 bits per element for backward.
 
 f(x) = x*sigmoid(x)
 Backward multiplies by a step function with 4 levels, the slopes of a mixture of 3 ReLUs
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="silu_resilu2_published-e5778386570658ac",
+        key="silu_resilu2_published-fda1bafd39b4aee6",
         name="silu_resilu2_published",
         bits=2,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def silu_resilu2_published(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 2 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 2 bits per element."""
     return _rt.apply(input, _KEY)
 
 

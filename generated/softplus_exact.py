@@ -2,7 +2,7 @@
 #
 # fit    sha256 6d9fcc45cc93f258e9fbd8d88f3ece87383b0d6d2f74d92d5822d3fc97659dbf
 # error  bfloat16 0.001322, float16 0.0001778, float32 4.807e-08
-"""softplus, keeping its output for backward and nothing else.
+"""softplus, saving its output for backward and nothing else.
 
 f(x) = softplus(x)
 f'(x) = -expm1(-y) with y = f(x):
@@ -57,7 +57,7 @@ def _torch_derivative(y: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Exact(
-        key="softplus_exact-2f5fae8c3fe22288",
+        key="softplus_exact-f0cc54024d88c606",
         name="softplus_exact",
         value=_torch_value,
         derivative=_torch_derivative,
@@ -68,7 +68,7 @@ _KEY = _rt.register(
 
 
 def softplus_exact(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape of input; backward keeps the very tensor that is returned.
+    """Return f(input), shape of input; backward saves the very tensor that is returned.
 
     Its dtype is that of input; under autocast, the autocast dtype.
     """

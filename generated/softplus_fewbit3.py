@@ -2,7 +2,7 @@
 #
 # fit    sha256 34617dbbbfd7bfc435816932e9bc02d867159a7c32996682780f1fc5a7d78709
 # error  max 0.0842392, objective 0.0121168, primitive_max 0.0362739, primitive_norm 0.0994872, rms 0.0246138
-"""softplus, keeping 3 bits per element for backward.
+"""softplus, saving 3 bits per element for backward.
 
 f(x) = softplus(x)
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -83,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="softplus_fewbit3-e97098177fdfd5f2",
+        key="softplus_fewbit3-0fe71e28957a0a92",
         name="softplus_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -97,7 +97,7 @@ _KEY = _rt.register(
 
 
 def softplus_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

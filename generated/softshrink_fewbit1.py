@@ -2,7 +2,7 @@
 #
 # fit    sha256 6259eeb7b6bf3516a51cf0dccf052e8363becc07dbba47a0f147e86951d4eed6
 # error  max 0, objective 0, primitive_max 0, primitive_norm 0, rms 0
-"""softshrink, keeping 1 bit per element for backward.
+"""softshrink, saving 1 bit per element for backward.
 
 f(x) = where(x >= -0.5, where(x <= 0.5, 0, x - 0.5), x + 0.5)
 Backward multiplies by a step function with 2 levels, fitted to f' by the method fewbit
@@ -60,7 +60,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="softshrink_fewbit1-20d2cf630212d203",
+        key="softshrink_fewbit1-4dca30471e5b252f",
         name="softshrink_fewbit1",
         bits=1,
         borders=_BORDERS.value,
@@ -74,7 +74,7 @@ _KEY = _rt.register(
 
 
 def softshrink_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
+    """Return f(input), shape and dtype of input; backward saves 1 bit per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -2,7 +2,7 @@
 #
 # fit    sha256 dcca84a0ac9221f35daed8b8bd5c939a7ec5445e5f03aa4f020e089fa7788f95
 # error  max 0.113636, objective 0.0078262, primitive_max 0.0227273, primitive_norm 0.0610395, rms 0.0197816
-"""softsign, keeping 3 bits per element for backward.
+"""softsign, saving 3 bits per element for backward.
 
 f(x) = x/(1 + abs(x))
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -75,7 +75,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="softsign_fewbit3-a47a932d5f1b0818",
+        key="softsign_fewbit3-07fc2dbd8130e698",
         name="softsign_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -89,7 +89,7 @@ _KEY = _rt.register(
 
 
 def softsign_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

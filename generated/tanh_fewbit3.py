@@ -3,7 +3,7 @@
 # fit    sha256 425f8e4ab06c2d57816a2f7d30c71363eace964e861238286ba539a01f0980a5
 # error  max 0.0815461, objective 0.00726401, primitive_max 0.0159529, primitive_norm 0.0418703, rms
 #        0.0190578
-"""tanh, keeping 3 bits per element for backward.
+"""tanh, saving 3 bits per element for backward.
 
 f(x) = tanh(x)
 Backward multiplies by a step function with 8 levels, fitted to f' by the method fewbit
@@ -83,7 +83,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="tanh_fewbit3-931061a33fe57a18",
+        key="tanh_fewbit3-2f877884884c347d",
         name="tanh_fewbit3",
         bits=3,
         borders=_BORDERS.value,
@@ -97,7 +97,7 @@ _KEY = _rt.register(
 
 
 def tanh_fewbit3(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 3 bits per element."""
+    """Return f(input), shape and dtype of input; backward saves 3 bits per element."""
     return _rt.apply(input, _KEY)
 
 

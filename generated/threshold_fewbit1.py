@@ -2,7 +2,7 @@
 #
 # fit    sha256 92362e0202f533ff979025f21e48d7256f9b48280f4cc178fc19f17dcac369cf
 # error  max 0, objective 0, primitive_max 0, primitive_norm 0, rms 0
-"""threshold, keeping 1 bit per element for backward.
+"""threshold, saving 1 bit per element for backward.
 
 f(x) = where(x <= 1.0, 0.0, x)
 Backward multiplies by a step function with 2 levels, fitted to f' by the method fewbit
@@ -59,7 +59,7 @@ def _torch_value(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Step(
-        key="threshold_fewbit1-24c05027658d76db",
+        key="threshold_fewbit1-b6dcddeba8396a75",
         name="threshold_fewbit1",
         bits=1,
         borders=_BORDERS.value,
@@ -73,7 +73,7 @@ _KEY = _rt.register(
 
 
 def threshold_fewbit1(input: _torch.Tensor) -> _torch.Tensor:
-    """Return f(input), shape and dtype of input; backward keeps 1 bit per element."""
+    """Return f(input), shape and dtype of input; backward saves 1 bit per element."""
     return _rt.apply(input, _KEY)
 
 

@@ -26,15 +26,15 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
         method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
             of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; or
             `"exact"`, the derivative as a function of the output. By default `"fewbit"`.
-        bits: bits kept per element for backward; by default 3, or the least width that ships if 3 does not. None
-            for `"exact"`, which keeps no bits.
+        bits: bits saved per element for backward; by default 3, or the least width that ships if 3 does not. None
+            for `"exact"`, which saves no bits.
 
     Returns:
         An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_exact`.
 
     Raises:
         UsageError: no such activation is shipped (the message lists those that are), or `bits` is not a valid
-            number of bits or the method keeps none.
+            number of bits or the method saves none.
 
     """
     there = shipped()

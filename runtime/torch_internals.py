@@ -201,7 +201,7 @@ _LAYERS: Mapping[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d, 2: torch.mm
 def autocast_of(parameter: Tensor) -> Tensor:
     """Return a weight or bias as the autocast that is on casts it for a layer, and caches it if it is a parameter.
 
-    The cache cannot be read. But the node of a layer without elements keeps the cast tensor, with its history.
+    The cache cannot be read. But the node of a layer without elements saves the cast tensor, with its history.
 
     Args:
         parameter: of floating point, not of the dtype of autocast; (n,), (n, m), or a convolution's weight.
@@ -391,7 +391,7 @@ def min_cut(
         graph: the joint graph.
         inputs: its inputs.
         budget: the value of `torch._functorch.config.activation_memory_budget`, between 0 and 1.
-        float8: whether PyTorch's own pass follows, after which tensors of 16 bits are kept in 8, with a scale.
+        float8: whether PyTorch's own pass follows, after which tensors of 16 bits are saved in 8, with a scale.
         options: as `partition_with` passes them.
 
     """
@@ -450,7 +450,7 @@ def size_hint(size: Any) -> int:
 # ------------------------------------------------------------------------------------------------------- measuring
 
 
-def kept_selectively(context: Any) -> Iterator[Tensor]:
+def saved_selectively(context: Any) -> Iterator[Tensor]:
     """Yield what a selective checkpoint keeps: the `storage` of the first of its contexts, each in a wrapper."""
     yield from _wrapped(context.storage)
 

@@ -1,1 +1,1 @@
-"""Does training suffer? Plain PyTorch beside what keeps fewer bytes for backward, from the same seeds."""
+"""Does training suffer? Plain PyTorch beside what saves fewer bytes for backward, from the same seeds."""

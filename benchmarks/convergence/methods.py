@@ -21,7 +21,7 @@ from .quantised import QuantisedGelu
 
 @dataclass(frozen=True)
 class Method:
-    """One way to keep less for backward.
+    """One way to save less for backward.
 
     Attributes:
         name: in files and options.
@@ -107,7 +107,7 @@ METHODS = {
         *(Method(f"fewbit{k}", f"Few-Bit, {_plural(k)}", FEW_BIT, _shipped("fewbit", k)) for k in (1, 2, 3, 4)),
         Method("relumix2", "ReLU mixture, 2 bits", OTHER, _shipped("relumix", 2)),
         Method("inverted1", "inverted, 1 bit", OTHER, _shipped("inverted", 1)),
-        # what is left of a difference beside the next one comes of merging, not of what is kept
+        # what is left of a difference beside the next one comes of merging, not of what is saved
         Method(
             "norms-baseline",
             "PyTorch's norms, affine merged",

@@ -1,7 +1,7 @@
-"""The rival: keep the input of GELU itself, each group of 256 elements rounded at random to a few bits.
+"""The rival: save the input of GELU itself, each group of 256 elements rounded at random to a few bits.
 
 The scheme of ActNN (J. Chen et al., *ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
-Training*, ICML 2021, section 3): of each group its least value and its range are kept, and each element as one of
+Training*, ICML 2021, section 3): of each group its least value and its range are saved, and each element as one of
 2^b evenly spaced points, the upper or the lower neighbour at random so that the mean is the element. Backward is
 exact, but at the restored input.
 """
@@ -75,7 +75,7 @@ class _Gelu(torch.autograd.Function):
 
 
 class QuantisedGelu(nn.Module):
-    """GELU that keeps its input, rounded at random to `bits` bits an element, for backward."""
+    """GELU that saves its input, rounded at random to `bits` bits an element, for backward."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()

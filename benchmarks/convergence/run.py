@@ -126,9 +126,9 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
     write(path, document(now, runs))
     steps = {task: recipe["steps"] for task, recipe in now["setting"]["recipes"].items()}
     pictures = plot.draw(runs, comparisons, steps, path)
-    kept = {(run.task, run.method): run.kept_bytes for run in runs}
+    saved = {(run.task, run.method): run.saved_bytes for run in runs}
     if comparisons:
-        print("\n\n".join([table(comparisons, kept), *sentences(comparisons)]), end="\n\n")
+        print("\n\n".join([table(comparisons, saved), *sentences(comparisons)]), end="\n\n")
     print(f"wrote {', '.join(os.path.relpath(file) for file in [path, *pictures])}")
 
 

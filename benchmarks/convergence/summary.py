@@ -185,19 +185,19 @@ def _digits(value: float) -> int:
     return min(6, max(0, 1 - math.floor(math.log10(abs(value))))) if value else 1
 
 
-def table(comparisons: Sequence[Comparison], kept: dict[tuple[str, str], int]) -> str:
+def table(comparisons: Sequence[Comparison], saved: dict[tuple[str, str], int]) -> str:
     """Return all comparisons with exact training side by side.
 
     Args:
         comparisons: from `compare`.
-        kept: bytes that autograd kept of a step, by task and method.
+        saved: bytes that autograd saved of a step, by task and method.
 
     """
-    rows = [("task", "method", "kept", "metric", "difference", "95 % interval", "p, Holm", "detectable")]
+    rows = [("task", "method", "saved", "metric", "difference", "95 % interval", "p, Holm", "detectable")]
     for one in comparisons:
         if one.family != "exact":
             continue
-        share = kept[one.task, one.method] / kept[one.task, one.reference]
+        share = saved[one.task, one.method] / saved[one.task, one.reference]
         start = (one.task, METHODS[one.method].label, f"{share:.0%}", one.metric)
         if one.difference is None or one.half is None or one.adjusted is None or one.detectable is None:
             rows.append((*start, "diverged", f"{one.diverged} of {one.pairs}", "", ""))

@@ -145,12 +145,12 @@ def image_data(recipe: Recipe, seed: int, device: str) -> Data:
     labels = torch.tensor(digits.target, device=device)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(labels), generator=generator)
-    kept, held_out = order[recipe.validation :], order[: recipe.validation]
+    trained, held_out = order[recipe.validation :], order[: recipe.validation]
     middle = patches.shape[1] // 2
 
     def training() -> Iterator[Batch]:
         while True:
-            chosen = kept[torch.randint(len(kept), (recipe.batch,), generator=generator)]
+            chosen = trained[torch.randint(len(trained), (recipe.batch,), generator=generator)]
             shift = torch.randint(patches.shape[1], (recipe.batch,), generator=generator)
             yield patches[chosen.to(device), shift.to(device)], labels[chosen.to(device)]
 

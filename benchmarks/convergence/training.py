@@ -28,7 +28,7 @@ POINTS = 50  # of a curve: each is the mean of as many steps as fall to it
 
 @dataclass(frozen=True)
 class Run:
-    """What is kept of a run.
+    """What is recorded of a run.
 
     Attributes:
         task, method: their names.
@@ -38,7 +38,7 @@ class Run:
         accuracy: share of right answers there; null if the run diverged.
         diverged: the first step, from 0, whose loss was not finite, or their number if only that of the held-out
             data was not; null if all were.
-        kept_bytes: what autograd kept of the first step, parameters not counted, but their copies in
+        saved_bytes: what autograd saved of the first step, parameters not counted, but their copies in
             autocast's dtype.
         seconds: of training, validation not counted.
 
@@ -51,7 +51,7 @@ class Run:
     loss: float | None
     accuracy: float | None
     diverged: int | None
-    kept_bytes: int
+    saved_bytes: int
     seconds: float
 
 
@@ -60,7 +60,7 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
 
     Args:
         task: what is trained on what.
-        method: what keeps less.
+        method: what saves fewer bytes.
         setting: how large and how long.
         seed: of initial weights, data order and rounding at random.
         store: folder for the weights that another task begins with.
@@ -81,7 +81,7 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, recipe.steps, pct_start=WARM_UP)
     losses = torch.empty(recipe.steps, device=setting.device)
     torch.manual_seed(seed)  # what rounds at random begins alike, whatever was drawn before
-    kept_bytes = 0
+    saved_bytes = 0
     start = time.perf_counter()
     with method.around(model) as call:
         for step in range(recipe.steps):
@@ -89,7 +89,7 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
             if step == 0:
                 with count_saved(model) as saved:
                     loss = loss_of(call, batch, setting)
-                kept_bytes = saved.bytes
+                saved_bytes = saved.bytes
                 saved.storages.clear()
             else:
                 loss = loss_of(call, batch, setting)
@@ -112,7 +112,7 @@ def train(task: Task, method: Method, setting: Setting, seed: int, store: Path) 
         held_out if diverged is None else None,
         accuracy if diverged is None else None,
         diverged,
-        kept_bytes,
+        saved_bytes,
         round(seconds, 2),
     )
 

@@ -1,4 +1,4 @@
-"""Fine-tune a real pre-trained model, with exact gradients and with less kept; see how far each gradient is off.
+"""Fine-tune a real pre-trained model, with exact gradients and with less saved; see how far each gradient is off.
 
     python -m benchmarks.evidence [--seeds N] [--steps N] [-o RESULTS.json]
 
@@ -126,7 +126,7 @@ def train(start: nn.Module, genes: Genes, job: Job, setting: Setting) -> Run:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, setting.steps, pct_start=WARM_UP)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
-    kept_bytes = 0
+    saved_bytes = 0
     begin = time.perf_counter()
     for _ in range(setting.steps):
         chosen = torch.randint(len(genes.training), (setting.batch,), generator=generator).tolist()
@@ -136,7 +136,7 @@ def train(start: nn.Module, genes: Genes, job: Job, setting: Setting) -> Run:
         else:
             with count_saved(model) as saved:
                 loss = loss_of(model, batch)
-            kept_bytes = saved.bytes
+            saved_bytes = saved.bytes
             saved.storages.clear()
         optimizer.zero_grad()
         loss.backward()
@@ -154,7 +154,7 @@ def train(start: nn.Module, genes: Genes, job: Job, setting: Setting) -> Run:
         loss_after if diverged is None else None,
         accuracy if diverged is None else None,
         diverged,
-        kept_bytes,
+        saved_bytes,
         round(seconds, 2),
     )
 
@@ -227,13 +227,13 @@ def measure(model: nn.Module, genes: Genes, setting: Setting) -> dict[str, Any]:
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
     """Return what docs/antibody.md shows of the results, as Markdown: differences, gradients by part."""
-    kept = {(run["task"], run["method"]): run["kept_bytes"] for run in record["runs"] if run["seed"] == 0}
+    saved = {(run["task"], run["method"]): run["saved_bytes"] for run in record["runs"] if run["seed"] == 0}
     rows = ["| trained | saved for backward | bytes | loss less the baseline's, nats | p, Holm | would be found |"]
     rows.append("|---|---|---:|---:|---:|---:|")
     for regime, title in REGIMES.items():
         compared = {one["method"]: one for one in record["comparisons"] if one["task"] == regime}
-        for method in (method for method in METHODS if (regime, method) in kept):
-            share = kept[regime, method] / kept[regime, BASELINE]
+        for method in (method for method in METHODS if (regime, method) in saved):
+            share = saved[regime, method] / saved[regime, BASELINE]
             start = f"| {title} | {LABELS[method]} | {100 * share:.1f} % |"
             rows.append(f"{start} {_compared(method, compared.get(method))} |")
     found = {"differences": "\n".join(rows)}

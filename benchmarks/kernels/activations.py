@@ -1,9 +1,9 @@
-"""Time and kept bytes of shipped activations beside PyTorch's own, in one run on a CPU.
+"""Time and saved bytes of shipped activations beside PyTorch's own, in one run on a CPU.
 
     python -m benchmarks.kernels.activations [--size N ...] [--dtype float32 bfloat16] [-o RESULTS.json]
 
 For each size and dtype: forward, backward and both, medians in milliseconds, all taking turns; the ratio to the
-same activation of PyTorch; the bytes autograd keeps for each element. Beside the shipped modules: PyTorch's
+same activation of PyTorch; the bytes autograd saves for each element. Beside the shipped modules: PyTorch's
 activation under torch.compile, the same with a memory budget of 0.7. Run it with FITACT_CPU=inductor too. glibc is
 told to keep what is freed, as the allocators do that PyTorch's tuning guide recommends (jemalloc, tcmalloc):
 otherwise giving pages back and asking for them again takes as long as the work, for some rows and not for others.
@@ -88,13 +88,13 @@ def measured(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
 def rows(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> list[Row]:
     """Measure activations, the first of which is what the others are compared with."""
     dy = torch.randn_like(x)
-    kept, forward, backward, both = {}, {}, {}, {}
+    sizes, forward, backward, both = {}, {}, {}, {}
     for label, function in functions.items():
         leaf = x.detach().requires_grad_()
         with count_saved() as saved:
             y = function(leaf)
         y.backward(dy)
-        kept[label] = saved.bytes / x.numel()
+        sizes[label] = saved.bytes / x.numel()
         forward[label] = partial(forwards, function, x)
         backward[label] = partial(torch.autograd.grad, function(leaf), leaf, dy, retain_graph=True)
         both[label] = partial(forwards_and_backwards, function, x, dy)
@@ -102,7 +102,7 @@ def rows(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> list[Ro
     times = {name: measured(calls) for name, calls in passes.items()}
     first = next(iter(functions))
     return [
-        {"label": label, "kept_bytes_an_element": round(kept[label], 4)}
+        {"label": label, "saved_bytes_an_element": round(sizes[label], 4)}
         | {name: times[name][label] for name in passes}
         | {"ratio": round(times["both_ms"][label] / times["both_ms"][first], 3)}
         for label in functions
@@ -110,7 +110,7 @@ def rows(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> list[Ro
 
 
 def forwards(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run forward, keeping for backward what there is to keep."""
+    """Run forward, saving for backward what there is to save."""
     return function(x.detach().requires_grad_())
 
 
@@ -133,13 +133,15 @@ def draw(groups: list[dict[str, Any]], path: Path) -> None:
             axes.barh(i, one["forward_ms"] / base, color="#1f4e79", label="forward" if not i else "")
             left = one["forward_ms"] / base
             axes.barh(i, one["backward_ms"] / base, left=left, color="#d1495b", label="backward" if not i else "")
-        labels = [f"{one['label']} ({one['kept_bytes_an_element']:g} B)" for one in reversed(group["rows"])]
+        labels = [f"{one['label']} ({one['saved_bytes_an_element']:g} B)" for one in reversed(group["rows"])]
         axes.set_yticks(range(len(labels)), labels, fontsize=8)
         axes.axvline(1.0, color="black", linewidth=0.7)
         axes.set_title(f"{group['activation']}, {group['elements']:,} elements, {group['dtype']}", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=8)
-    panels[-1].set_xlabel("time, PyTorch's own forward and backward = 1; in brackets: bytes kept for each element")
+    panels[-1].set_xlabel(
+        "time, PyTorch's own forward and backward = 1; in brackets: bytes saved for each element"
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -180,8 +182,8 @@ def main() -> None:
                     )
                     for one in measurements:
                         times = " ".join(f"{one[f'{pass_}_ms']:9.3f}" for pass_ in ("forward", "backward", "both"))
-                        ratio, kept = one["ratio"], one["kept_bytes_an_element"]
-                        print(f"{one['label']:28} {times} ms  {ratio:6.2f} times  {kept:6.3f} B", flush=True)
+                        ratio, size = one["ratio"], one["saved_bytes_an_element"]
+                        print(f"{one['label']:28} {times} ms  {ratio:6.2f} times  {size:6.3f} B", flush=True)
     except KeyboardInterrupt:
         print("interrupted: what is finished is kept", file=sys.stderr)
     finally:

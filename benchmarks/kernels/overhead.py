@@ -34,9 +34,9 @@ SHIPPED = ("gelu_fewbit1", "gelu_fewbit3", "silu_fewbit3", "gelu_inverted1", "ta
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Kernel):
-    """Keeps codes of 3 bits that nobody writes, and returns what was in memory."""
+    """Saves codes of 3 bits that nobody writes, and returns what was in memory."""
 
-    keeps_input = False
+    saves_input = False
 
     def compute(self, given: Forward) -> tuple[Tensor, Tensor]:
         return torch.empty_like(given.x), self.codes(given)

@@ -4,7 +4,7 @@ A kernel takes as long as the slowest of what it does: moving its bytes through 
 instructions, and what each part of a processor (an SM, a CU) has to do. The instructions are those of the machine
 code in a full tile (tests/support/instructions.py), by the part that they occupy (tests/support/pipes.py). The
 bandwidth is that of runtime/measure/devices.py, and the clock the one that gives the float32 FLOPs there. Beside
-the kernels stand plain ones: a copy, and the exact GELU and SiLU, whose backward keeps the input.
+the kernels stand plain ones: a copy, and the exact GELU and SiLU, whose backward saves the input.
 
     python -m benchmarks.kernels.roofline
 

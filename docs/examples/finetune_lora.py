@@ -72,7 +72,7 @@ def loaded(path: str) -> tuple[nn.Module, Tensor]:
 
 
 def main() -> None:
-    """Train, and print the loss and what autograd keeps for a batch."""
+    """Train, and print the loss and what autograd saves for a batch."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="folder of a checkpoint and its tokenizer")
     parser.add_argument("--plain", action="store_true", help="do not convert")
@@ -89,7 +89,7 @@ def main() -> None:
         print(fitact.convert(model, error="exact", example_inputs=batch))
     with count_saved(model) as saved:
         model(**batch)
-    print(f"kept for backward: {saved.bytes / 2**20:.2f} MiB a batch of 8")
+    print(f"saved for backward: {saved.bytes / 2**20:.2f} MiB a batch of 8")
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(

@@ -1,6 +1,6 @@
-"""The method `exact`: f′ as a function of the output y = f(x), so that only y is kept, and no fit is needed.
+"""The method `exact`: f′ as a function of the output y = f(x), so that only y is saved, and no fit is needed.
 
-The next layer keeps y anyway, so nothing is kept in addition. The catalog has the closed forms, most of which
+The next layer saves y anyway, so nothing is saved in addition. The catalog has the closed forms, most of which
 Inverted (Novikov and Oseledets, 2024) lists; for any other activation a user may state one. Either is verified in
 high precision before it is used.
 """

@@ -2,7 +2,7 @@
 
 Novikov and Oseledets, *Inverted Activations*, arXiv 2407.15545. Where f falls and then rises, as GELU and SiLU do,
 y does not tell x, but y and one bit do. Backward is dx = dy · F_s(y) with F_s = f′ ∘ f⁻¹ on piece s. The next
-layer keeps y anyway, so the method adds only one bit per element.
+layer saves y anyway, so the method adds only one bit per element.
 
 F_s is fitted directly. At an extremum f(T) it has a radical's singularity: where f′ has a root of order m − 1 at
 T, x − T is a smooth function of t = |y − f(T)|^(1/m), and so is F_s. On a piece with such a point at both ends, or
@@ -107,12 +107,12 @@ def fit(
     if not 1e-6 <= tol <= REFUSED:
         raise UsageError(f"tol: expected 1e-6 to {REFUSED:g}, got {quote(tol)}")
     least = cells(activation, None, domain)
-    kept = (len(least) - 1).bit_length() if bits is None else bits
+    width = (len(least) - 1).bit_length() if bits is None else bits
     float_check.warn(activation)
     borders: dict[str, tuple[float, ...]] = {}
     approximants: dict[str, tuple[Approximant, ...]] = {}
     for i, dtype in enumerate(DTYPES):
-        parts = cells(activation, kept, domain, dtype)
+        parts = cells(activation, width, domain, dtype)
         borders[dtype] = cell_borders(activation, parts)
         samples = [samples_of(activation, cell, dtype, borders[dtype], s) for s, cell in enumerate(parts)]
         floor = max(sample.floor for sample in samples)
@@ -127,7 +127,7 @@ def fit(
             found.append(_fitted(activation, sample, goals))
             progress((i + len(found) / len(samples)) / len(DTYPES))
         approximants[dtype] = tuple(found)
-    return record(activation, name, kept, domain, borders, approximants, {"family": "rational", "tol": tol})
+    return record(activation, name, width, domain, borders, approximants, {"family": "rational", "tol": tol})
 
 
 def record(
@@ -190,7 +190,7 @@ def cells(
         told = f"--bits {least}" if least <= MAX_BITS else "a smaller domain"
         raise UsageError(
             f"{activation}: {len(parts)} intervals of x on which it is monotone and smooth take {least} bits to "
-            f"tell apart, and at most {MAX_BITS if bits is None else bits} may be kept: use {told}"
+            f"tell apart, and at most {MAX_BITS if bits is None else bits} may be saved: use {told}"
         )
     return parts if bits is None else refined(activation, parts, 2**bits, dtype)
 
@@ -273,9 +273,9 @@ def _degrees() -> Iterator[tuple[int, int]]:
 def stated(approximant: Callable[..., Single], samples: Samples) -> tuple[float, float]:
     """Return the error and floor of the derivative that modules compute, to four significant digits."""
     error = max(
-        _error(approximant, samples.y, samples.derivative), _error(approximant, samples.kept, samples.derivative)
+        _error(approximant, samples.y, samples.derivative), _error(approximant, samples.saved, samples.derivative)
     )
-    floor = max(samples.floor, floor_of(samples.kept, samples.derivative))
+    floor = max(samples.floor, floor_of(samples.saved, samples.derivative))
     return float(f"{error:.4g}"), float(f"{floor:.4g}")
 
 
@@ -450,7 +450,7 @@ class Samples:
     Attributes:
         cell: the cell.
         x, y, derivative: x, increasing, y rounded to the dtype, (n,) float32, and f′(x).
-        kept: y as a module computes it; for a formula it is off by some roundings of float32.
+        saved: y as a module computes it; for a formula it is off by some roundings of float32.
         floor: half the spread of f′ over the x of one y, relative, at its largest.
         half: whether the dtype is one of half precision.
 
@@ -460,7 +460,7 @@ class Samples:
     x: Array
     y: Single
     derivative: Array
-    kept: Single
+    saved: Single
     floor: float
     half: bool
 
@@ -468,8 +468,8 @@ class Samples:
 def samples_of(activation: Activation, cell: Cell, dtype: str, borders: Sequence[float], s: int) -> Samples:
     """Return the samples of cell s."""
     x, y, derivative = points_of(activation, cell, dtype, borders, s)
-    kept = stored(activation, x, dtype).astype(np.float32)
-    return Samples(cell, x, y, derivative, kept, floor_of(y, derivative), dtype != "float32")
+    saved = stored(activation, x, dtype).astype(np.float32)
+    return Samples(cell, x, y, derivative, saved, floor_of(y, derivative), dtype != "float32")
 
 
 def floor_of(y: Floats, derivative: Array) -> float:

@@ -1,4 +1,4 @@
-"""Integrals, best quotients, weights, the errors of a step function, the dtypes in which outputs are kept."""
+"""Integrals, best quotients, weights, the errors of a step function, the dtypes in which outputs are saved."""
 
 from .dtypes import DTYPES as DTYPES
 from .dtypes import halves as halves

@@ -1,4 +1,4 @@
-"""The dtypes in which outputs are kept: their numbers, and rounding to them."""
+"""The dtypes in which outputs are saved: their numbers, and rounding to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def halves(dtype: str) -> Array:
 
 
 def stored(activation: Activation, at: Array, dtype: str) -> Array:
-    """Return f as a module computes and keeps it: float64 numbers that the named dtype holds, shape of `at`.
+    """Return f as a module computes and saves it: float64 numbers that the named dtype holds, shape of `at`.
 
     PyTorch's own functions are correct to one rounding; a formula is computed in float32, and rounded again.
     """
@@ -44,5 +44,5 @@ def rounded(values: Array, dtype: str) -> Array:
         if dtype == "float16":
             return values.astype(np.float16).astype(np.float64)
     bits = single.view(np.uint32)
-    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(single), np.nan, kept.view(np.float32)).astype(np.float64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(single), np.nan, rounded.view(np.float32)).astype(np.float64)

@@ -166,7 +166,7 @@ class StepFit(Fit):
 @readable
 @dataclass(frozen=True, kw_only=True)
 class ExactFit(Fit):
-    """f′ as a function of the output y, so that only y is kept.
+    """f′ as a function of the output y, so that only y is saved.
 
     Attributes:
         derivative: f′ as an expression in `y`.
@@ -287,7 +287,7 @@ class InvertedFit(Fit):
 @readable
 @dataclass(frozen=True, kw_only=True)
 class GateFit(Fit):
-    """A gate that keeps g and u for backward and nothing else: a, a′, b and b′ are computed again, exactly.
+    """A gate that saves g and u for backward and nothing else: a, a′, b and b′ are computed again, exactly.
 
     Attributes:
         activation: the gate.
@@ -303,7 +303,7 @@ class GateFit(Fit):
 @readable
 @dataclass(frozen=True, kw_only=True)
 class LearnedFit(Fit):
-    """A formula with learned numbers that keeps x for backward, and computes all else from it again, exactly.
+    """A formula with learned numbers that saves x for backward, and computes all else from it again, exactly.
 
     Attributes:
         activation: the formula.

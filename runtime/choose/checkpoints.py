@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fitact.runtime.measure import FLOPS, count_unseen
 from fitact.runtime.saving import Amount
 from fitact.runtime.saving import checkpoint as checkpoint_of_error
-from fitact.runtime.torch_internals import FakeTensor, kept_selectively, tree_iter
+from fitact.runtime.torch_internals import FakeTensor, saved_selectively, tree_iter
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
 Kind = tuple[str, str, Amount]
@@ -69,7 +69,7 @@ class Checkpointed:
             count_unseen(given)
         checked = checkpoint_of_error if "error" in options else checkpoint
         result = checked(run, *args, use_reentrant=False, **options, **kwargs)
-        count_unseen(tensor for pair in pairs for tensor in kept_selectively(pair[0]))
+        count_unseen(tensor for pair in pairs for tensor in saved_selectively(pair[0]))
         pairs.clear()
         return result
 

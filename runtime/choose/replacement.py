@@ -90,7 +90,7 @@ def replacement(
         width = registered(kind).bits
         if bits is not None and 0 < width < bits:
             note = f"{width} bit{'s' if width > 1 else ''}: none of {bits} is shipped"
-    if found.in_place and registered(kind).keeps_output:
+    if found.in_place and registered(kind).saves_output:
         return Replacement(reason="in place: a method that saves the output needs another tensor for it")
     if found.in_place and found.activation in OUTPUT_SAVED:
         return Replacement(reason="in place: it saves only its output, as most layers do")

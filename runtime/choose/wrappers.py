@@ -12,7 +12,7 @@ class Held(nn.Module):
     """Called like the original: with only an input it runs the activation, with more arguments the original.
 
     Args:
-        activation: computes what the original does with only an input, and keeps less.
+        activation: computes what the original does with only an input, and saves less.
         function: the original function, or the forward of the original module.
         argument: the name that the original gives to its input.
 
@@ -34,10 +34,10 @@ class Held(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes an activation's output over its input, and keeps what the activation keeps.
+    """Writes an activation's output over its input, and saves what the activation saves.
 
     Args:
-        activation: one that keeps codes and not its output, which would otherwise exist twice.
+        activation: one that saves codes and not its output, which would otherwise exist twice.
 
     """
 
@@ -51,6 +51,6 @@ class InPlace(nn.Module):
 
 
 def overwrite(input: Tensor, activation: nn.Module) -> Tensor:
-    """Overwrite input with its activation, and return it; autograd keeps no copy of it."""
+    """Overwrite input with its activation, and return it; autograd saves no copy of it."""
     result: Tensor = input.copy_(activation(input))
     return result

@@ -55,7 +55,7 @@ def compile_options(
         budget: how much the compiler may save, from 0 (it recomputes everything) to 1 (what is fastest): the value
             of `torch._functorch.config.activation_memory_budget` while it chooses. At 0.9 it recomputes no matrix
             product of a transformer's blocks.
-        inputs: whether inputs that are no parameters become codes too. This saves memory where nothing else keeps
+        inputs: whether inputs that are no parameters become codes too. This saves memory where nothing else saves
             them, as between regions that are compiled one by one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Activations of one input, which keep codes, the output, or both."""
+"""Activations of one input, which save codes, the output, or both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .registry import Backward, Forward, Kernel, Two, find
 
 
 def apply(x: Tensor, key: str) -> Tensor:
-    """Return the activation of x, keeping its codes for backward.
+    """Return the activation of x, saving its codes for backward.
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
@@ -38,7 +38,7 @@ def apply(x: Tensor, key: str) -> Tensor:
 
     Returns:
         A tensor of the shape of x, laid out like `torch.empty_like` of x. Its dtype is that of x; where backward
-        needs the output, under autocast it is the autocast dtype, so that the next layer keeps the same storage
+        needs the output, under autocast it is the autocast dtype, so that the next layer saves the same storage
         and no copy of it.
 
     Raises:
@@ -49,7 +49,7 @@ def apply(x: Tensor, key: str) -> Tensor:
     if mesh_of(x) is not None:
         return sharded(x, lambda shard, _: apply(shard, key), lambda placement: not placement.is_partial())
     check_dtype(activation.name, x)
-    dtype = autocast_dtype(x) if activation.keeps_output else x.dtype
+    dtype = autocast_dtype(x) if activation.saves_output else x.dtype
     gradient = may_need_gradient(x)
     if not gradient and torch.compiler.is_compiling():  # a compiler rounds and lays out results as it likes
         return activation.result(x, dtype)
@@ -64,7 +64,7 @@ def apply(x: Tensor, key: str) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Pointwise(Kernel):
-    """An activation of one input. Subclasses say which numbers it keeps, and what f′ is as a function of these.
+    """An activation of one input. Subclasses say which numbers it saves, and what f′ is as a function of these.
 
     Attributes:
         value: the activation in PyTorch's operators, Tensor → Tensor.
@@ -72,7 +72,7 @@ class Pointwise(Kernel):
 
     """
 
-    keeps_input: ClassVar[bool] = False
+    saves_input: ClassVar[bool] = False
 
     value: Callable[[Tensor], Tensor]
     even: bool = False
@@ -108,7 +108,7 @@ class Pointwise(Kernel):
         return in_layout(lambda x: self.result(x, dtype), given.dims, x), self.encode(x, dtype)
 
     def gradients(self, given: Backward) -> Two:
-        dy, y = given.dy, given.kept
+        dy, y = given.dy, given.saved
         derivative = self.derivative_for(dy.dtype if y is None else y.dtype)
         return reference.backward(dy, y, given.codes, self.bits, derivative, DTYPES[given.dtype]), None
 
@@ -119,7 +119,7 @@ class Pointwise(Kernel):
     def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
         assert dx is not None
         dy = given.dy
-        own = [given.kept] * self.keeps_output + [given.codes] * (self.bits > 0)
+        own = [given.saved] * self.saves_output + [given.codes] * (self.bits > 0)
         launch(self.backward, reference.tiles_of(dy), self.threads(dy, dx), dy, *own, dx, dy.numel())
 
 
@@ -155,7 +155,7 @@ class Exact(Pointwise):
 
     """
 
-    keeps_output: ClassVar[bool] = True
+    saves_output: ClassVar[bool] = True
 
     derivative: Callable[[Tensor], Tensor]
 
@@ -181,7 +181,7 @@ class Inverted(Pointwise):
 
     """
 
-    keeps_output: ClassVar[bool] = True
+    saves_output: ClassVar[bool] = True
 
     borders: Mapping[torch.dtype, tuple[float, ...]]
     derivatives: Mapping[torch.dtype, Callable[[Tensor, Tensor], Tensor]]

@@ -149,9 +149,9 @@ def encode_tile(
         top = tl.where(magnitude > 0, magnitude | ((negative ^ 1) << 31), 0)
     top = top.to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.minimum(top, most), -most).to(tl.bfloat16)
-    kept = tl.where(magnitude == INFINITY, top.to(tl.bfloat16), scale)
+    finite = tl.where(magnitude == INFINITY, top.to(tl.bfloat16), scale)
     nan = tl.full((ROWS,), 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(scales + index, tl.where(magnitude > INFINITY, nan, kept), mask=exists)
+    tl.store(scales + index, tl.where(magnitude > INFINITY, nan, finite), mask=exists)
     inverse = tl.div_rn(2.0 * levels * levels, scale.to(tl.float32))  # never denormal: Triton 3.5 makes that 0
     inverse = tl.maximum(tl.minimum(inverse, LARGE), -LARGE)
     inverse = tl.where(magnitude > INFINITY, 0.0, inverse)  # as integers, 0 and NaN are 0

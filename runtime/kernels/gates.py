@@ -1,8 +1,8 @@
-"""Gates h = a(g)·b(u), which keep g and u.
+"""Gates h = a(g)·b(u), which save g and u.
 
 Values are those of PyTorch's composition: a(g) rounded to the dtype, and then multiplied. So are the gradients:
 dh·b(u) goes through PyTorch's own backward of a, and dh·a(g) through that of b. The layouts of g and u may differ:
-halves of one tensor are kept as views, and kernels read them as they are.
+halves of one tensor are saved as views, and kernels read them as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .registry import Backward, Forward, Kernel, Two, find
 
 
 def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
-    """Return the gate of g and u, keeping both for backward.
+    """Return the gate of g and u, saving both for backward.
 
     Args:
         g: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
@@ -108,7 +108,7 @@ class Gate(Kernel):
             return in_layout(self.value, given.dims, given.x, given.other), self.codes(given)
 
     def gradients(self, given: Backward) -> Two:
-        g, u, dh, dg, du = given.kept, given.other, given.dy, None, None
+        g, u, dh, dg, du = given.saved, given.other, given.dy, None, None
         assert g is not None and u is not None
         with without_autocast(dh.device.type):
             if given.wants_x:
@@ -123,8 +123,8 @@ class Gate(Kernel):
         launch(self.forward, reference.tiles_of(y), threads_of(y.dtype), g, u, y, *rows_g, *rows_u, y.numel())
 
     def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
-        assert given.kept is not None and given.other is not None
-        dh, (g, *rows_g), (u, *rows_u) = given.dy, _rows(given.kept), _rows(given.other)
+        assert given.saved is not None and given.other is not None
+        dh, (g, *rows_g), (u, *rows_u) = given.dy, _rows(given.saved), _rows(given.other)
         rest = g, u, dx, d_other, *rows_g, *rows_u, dh.numel()
         launch(self.backward, reference.tiles_of(dh), threads_of(dh.dtype), dh, *rest)
 

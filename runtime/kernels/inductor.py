@@ -73,7 +73,7 @@ def multiplier(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """Return a function of dy, y, planes and dx that writes dx = dy · derivative(y, code), in the dtype of dx.
 
-    dy, y and dx are (tiles, rows, columns), planes as `encoder` writes them; tensors that are not kept are empty.
+    dy, y and dx are (tiles, rows, columns), planes as `encoder` writes them; tensors that are not saved are empty.
     """
 
     def multiply(dy: Tensor, y: Tensor, planes: Tensor, dx: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Formulas with learned numbers, which keep x and the numbers; and modules that compute one.
+"""Formulas with learned numbers, which save x and the numbers; and modules that compute one.
 
 The op gets the numbers as a matrix: a row for each, with a column for each channel or one column; it is float64 if
 x is, else float32. Their gradients are sums over elements, in the same dtype: first over parts of the tensor, then
@@ -29,7 +29,7 @@ THREADS = 256
 
 
 def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> Tensor:
-    """Return the formula of x, keeping for backward x and the numbers.
+    """Return the formula of x, saving for backward x and the numbers.
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
@@ -153,13 +153,13 @@ class Learned(Kernel):
         return y, self.codes(given)
 
     def gradients(self, given: Backward) -> Two:
-        dy, kept, numbers = given.dy, given.kept, given.other
-        assert kept is not None and numbers is not None
+        dy, saved, numbers = given.dy, given.saved, given.other
+        assert saved is not None and numbers is not None
         columns, shape, sums = _columns(numbers), (-1, numbers.shape[1], given.inner), []
         dx = torch.empty_like(dy) if given.wants_x else None
         with without_autocast(dy.device.type):
             for part in _parts(dy.numel(), *shape[1:]):
-                at, grad = (one.view(shape)[part].to(numbers.dtype) for one in (kept, dy))
+                at, grad = (one.view(shape)[part].to(numbers.dtype) for one in (saved, dy))
                 if dx is not None:
                     dx.view(shape)[part] = grad * self.derivative(at, *columns)
                 if given.wants_other:
@@ -183,7 +183,7 @@ class Learned(Kernel):
         else:
             parts, across = -(-rows * (beside or 1) // (BLOCK.value * TRIPS.value)), channels or 1
         sums = None if d_other is None else d_other.new_empty(parts, *d_other.shape)
-        arguments = dy, given.kept, numbers, dx, sums, channels, beside, rows
+        arguments = dy, given.saved, numbers, dx, sums, channels, beside, rows
         launch(self.backward, parts * across, THREADS, *arguments)
         if d_other is not None and sums is not None:
             torch.sum(sums, 0, out=d_other)

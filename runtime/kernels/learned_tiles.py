@@ -65,9 +65,9 @@ def _part_of_row(x, y, start, n, numbers, channels, inner, value: tl.constexpr, 
     """Write y of a row in which the tensor may end."""
     at = tl.arange(0, COLUMNS)
     inside = at < tl.minimum(n - start, COLUMNS).to(tl.int32)
-    kept = tl.load(x + start + at, mask=inside, other=0.0)
+    element = tl.load(x + start + at, mask=inside, other=0.0)
     own = _of_row(numbers, start, channels, inner, count)
-    _store(y + start + at, value(kept.to(tl.float32), *own), inside, False)
+    _store(y + start + at, value(element.to(tl.float32), *own), inside, False)
 
 
 @jit
@@ -103,8 +103,8 @@ def _block(x, y, numbers, channels, n, value: tl.constexpr, count: tl.constexpr)
     else:
         for _ in range(TRIPS):
             inside = valid & (at < n)
-            kept = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            _store(y + at, value(kept, *own), inside, False)
+            element = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            _store(y + at, value(element, *own), inside, False)
             at += HEIGHT * channels
 
 
@@ -149,12 +149,12 @@ def _trips(left, size: tl.constexpr, whole: tl.constexpr):
 
 @jit
 def _gradients(
-    dy, kept, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
+    dy, saved, dx, sums, at, inside, numbers, derivative: tl.constexpr, gradient: tl.constexpr,
     count: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Write dx of elements, if it is wanted, and return the sums with dy times each of `count` gradients added."""
     grad = _load(dy + at, inside, whole).to(tl.float32)
-    x = _load(kept + at, inside, whole).to(tl.float32)
+    x = _load(saved + at, inside, whole).to(tl.float32)
     if dx is not None:
         _store(dx + at, grad * derivative(x, *numbers), inside, whole)
     added = ()
@@ -166,7 +166,7 @@ def _gradients(
 
 @jit
 def _beside(
-    dy, kept, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
+    dy, saved, numbers, dx, sums, part, left, channels, rows, derivative: tl.constexpr,
     gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on rows of WIDTH channels that lie beside each other; `whole`: none of them is outside."""
@@ -180,7 +180,7 @@ def _beside(
     for trip in range(_trips(rows - first, HEIGHT, whole)):
         inside = (row + trip * HEIGHT < rows) & valid
         added = _gradients(
-            dy, kept, dx, added, at, inside, own, derivative, gradient, wanted, whole
+            dy, saved, dx, added, at, inside, own, derivative, gradient, wanted, whole
         )  # fmt: skip
         at += HEIGHT * channels
     for which in tl.static_range(wanted):
@@ -190,7 +190,7 @@ def _beside(
 
 @jit
 def _apart(
-    dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
+    dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative: tl.constexpr,
     gradient: tl.constexpr, count: tl.constexpr, wanted: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Backward on a part of the `size` elements of one channel; `whole`: none of them is outside."""
@@ -207,7 +207,7 @@ def _apart(
             within = (index - row * inner).to(tl.int32) + tl.arange(0, BLOCK)
             at = ((row + within // inner) * channels + channel) * inner + within % inner
         added = _gradients(
-            dy, kept, dx, added, at, inside, own, derivative, gradient, wanted, whole
+            dy, saved, dx, added, at, inside, own, derivative, gradient, wanted, whole
         )  # fmt: skip
     for which in tl.static_range(wanted):
         row = part * count + which
@@ -216,10 +216,10 @@ def _apart(
 
 @jit
 def learned_backward_block(
-    dy, kept, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
+    dy, saved, numbers, dx, sums, channels, inner, rows, derivative: tl.constexpr, gradient: tl.constexpr,
     count: tl.constexpr,
 ):  # fmt: skip
-    """Backward on the block of this program: dy and what is kept → dx, and the sums of dy times each gradient.
+    """Backward on the block of this program: dy and what is saved → dx, and the sums of dy times each gradient.
 
     The tensors are (rows, channels, inner) in memory. A program makes TRIPS trips, each over BLOCK elements of one
     channel, or over HEIGHT rows of WIDTH channels if `inner` is None, which means 1.
@@ -234,12 +234,12 @@ def learned_backward_block(
         left, part = block % beside * WIDTH, (block // beside).to(tl.int64)
         if ((part + 1) * (HEIGHT * TRIPS) <= rows) & (left + WIDTH <= channels):
             _beside(
-                dy, kept, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
+                dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
                 wanted, True,
             )  # fmt: skip
         else:
             _beside(
-                dy, kept, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
+                dy, saved, numbers, dx, sums, part, left, channels, rows, derivative, gradient, count,
                 wanted, False,
             )  # fmt: skip
     else:
@@ -249,11 +249,11 @@ def learned_backward_block(
             part, channel, size = (block // channels).to(tl.int64), block % channels, rows * inner
         if (part + 1) * (BLOCK * TRIPS) <= size:
             _apart(
-                dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
+                dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
                 count, wanted, True,
             )  # fmt: skip
         else:
             _apart(
-                dy, kept, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
+                dy, saved, numbers, dx, sums, part, channel, channels, inner, size, derivative, gradient,
                 count, wanted, False,
             )  # fmt: skip

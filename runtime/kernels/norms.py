@@ -1,4 +1,4 @@
-"""Memory-sharing norms, which keep their output and 1/σ of each row; `norms.modules` says what they compute.
+"""Memory-sharing norms, which save their output and 1/σ of each row; `norms.modules` says what they compute.
 
 On CUDA (and ROCm) the kernels of `norm_tiles` run; on all other devices and for float64, PyTorch's operators.
 Statistics are in float32, for float64 in float64.
@@ -32,13 +32,13 @@ class Norm(Kernel):
     name: str = "memory-sharing norm"
     forward: Any = ms_norm_forward
     backward: Any = ms_norm_backward
-    keeps_input: ClassVar[bool] = False
-    keeps_output: ClassVar[bool] = True
+    saves_input: ClassVar[bool] = False
+    saves_output: ClassVar[bool] = True
 
     centred: bool
 
     @property
-    def keeps_codes(self) -> bool:
+    def saves_codes(self) -> bool:
         return True
 
     def codes(self, given: Forward) -> Tensor:
@@ -59,7 +59,7 @@ class Norm(Kernel):
         return z, scale
 
     def gradients(self, given: Backward) -> Two:
-        z, scale = given.kept, given.codes
+        z, scale = given.saved, given.codes
         assert z is not None and scale is not None
         dx = torch.empty_like(given.dy, dtype=DTYPES[given.dtype])
         gradients, normalised, results = (tensor.view(-1, given.inner) for tensor in (given.dy, z, dx))
@@ -80,7 +80,7 @@ class Norm(Kernel):
         self._launch(self.forward, given, given.x, y, codes, eps=(given.eps,))
 
     def launch_backward(self, given: Backward, dx: Tensor | None, d_other: Tensor | None) -> None:
-        self._launch(self.backward, given, given.dy, given.kept, given.codes, dx)
+        self._launch(self.backward, given, given.dy, given.saved, given.codes, dx)
 
     def _launch(
         self,

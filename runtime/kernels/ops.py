@@ -4,15 +4,15 @@
         Tensor x, Tensor? other, SymInt inner, float eps, int[]? dims, int dtype, str key
     ) -> (Tensor y, Tensor codes)
     fitact::backward(
-        Tensor dy, Tensor? kept, Tensor? other, Tensor? codes, SymInt inner, int dtype, bool, bool, str key
+        Tensor dy, Tensor? saved, Tensor? other, Tensor? codes, SymInt inner, int dtype, bool, bool, str key
     ) -> (Tensor dx, Tensor gradient of other)
 
 In a standalone folder, which has a copy of this file, they have the folder's own namespace. `other` is a gate's u
-or the learned numbers, `kept` is x or y, and what a kind does not have is None. The two bools say which gradients
+or the learned numbers, `saved` is x or y, and what a kind does not have is None. The two bools say which gradients
 are wanted; one that is not is an empty tensor. `dtype` is that of y in forward, and of the gradient of x
 in backward, as its place in DTYPES: before 2.12, programs compiled ahead of time misread PyTorch's own dtypes.
 
-To PyTorch they are opaque: a compiler cannot look inside, keep x and compute the codes again. The key, a hash of
+To PyTorch they are opaque: a compiler cannot look inside, save x and compute the codes again. The key, a hash of
 the fit and of the generated text, finds the kernel; so a compiled graph holds no Python object. On CUDA (and ROCm)
 the generated Triton kernels run; all other devices, and float64, run `compute` and `gradients` of the kernel. With
 TRITON_INTERPRET=1 the CPU runs the Triton kernels too, interpreted.
@@ -49,7 +49,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICES = () if not HAS_TRITON else ("cuda", "cpu") if INTERPRETED else ("cuda",)
 FORWARD = "(Tensor x, Tensor? other, SymInt inner, float eps, int[]? dims, int dtype, str key) -> (Tensor, Tensor)"
 BACKWARD = (
-    "(Tensor dy, Tensor? kept, Tensor? other, Tensor? codes, SymInt inner, int dtype, bool wants_x, "
+    "(Tensor dy, Tensor? saved, Tensor? other, Tensor? codes, SymInt inner, int dtype, bool wants_x, "
     "bool wants_other, str key) -> (Tensor, Tensor)"
 )
 
@@ -72,7 +72,7 @@ def differentiable(
     x: Tensor, other: Tensor | None, dtype: torch.dtype, key: str, *, inner: int = 1, eps: float = 0.0,
     dims: Dims = None,
 ) -> Tensor:  # fmt: skip
-    """Return y in `dtype`, keeping for backward what the kernel needs; the tensors are in memory order.
+    """Return y in `dtype`, saving for backward what the kernel needs; the tensors are in memory order.
 
     Where that is x, y carries a note of how to compute it again, for a context of `fitact.saving`.
     """
@@ -83,7 +83,7 @@ def differentiable(
         return compiled
     y: Tensor = Run.apply(*arguments)[0]
     kernel = find(key)
-    if other is None or not kernel.keeps_input:
+    if other is None or not kernel.saves_input:
         return y
     return note(y, partial(_again, rest=arguments[2:]), x, other)
 
@@ -161,7 +161,7 @@ def with_signature(forward: Function) -> Function:
 def refuse_second_derivative(name: str) -> NoReturn:
     """Raise a RuntimeError that calls the op by a name."""
     raise RuntimeError(
-        f"{name}: a second derivative was requested, but only what the first needs is kept; "
+        f"{name}: a second derivative was requested, but only what the first needs is saved; "
         "use PyTorch's own operators where gradients are differentiated again"
     )
 
@@ -205,20 +205,20 @@ class Gradients(torch.autograd.Function):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save what the kernel keeps; `output` is y, the codes, and perhaps what ties gradients to the inputs."""
+    """Save what the kernel saves; `output` is y, the codes, and perhaps what ties gradients to the inputs."""
     (x, other, ctx.inner, *_, ctx.key), (y, codes, *autograd_anchor) = inputs, output
     kernel, ctx.dtype = find(ctx.key), NUMBER[x.dtype]
-    kept = y if kernel.keeps_output else x if kernel.keeps_input else None
+    saved = y if kernel.saves_output else x if kernel.saves_input else None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(kept, other, codes if kernel.keeps_codes else None, *autograd_anchor)
+    ctx.save_for_backward(saved, other, codes if kernel.saves_codes else None, *autograd_anchor)
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 7
-    kept, other, codes, *autograd_anchor = ctx.saved_tensors
+    saved, other, codes, *autograd_anchor = ctx.saved_tensors
     wants = ctx.needs_input_grad[:2]
-    arguments = dy.contiguous(), kept, other, codes, ctx.inner, ctx.dtype, *wants, ctx.key
+    arguments = dy.contiguous(), saved, other, codes, ctx.inner, ctx.dtype, *wants, ctx.key
     if autograd_anchor:
         found = Gradients.apply(find(ctx.key).name, *autograd_anchor, "backward", *arguments)
     else:
@@ -227,7 +227,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None
 
 
 class Run(torch.autograd.Function):
-    """Saves what the kernel keeps, and an empty tensor that ties the gradients to the inputs."""
+    """Saves what the kernel saves, and an empty tensor that ties the gradients to the inputs."""
 
     generate_vmap_rule = True
 
@@ -298,10 +298,10 @@ def _backward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Batches:
     if kernel.by_element:
         return _by_element(ops.backward, size, in_dims, arguments)
     shape = torch.Size((size, *dy.shape)) if in_dims[0] is None else dy.movedim(in_dims[0], 0).shape
-    dy, kept, other = _flat(kernel, size, in_dims, dy, given.kept, given.other)
+    dy, saved, other = _flat(kernel, size, in_dims, dy, given.saved, given.other)
     if codes is not None:
         codes = (codes.expand(size, -1) if in_dims[3] is None else codes.movedim(in_dims[3], 0)).reshape(-1)
-    found = ops.backward(dy, kept, other, codes, *arguments[4:])
+    found = ops.backward(dy, saved, other, codes, *arguments[4:])
     wants = given.wants_x, given.wants_other
     return tuple(
         one[:, : shape[1:].numel()].reshape(shape) if wanted else one.new_empty(size, 0)
@@ -323,7 +323,7 @@ def _define(name: str, schema: str, passes: Sequence[Callable[..., Any]], vmap: 
         schema: its arguments and results.
         passes: compute it by PyTorch's operators, by Triton's kernels, and without numbers.
         vmap: its rule for `torch.vmap`.
-        autograd: its backward, and what keeps for that.
+        autograd: its backward, and the function that saves tensors for it.
 
     """
     holder, whole = f"library_of_{name}", f"{NAMESPACE}::{name}"

@@ -141,7 +141,7 @@ def _by_pattern(borders: tuple[float, ...], dtype: torch.dtype, even: bool) -> T
 
 
 class Derivative(Protocol):
-    """f′ as a function of y and of a code (int32), one-dimensional tensors that are empty if they are not kept."""
+    """f′ as a function of y and of a code (int32), tensors of one dimension, empty if they are not saved."""
 
     def __call__(self, y: Tensor, code: Tensor) -> Tensor:
         """Return f′, float32 or float64, of y in any dtype, in few passes over the memory."""
@@ -157,7 +157,7 @@ def backward(
 
     Args:
         dy: the gradient of the output, contiguous.
-        y: the output, contiguous, or None if it is not kept.
+        y: the output, contiguous, or None if it is not saved.
         codes: as `encode` returns them; None if `bits` is 0.
         bits: bits of a code.
         derivative: f′.
@@ -174,9 +174,9 @@ def backward(
     flat_dx, flat_y = dx.view(-1), flat.new_empty(0) if y is None else y.view(-1)
     if done := _whole(dy):
         rows = [part[: done * TILE].view(-1, ROWS, COLUMNS) for part in (flat, flat_dx)]
-        kept = flat_y if y is None else flat_y[: done * TILE].view(-1, ROWS, COLUMNS)
+        outputs = flat_y if y is None else flat_y[: done * TILE].view(-1, ROWS, COLUMNS)
         planes = codes[: done * bits * COLUMNS].view(-1, bits, COLUMNS) if bits else codes
-        inductor.multiplier(derivative.traced, bits, dtype)(rows[0], kept, planes, rows[1])
+        inductor.multiplier(derivative.traced, bits, dtype)(rows[0], outputs, planes, rows[1])
     for tile, element in _chunks(dy, done, tiles_of(dy)):
         part = flat[element]
         code = _unpack(codes, bits, tile, element) if bits else codes

@@ -31,7 +31,7 @@ class Backward(NamedTuple):
     """The arguments of the op `backward`."""
 
     dy: Tensor
-    kept: Tensor | None
+    saved: Tensor | None
     other: Tensor | None
     codes: Tensor | None
     inner: int
@@ -43,15 +43,15 @@ class Backward(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel(ABC):
-    """What is registered under a key. The kinds, its subclasses, say what is kept and how both passes run.
+    """What is registered under a key. The kinds, its subclasses, say what is saved and how both passes run.
 
     Attributes:
         key: identifies the fit and the generated text.
         name: its name in messages.
         forward, backward: Triton kernels; their arguments are those that `launch` and `launch_backward` give them.
-        bits: bits kept per element as codes.
-        keeps_output: whether backward needs y.
-        keeps_input: whether backward needs x.
+        bits: bits saved per element as codes.
+        saves_output: whether backward needs y.
+        saves_input: whether backward needs x.
         by_element: whether a batch of `torch.vmap` is computed element by element, not as one tensor.
 
     """
@@ -61,12 +61,12 @@ class Kernel(ABC):
     forward: Any
     backward: Any
     bits: int = 0
-    keeps_output: ClassVar[bool] = False
-    keeps_input: ClassVar[bool] = True
+    saves_output: ClassVar[bool] = False
+    saves_input: ClassVar[bool] = True
     by_element: ClassVar[bool] = False
 
     @property
-    def keeps_codes(self) -> bool:
+    def saves_codes(self) -> bool:
         """Whether backward needs the codes."""
         return self.bits > 0
 
@@ -145,4 +145,4 @@ def _registration(kind: type) -> Kernel | None:
     kernel: Kernel | None = known.get(key)
     function = home.get(getattr(kernel, "name", ""))
     own = getattr(function, "__globals__", None) is home and kind.__name__ in home.get("__all__", ())
-    return kernel if own and kernel is not None and not kernel.keeps_input else None
+    return kernel if own and kernel is not None and not kernel.saves_input else None

@@ -2,7 +2,7 @@
 
 A tile is 8 rows of 1024 elements, in contiguous order. Row r of column j owns bits [k·r, k·r + k) of an
 8k-bit word, and the 1024 words of a tile are stored as k planes of 1024 bytes. So a program of one tile
-needs no cross-lane work, reads and writes whole vectors, and k bits an element are kept exactly; only the
+needs no cross-lane work, reads and writes whole vectors, and k bits an element are saved exactly; only the
 last tile is padded, with code 0. The layout is part of the format: `ops.reference` writes the same bytes.
 
 The rows of a tile are a loop, not written out: written out they take more registers, and longer formulas spill.
@@ -199,7 +199,7 @@ def backward_tile(dy, y, codes, dx, n, derivative: tl.constexpr, bits: tl.conste
     """Backward on the tile of this program: dx = dy · derivative(y, code), all (n,) but the codes.
 
     derivative: device function of y, float32 or None, and of the code, the low `bits` bits of an int32; it returns
-    float32. `y` is None where the output is not kept, `codes` if `bits` is 0.
+    float32. `y` is None where the output is not saved, `codes` if `bits` is 0.
     """
     tile = tl.program_id(0).to(tl.int64)
     first = tile * (ROWS * COLUMNS)

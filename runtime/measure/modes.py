@@ -1,4 +1,4 @@
-"""Contexts that see every operation below autograd, and every tensor that autograd keeps."""
+"""Contexts that see every operation below autograd, and every tensor that autograd saves."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class OperationMode(TorchDispatchMode):
 
 
 def watching_saved(see: Callable[[Tensor], object]) -> saved_tensors_hooks:
-    """Return a context that shows each tensor that autograd keeps for backward.
+    """Return a context that shows each tensor that autograd saves for backward.
 
-    What has a node is kept detached. An output that is kept as it is holds the node that keeps it, so that neither
-    would ever be freed.
+    What has a node is stored detached. An output that is stored as it is holds the node that saves it, so that
+    neither would ever be freed.
     """
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The distribution of a stream of numbers: counts in fine fixed cells; no number is kept."""
+"""The distribution of a stream of numbers: counts in fine fixed cells; no number is stored."""
 
 from __future__ import annotations
 

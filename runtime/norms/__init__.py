@@ -1,4 +1,4 @@
-"""Norms that keep their output, and merging a norm into the linear layers that follow."""
+"""Norms that save their output, and merging a norm into the linear layers that follow."""
 
 from .merge import merge_norm as merge_norm
 from .modules import MSLayerNorm as MSLayerNorm

@@ -29,7 +29,7 @@ def merge_norm(norm: nn.Module, layers: Sequence[nn.Linear]) -> Norm:
         layers: all that read its output, adapters included; changed in place. One without bias gets one for β.
 
     Returns:
-        The norm without α and β, which keeps its output for backward.
+        The norm without α and β, which saves its output for backward.
 
     Raises:
         UsageError: the module computes neither norm, or a layer does not fit it; nothing is changed then.

@@ -1,11 +1,11 @@
-"""Memory-sharing norms: LayerNorm and RMSNorm that keep their output and a number per row (Approx-BP, section 5).
+"""Memory-sharing norms: LayerNorm and RMSNorm that save their output and a number per row (Approx-BP, section 5).
 
     LayerNorm: σ = √(mean((x − mean(x))²) + ε), z = (x − mean(x))/σ, dx = (dz − mean(dz) − z·mean(z·dz))/σ
     RMSNorm:   σ = √(mean(x²) + ε),             z = x/σ,             dx = (dz − z·mean(z·dz))/σ
 
 They have no weight and no bias: these go into the next linear layers (`fitact.runtime.norms.merge`). Such a layer
-keeps its input, which is z. So norm and layer together keep one tensor and one number per row, while PyTorch's
-norm also keeps x. Nothing is saved where the next operation does not keep the same storage: a frozen layer,
+saves its input, which is z. So norm and layer together save one tensor and one number per row, while PyTorch's
+norm also saves x. Nothing is gained where the next operation does not save the same storage: a frozen layer,
 dropout, a residual sum.
 """
 
@@ -30,7 +30,7 @@ from fitact.runtime.kernels import (
 
 
 def ms_layer_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-5) -> Tensor:
-    """Return `torch.nn.functional.layer_norm` without weight and bias, keeping its output for backward.
+    """Return `torch.nn.functional.layer_norm` without weight and bias, saving its output for backward.
 
     Args:
         input: float16, bfloat16, float32 or float64, of any strides, whose last dimensions are `normalized_shape`.
@@ -40,7 +40,7 @@ def ms_layer_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: flo
 
     Returns:
         A contiguous tensor of the shape of input. Its dtype is that of input; under autocast it is the autocast
-        dtype, so that the next layer keeps the same storage and no copy of it.
+        dtype, so that the next layer saves the same storage and no copy of it.
 
     Raises:
         TypeError: input is not a tensor of one of these dtypes.
@@ -52,7 +52,7 @@ def ms_layer_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: flo
 
 
 def ms_rms_norm(input: Tensor, normalized_shape: int | Sequence[int], eps: float | None = None) -> Tensor:
-    """Return `torch.nn.functional.rms_norm` without weight, keeping its output for backward.
+    """Return `torch.nn.functional.rms_norm` without weight, saving its output for backward.
 
     Args:
         input: as for `ms_layer_norm`.
@@ -86,7 +86,7 @@ class _Norm(nn.Module):
 
 
 class MSLayerNorm(_Norm):
-    """`nn.LayerNorm` without weight and bias that keeps its output and 1/σ of each row; see `ms_layer_norm`.
+    """`nn.LayerNorm` without weight and bias that saves its output and 1/σ of each row; see `ms_layer_norm`.
 
     Args:
         normalized_shape: the last dimensions of its input.
@@ -103,7 +103,7 @@ class MSLayerNorm(_Norm):
 
 
 class MSRMSNorm(_Norm):
-    """`nn.RMSNorm` without weight that keeps its output and 1/σ of each row; see `ms_rms_norm`.
+    """`nn.RMSNorm` without weight that saves its output and 1/σ of each row; see `ms_rms_norm`.
 
     Args:
         normalized_shape: the last dimensions of its input.

@@ -218,7 +218,7 @@ class Again:
         return self._gradients(self._called(tensors), tensors, grad, create_graph=True)
 
     def release(self) -> None:
-        """Free what was kept."""
+        """Free what was kept for them."""
         self._made = None
 
     def _gradients(

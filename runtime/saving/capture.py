@@ -158,7 +158,7 @@ class Capture(TorchFunctionMode):
             recompute = note(self, output, again or func, args, kwargs)
         for stored, storage in undecided:
             own = recompute is not None and storage is output.untyped_storage()
-            computed = recompute.claim(self.keep) if own and recompute is not None else None
+            computed = recompute.claim(self.store) if own and recompute is not None else None
             if computed is not None:
                 stored.recompute_instead(self.computed(computed, output, (func, args)))
             else:
@@ -213,7 +213,7 @@ class Capture(TorchFunctionMode):
         if recompute is None and hasattr(storage, ATTRIBUTE):
             recompute = self._noted(tensor, getattr(storage, ATTRIBUTE))
         if recompute is not None and recompute.version == version and not any(mark.alive(version)):
-            computed = recompute.claim(self.keep)
+            computed = recompute.claim(self.store)
             if self._changed is not None:
                 protect(self._changed)
             if computed is not None:
@@ -227,11 +227,11 @@ class Capture(TorchFunctionMode):
                 return stored
             if recompute is not None and recompute.version == version:
                 mark.recompute = None  # which may hold what it reads
-            return self.keep(tensor, mark, grows and not tensor.is_leaf)
+            return self.store(tensor, mark, grows and not tensor.is_leaf)
         mark.add(stored)
         return stored
 
-    def keep(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
+    def store(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor, and say so on the mark of its memory.
 
         Args:

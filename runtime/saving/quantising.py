@@ -170,15 +170,15 @@ class Quantising(Capture):
             if stored is not None:
                 stored.readers += 1
             elif tensor.requires_grad and _bits_of(mark.recompute) < least:
-                stored = self.keep(tensor, mark, not tensor.is_leaf)
+                stored = self.store(tensor, mark, not tensor.is_leaf)
         if stored is None:
             stored = super().pack(tensor)
         return Reading(stored, tensor, self.outside) if type(stored) is Quantised else stored
 
-    def keep(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
+    def store(self, tensor: Tensor, mark: Mark, grows: bool) -> Stored:
         """Store a tensor as `Capture` does, or quantised."""
         stored = self._quantised(tensor, mark) if grows else None
-        return stored or super().keep(tensor, mark, grows)
+        return stored or super().store(tensor, mark, grows)
 
     def computed(self, computed: Computed, value: Tensor, call: Call | None) -> Reading | Stored:
         """Return how autograd gets a value that a call saves: of a decoded ReLU its slope, in bits."""

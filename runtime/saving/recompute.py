@@ -35,7 +35,7 @@ from .storage import (
 )
 
 # Stores a tensor, given the mark on its memory, and whether it has a gradient and is not the user's.
-Keep = Callable[[Tensor, Mark, bool], Stored]
+Store = Callable[[Tensor, Mark, bool], Stored]
 MOST, WIDER = 30, 12  # bytes that are written again for a byte of a tensor; before a wider copy is made of it
 # Sums in a row, as of a residual stream: backward computes the first ones first and holds each until it is read.
 SUMS = 8
@@ -47,7 +47,7 @@ class Source:
     Attributes:
         mark: of its memory.
         recompute: how to compute it again.
-        tensor: the tensor, if neither autograd nor anything else keeps it yet.
+        tensor: the tensor, if neither autograd nor anything else saves it yet.
         grows: whether that has a gradient and is no parameter or input of the user.
 
     """
@@ -68,10 +68,10 @@ class Source:
         """Return what storing the tensor takes; without end if it may be gone."""
         return inf if self.tensor is None else self.tensor.untyped_storage().nbytes()
 
-    def claim(self, keep: Keep) -> Stored | Computed | None:
+    def claim(self, store: Store) -> Stored | Computed | None:
         """Return what the tensor is read from, which is stored from now on; None if it is gone or was changed."""
         if self.recompute is not None:
-            return self.recompute.claim(keep)
+            return self.recompute.claim(store)
         stored = self.mark.stored(self.version, self.layout)
         if stored is not None:
             if not stored.is_current():
@@ -79,7 +79,7 @@ class Source:
             stored.readers += 1
             stored.claimed = True
         elif self.tensor is not None and version_of_saved(self.tensor) == self.version and self._has_memory():
-            stored = keep(self.tensor, self.mark, self.grows)
+            stored = store(self.tensor, self.mark, self.grows)
             stored.ours = stored.claimed = True
         if stored is not None and not self.mark.is_inside(None):
             self.tensor = None  # the hooks have it, elsewhere or nowhere
@@ -166,7 +166,7 @@ class Recompute:
             raise Unsuitable
         mark, version, layout = marked(storage, self._hooks), version_of_saved(tensor), layout_of(tensor)
         again: Recompute | None = None
-        kept: Tensor | None = None
+        value: Tensor | None = None
         if not (mark.known and mark.stored(version, layout)):
             again = mark.recompute
             if again is not None and again.version == version and again.pays() and not self._cuts(again):
@@ -176,9 +176,9 @@ class Recompute:
                 if again.unsaved:
                     self.unsaved = {**self.unsaved, **again.unsaved} if self.unsaved else again.unsaved
             else:
-                again, kept = None, tensor
-        source = Source(mark, version, layout, again, kept)
-        if kept is not None and not is_parameter(tensor):
+                again, value = None, tensor
+        source = Source(mark, version, layout, again, value)
+        if value is not None and not is_parameter(tensor):
             source.grows = tensor.requires_grad and not tensor.is_leaf
             self.unsaved = {**self.unsaved, id(mark): source} if self.unsaved else {id(mark): source}
         self.sources.append(source)
@@ -232,7 +232,7 @@ class Recompute:
         self.unsaved = left or None
         return adds < self.size
 
-    def claim(self, keep: Keep) -> Computed | None:
+    def claim(self, store: Store) -> Computed | None:
         """Return what computes the value for one more reader; None if a source is gone or was changed."""
         computed = self._computed and self._computed()
         if computed is None:
@@ -240,7 +240,7 @@ class Recompute:
                 return None
             values = []
             for source in self.sources:
-                value = source.claim(keep)
+                value = source.claim(store)
                 if value is None:
                     return None
                 values.append(value)

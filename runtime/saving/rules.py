@@ -82,10 +82,10 @@ def _changing(
     for stored, storage in undecided:
         stored.read_by(call)
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
-        computed, value = recompute.claim(capture.keep) if own and recompute is not None else None, x
+        computed, value = recompute.claim(capture.store) if own and recompute is not None else None, x
         copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
         if copied and before is not None and pure is not None:  # PyTorch's copy of x before the change
-            computed, value = before.claim(capture.keep), stored.tensor
+            computed, value = before.claim(capture.store), stored.tensor
             if computed is not None and computed.guard is not None:  # that counts changes of x
                 computed.readers -= 1
                 computed = None
@@ -157,7 +157,7 @@ def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: di
         for one, storage in zip(tensors, storages, strict=True):
             mark = marked(storage, capture.hooks)
             if mark.recompute is None and mark.stored(version_of(one), layout_of(one)) is None:
-                shared.append(capture.keep(one, mark, True))
+                shared.append(capture.store(one, mark, True))
                 shared[-1].ours = True
         capture.current = None
 

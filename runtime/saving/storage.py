@@ -253,7 +253,7 @@ class Stored(Made):
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
         # autograd reads a parameter as it is in backward, also if its data was replaced
-        self._kept: Any = tensor if tensor.is_leaf else tensor.detach()
+        self._saved: Any = tensor if tensor.is_leaf else tensor.detach()
         self.version = version_of_saved(tensor)
         if hooks is not None:
             self._hooks, self.first = hooks, next_call() - 1
@@ -262,28 +262,28 @@ class Stored(Made):
     def layout(self) -> Layout:
         """The tensor's layout."""
         if self._layout is None:
-            self._layout = layout_of(self._kept)
+            self._layout = layout_of(self._saved)
         return self._layout
 
     @property
     def tensor(self) -> Tensor:
         """The tensor, before it is settled."""
-        tensor: Tensor = self._kept
+        tensor: Tensor = self._saved
         return tensor
 
     def settle(self) -> Stored:
         """Hand the tensor to the hooks outside, once it is known that it has to be stored."""
         if self._hooks is not None:
-            tensor: Tensor = self._kept
+            tensor: Tensor = self._saved
             if tensor.layout is not torch.strided:
                 self._layout, self._whole = (tensor.size(), (), 0), False
-                self._kept = self._hooks.pack(tensor)
+                self._saved = self._hooks.pack(tensor)
                 return self
             self._layout, self._whole = layout_of(tensor), is_dense(tensor)
             self._guard = version_guard(tensor)
             if self._whole and not tensor.is_contiguous():
                 tensor = tensor.as_strided((tensor.numel(),), (1,), 0)
-            self._kept = self._hooks.pack(tensor)
+            self._saved = self._hooks.pack(tensor)
         return self
 
     def unpack(self) -> Tensor:
@@ -297,7 +297,7 @@ class Stored(Made):
         """Return the tensor; raises RuntimeError if it was changed in place."""
         if self._hooks is not None:
             return self._unpacked(self.layout)
-        tensor: Tensor = self._kept
+        tensor: Tensor = self._saved
         if version_of_saved(tensor) != self.version:
             raise RuntimeError(CHANGED.format(version_of_saved(tensor), self.version))
         return tensor
@@ -327,7 +327,7 @@ class Stored(Made):
     def _make(self) -> Tensor:
         assert self._hooks is not None
         with with_torch_function():
-            return self._hooks.unpack(self._kept)
+            return self._hooks.unpack(self._saved)
 
     def is_repeatable(self) -> bool:
         """Return whether what is stored can be asked for again: a checkpoint outside gives each tensor once."""
@@ -341,7 +341,7 @@ class Stored(Made):
         """Return whether what is stored is still the tensor as it was saved, or a copy of that."""
         if self.separate or self._copied is not None:
             return True
-        return version_of_saved(self._kept if self._hooks is None else self._guard) == self.version
+        return version_of_saved(self._saved if self._hooks is None else self._guard) == self.version
 
     def copy(self, storage: torch.UntypedStorage) -> None:
         """Copy the tensor for what is recomputed from it: it is about to be changed in place.
@@ -350,17 +350,17 @@ class Stored(Made):
         may be the tensor itself, and there is no other one to give them.
         """
         if self._hooks is not None and not self._hooks.own and not self.separate:
-            packed = [one for one in tree_leaves(self._kept) if isinstance(one, Tensor)]
+            packed = [one for one in tree_leaves(self._saved) if isinstance(one, Tensor)]
             self._spoilt = not packed or any(one.untyped_storage() is storage for one in packed)
-        if type(self) is Stored and isinstance(self._kept, Stored):  # what offloads
-            self._kept.copy(storage)
+        if type(self) is Stored and isinstance(self._saved, Stored):  # what offloads
+            self._saved.copy(storage)
         if self._hooks is None and self._copied is None:
-            tensor: Tensor = self._kept
+            tensor: Tensor = self._saved
             self._copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             size, stride, offset = self.layout
             self._copied.set_(tensor.untyped_storage().clone(), offset, size, stride)
             if self.ours:
-                self._kept = None
+                self._saved = None
 
     def is_decoded(self) -> bool:
         """Return whether it is stored in codes."""
@@ -368,7 +368,7 @@ class Stored(Made):
 
     def recompute_instead(self, reading: Any) -> None:
         """Store nothing: the tensor can be recomputed."""
-        self._kept, self.instead = None, reading
+        self._saved, self.instead = None, reading
 
 
 class Bits(Stored):
@@ -393,7 +393,7 @@ class Bits(Stored):
 
     def read(self, layout: Layout) -> Tensor:
         """Return the mask, or the factors."""
-        bits = self._kept if self._hooks is None else self.made()
+        bits = self._saved if self._hooks is None else self.made()
         mask = unpack(bits, *self.layout[:2])
         if self._factor is not None:
             dtype, p = self._factor
@@ -451,7 +451,7 @@ class Small(Stored):
 
     def read(self, layout: Layout) -> Tensor:
         """Return the indices."""
-        index: Tensor = self._kept if self._hooks is None else self.made()
+        index: Tensor = self._saved if self._hooks is None else self.made()
         return in_layout(index.long(), layout) if self._whole else index.long()
 
     def can_read(self, layout: Layout) -> bool:

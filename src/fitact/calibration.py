@@ -22,7 +22,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
         found = fitact.calibrate(model, [(tokens,) for tokens in samples], group=True)
         Path("weights.json").write_text(found.to_json())
 
-    No tensor is kept. Inputs are counted in fixed cells, even steps of asinh(1024 x): each is at most 7.6e-6 or
+    No tensor is stored. Inputs are counted in fixed cells, even steps of asinh(1024 x): each is at most 7.6e-6 or
     1/128 of x wide. A weight is 95 % a histogram of about 128 cells, whose edges are quantiles, closer in the
     tails; and 5 % Student's t with 3 degrees of freedom and the inputs' mean and deviation, for what was not seen.
 

@@ -1,4 +1,4 @@
-"""Codes under the compiler: what is kept, how far gradients are off, what is left alone."""
+"""Codes under the compiler: what is saved, how far gradients are off, what is left alone."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ def made(*blocks: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) 
 
 
 def step(model: nn.Module, run: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[int, list[Tensor]]:
-    """Bytes kept besides parameters and the input, and all gradients, in float32."""
+    """Bytes saved besides parameters and the input, and all gradients, in float32."""
     torch.manual_seed(1)
     x = torch.randn(shape, dtype=next(model.parameters()).dtype).requires_grad_()
     own = {storage_id(one) for one in (x, *model.parameters())}
     model.zero_grad()
     y = run(x)
-    kept = {storage_id(one): one.untyped_storage().nbytes() for one in y.grad_fn.saved_tensors if one is not None}
+    saved = {storage_id(one): one.untyped_storage().nbytes() for one in y.grad_fn.saved_tensors if one is not None}
     y.float().square().mean().backward()
     gradients = [one.grad.float() for one in (x, *model.parameters()) if one.grad is not None]
-    return sum(size for key, size in kept.items() if key not in own), gradients
+    return sum(size for key, size in saved.items() if key not in own), gradients
 
 
 def plain(budget: float, model: nn.Module, shape: tuple[int, ...]) -> tuple[int, list[Tensor]]:
@@ -113,26 +113,26 @@ def off(found: list[Tensor], baseline: list[Tensor]) -> float:
 )
 def test_blocks(block: Callable[[], nn.Module], baseline: int, numbers: float, tensors: int) -> None:
     """Half of what the compiler's best saves, with as many kernels, the whole gradient less than 1 % off."""
-    (kept, expected), texts = run_and_get_code(lambda: plain(0.9, made(block, block), (TOKENS, 256)))
+    (saved, expected), texts = run_and_get_code(lambda: plain(0.9, made(block, block), (TOKENS, 256)))
     kernels = fused(texts)
-    assert kept == 2 * TOKENS * baseline
+    assert saved == 2 * TOKENS * baseline
     torch._dynamo.reset()
     model = made(block, block)
     compiled = fitact.compile(model, fullgraph=True)
     (less, found), texts = run_and_get_code(lambda: step(model, compiled, (TOKENS, 256)))
-    assert kept - less == 2 * TOKENS * numbers * (2 - BYTES)
+    assert saved - less == 2 * TOKENS * numbers * (2 - BYTES)
     whole = [torch.cat([one.flatten() for one in every]) for every in (found, expected)]
     assert off(whole[:1], whole[1:]) < 0.01
     assert fused(texts) == kernels
     report = fitact.compile_report(compiled)
     (records,) = report.graphs
     assert sum(record.bits is not None for record in records) == tensors
-    assert report.before - report.after == kept - less
+    assert report.before - report.after == saved - less
 
 
 def test_exact() -> None:
     """Masks become bits, and no gradient changes."""
-    kept, expected = plain(0.9, made(Dropped), (TOKENS, 256))
+    saved, expected = plain(0.9, made(Dropped), (TOKENS, 256))
     torch._dynamo.reset()
     model = made(Dropped)
     compiled = fitact.compile(model, error="exact", fullgraph=True)
@@ -140,7 +140,7 @@ def test_exact() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     (mask,) = (record for record in fitact.compile_report(compiled).graphs[0] if record.bits)
     assert (mask.kind, mask.bits, mask.before, mask.after, mask.error) == ("mask", 1, TOKENS * 256, TOKENS * 32, 0)
-    assert kept - less == TOKENS * 224
+    assert saved - less == TOKENS * 224
 
 
 def peak(step: Callable[[], object]) -> int:
@@ -173,10 +173,10 @@ def test_dynamic_shapes(hidden: int) -> None:
     model = made(partial(Gelu, hidden=hidden))
     compiled = fitact.compile(model, fullgraph=True, dynamic=True)
     for tokens in (128, 200, 77):
-        kept, found = step(model, compiled, (tokens, 256))
+        saved, found = step(model, compiled, (tokens, 256))
         rows = (tokens, hidden) if hidden % 64 == 0 else (tokens * hidden // 64, 64)
         rest = tokens * hidden % 64 > 0
-        assert kept == 8 * tokens + blocks.nbytes(rows, 8) + rest * blocks.nbytes((64,), 8)
+        assert saved == 8 * tokens + blocks.nbytes(rows, 8) + rest * blocks.nbytes((64,), 8)
         x = torch.randn((tokens, 256), generator=torch.manual_seed(1), dtype=torch.bfloat16)
         model.zero_grad()
         model(x).float().square().mean().backward()
@@ -244,12 +244,12 @@ def test_autocast(dtype: torch.dtype) -> None:
     _, expected = step(model, run, (TOKENS, 256))
     torch._dynamo.reset()
     compiled = fitact.compile(model)
-    kept, found = step(model, run, (TOKENS, 256))
+    saved, found = step(model, run, (TOKENS, 256))
     assert off(found, expected) < 0.012
     codes = [(record.kind, record.bits) for record in fitact.compile_report(compiled).graphs[0] if record.bits]
     assert codes == [("activation", 8)]
-    # The weights' casts may be kept; no code is made of a weight.
-    assert kept <= TOKENS * (1024 * BYTES + 8) + 2 * 2 * 256 * 1024
+    # The weights' casts may be saved; no code is made of a weight.
+    assert saved <= TOKENS * (1024 * BYTES + 8) + 2 * 2 * 256 * 1024
 
 
 # PyTorch's compiler looks at the gradient of a tensor that is no leaf
@@ -282,8 +282,8 @@ def test_regional_and_by_hand() -> None:
 def test_mode_and_other_options() -> None:
     model = made(Gelu)
     compiled = fitact.compile(model, mode="max-autotune-no-cudagraphs", options={"max_autotune": False})
-    kept, _ = step(model, compiled, (TOKENS, 256))
-    assert kept == TOKENS * (1024 * BYTES + 8)
+    saved, _ = step(model, compiled, (TOKENS, 256))
+    assert saved == TOKENS * (1024 * BYTES + 8)
 
 
 class Converted(Gelu):
@@ -296,13 +296,13 @@ class Converted(Gelu):
 
 
 def test_beside_converted_activations() -> None:
-    """What a converted activation keeps is a code already, and stays; the rest becomes codes."""
+    """What a converted activation saves is a code already, and stays; the rest becomes codes."""
     whole, expected = plain(0.9, made(Converted, Converted), (TOKENS, 256))
     torch._dynamo.reset()
     model = made(Converted, Converted)
     compiled = fitact.compile(model, fullgraph=True)
-    kept, found = step(model, compiled, (TOKENS, 256))
-    assert kept < 0.62 * whole and off(found, expected) < 0.015
+    saved, found = step(model, compiled, (TOKENS, 256))
+    assert saved < 0.62 * whole and off(found, expected) < 0.015
     (records,) = fitact.compile_report(compiled).graphs
     codes = [one for one in records if one.dtype is torch.uint8]
     assert [(one.bits, one.before, one.reason) for one in codes] == 2 * [
@@ -348,9 +348,9 @@ for error in ERRORS:
     torch._dynamo.utils.counters.clear()
     model = made(Gelu)
     compiled = torch.compile(model) if error == "none" else fitact.compile(model, error=error)
-    kept, gradients = step(model, compiled, (512, 256))
+    saved, gradients = step(model, compiled, (512, 256))
     hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
-    print(error, kept, sum(float(one.double().abs().sum()) for one in gradients), hits)
+    print(error, saved, sum(float(one.double().abs().sum()) for one in gradients), hits)
 """
 ERRORS = ("none", "exact", "rounding", "coarse")
 

@@ -51,10 +51,10 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("again", AGAIN)
 def test_checkpoints(again: str) -> None:
-    """What a checkpoint keeps becomes codes, and what it computes again is not kept, dropout's masks included."""
+    """What a checkpoint saves becomes codes, and what it computes again is not saved, dropout's masks included."""
     block = partial(Checkpointed, again)
-    kept, expected = plain(0.9, made(block), (TOKENS, 256))
-    for error, limit, size in (("exact", 0.0, kept), ("rounding", 0.012, int(kept / 2 * BYTES))):
+    saved, expected = plain(0.9, made(block), (TOKENS, 256))
+    for error, limit, size in (("exact", 0.0, saved), ("rounding", 0.012, int(saved / 2 * BYTES))):
         torch._dynamo.reset()
         model = made(block)
         less, found = step(model, fitact.compile(model, error=error, fullgraph=True), (TOKENS, 256))
@@ -141,7 +141,7 @@ rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 """
-# What is kept of half a batch, and the mean of both halves' gradients, are those of a single process.
+# What is saved of half a batch, and the mean of both halves' gradients, are those of a single process.
 TRAIN = """
 halves = torch.randn(2, 320, 64, generator=torch.Generator().manual_seed(1))
 

@@ -1,4 +1,4 @@
-"""Converting small models: what is replaced, what is left alone and why, what is kept; nothing else changes."""
+"""Converting small models: what is replaced, what is left alone and why, what is saved; nothing else changes."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ IN_PLACE: list[tuple[nn.Module, str | None]] = [
 
 @pytest.mark.parametrize(("activation", "name"), IN_PLACE, ids=[type(one).__name__ for one, _ in IN_PLACE])
 def test_in_place(activation: nn.Module, name: str | None) -> None:
-    """Those that keep a copy of their input are replaced, and still overwrite it; others keep their output."""
+    """Those that save a copy of their input are replaced, and still overwrite it; others save their output."""
     holder = nn.Sequential(activation)
     start = torch.randn(5000, requires_grad=True)
     x = start * 1
@@ -365,7 +365,7 @@ def test_left_alone(activation: nn.Module, reason: str) -> None:
     assert model[1] is activation
 
 
-def test_in_place_has_no_use_for_methods_that_keep_the_output() -> None:
+def test_in_place_has_no_use_for_methods_that_save_the_output() -> None:
     (site,) = fitact.convert(nn.Sequential(nn.SiLU(inplace=True)), "inverted")
     assert site.after is None and "another tensor" in site.reason
 
@@ -763,8 +763,8 @@ def test_codes_of_few_elements_are_padded() -> None:
     )
 
 
-def test_autocast_keeps_one_storage() -> None:
-    """float32 into GELU: PyTorch keeps 4 bytes of it, and 2 of the copy that is cast for the linear layer."""
+def test_autocast_saves_one_storage() -> None:
+    """float32 into GELU: PyTorch saves 4 bytes of it, and 2 of the copy that is cast for the linear layer."""
     model = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64, bias=False))
     x = torch.randn(8, ROWS, 64)
     with torch.autocast("cpu", dtype=HALF):
@@ -796,8 +796,8 @@ class Overwriting(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
-def test_overwritten_outputs_are_not_kept(real: bool, autocast: bool) -> None:
-    """The linear layer keeps the storage of the output, but not what backward would need there."""
+def test_overwritten_outputs_are_not_saved(real: bool, autocast: bool) -> None:
+    """The linear layer saves the storage of the output, but not what backward would need there."""
     x = torch.randn(8, ROWS, 64)
 
     def run(model: nn.Module) -> object:
@@ -858,9 +858,9 @@ def test_what_chance_leaves_out(draw: Callable[[], Any], blocks: int, exclude: l
         model, before = Sometimes(draw, blocks), states()
         conversion = fitact.convert(model, "inverted", exclude=exclude, example_inputs=x)
         assert states() == before
-        kept = [site for site in conversion if site.reason != "excluded"]
-        assert len(kept) == blocks - len(exclude) and {site.after for site in kept} == {"gelu_inverted1"}
-        assert not any(site.after for site in conversion if site not in kept)
+        converted = [site for site in conversion if site.reason != "excluded"]
+        assert len(converted) == blocks - len(exclude) and {site.after for site in converted} == {"gelu_inverted1"}
+        assert not any(site.after for site in conversion if site not in converted)
 
 
 class Twice(nn.Module):
@@ -910,7 +910,7 @@ def stack(seed: int) -> nn.Sequential:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("seed", range(6))
 def test_reports_of_random_models(seed: int, autocast: bool) -> None:
-    """They say what is kept, which is never more than of the baseline."""
+    """They say what is saved, which is never more than of the baseline."""
     model, x = stack(seed), torch.randn(4 * ROWS, 64)
     with torch.autocast("cpu", dtype=HALF, enabled=autocast), count_saved(model) as baseline:
         model(x)
@@ -944,7 +944,7 @@ def test_measured_as_it_trains() -> None:
     assert fitact.convert(model, "inverted", dry_run=True, example_inputs=x).replaced
 
 
-def test_what_keeps_nothing() -> None:
+def test_what_saves_nothing() -> None:
     """What is not run, or saves nothing outside of a checkpoint, is replaced as asked."""
 
     class Unused(Holds):

@@ -88,7 +88,7 @@ def test_every_activation_is_replaced_or_refused(name: str, method: str) -> None
 
 
 def test_in_place_activations_of_timm() -> None:
-    """MobileNet has Hardswish in place, Hardsigmoid gates, and ReLU in place, which keeps its output."""
+    """MobileNet has Hardswish in place, Hardsigmoid gates, and ReLU in place, which saves its output."""
     conversion = fitact.convert(model_of("mobilenetv3_small_050"), "fewbit")
     counts: dict[tuple[str, str | None], int] = {}
     for site in conversion:
@@ -163,29 +163,29 @@ def lora(model: nn.Module) -> nn.Module:
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """Freeze the second half of the parameters, whose layers then keep no input, but for the last."""
+    """Freeze the second half of the parameters, whose layers then save no input, but for the last."""
     parameters = list(model.parameters())
     for parameter in parameters[len(parameters) // 2 : -2]:
         parameter.requires_grad_(False)
     return model
 
 
-def kept(model: nn.Module, inputs: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
-    """Return the bytes that a forward pass keeps, of real tensors."""
+def saved_bytes(model: nn.Module, inputs: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+    """Return the bytes that a forward pass saves, of real tensors."""
     with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext(), count_saved(model) as saved:
         output = model(**inputs)
     assert not (output.logits if hasattr(output, "logits") else output).isnan().any()
     return saved.bytes
 
 
-KEPT = {
+SAVED = {
     *("bert-everything-float32", "bert-lora-autocast", "gpt2-everything-float32", "gpt2-frozen-autocast"),
     *("phi3-everything-float32", "opt-everything-float32"),
     *("llama-everything-autocast", "llama-lora-float32", "mobilenetv3_small_050-everything-autocast"),
 }
 
 
-KEEP = ("phi3", "opt", "mixtral", "qwen3_moe")  # which save anyway what lies at some activations
+SHARED = ("phi3", "opt", "mixtral", "qwen3_moe")  # which save anyway what lies at some activations
 SETTINGS = {"everything": lambda model: model, "lora": lora, "frozen": frozen}
 WAYS: list[dict[str, Any]] = [
     *({"method": method} for method in ("fewbit", "inverted", "exact")),
@@ -195,19 +195,19 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("name", "setting", "precision"),
-    product([*MODELS, *KEEP], SETTINGS, ["float32", "autocast"], quick=KEPT, without=f"{TIMM_CONV}-lora"),
+    product([*MODELS, *SHARED], SETTINGS, ["float32", "autocast"], quick=SAVED, without=f"{TIMM_CONV}-lora"),
 )
-def test_reports_say_what_is_kept(name: str, setting: str, precision: str) -> None:
-    """That is at most what the baseline keeps, and for errors that may be larger, less."""
+def test_reports_say_what_is_saved(name: str, setting: str, precision: str) -> None:
+    """That is at most what the baseline saves, and for errors that may be larger, less."""
     dtype = HALF if precision == "autocast" else None
     inputs = batch_of(name, size=8)
     base = SETTINGS[setting](model_of(name))
-    counts = [kept(copy.deepcopy(base), inputs, dtype)]
+    counts = [saved_bytes(copy.deepcopy(base), inputs, dtype)]
     for given in WAYS:
         model = copy.deepcopy(base)
         with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
             conversion = fitact.convert(model, **given, example_inputs=inputs)
-        counts.append(kept(model, inputs, dtype))
+        counts.append(saved_bytes(model, inputs, dtype))
         assert (conversion.saved_before, conversion.saved_after) == (counts[0], counts[-1])
         assert counts[-1] <= counts[0]
     assert counts[0] > counts[-3] > counts[-2] > counts[-1]

@@ -1,1 +1,1 @@
-"""What models keep."""
+"""What models save."""

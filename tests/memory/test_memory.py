@@ -88,7 +88,9 @@ def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
     return changed([model], [Policy(name, method=method, bits=bits)])
 
 
-def kept(prepared: Prepared, inputs: Inputs, name: str = "baseline", autocast: torch.dtype | None = None) -> Saved:
+def saved_by(
+    prepared: Prepared, inputs: Inputs, name: str = "baseline", autocast: torch.dtype | None = None
+) -> Saved:
     cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
     try:
         with (
@@ -100,7 +102,7 @@ def kept(prepared: Prepared, inputs: Inputs, name: str = "baseline", autocast: t
             prepared.run(inputs)
     except UsageError as error:  # the method has nothing for the model, which stays as it is
         assert "no activation that can be replaced" in str(error)
-        return kept(prepared, inputs, autocast=autocast)
+        return saved_by(prepared, inputs, autocast=autocast)
     return saved
 
 
@@ -124,12 +126,12 @@ def output_mlp(batch: int, seq: int) -> tuple[nn.Module, torch.Tensor]:
 )
 def test_mlp_figures(make: Callable[..., Any], method: str, figure: str) -> None:
     prepared, inputs = prepare(from_callable(make), batch=2, seq=4096)
-    assert kept(prepared, inputs, method).bytes == REFERENCE["mlp"][figure]
+    assert saved_by(prepared, inputs, method).bytes == REFERENCE["mlp"][figure]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_block_figures(activation: str) -> None:
-    saved = kept(*reference(f"{activation}_block"))
+    saved = saved_by(*reference(f"{activation}_block"))
     figures = REFERENCE["block"]
     assert saved.bytes == figures[f"{activation}_cpu"]
     # On CUDA mean and deviation of the two norms are float32, here bfloat16; and there is a random state.
@@ -161,7 +163,7 @@ def test_few_bit_appendix_b(name: str, kind: str, sizes: dict[str, int], rest: f
     """The nonlinearities exactly; of everything, theirs leaves the masks of dropout out."""
     source = hugging_face(kind, sizes, head="none", attention="eager")
     prepared, inputs = prepare(source, batch=1, seq=256, dtype=torch.float32)
-    saved = kept(prepared, inputs)
+    saved = saved_by(prepared, inputs)
     figures = REFERENCE["appendix_b"][name]
     assert round(saved.by_kind()["activation"] / MIB, 1) == figures["nonlinearities"]
     config = prepared.model.config
@@ -174,7 +176,7 @@ def test_few_bit_appendix_b(name: str, kind: str, sizes: dict[str, int], rest: f
 def test_approx_bp_shares_of_vit() -> None:
     """Figure 5: ours, and the attention's output once more, which theirs has copied for the projection."""
     prepared, inputs = prepare(timm_model("vit_base_patch16_224"), batch=4, seq=1, dtype=torch.float32)
-    kinds = kept(prepared, inputs, autocast=HALF).by_kind("blocks.6")
+    kinds = saved_by(prepared, inputs, autocast=HALF).by_kind("blocks.6")
     unit = 4 * 197 * 768 * 2
     rows = 4 * 197 * 4  # a float32 a row
     assert kinds == {
@@ -190,13 +192,13 @@ def test_approx_bp_shares_of_vit() -> None:
 
 
 def test_approx_bp_shares_of_llama() -> None:
-    """Figure 6: ours, less what its fused RMSNorm does not keep, and the attention's output once more."""
+    """Figure 6: ours, less what its fused RMSNorm does not save, and the attention's output once more."""
     sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 40}
     source = hugging_face("llama", sizes | {"num_hidden_layers": 3}, head="none")
-    kinds = kept(*prepare(source, batch=1, seq=512)).by_kind("layers.1")
+    kinds = saved_by(*prepare(source, batch=1, seq=512)).by_kind("layers.1")
     unit, wide, rows = 512 * 5120 * 2, 512 * 13824 * 2, 512 * 4
     assert kinds == {
-        "norm": 2 * 3 * unit + 2 * rows,  # in float32, and again as it was: theirs keeps the first alone
+        "norm": 2 * 3 * unit + 2 * rows,  # in float32, and again as it was: theirs saves the first alone
         "product": 2 * wide,
         "linear": 2 * unit + wide,
         "attention": 4 * unit + 40 * rows,
@@ -212,8 +214,8 @@ def test_approx_bp_shares_of_llama() -> None:
 
 @pytest.mark.parametrize(("batch", "seq"), [(1, 2048), (3, 256)])
 def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
-    """34bsh + 5bs²a, of a block as it assumes; a norm also keeps the mean and deviation of each row."""
-    saved = kept(*reference("composed_block", batch=batch, seq=seq))
+    """34bsh + 5bs²a, of a block as it assumes; a norm also saves the mean and deviation of each row."""
+    saved = saved_by(*reference("composed_block", batch=batch, seq=seq))
     unit, scores, rows = batch * seq * 1024, batch * seq * seq * 16, 2 * batch * seq * 2
     found: Counter[tuple[str, str]] = Counter()
     for one in saved.records.values():
@@ -242,7 +244,7 @@ def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
 
 
 def test_layer_formula_in_float32() -> None:
-    saved = kept(*reference("composed_block", torch.float32, batch=1, seq=256))
+    saved = saved_by(*reference("composed_block", torch.float32, batch=1, seq=256))
     assert saved.bytes - 2 * 2 * 256 * 4 == sum(closed_form(1, 256, 1024, 16, element=4).values())
 
 
@@ -258,7 +260,7 @@ def test_selective_recomputation_of_gpt3() -> None:
         return model, torch.randn(1, seq, hidden)
 
     composed, fused = (
-        kept(*prepare(from_callable(partial(block, one)), batch=1, seq=seq)) for one in (False, True)
+        saved_by(*prepare(from_callable(partial(block, one)), batch=1, seq=seq)) for one in (False, True)
     )
     assert composed.bytes == sum(terms.values()) + 4 * seq * 2  # mean and deviation of two norms
     assert fused.bytes == composed.bytes - terms["scores"] + heads * seq * 4  # the logarithm of each row's sum
@@ -313,7 +315,7 @@ def test_by_module_by_operation_by_kind() -> None:
     with gpu_kernels(), count_saved(model, detail=True) as saved:
         model(x)
     full = 100 * 8 * 4
-    # x is kept by the linear layer first, and by the product after; the first x has no gradient
+    # x is saved by the linear layer first, and by the product after; the first x has no gradient
     assert saved.by_operation() == {
         "linear": 3 * full,
         "gelu": 3 * full,
@@ -334,8 +336,8 @@ def test_by_module_by_operation_by_kind() -> None:
     assert len(torch.nn.modules.module._global_forward_hooks) == 0
 
 
-def test_what_the_next_layer_keeps_is_its_own() -> None:
-    """ReLU keeps its output, which the linear layer keeps anyway."""
+def test_what_the_next_layer_saves_is_its_own() -> None:
+    """ReLU saves its output, which the linear layer saves anyway."""
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     with count_saved(model, detail=True) as saved:
         model(torch.randn(10, 8))
@@ -386,7 +388,7 @@ def test_copies_of_weights_are_told_apart() -> None:
 
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 def test_kernels_of_a_gpu(fake: bool) -> None:
-    """Dropout keeps a byte an element; fused attention keeps no scores, with dropout too."""
+    """Dropout saves a byte an element; fused attention saves no scores, with dropout too."""
     mode: Any = FakeTensorMode() if fake else nullcontext()
     with mode:
         x = torch.randn(10, 100, dtype=HALF, requires_grad=True)
@@ -431,7 +433,7 @@ class Live(TorchDispatchMode):
 
 
 def alive(prepared: Prepared, inputs: Inputs, name: str, autocast: torch.dtype | None) -> int:
-    """Bytes alive between forward and backward, but for parameters, buffers, and outputs that nothing keeps."""
+    """Bytes alive between forward and backward, but for parameters, buffers, and outputs that nothing saves."""
     live = Live()
     cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
     try:
@@ -460,7 +462,7 @@ def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | No
     counts = []
     for fake in (True, False):
         prepared, inputs = small(kind, fake=fake, dtype=torch.float32 if autocast else HALF)
-        saved = kept(prepared, inputs, name, autocast)
+        saved = saved_by(prepared, inputs, name, autocast)
         given = [t for t in tree_iter((inputs.args, dict(inputs.kwargs))) if isinstance(t, torch.Tensor)]
         inside = sum(t.nbytes for t in given if t.untyped_storage()._cdata in saved.storages)
         counts.append(saved.bytes)
@@ -485,7 +487,7 @@ def test_gradients_are_the_same_under_checkpoints() -> None:
 
 
 def graph(prepared: Prepared, inputs: Inputs, *budgets: float) -> list[list[int]]:
-    """Sizes of what the compiler keeps, in MiB, the largest first."""
+    """Sizes of what the compiler saves, in MiB, the largest first."""
     return [
         sorted((storage.nbytes() // MIB for storage in one.saved.storages.values()), reverse=True)
         for one in compiled(prepared.subject(inputs, device="cpu"), budgets)
@@ -497,7 +499,7 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...], dict[str, list[int]], dict[float
     "GELU, all trained": (
         "gelu_mlp",
         (),
-        # y, which the down-projection keeps, and x, k bits, or 1 bit
+        # y, which the down-projection saves, and x, k bits, or 1 bit
         {"baseline": [Y, Y, X], "fewbit3": [Y, X, 12], "fewbit1": [Y, X, 4], "inverted": [Y, X, 4]},
         {1.0: [Y, Y, X], 0.95: [Y, X], 0.7: [Y, X]},
     ),
@@ -527,7 +529,7 @@ def test_settings_and_rivals(setting: str) -> None:
     source = from_callable(getattr(models_reference, name))
     prepared, inputs = prepare(source, Training(freeze=freeze), batch=2, seq=4096)
     for method, sizes in eager.items():
-        saved = kept(prepared, inputs, method)
+        saved = saved_by(prepared, inputs, method)
         found = sorted((s.nbytes() // MIB for s in saved.storages.values() if s.nbytes()), reverse=True)
         assert found == sizes, method
     assert graph(prepared, inputs, *budgets) == list(budgets.values())
@@ -543,7 +545,7 @@ COMPILED += [
 
 @pytest.mark.parametrize(("name", "budget"), COMPILED)
 def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
-    """Beside what a program that Inductor made keeps while it runs; without dropout, which differs on a CPU."""
+    """Beside what a program that Inductor made holds while it runs; without dropout, which differs on a CPU."""
     torch._dynamo.reset()
     found = []
     for fake in (True, False):
@@ -693,9 +695,9 @@ def test_nothing_fits() -> None:
 
 
 def test_attention_of_pytorchs_own_modules() -> None:
-    """They give all arguments by place. With dropout, a GPU keeps what it keeps without."""
+    """They give all arguments by place. With dropout, a GPU saves what it saves without."""
 
-    def kept(p: float) -> int:
+    def saved_bytes(p: float) -> int:
         layer = nn.MultiheadAttention(32, 4, dropout=p, batch_first=True)
         x = torch.randn(2, 8, 32)
         with count_saved(layer) as saved:
@@ -703,9 +705,9 @@ def test_attention_of_pytorchs_own_modules() -> None:
         assert hold.requires_grad
         return saved.bytes
 
-    composed = kept(0.3)
+    composed = saved_bytes(0.3)
     with gpu_kernels():
-        assert kept(0.3) == kept(0.0) < composed
+        assert saved_bytes(0.3) == saved_bytes(0.0) < composed
 
 
 # ----------------------------------------------------------------------------------------------------------- peak
@@ -781,7 +783,7 @@ def test_models_are_left_as_they_were() -> None:
     before = {name: type(module) for name, module in prepared.model.named_modules()}
     forwards = [vars(module).get("forward") for module in prepared.model.modules()]
     for name in CANDIDATES:
-        kept(prepared, inputs, name)
+        saved_by(prepared, inputs, name)
     assert {name: type(module) for name, module in prepared.model.named_modules()} == before
     assert [vars(module).get("forward") for module in prepared.model.modules()] == forwards
 
@@ -892,7 +894,7 @@ def test_large_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_blocks_add_up() -> None:
-    """Bytes are affine in the number of blocks, of which each keeps what the report says of one."""
+    """Bytes are affine in the number of blocks, of which each saves what the report says of one."""
     counts = {}
     for layers in (2, 3, 7):
         source = hugging_face("llama", SMALL["llama"] | {"num_hidden_layers": layers})
@@ -1098,7 +1100,7 @@ def test_activations_that_are_calls(command: Call) -> None:
 
 
 def test_a_model_that_cannot_be_checkpointed_selectively() -> None:
-    """PyTorch refuses where a product that it would keep is overwritten."""
+    """PyTorch refuses where a product that it would save is overwritten."""
     layers = [nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True)) for _ in range(2)]
     report = measure(lambda batch: (nn.Sequential(*layers), torch.randn(batch, 8)), budgets=(), batch=4, gib=1e-3)
     names = ["baseline", "fewbit, 3 bits", "relumix, 2 bits", *(f"saving, {error}" for error in ERRORS)]

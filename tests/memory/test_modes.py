@@ -1,4 +1,4 @@
-"""Modes see every operation, and answer where a fake tensor is; watching what is kept leaves nothing behind."""
+"""Modes see every operation, and answer where a fake tensor is; watching what is saved leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_real_tensors() -> None:
     assert seen.operations == [aten.ones.default, aten.add.Tensor]
 
 
-def test_what_is_kept_is_seen_and_backward_uses_it() -> None:
+def test_what_is_saved_is_seen_and_backward_uses_it() -> None:
     x, seen = torch.randn(8, requires_grad=True), list[Tensor]()
     with watching_saved(seen.append):
         y = x.tanh()
@@ -92,12 +92,12 @@ MEASURING: dict[str, Callable[[nn.Module, Tensor], None]] = {
 
 @pytest.mark.parametrize("name", MEASURING)
 def test_measuring_leaves_no_tensor_behind(name: str) -> None:
-    """An activation's output that is kept as it is would hold the graph that keeps it for ever."""
+    """An activation's output that is saved as it is would hold the graph that saves it for ever."""
     model = nn.Sequential(
         nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh()
     )
     x, alive = torch.randn(4, 16), list[int]()
-    for _ in range(3):  # the first time makes what is kept for good, such as tables of codes
+    for _ in range(3):  # the first time makes what stays for good, such as tables of codes
         MEASURING[name](model, x)
         gc.collect()
         alive.append(sum(issubclass(type(one), Tensor) for one in gc.get_objects()))

@@ -1,4 +1,4 @@
-"""Activations that keep their output: the closed forms, a user's own, the record, the errors of gradients.
+"""Activations that save their output: the closed forms, a user's own, the record, the errors of gradients.
 
 Every oracle is independent: formulas in mpmath and closed forms written in `outputs`, PyTorch's own autograd.
 """

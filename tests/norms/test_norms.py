@@ -176,7 +176,7 @@ def test_default_epsilon(kind: str, dtype: torch.dtype) -> None:
 
 @every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kept_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dtype) -> None:
+def test_saved_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dtype) -> None:
     for shape in ((96,), (10, 96)):
         x = torch.randn(6, 10, 96, requires_grad=True, dtype=dtype)
         with count_saved() as saved:
@@ -192,8 +192,8 @@ def test_kept_is_what_is_returned_and_a_number_a_row(kind: str, dtype: torch.dty
 
 @every_kind
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-def test_kept_with_linear_layers(kind: str, fake: bool) -> None:
-    """Three layers after a norm keep one tensor together with it."""
+def test_saved_with_linear_layers(kind: str, fake: bool) -> None:
+    """Three layers after a norm save one tensor together with it."""
 
     class Three(nn.Module):
         def __init__(self, norm: nn.Module) -> None:
@@ -218,8 +218,8 @@ def test_kept_with_linear_layers(kind: str, fake: bool) -> None:
 
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_keeps_no_copy(kind: str, dtype: torch.dtype) -> None:
-    """The autocast dtype is returned, so that the layer after it keeps that very storage."""
+def test_autocast_saves_no_copy(kind: str, dtype: torch.dtype) -> None:
+    """The autocast dtype is returned, so that the layer after it saves that very storage."""
     x = torch.randn(100, 64, requires_grad=True)
     layer = nn.Linear(64, 32)
     with torch.autocast("cpu", dtype=dtype), count_saved(layer) as saved:
@@ -282,7 +282,7 @@ def test_compile(kind: str, backend: str) -> None:
     dy = torch.randn_like(y)
     torch.testing.assert_close(y, f(x))
     torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(f(x), x, dy))
-    assert saved.bytes == x.nbytes + 200  # z, which sin keeps too
+    assert saved.bytes == x.nbytes + 200  # z, which sin saves too
 
 
 def test_compile_dynamic_recompiles_once() -> None:

@@ -1,4 +1,4 @@
-"""A plan applied to a model keeps and peaks at what it said; it is as fast as the best of what it may be."""
+"""A plan applied to a model saves and peaks at what it said; it is as fast as the best of what it may be."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def small(kind: str, lora: bool = False) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def step(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Run forward and backward, of the loss alone, so that logits are not kept; return the loss."""
+    """Run forward and backward, of the loss alone, so that logits are not saved; return the loss."""
     output = model(*inputs.args, **inputs.kwargs)
     loss: Tensor = output if isinstance(output, Tensor) else output.loss
     del output
@@ -136,8 +136,8 @@ def counted(model: nn.Module, inputs: Inputs) -> tuple[int, int, int]:
         output = model(*inputs.args, **inputs.kwargs)
     del output
     given = {storage_id(one) for one in (*inputs.args, *inputs.kwargs.values())}
-    kept = sum(one.nbytes() for key, one in saved.storages.items() if key not in given)
-    return meter.peak + sum(one.nbytes for one in owned), tracked, kept
+    total = sum(one.nbytes() for key, one in saved.storages.items() if key not in given)
+    return meter.peak + sum(one.nbytes for one in owned), tracked, total
 
 
 def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str, share: float) -> Plan:

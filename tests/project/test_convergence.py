@@ -63,7 +63,7 @@ def test_restored_is_a_neighbouring_point(bits: int) -> None:
 @BITS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_is_exact_at_the_restored_input(bits: int, dtype: torch.dtype) -> None:
-    """And the codes, with two numbers a group, are all that is kept."""
+    """And the codes, with two numbers a group, are all that is saved."""
     for size in (1, GROUP - 1, GROUP, 3 * GROUP + 7):
         x, dy = torch.randn(size).to(dtype).requires_grad_(), torch.randn(size).to(dtype)
         torch.manual_seed(1)
@@ -128,7 +128,7 @@ def test_steps(task: str, store: Path) -> None:
         one = steps(method)
         assert (one.task, one.method, one.seed, one.diverged, len(one.curve)) == (task, method, 0, None, 3)
         assert one.loss is not None and one.accuracy is not None and None not in one.curve
-        assert 0 < one.loss < 10 and 0 <= one.accuracy <= 1 and one.kept_bytes > 0
+        assert 0 < one.loss < 10 and 0 <= one.accuracy <= 1 and one.saved_bytes > 0
         assert one.curve[0] == pytest.approx(exact.curve[0], rel=2e-5)
         if method in ("exact", "fewbit3", "stochastic2", "norms"):
             assert steps(method, folder="3 again") == one
@@ -144,7 +144,7 @@ def test_quantised_steps(store: Path) -> None:
     for one in runs[1:]:
         assert one.curve[0] == exact.curve[0]
         assert one.curve[1:] != exact.curve[1:] and one.curve == pytest.approx(exact.curve, rel=0.02)
-    assert four.kept_bytes < six.kept_bytes < eight.kept_bytes < 0.5 * exact.kept_bytes
+    assert four.saved_bytes < six.saved_bytes < eight.saved_bytes < 0.5 * exact.saved_bytes
     assert len({tuple(one.curve) for one in (eight, four, *others)}) == 2 + len(others)
 
 
@@ -163,7 +163,7 @@ def test_learned_numbers(task: str, kind: str, parameters: int, store: Path) -> 
         for method in methods_of("learned")
     )
     assert (converted.curve, converted.loss) == (exact.curve, exact.loss)
-    assert converted.kept_bytes < exact.kept_bytes
+    assert converted.saved_bytes < exact.saved_bytes
 
 
 def test_image_patches() -> None:
@@ -290,4 +290,4 @@ def test_the_documents_learned_trainings() -> None:
         for seed in range(5):
             exact, converted = (runs[task, method, seed] for method in ("exact", "rebuild"))
             assert all(converted[name] == exact[name] for name in ("loss", "curve"))
-            assert converted["kept_bytes"] < exact["kept_bytes"]
+            assert converted["saved_bytes"] < exact["saved_bytes"]

@@ -96,7 +96,7 @@ def test_demo(tmp_path: Path) -> None:
     exact, fewbit = json.loads((tmp_path / "results.json").read_text())
     assert exact["activation_bytes"] == 4 * 16 * 128 * 512 * 4
     assert fewbit["activation_bytes"] == 4 * 16 * 128 * 512 * 3 // 8
-    assert exact["kept_bytes"] - fewbit["kept_bytes"] == exact["activation_bytes"] - fewbit["activation_bytes"]
+    assert exact["saved_bytes"] - fewbit["saved_bytes"] == exact["activation_bytes"] - fewbit["activation_bytes"]
     assert exact["losses"][0] == fewbit["losses"][0]
     for result in (exact, fewbit):
         assert result["losses"][-1] < 0.8 * result["losses"][0]

@@ -108,8 +108,8 @@ def test_runs_go_on(model: nn.Module, tmp_path: Path) -> None:
     losses = {(one.task, one.method): one.curve for one in runs}
     assert losses["lora", "baseline"][0] == losses["full", "baseline"][0]  # adapters begin with nothing
     assert losses["full", "baseline"] == losses["full", "rebuilt"] != losses["full", "fewbit3"]
-    kept = {method: next(one.kept_bytes for one in runs if one.method == method) for method in METHODS}
-    assert kept["rebuilt"] < kept["baseline"]
+    saved = {method: next(one.saved_bytes for one in runs if one.method == method) for method in METHODS}
+    assert saved["rebuilt"] < saved["baseline"]
     record = json.loads(path.read_text(encoding="utf-8"))
     off = {(row["method"], row["layer"]): row["output"] for row in record["gradients"]}
     assert off["baseline", 1] < 1e-5 < off["inverted1", 1] < off["fewbit3", 1]
@@ -178,6 +178,6 @@ def test_what_the_page_tells(record: dict[str, Any]) -> None:
     gains = [record["before"]["loss"] - one["loss"] for one in record["runs"] if one["method"] == "baseline"]
     assert [round(x, 1) for x in (min(gains), max(gains))] == [0.6, 0.7]
     first = [one for one in record["runs"] if one["seed"] == 0]
-    kept = {(one["task"], one["method"]): one["kept_bytes"] for one in first}
+    saved = {(one["task"], one["method"]): one["saved_bytes"] for one in first}
     for regime in REGIMES:
-        assert abs(kept[regime, "rebuilt"] / kept[regime, "baseline"] - 5 / 8) < 0.02
+        assert abs(saved[regime, "rebuilt"] / saved[regime, "baseline"] - 5 / 8) < 0.02

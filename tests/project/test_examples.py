@@ -23,12 +23,12 @@ def run(name: str, folder: Path, *arguments: str) -> str:
 
 
 def finetune(folder: Path, *arguments: str) -> tuple[str, float, float]:
-    """Run the fine-tuning for some steps; return what it prints, the bytes kept in MiB and the loss."""
+    """Run the fine-tuning for some steps; return what it prints, the bytes saved in MiB and the loss."""
     printed = run("finetune_lora.py", folder, "--steps", "12", *arguments)
-    kept = re.search(r"kept for backward: ([\d.]+) MiB", printed)
+    saved = re.search(r"saved for backward: ([\d.]+) MiB", printed)
     loss = re.search(r"loss (\S+) over 12 steps", printed)
-    assert kept is not None and loss is not None
-    return printed, float(kept[1]), float(loss[1])
+    assert saved is not None and loss is not None
+    return printed, float(saved[1]), float(loss[1])
 
 
 @pytest.mark.long
@@ -41,11 +41,11 @@ def test_examples_start(name: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.long
 def test_finetune_lora(tmp_path: Path) -> None:
-    """Converted it keeps at least 40 % less, learns the same to the last bit, and leaves nothing behind."""
-    plain, kept, loss = finetune(tmp_path, "--plain")
+    """Converted it saves at least 40 % less, learns the same to the last bit, and leaves nothing behind."""
+    plain, saved, loss = finetune(tmp_path, "--plain")
     assert "runs in saving" not in plain
     table, less, other = finetune(tmp_path)
     assert 'runs in saving("exact")' in table and "the gradient equals the baseline's, bit for bit" in table
-    assert less < 0.6 * kept
+    assert less < 0.6 * saved
     assert other == loss
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import torch
 from transformers.activations import ACT2FN
 
 import fitact
-from benchmarks import kept
+from benchmarks import saved as counts
 from fitact.fitter.numerics.dtypes import rounded
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.reading import read
@@ -59,8 +59,8 @@ def test_saved_bytes() -> None:
     found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d.]+) % \|$", README, re.MULTILINE)
     assert [name for name, _, _ in found] == list(names)
     for name, count, share in found:
-        kept = rows[names[name]]
-        assert (f"{kept:,}", f"{100 * kept / rows['baseline']:.1f}") == (count, share)
+        saved = rows[names[name]]
+        assert (f"{saved:,}", f"{100 * saved / rows['baseline']:.1f}") == (count, share)
 
 
 @pytest.mark.full
@@ -84,10 +84,12 @@ def test_saved_bytes() -> None:
 )
 def test_saved_shares(model: str, training: Training, sizes: dict[str, int], said: str) -> None:
     rows = measure(hugging_face(model), training=training, budgets=(), **sizes).rows
-    kept = {row.name: 100 - 100 * row.bytes / rows[0].bytes for row in rows}
+    saved = {row.name: 100 - 100 * row.bytes / rows[0].bytes for row in rows}
     found = re.search(said, flat())
     assert found is not None
-    assert tuple(f"{kept[name]:.0f}" for name in ("saving, exact", "fewbit, 3 bits", "inverted")) == found.groups()
+    assert (
+        tuple(f"{saved[name]:.0f}" for name in ("saving, exact", "fewbit, 3 bits", "inverted")) == found.groups()
+    )
 
 
 def test_python_runs() -> None:
@@ -102,13 +104,13 @@ def test_python_runs() -> None:
 def test_the_first_screen() -> None:
     """The README is short, and its picture is drawn from the committed counts, with every way for every model."""
     assert README.count("\n") < 300
-    rows = json.loads(kept.RESULTS.read_text("utf-8"))["rows"]
-    assert [row["model"] for row in rows] == list(kept.MODELS)
+    rows = json.loads(counts.RESULTS.read_text("utf-8"))["rows"]
+    assert [row["model"] for row in rows] == list(counts.MODELS)
     above, less = set(), []
     for row in rows:
         ways = row["ways"]
-        assert list(ways) == list(kept.WAYS)
-        exact, rounding, coarse, codes = (ways[label]["share"] for label in list(kept.WAYS)[2:])
+        assert list(ways) == list(counts.WAYS)
+        exact, rounding, coarse, codes = (ways[label]["share"] for label in list(counts.WAYS)[2:])
         compiler = ways["compiler, budget 0.9"]["share"]
         assert coarse < rounding < exact < min(1, ways["selective checkpointing"]["share"])
         assert exact < 1.00015 * compiler and codes < compiler
@@ -127,12 +129,12 @@ def test_the_first_screen() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("BERT-base", marks=pytest.mark.full), "ViT-B/16"])
 def test_the_picture_again(name: str) -> None:
-    source, training, sizes, _ = kept.MODELS[name]
+    source, training, sizes, _ = counts.MODELS[name]
     rows = {row.name: row.bytes for row in measure(source, training=training, budgets=(), **sizes).rows}
-    (row,) = (row for row in json.loads(kept.RESULTS.read_text("utf-8"))["rows"] if row["model"] == name)
+    (row,) = (row for row in json.loads(counts.RESULTS.read_text("utf-8"))["rows"] if row["model"] == name)
     assert rows["baseline"] == row["baseline"]
-    for label in ("selective checkpointing", *list(kept.WAYS)[2:5]):
-        assert rows[kept.WAYS[label][0]] == row["ways"][label]["bytes"]
+    for label in ("selective checkpointing", *list(counts.WAYS)[2:5]):
+        assert rows[counts.WAYS[label][0]] == row["ways"][label]["bytes"]
 
 
 def test_errors_of_the_step_function() -> None:
@@ -252,7 +254,7 @@ def test_conversion() -> None:
             if (row["model"], row["what"]) == (model, what) and row["setting"].startswith(setting)
         )
         before, after = (
-            (row["baseline"], row["kept"]) if row["of"] == "kept" else (row["whole_baseline"], row["whole"])
+            (row["baseline"], row["saved"]) if row["of"] == "saved" else (row["whole_baseline"], row["whole"])
         )
         return f"{100 - 100 * after / before:.1f}"
 

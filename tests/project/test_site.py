@@ -148,7 +148,7 @@ def test_counts_of_the_explanation() -> None:
     """What the pictures show as text is what is counted."""
     page = (ROOT / "docs" / "explained.md").read_text("utf-8")
     module = script("pictures")
-    sizes = [sum(module.kept(way)) // 2**20 for _, way in module.WAYS]
+    sizes = [sum(module.saved(way)) // 2**20 for _, way in module.WAYS]
     said = "As it is {} MiB, steps {}, inverted {}, recomputed {}, in 8 bits {}, in 4 bits {}"
     assert said.format(*sizes) in page
 

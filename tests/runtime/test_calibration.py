@@ -240,7 +240,7 @@ def test_the_model_stays_as_it_was(train: bool, fails: bool) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_no_tensor_is_kept() -> None:
+def test_no_tensor_is_stored() -> None:
     alive: list[weakref.ref[Tensor]] = []
 
     class Watched(nn.Module):

@@ -53,7 +53,7 @@ def cases(*, quick: bool) -> Iterator[Any]:
     for target in TARGETS:
         found = []
         for one in every():
-            pairs = PAIRS if one.keeps_output else PAIRS[:3]
+            pairs = PAIRS if one.saves_output else PAIRS[:3]
             chosen = [pair for pair in pairs if ((one.name, *pair, target) in QUICK) == quick]
             found += [(one, chosen)] if chosen else []
         for i in range(0, len(found), AT_ONCE):
@@ -130,8 +130,8 @@ def test_kernels_disassembled_at_once_are_those_disassembled_alone() -> None:
 @pytest.mark.parametrize("y", ["bf16", pytest.param("fp16", marks=pytest.mark.full), "fp32"])
 def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> None:
     """A row is loaded and stored once, masked or not; the planes of codes once a tile."""
-    x = "fp32" if one.keeps_output else y
-    rows = 1 + one.keeps_output
+    x = "fp32" if one.saves_output else y
+    rows = 1 + one.saves_output
     for pass_, loads, stores in (("forward", 2, 2 + one.bits), ("backward", 2 * rows + one.bits, 2)):
         code = Kernel.of(one.name, pass_).compile(x, "sm_90", y).asm["ttir"]
         assert code.count("tt.load") == loads

@@ -1,7 +1,7 @@
-"""What every kind of activation promises: values, gradients, layouts, dtypes, and what is kept.
+"""What every kind of activation promises: values, gradients, layouts, dtypes, and what is saved.
 
 Cheap tests run for each shipped activation, the rest for one of each kind. Values are compared with PyTorch's,
-gradients with the definition of the fit, evaluated in tests/support. Kept bytes are counted in storages.
+gradients with the definition of the fit, evaluated in tests/support. Saved bytes are counted in storages.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ def test_values_and_gradients(one: Generated, dtype: torch.dtype) -> None:
 
 
 @each()
-def test_what_is_kept(one: Generated) -> None:
+def test_what_is_saved(one: Generated) -> None:
     """The output, where backward needs it, and k bits an element of whole tiles; nothing else."""
     for shape in ((0, 3), (), (5, 7), (8191,), (8192,), (8193,), (100_000,)):
         x = torch.randn(shape, requires_grad=True)
         with count_saved() as saved:
             y = one.function(x)
-        assert sizes(saved) == one.kept(y)
-        if one.keeps_output and y.numel():
+        assert sizes(saved) == one.saved(y)
+        if one.saves_output and y.numel():
             assert y.untyped_storage()._cdata in saved.storages
 
 
 @each()
 @EACH_HALF
 def test_autocast(one: Generated, dtype: torch.dtype) -> None:
-    """The output that is kept is of the autocast dtype; a gradient of float32 is not rounded on its way."""
+    """The output that is saved is of the autocast dtype; a gradient of float32 is not rounded on its way."""
     x = torch.randn(3000) * 2
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype=dtype), count_saved() as saved:
         y = one.function(leaf)
-    assert y.dtype == (dtype if one.keeps_output else torch.float32)
+    assert y.dtype == (dtype if one.saves_output else torch.float32)
     assert same(y, one.baseline(x).to(y.dtype))
-    assert sizes(saved) == one.kept(y)
+    assert sizes(saved) == one.saved(y)
     dy = torch.randn(3000).to(y.dtype)
     (dx,) = torch.autograd.grad(y, leaf, dy)
     assert dx.dtype == torch.float32
@@ -85,7 +85,7 @@ def test_autocast(one: Generated, dtype: torch.dtype) -> None:
     # of half precision it is the input's, also of operators on autocast's float32 list; float64 stays
     for inner in DTYPES:
         x = torch.randn(50).to(inner)
-        expected = dtype if one.keeps_output and inner != torch.float64 else inner
+        expected = dtype if one.saves_output and inner != torch.float64 else inner
         with torch.autocast("cpu", dtype=dtype):
             y, dx = run(one.function, x)
             with torch.no_grad():
@@ -120,7 +120,7 @@ def test_keys_differ() -> None:
     assert len({*keys.values()}) == len(keys)
     for one in every():
         found = registry.find(one.key)
-        assert (found.keeps_output, found.bits) == (one.keeps_output, one.bits)
+        assert (found.saves_output, found.bits) == (one.saves_output, one.bits)
 
 
 # ------------------------------------------------------------------------------------------------------- layouts
@@ -139,7 +139,7 @@ def test_layouts(one: Generated, layout: str, autocast: bool) -> None:
             y, plain = one.function(leaf), one.function(x)
             with torch.no_grad():
                 without = one.function(leaf)
-        assert sizes(saved) == one.kept(y)
+        assert sizes(saved) == one.saved(y)
         baseline = one.baseline(x if layout in DENSE else x.contiguous())
         assert y.requires_grad and not plain.requires_grad
         for other in (y, plain, without):
@@ -181,7 +181,7 @@ def test_dtypes_and_objects_refused(one: Generated) -> None:
 
 
 @every_kind
-def test_nothing_is_kept_without_gradient(one: Generated) -> None:
+def test_nothing_is_saved_without_gradient(one: Generated) -> None:
     x = torch.randn(100)
     expected = 2 * one.baseline(x)
     for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
@@ -207,13 +207,13 @@ def test_a_result_without_gradient_may_get_one_later(one: Generated) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"empty"}))
 def test_a_change_of_the_output(one: Generated, change: str, layout: str) -> None:
-    """It is noticed where the output is kept; where codes are all that is, the gradient goes through it."""
+    """It is noticed where the output is saved; where codes are all that is, the gradient goes through it."""
     x = LAYOUTS[layout]().requires_grad_()
     y = one.function(x)
     before = y.detach().clone()
     changed = CHANGES[change](y)
     assert same(changed, CHANGES[change](before.clone()))
-    if one.keeps_output:
+    if one.saves_output:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(changed.sum(), x)
         return
@@ -251,7 +251,7 @@ def test_the_input_may_change(one: Generated) -> None:
 
 
 @every_kind
-def test_a_graph_that_is_kept_gives_the_same_twice(one: Generated) -> None:
+def test_a_retained_graph_gives_the_same_twice(one: Generated) -> None:
     x = torch.randn(9000, requires_grad=True)
     y = one.function(x)
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
@@ -310,7 +310,7 @@ MLP: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
 
 @pytest.mark.parametrize("shape", ["", "view", "reshape"])
 @pytest.mark.parametrize("name", MLP)
-def test_kept_by_the_mlp(name: str, shape: str) -> None:
+def test_saved_by_the_mlp(name: str, shape: str) -> None:
     """1024 → 4096 → 1024, input (2, 4096, 1024) in bfloat16, eager and compiled."""
     make, added = MLP[name]
     for compiled in (False, True):
@@ -322,21 +322,21 @@ def test_kept_by_the_mlp(name: str, shape: str) -> None:
             call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
             with count_saved(model) as saved:
                 call(x)
-        if not compiled or "_" in name:  # of PyTorch's own the compiler keeps what it likes
+        if not compiled or "_" in name:  # of PyTorch's own the compiler saves what it likes
             assert sizes(saved) == sorted([INPUT, INNER, *added])
 
 
 @each_kind
 @pytest.mark.parametrize("shape", ["", "view", "reshape"])
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_kept_by_a_small_mlp(one: Generated, shape: str, backend: str | None) -> None:
+def test_saved_by_a_small_mlp(one: Generated, shape: str, backend: str | None) -> None:
     torch._dynamo.reset()
     model, x = mlp(Between(Call(one.function), shape), 32), torch.randn(2, 128, 32, dtype=torch.bfloat16)
     call = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     with count_saved(model) as saved:
         y = call(x)
     output = torch.empty(2, 128, 128, dtype=torch.bfloat16)
-    added = one.kept(output) if one.keeps_output else [2 * output.numel(), *one.kept(output)]
+    added = one.saved(output) if one.saves_output else [2 * output.numel(), *one.saved(output)]
     assert sizes(saved) == sorted([2 * x.numel(), *added])
     y.sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
@@ -358,14 +358,14 @@ def test_a_transposed_view_makes_the_next_layer_copy(one: Generated) -> None:
     model, x = mlp(Between(Call(one.function), "transpose"), 32), torch.randn(2, 128, 32, dtype=torch.bfloat16)
     with count_saved(model) as saved:
         model(x)
-    assert sizes(saved).count(8 * x.numel()) == 1 + one.keeps_output
+    assert sizes(saved).count(8 * x.numel()) == 1 + one.saves_output
 
 
 @every_kind
 @pytest.mark.parametrize("shape", ["", "view", "reshape"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-def test_the_next_layer_keeps_the_output_that_is_returned(
+def test_the_next_layer_saves_the_output_that_is_returned(
     one: Generated, shape: str, autocast: bool, norm: bool
 ) -> None:
     """After a layer norm too, which autocast leaves in float32; and each parameter gets its gradient."""
@@ -383,14 +383,14 @@ def test_the_next_layer_keeps_the_output_that_is_returned(
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), hooks:
         result = model(torch.randn(2, 128, 128 if norm else 32))
     (y,) = outputs
-    wide = norm and not one.keeps_output  # where codes are all that is kept, the dtype is the input's
+    wide = norm and not one.saves_output  # where codes are all that is saved, the dtype is the input's
     assert y.dtype == (torch.bfloat16 if autocast and not wide else torch.float32)
-    kept = [t.data_ptr() for t in packed if t.numel() == y.numel() and t.is_floating_point()]
+    saved = [t.data_ptr() for t in packed if t.numel() == y.numel() and t.is_floating_point()]
     if autocast and wide:
-        assert kept.count(y.data_ptr()) == 0, "but the next layer's copy"
+        assert saved.count(y.data_ptr()) == 0, "but the next layer's copy"
     else:
-        assert kept.count(y.data_ptr()) == 1 + one.keeps_output, "by the activation and by the next layer"
-    assert len(kept) == 1 + one.keeps_output + norm
+        assert saved.count(y.data_ptr()) == 1 + one.saves_output, "by the activation and by the next layer"
+    assert len(saved) == 1 + one.saves_output + norm
     result.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 

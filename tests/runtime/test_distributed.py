@@ -82,8 +82,8 @@ try:
 except TypeError as error:
     assert "both DTensors of one mesh, or none, got a DTensor on " in str(error) and "\\n" not in str(error)
 """
-# After three steps parameters and gradients are a single process's, which sees the whole batch; and what is kept
-# of the batch is what one process keeps, 3 bits an element.
+# After three steps parameters and gradients are a single process's, which sees the whole batch; and what is saved
+# of the batch is what one process saves, 3 bits an element.
 TRAIN = """
 x, target = torch.randn(8, 24, generator=torch.Generator().manual_seed(1)), torch.ones(8, 24)
 
@@ -107,8 +107,8 @@ def train(model, x, target):
         optimizer.step()
 
 
-def kept(model, x):
-    # dtypes and sizes of the storages of activations and codes that autograd keeps
+def saved_storages(model, x):
+    # dtypes and sizes of the storages of activations and codes that autograd saves
     storages = {}
 
     def pack(tensor):
@@ -127,7 +127,7 @@ def kept(model, x):
 def compare(kind, given):
     reference = converted(given)
     half = slice(4 * rank, 4 * rank + 4)
-    expected = kept(reference, x[half])
+    expected = saved_storages(reference, x[half])
     if "method" in given:
         assert [size for dtype, size in expected if dtype == "torch.uint8"] == 3 * [3 * 1024]
     train(reference, x, target)
@@ -138,7 +138,7 @@ def compare(kind, given):
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    assert kept(model, x[half]) == expected
+    assert saved_storages(model, x[half]) == expected
     train(model, x[half], target[half])
     for own, reached in zip(model.parameters(), reference.parameters(), strict=True):
         for mine, theirs in ((own, reached), (own.grad, reached.grad)):

@@ -117,7 +117,7 @@ def check_gradient(
 ) -> None:
     """The op on the device beside the CPU's path: equal for levels, else up to roundings."""
     key, dtype = activation(name).key, dtype or dy.dtype
-    output = y if find(key).keeps_output else None
+    output = y if find(key).saves_output else None
     on_device = [None if part is None else part.to(DEVICE) for part in (dy, output, codes)]
     dx = backward_op(*on_device, dtype, key)[0].cpu()
     expected, _ = backward_op(dy, output, codes, dtype, key, reference=True)
@@ -140,7 +140,7 @@ def test_codes_and_gradients(name: str, dtype: torch.dtype) -> None:
     check_gradient(name, torch.randn(x.shape).to(dtype), y, codes)
 
 
-@parametrised([one for one in (*SHIPPED, *OWN) if activation(one).keeps_output], QUICK)
+@parametrised([one for one in (*SHIPPED, *OWN) if activation(one).saves_output], QUICK)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_output_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     """As autocast asks for: the borders and the approximant are those of y's dtype."""
@@ -219,7 +219,7 @@ def step() -> Shipped:
 @each_dtype
 @pytest.mark.parametrize("compiled", [False, True])
 def test_through_autograd(name: str, dtype: torch.dtype, compiled: bool) -> None:
-    """Any layout; the bytes that are stated are kept and no others; no value is fetched from the device."""
+    """Any layout; the bytes that are stated are saved and no others; no value is fetched from the device."""
     torch._dynamo.reset()
     one, function = SHIPPED[name], SHIPPED[name].function
     if compiled:
@@ -231,7 +231,7 @@ def test_through_autograd(name: str, dtype: torch.dtype, compiled: bool) -> None
         with count_saved() as saved, no_synchronising():
             y = function(leaf)
         assert y.stride() == leaf.stride()
-        assert saved.bytes == sum(one.kept(y))
+        assert saved.bytes == sum(one.saved(y))
         (dx,) = torch.autograd.grad(y, leaf, dy)
         torch.testing.assert_close(y, one.baseline(leaf), rtol=UNIT[dtype], atol=1e-6)
         if isinstance(one, Shipped):
@@ -263,18 +263,18 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
     key = activation(name).key
     x = torch.randn(33, 5).to(DEVICE, dtype).requires_grad_()
     y, codes = forward_op(x, dtype, key, check=True)
-    output = y.detach() if find(key).keeps_output else None
+    output = y.detach() if find(key).saves_output else None
     backward_op(torch.ones_like(y), output, codes, dtype, key, check=True)
 
 
 @needs_gpu
 @few
 def test_autocast(name: str) -> None:
-    """Where the output is kept it is the one that autocast makes, at half the bytes."""
+    """Where the output is saved it is the one that autocast makes, at half the bytes."""
     x = torch.randn(64, 512, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
         y = SHIPPED[name].function(x)
-    assert y.dtype == (torch.bfloat16 if find(SHIPPED[name].key).keeps_output else torch.float32)
+    assert y.dtype == (torch.bfloat16 if find(SHIPPED[name].key).saves_output else torch.float32)
     (dx,) = torch.autograd.grad(y.float().sum(), x)
     leaf = x.detach().requires_grad_()
     (expected,) = torch.autograd.grad(SHIPPED[name].baseline(leaf).sum(), leaf)
@@ -538,9 +538,9 @@ def check_norm(centred: bool, x: torch.Tensor, out: torch.dtype) -> None:
     close(z.cpu(), expected_z, rtol=unit, atol=unit)
     close(scale.cpu(), expected_scale, rtol=2e-6, atol=0)
     dz = torch.randn(x.shape).to(out)
-    kept = dz, expected_z, expected_scale
-    dx, _ = backward_op(*(part.to(DEVICE) for part in kept), x.dtype, key, inner=x.shape[-1])
-    expected_dx, _ = backward_op(*kept, x.dtype, key, inner=x.shape[-1], reference=True)
+    saved = dz, expected_z, expected_scale
+    dx, _ = backward_op(*(part.to(DEVICE) for part in saved), x.dtype, key, inner=x.shape[-1])
+    expected_dx, _ = backward_op(*saved, x.dtype, key, inner=x.shape[-1], reference=True)
     size = float((expected_scale[..., None] * dz.abs()).nan_to_num(posinf=0).max()) if x.numel() else 0.0
     close(dx.cpu(), expected_dx, rtol=of_x, atol=4e-6 * size)
 

@@ -45,8 +45,8 @@ def computed(*cases: str) -> Found:
                 x[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")][: len(x)]).to(dtype)
                 dy = torch.randn(elements).to(dtype)
                 y, codes = forward_op(x, dtype, module._KEY)
-                kept = y if registry.find(module._KEY).keeps_output else None
-                dx = backward_op(dy, kept, codes, dtype, module._KEY)[0]
+                saved = y if registry.find(module._KEY).saves_output else None
+                dx = backward_op(dy, saved, codes, dtype, module._KEY)[0]
                 found[name, str(dtype), elements] = (y, codes, dx)
     return found
 

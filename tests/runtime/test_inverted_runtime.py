@@ -56,7 +56,7 @@ def test_what_is_shipped() -> None:
     expected = {f"{name}_inverted1": 1 for name in ones} | {f"{name}_inverted2": 2 for name in twos} | published
     assert {one.name: one.bits for one in inverses()} == expected
     assert len({one.key for one in inverses()}) == len(expected)
-    assert all(registry.find(one.key).keeps_output for one in inverses())
+    assert all(registry.find(one.key).saves_output for one in inverses())
 
 
 @each_inverse()

@@ -62,9 +62,9 @@ def test_gates_are_pytorch_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     function, baseline = gate(name), FITS[name][1]
     for g, u in (halves(dtype, 5, 1100), special(dtype), halves(dtype, 0, 3), halves(dtype, 9001)):
         expected, dh = baseline(g, u), torch.randn(g.shape).to(dtype)
-        kept = function(g.detach().requires_grad_(), u)
-        assert kept.requires_grad and not kept.is_leaf
-        assert all(h.dtype == dtype and same(h, expected) for h in (function(g, u), kept))
+        result = function(g.detach().requires_grad_(), u)
+        assert result.requires_grad and not result.is_leaf
+        assert all(h.dtype == dtype and same(h, expected) for h in (function(g, u), result))
         if name != "rebuild_clamped":
             assert all(map(same, gradients(function, (g, u), dh), gradients(baseline, (g, u), dh)))
     g, u = halves(torch.float64, 50, 40)
@@ -205,7 +205,7 @@ def test_autocast_changes_nothing(name: str) -> None:
 
 
 @each_operation
-def test_no_grad_keeps_nothing(name: str) -> None:
+def test_no_grad_saves_nothing(name: str) -> None:
     one = operation(name)
     leaves = [part.requires_grad_() for part in one.tensors(4)]
     with torch.no_grad(), count_saved() as saved:
@@ -293,12 +293,12 @@ def test_ops_are_what_they_say(name: str) -> None:
     forward_op(g, g.dtype, gate_module(name)._KEY, u, check=True)
 
 
-# ------------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------------ what is saved
 
 
 @every_gate
 def test_bytes_of_storages(name: str) -> None:
-    """Halves of one tensor are kept as the views that they are."""
+    """Halves of one tensor are saved as the views that they are."""
     whole = torch.randn(16, 2 * 1024).to(HALF).requires_grad_()
     with count_saved() as saved:
         g, u = whole.chunk(2, -1)
@@ -306,7 +306,7 @@ def test_bytes_of_storages(name: str) -> None:
     assert [size for size in sizes(saved) if size > 16] == [4 * 16 * 1024]
 
 
-def test_learned_numbers_are_kept_once_more_in_float32() -> None:
+def test_learned_numbers_are_saved_once_more_in_float32() -> None:
     x = torch.randn(64, 128, C, requires_grad=True)
     with count_saved() as saved:
         made("dyt")(x)
@@ -328,7 +328,7 @@ class Part(nn.Module):
 
 
 def test_the_linear_layer_after_a_gate_recomputes_its_input_bit_for_bit() -> None:
-    """g and u are outputs of projections, which keep no output of their own: 32 bits an element, not 64."""
+    """g and u are outputs of projections, which save no output of their own: 32 bits an element, not 64."""
     g, u = (one.contiguous() for one in halves(HALF, 64, 1024))
     found = []
     for function, error, bits in ((FITS["rebuild"][1], None, 64), (gate("rebuild"), "exact", 32)):
@@ -346,13 +346,13 @@ def test_the_linear_layer_after_a_gate_recomputes_its_input_bit_for_bit() -> Non
 def test_a_linear_layer_after_a_formula_recomputes_its_input() -> None:
     model = nn.Sequential(nn.Linear(16, C), made("dyt"), nn.Linear(C, 16))
     x = torch.randn(256, 16)
-    kept, found = [], []
+    totals, found = [], []
     for context in (nullcontext(), saving()):
         with count_saved(model) as saved, context:
             y = model(x)
-        kept.append(sum(sizes(saved)))
+        totals.append(sum(sizes(saved)))
         found.append(torch.autograd.grad(y.square().sum(), [*model.parameters()]))
-    assert kept[0] - kept[1] == (256 + 3) * C * 4  # the three numbers are laid side by side again, too
+    assert totals[0] - totals[1] == (256 + 3) * C * 4  # the three numbers are laid side by side again, too
     assert all(map(torch.equal, *found))
 
 

@@ -52,7 +52,7 @@ WAYS = [
 @every_kind
 @pytest.mark.parametrize(("backend", "layout", "autocast"), WAYS)
 def test_compiled(one: Generated, backend: str, layout: str, autocast: str) -> None:
-    """In one graph, values, gradients and kept bytes are those of eager code."""
+    """In one graph, values, gradients and saved bytes are those of eager code."""
     f = one.function
 
     def casting(x: torch.Tensor) -> torch.Tensor:
@@ -63,8 +63,8 @@ def test_compiled(one: Generated, backend: str, layout: str, autocast: str) -> N
     x = LAYOUTS[layout]().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "outside"), count_saved() as saved:
         y = function(x)
-    assert same(y, one.baseline(x.detach()).to(torch.bfloat16 if autocast and one.keeps_output else torch.float32))
-    assert sizes(saved) == one.kept(y)
+    assert same(y, one.baseline(x.detach()).to(torch.bfloat16 if autocast and one.saves_output else torch.float32))
+    assert sizes(saved) == one.saved(y)
     dy = torch.randn_like(y)
     (dx,) = torch.autograd.grad(y, x, dy)
     assert dx.dtype == torch.float32
@@ -96,8 +96,8 @@ def test_compile_with_the_default_backend(one: Generated, budget: float) -> None
     torch.testing.assert_close(y, f(x))
     (dx,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(dx, torch.autograd.grad(f(x).sum(), x)[0])
-    if budget == 1.0:  # and the input of sin, which may be the output that is kept
-        assert set(sizes(saved)) == {x.numel() * 4, *one.kept(y)}
+    if budget == 1.0:  # and the input of sin, which may be the output that is saved
+        assert set(sizes(saved)) == {x.numel() * 4, *one.saved(y)}
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_compiled_code_asks_for_gradients_too(one: Generated) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_a_change_inside_what_is_compiled(one: Generated, backend: str, change: str, layout: str) -> None:
-    """PyTorch's error, in backward or already in the compiler; where codes are all that is kept, the gradient."""
+    """PyTorch's error, in backward or already in the compiler; where codes are all that is saved, the gradient."""
     f = one.function
     function = compiled(lambda t: CHANGES[change](f(t)), backend)
     x = LAYOUTS[layout]().requires_grad_()
-    if one.keeps_output:
+    if one.saves_output:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             function(x).sum().backward()
         return
@@ -170,7 +170,7 @@ def test_a_change_after_what_is_compiled(one: Generated, backend: str | None, re
     before = y.detach().clone()
     with torch.set_grad_enabled(recorded):
         y.mul_(2)
-    if one.keeps_output:
+    if one.saves_output:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
     else:
@@ -202,14 +202,14 @@ def test_export(one: Generated) -> None:
 @EACH_DTYPE
 def test_opcheck(one: Generated, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, key = torch.randn(shape).to(dtype), one.key
-    for out in {dtype, torch.bfloat16} if one.keeps_output and dtype != torch.float64 else {dtype}:
+    for out in {dtype, torch.bfloat16} if one.saves_output and dtype != torch.float64 else {dtype}:
         turned = x, None, 1, 0.0, list(reversed(range(x.dim()))), NUMBER[out], key
         torch.library.opcheck(torch.ops.fitact.forward.default, turned)
         y, codes = forward_op(x, out, key, check=True)
         assert (y.dtype, y.shape) == (out, x.shape)
-        assert codes.numel() == sum(one.kept(y)) - (y.nbytes if one.keeps_output else 0)
-        kept = y if one.keeps_output else None
-        backward_op(torch.ones_like(y), kept, codes, dtype, key, check=True)
+        assert codes.numel() == sum(one.saved(y)) - (y.nbytes if one.saves_output else 0)
+        saved = y if one.saves_output else None
+        backward_op(torch.ones_like(y), saved, codes, dtype, key, check=True)
 
 
 def test_no_schema_ends_with_an_optional_argument() -> None:
@@ -274,7 +274,7 @@ def test_vmap_under_autocast(one: Generated) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = torch.func.vmap(f)(x)
         derivative = torch.func.vmap(torch.func.grad(lambda t: f(t).float().sum()))(x)
-    assert same(y, one.baseline(x).to(torch.bfloat16 if one.keeps_output else torch.float32))
+    assert same(y, one.baseline(x).to(torch.bfloat16 if one.saves_output else torch.float32))
     assert derivative.dtype == torch.float32
     one.check_gradient(x, y, torch.ones_like(y), derivative)
 
@@ -327,7 +327,7 @@ def test_double_backward_raises(
     one: Generated, derive: Callable, backend: str | None, request: pytest.FixtureRequest
 ) -> None:
     """The activation's own error, or that of a compiler that has none."""
-    if backend == "eager" and not one.keeps_output and derive in (penalty, twice):
+    if backend == "eager" and not one.saves_output and derive in (penalty, twice):
         reason = "in a graph that is not compiled further nothing ties the gradient of codes to x: 0, silently"
         request.applymarker(pytest.mark.xfail(reason=reason))
     if backend == "aot_eager" and torch.__version__ < (2, 13) and derive in (penalty, twice):
@@ -360,7 +360,7 @@ def test_second_derivatives_by_transforms_raise(one: Generated, derive: Callable
 
 
 def selective(f: Callable, x: torch.Tensor) -> torch.Tensor:
-    """What is kept of the activation is kept, and the rest recomputed."""
+    """What is saved of the activation is saved, and the rest recomputed."""
 
     def keep(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         ours = op == torch.ops.fitact.forward.default
@@ -396,6 +396,6 @@ def test_checkpoints(one: Generated, way: str, autocast: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         y = CHECKPOINTS[way](f, x)
         expected = run(f, x)[1]
-    assert y.dtype == (torch.bfloat16 if autocast and one.keeps_output else torch.float32)
+    assert y.dtype == (torch.bfloat16 if autocast and one.saves_output else torch.float32)
     y.sum().backward()
     assert same(x.grad, expected)

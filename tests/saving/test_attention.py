@@ -29,9 +29,9 @@ from tests.support.saving import (
     agree,
     cast,
     differences,
-    kept_of,
     pair,
     peaks,
+    saved_bytes_of,
     saves,
     train,
 )
@@ -380,7 +380,7 @@ def test_models(name: str, setting: str) -> None:
     wide = torch.randn(2 if name in SDPA else 4, 64, 48).to(dtype).requires_grad_()
     blocks = [one for one in models[0].modules() if type(one).__name__ in BLOCKS]
     with cast(autocast):
-        before, after = (kept_of(one, lambda one=one: run(one, wide)) for one in models)
+        before, after = (saved_bytes_of(one, lambda one=one: run(one, wide)) for one in models)
         with count_saved(models[0]) as selective, changed(blocks, [SELECTIVE] * len(blocks)):
             y = run(models[0], wide)
     del y

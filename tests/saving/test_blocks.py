@@ -89,9 +89,9 @@ def test_definition(dtype: torch.dtype, bits: int) -> None:
         numbers = tiles_of(np.arange(math.prod(shape)).reshape(shape))
         found = unpacked(shifts) & 15
         q = unpacked(codes)
-        for tile, after, number, kept in zip(tiles, decoded, numbers, found, strict=True):
+        for tile, after, number, values in zip(tiles, decoded, numbers, found, strict=True):
             d = shifts_of(tile)
-            assert np.array_equal(kept, d), shape
+            assert np.array_equal(values, d), shape
             blocks = number[:, 0] // 64
             low = tile / 2**d
             largest = np.abs(low).max(1)

@@ -76,7 +76,7 @@ def of_heads(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     return [x.sum(), *outputs]
 
 
-def _kept(model: nn.Sequential, x: Tensor) -> None:
+def _unread_heads(model: nn.Sequential, x: Tensor) -> None:
     loss, *_heads = of_heads(model, x)
     loss.backward()
 
@@ -88,7 +88,7 @@ def _input(model: nn.Sequential, x: Tensor) -> None:
 
 
 PARTS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
-    "heads that no loss reads": _kept,
+    "heads that no loss reads": _unread_heads,
     "heads that are gone": lambda model, x: of_heads(model, x)[0].backward(),
     "the gradient of the input": _input,
     "the gradient of a bias": lambda model, x: of_heads(model, x)[0].backward(inputs=[model[0].up.bias]),

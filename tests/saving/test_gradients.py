@@ -175,7 +175,7 @@ class Noisy(nn.Module):
     "act", [Learned, Noisy, nn.PReLU, nn.RReLU, partial(nn.SiLU, inplace=True), nn.ReLU, nn.Tanh]
 )
 def test_activations_that_are_more(act: Any) -> None:
-    """Learned and random ones, and those in place, or that keep what they return."""
+    """Learned and random ones, and those in place, or that save what they return."""
     agree(partial(MLP, act, 0.2))
     agree(partial(Gate, act))
 

@@ -114,13 +114,13 @@ def test_left_alone() -> None:
         z.sum().backward()
     own = {one.data_ptr() for one in block.parameters()}
     for tensor, stored in seen.packed:
-        kept = stored.unpack()
+        saved = stored.unpack()
         if tensor.dtype == torch.bool:
-            assert type(stored) is Bits and torch.equal(kept, tensor)
+            assert type(stored) is Bits and torch.equal(saved, tensor)
         elif tensor.data_ptr() in own or not tensor.is_floating_point() or tensor.numel() < 4096:
-            assert type(stored) is not Reading and torch.equal(kept, tensor)
+            assert type(stored) is not Reading and torch.equal(saved, tensor)
         elif torch.equal(tensor, scores.exp()) or torch.equal(tensor, mask.to(x.dtype)):
-            assert torch.equal(kept, tensor)
+            assert torch.equal(saved, tensor)
     statistics = [one for one, _ in seen.packed if one.shape == (8, 64, 1)]
     assert len(statistics) == 4
     assert sum(one.data_ptr() in own for one, _ in seen.packed) == 8  # four weights, transposed, and the norms'
@@ -209,7 +209,7 @@ def remat(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def regions(remat: Any, **options: Any) -> Call:
-    """Return a call that runs the norms again, and keeps what attention and MLP save."""
+    """Return a call that runs the norms again, and saves what attention and MLP save."""
 
     def forward(block: Layer, x: Tensor) -> Tensor:
         for name, part in ("attention", block.attention), ("mlp", block.mlp):

@@ -18,7 +18,7 @@ import fitact
 from fitact.runtime.saving.context import baseline
 from fitact.runtime.saving.modules import attach, attaching, detach
 from tests.support.blocks import MLP, MODELS
-from tests.support.saving import X, differences, kept, observed, train
+from tests.support.saving import X, differences, observed, saved_bytes, train
 
 WIDE = torch.randn(64, 16, 16)
 
@@ -75,14 +75,14 @@ def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
         repr(model),
         [*model.state_dict()],
         dict(model.named_modules()),
-        kept(model, WIDE),
+        saved_bytes(model, WIDE),
     )
     for _ in range(2):
         fitact.convert(model, **given)
     assert isinstance(model, kind) and type(model) is not kind and type(model).__name__ == kind.__name__
     assert (repr(model), [*model.state_dict()], dict(model.named_modules())) == (text, keys, modules)
     twin = COPIES[way](model)
-    assert type(twin) is type(model) and kept(twin, WIDE) == kept(model, WIDE) < before
+    assert type(twin) is type(model) and saved_bytes(twin, WIDE) == saved_bytes(model, WIDE) < before
     expected = observed(model, train, X)
     doubled.load_state_dict(model.state_dict())
     fitact.convert(doubled, **given)
@@ -92,7 +92,9 @@ def test_copies(kind: type[nn.Module], way: str, given: dict[str, Any]) -> None:
     assert not differences(observed(doubled, train, X), observed(twin, train, X))
     model.zero_grad()
     assert not differences(expected, observed(model, train, X))
-    assert fitact.revert(twin) and type(twin) is kind and kept(model, WIDE) < kept(twin, WIDE) == before
+    assert (
+        fitact.revert(twin) and type(twin) is kind and saved_bytes(model, WIDE) < saved_bytes(twin, WIDE) == before
+    )
 
 
 @pytest.mark.parametrize("kind", [MLP, Locked, Own])
@@ -102,7 +104,7 @@ def test_turning_back(kind: type[nn.Module]) -> None:
     fitact.convert(model)
     assert Registered.known == ["own"]
     fresh = type(model)()
-    assert kept(model, WIDE) < kept(fresh, WIDE)
+    assert saved_bytes(model, WIDE) < saved_bytes(fresh, WIDE)
     assert not fitact.revert(fresh) and type(fresh) is kind
     assert detach(model) and not detach(model)
     assert type(model) is kind and vars(model).keys() == vars(kind()).keys()
@@ -116,29 +118,29 @@ def test_a_forward_of_the_module_s_own() -> None:
     """accelerate sets one, for example for autocast or to move the weights of parts."""
     model = MLP()
     forward = model.forward = partial(_twice, model)
-    expected, before = observed(copy.deepcopy(model), train, X), kept(model, WIDE)
+    expected, before = observed(copy.deepcopy(model), train, X), saved_bytes(model, WIDE)
     fitact.convert(model)
-    assert kept(model, WIDE) < before
+    assert saved_bytes(model, WIDE) < before
     for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
         one.zero_grad()
         assert not differences(expected, observed(one, train, X))
     fitact.revert(model)
-    assert vars(model)["forward"] is forward and kept(model, WIDE) == before
+    assert vars(model)["forward"] is forward and saved_bytes(model, WIDE) == before
 
 
 def test_parts() -> None:
     """A part can save as it is, and contexts that are tried leave the module as it was."""
     model = MODELS["block"]()
-    before = kept(model, WIDE)
+    before = saved_bytes(model, WIDE)
     fitact.convert(model)
-    all_of_it = kept(model, WIDE)
+    all_of_it = saved_bytes(model, WIDE)
     fitact.revert(model)
     attach(model[0], partial(fitact.saving, "exact"))
-    first = kept(model, WIDE)
+    first = saved_bytes(model, WIDE)
     attach(model, partial(fitact.saving, "exact"))
     attach(model[0], baseline)
-    others = kept(model, WIDE)
+    others = saved_bytes(model, WIDE)
     assert all_of_it < min(first, others) and max(first, others) < before
     with attaching(model, {"": baseline}):
-        assert kept(model, WIDE) == before
-    assert kept(model, WIDE) == others
+        assert saved_bytes(model, WIDE) == before
+    assert saved_bytes(model, WIDE) == others

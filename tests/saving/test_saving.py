@@ -24,7 +24,19 @@ from fitact.base import UsageError
 from fitact.runtime.measure.saved import count_saved
 from tests.support.blocks import MODELS, Read, RMSNorm
 from tests.support.calls import CALLS
-from tests.support.saving import HALF, X, cast, differences, kept, kept_of, loss_of, observed, pair, peaks, train
+from tests.support.saving import (
+    HALF,
+    X,
+    cast,
+    differences,
+    loss_of,
+    observed,
+    pair,
+    peaks,
+    saved_bytes,
+    saved_bytes_of,
+    train,
+)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
@@ -122,22 +134,22 @@ def test_nothing_is_held_when_the_graph_is_gone() -> None:
 def test_nested_and_as_a_decorator() -> None:
     model = MODELS["mlp"]()
     x = torch.randn(64, 16, 16)
-    once = kept_of(model, lambda: saving()(model)(x))
+    once = saved_bytes_of(model, lambda: saving()(model)(x))
     with saving():
-        inside = kept_of(model, lambda: model(x))
+        inside = saved_bytes_of(model, lambda: model(x))
         with saving():
             pass
-    assert once < kept(model, x)
+    assert once < saved_bytes(model, x)
     assert inside >= once  # other hooks win inside
 
 
 def test_an_exception_leaves_nothing_behind() -> None:
     model = MODELS["mlp"]()
     x = torch.randn(64, 16, 16)
-    before = kept(model, x)
+    before = saved_bytes(model, x)
     with pytest.raises(ZeroDivisionError), saving():
         model(x).fill_(1 / 0)
-    assert kept(model, x) == before
+    assert saved_bytes(model, x) == before
 
 
 class Count(TorchDispatchMode):
@@ -241,7 +253,7 @@ def test_peak_of_many_sums() -> None:
         model = nn.Sequential(*(Residual(*part) for part in parts))
         fitact.convert(model)
         parameters = sum(one.nbytes for one in model.parameters())
-        stored = kept_of(model, lambda model=model: model(wide))
+        stored = saved_bytes_of(model, lambda model=model: model(wide))
         over.append(peaks((model, model), wide)[0] - stored - 2 * parameters)
     assert over[1] < over[0] + wide.nbytes
 

@@ -35,7 +35,7 @@ from tests.support.blocks import MLP, MODELS, RMSNorm
 from tests.support.calls import CALLS, Attention, repeated
 from tests.support.convolutions import IMAGES, UNITS
 from tests.support.models import inputs_of, made
-from tests.support.saving import HALF, X, cast, differences, gradients, kept_of, loss_of
+from tests.support.saving import HALF, X, cast, differences, gradients, loss_of, saved_bytes_of
 
 from .test_models import SHARES
 
@@ -482,6 +482,8 @@ SPOILT = {
     *(("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")),
     ("repetition changed", "save_on_cpu"),
 }
+
+
 def _marks(name: str, case: str) -> list[pytest.MarkDecorator]:
     marks = [pytest.mark.full] if name not in QUICK[: 4 if case in COMPILED else None] else []
     if (name, case) in SPOILT:
@@ -537,7 +539,7 @@ def test_bytes_of_the_context(name: str) -> None:
             return of.loss(one)
 
     before, bare, converted = (
-        kept_of(one, partial(loss, one, context))
+        saved_bytes_of(one, partial(loss, one, context))
         for one, context in ((baseline, nullcontext()), (baseline, fitact.saving()), (model, nullcontext()))
     )
     assert before > bare == converted

@@ -139,7 +139,7 @@ def forward_op(
 
 def backward_op(
     dy: torch.Tensor,
-    kept: torch.Tensor | None,
+    saved: torch.Tensor | None,
     codes: torch.Tensor | None,
     dtype: torch.dtype,
     key: str,
@@ -153,7 +153,7 @@ def backward_op(
     """The gradients of x, in a dtype, and of the other tensor, likewise; by default of all that there are."""
     wants = wants or (True, other is not None)
     op = ops._backward_reference if reference else ops.ops.backward
-    arguments = dy, kept, other, codes, inner, ops.NUMBER[dtype], *wants, key
+    arguments = dy, saved, other, codes, inner, ops.NUMBER[dtype], *wants, key
     if check:
         torch.library.opcheck(op.default, arguments)
     return op(*arguments)
@@ -181,7 +181,7 @@ def run(function: Any, x: torch.Tensor, dy: torch.Tensor | None = None) -> tuple
 
 
 def sizes(saved: Saved) -> list[int]:
-    """The bytes of each storage that is kept."""
+    """The bytes of each storage that is saved."""
     return sorted(storage.nbytes() for storage in saved.storages.values() if storage.nbytes())
 
 
@@ -193,7 +193,7 @@ class Generated(ABC):
     fit: Any
     own: ModuleType | None = None
 
-    keeps_output: ClassVar[bool]
+    saves_output: ClassVar[bool]
 
     @property
     def plain(self) -> str:
@@ -226,9 +226,9 @@ class Generated(ABC):
         (dx,) = torch.autograd.grad(self.baseline(leaf), leaf, dy)
         return dx
 
-    def kept(self, y: torch.Tensor) -> list[int]:
-        """The bytes of each storage kept for backward: the output where it is needed, whole tiles of codes."""
-        whole = y.numel() * y.element_size() if self.keeps_output else 0
+    def saved(self, y: torch.Tensor) -> list[int]:
+        """The bytes of each storage saved for backward: the output where it is needed, whole tiles of codes."""
+        whole = y.numel() * y.element_size() if self.saves_output else 0
         return sorted(filter(None, [whole, -(-y.numel() // 8192) * 1024 * self.bits]))
 
     @abstractmethod

@@ -93,7 +93,7 @@ def chain(at: float, steps: int, kind: type[np.floating]) -> np.ndarray:
 class Inverse(Generated):
     """An inverted activation."""
 
-    keeps_output = True
+    saves_output = True
 
     @property
     def published(self) -> bool:

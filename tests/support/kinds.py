@@ -36,7 +36,7 @@ OWN = {
     "own_exact": own_exact,
     "own_inverted": lambda: made("softplus(x)", None),
 }
-# Nothing kept but codes, or the output alone, or both.
+# Nothing saved but codes, or the output alone, or both.
 QUICK = ("gelu_fewbit3", "tanh_exact", "gelu_inverted1")
 USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_exact")
 

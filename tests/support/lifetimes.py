@@ -87,4 +87,4 @@ def lifetimes(models: tuple[Any, Any], held: str) -> Iterator[set[str]]:
             yield living()
             del hold
             gc.collect()
-            yield living()  # PyTorch's own hooks on an output that its operation keeps never let go of it
+            yield living()  # PyTorch's own hooks on an output that its operation saves never let go of it

@@ -32,7 +32,7 @@ else:
 
 
 def observe(module, name):
-    """Everything that can be told apart: values, gradients, dtypes, strides, and the bytes kept."""
+    """Everything that can be told apart: values, gradients, dtypes, strides, and the bytes saved."""
     function, kind = getattr(module, name), getattr(module, module.__all__[0])
     quick = mode == "interpreted"
     generator = torch.Generator().manual_seed(0)
@@ -43,12 +43,12 @@ def observe(module, name):
     found = {}
 
     def note(what, function, x, dy):
-        kept = []
+        saved = []
         leaf = x.detach().requires_grad_()
-        with saved_tensors_hooks(lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t):
+        with saved_tensors_hooks(lambda t: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t):
             y = function(leaf)
         y.backward(dy.to(y.dtype))
-        found[what] = (bits(y), bits(leaf.grad), y.dtype, leaf.grad.dtype, y.stride(), kept)
+        found[what] = (bits(y), bits(leaf.grad), y.dtype, leaf.grad.dtype, y.stride(), saved)
 
     def bits(t):
         return t.detach().contiguous().view(torch.uint8)

@@ -104,11 +104,11 @@ def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Output(Generated):
-    """An activation that keeps its output alone; `closed` is f′ as a function of y, for one's own formula."""
+    """An activation that saves its output alone; `closed` is f′ as a function of y, for one's own formula."""
 
     closed: str = ""
 
-    keeps_output = True
+    saves_output = True
 
     @property
     def corners(self) -> tuple[float, ...]:

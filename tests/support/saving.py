@@ -128,7 +128,7 @@ def agree(
     return models
 
 
-def kept_of(model: nn.Module, call: Callable[[], Any]) -> int:
+def saved_bytes_of(model: nn.Module, call: Callable[[], Any]) -> int:
     """Return the bytes that autograd saves in a call."""
     with count_saved(model) as saved:
         hold = call()
@@ -136,14 +136,14 @@ def kept_of(model: nn.Module, call: Callable[[], Any]) -> int:
     return saved.bytes
 
 
-def kept(model: nn.Module, x: Tensor) -> int:
-    return kept_of(model, lambda: model(x.detach().requires_grad_()))
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    return saved_bytes_of(model, lambda: model(x.detach().requires_grad_()))
 
 
 def saves(models: tuple[Any, Any], x: Tensor, autocast: torch.dtype | None = None) -> tuple[int, int]:
     """Return the bytes that autograd saves in a call of each model."""
     with cast(autocast):
-        before, after = (kept(one, x) for one in models)
+        before, after = (saved_bytes(one, x) for one in models)
     return before, after
 
 

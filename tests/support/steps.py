@@ -28,7 +28,7 @@ PIECEWISE_LINEAR = (
 class Shipped(Generated):
     """A step activation."""
 
-    keeps_output = False
+    saves_output = False
 
     def derivative(self, x: torch.Tensor) -> torch.Tensor:
         """The level of each element in float64, by the definition: how many borders lie strictly below."""

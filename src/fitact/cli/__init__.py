@@ -33,7 +33,7 @@ class _Commands(click.Group):
 )
 @click.version_option(package_name="fitact", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Make PyTorch activations that keep a few bits per element for backward."""
+    """Make PyTorch activations that save a few bits per element for backward."""
 
 
 for _command in (calibrate.calibrate, codegen.codegen, fit.fit, memory.memory, plan.plan, plot.plot, show.show):

@@ -47,8 +47,8 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
-    "derivative as a function of the output alone, the catalog's or yours. rebuild: exact; for a gate, keeping g "
-    "and u alone; for an expression with learned numbers, keeping x alone.",
+    "derivative as a function of the output alone, the catalog's or yours. rebuild: exact; for a gate, saving g "
+    "and u alone; for an expression with learned numbers, saving x alone.",
 )
 @click.option(
     "--domain",
@@ -328,5 +328,5 @@ def _check_options(method: str, own: Sequence[str], given: Sequence[str]) -> Non
         raise UsageError(f"--method {method} has no {' or '.join(foreign)}: {takes}")
     if method in BITS_REQUIRED and "bits" not in given:
         raise UsageError(
-            f"--bits is required for --method {method}: {BITS_REQUIRED[method]}, how many to keep per element"
+            f"--bits is required for --method {method}: {BITS_REQUIRED[method]}, how many to save per element"
         )

@@ -1,9 +1,9 @@
 """What whole models save for backward, as shares of what PyTorch saves: the picture of the README.
 
-    python -m benchmarks.kept
+    python -m benchmarks.saved
 
 Models have their published sizes and random weights. They are measured without memory, as `fitact memory` does,
-and nothing is timed. Writes results/kept.json and docs/kept.png.
+and nothing is timed. Writes results/saved.json and docs/saved.png.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import matplotlib.pyplot as plt
 from fitact.runtime.choose import measure
 from fitact.runtime.measure import Source, Training, hugging_face, timm_model
 
-RESULTS = Path(__file__).parent / "results" / "kept.json"
-PICTURE = Path(__file__).parents[1] / "docs" / "kept.png"
+RESULTS = Path(__file__).parent / "results" / "saved.json"
+PICTURE = Path(__file__).parents[1] / "docs" / "saved.png"
 LORA = Training(lora=("all",))
 # By name: the model, what is trained, sizes, and the command of the same rows.
 MODELS: dict[str, tuple[Source, Training, dict[str, int], str]] = {
