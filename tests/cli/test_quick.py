@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fitact.cli import names
-from tests.support.commands import put, record
+from tests.conftest import Command
+from tests.support.commands import FITS, put, record
 
 SLOW = ("torch", "transformers", "timm", "sympy", "scipy", "numpy", "matplotlib", "jinja2")
 # A command line, and a part of its one line of error.
@@ -71,12 +72,8 @@ for line in json.load(sys.stdin):
 """
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
-    folder = tmp_path_factory.mktemp("quick")
-    put(folder / "my_models.py", "def tiny():\n    import torch\n    return torch.nn.GELU(), torch.ones(2)\n")
-    put(folder / "fit.json", record("fit"))
-    lines = [line for line, _ in CASES]
+def answered(lines: list[str], folder: Path) -> list[list[object]]:
+    """Return for each command line its status, what it prints, and what slow packages it imports."""
     ran = subprocess.run(
         [sys.executable, "-c", EACH],
         input=json.dumps(lines),
@@ -86,7 +83,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert not ran.stderr
-    return dict(zip(lines, map(json.loads, ran.stdout.splitlines()), strict=True))
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    folder = tmp_path_factory.mktemp("quick")
+    put(folder / "my_models.py", "def tiny():\n    import torch\n    return torch.nn.GELU(), torch.ones(2)\n")
+    put(folder / "fit.json", record("fit"))
+    lines = [line for line, _ in CASES]
+    return dict(zip(lines, answered(lines, folder), strict=True))
 
 
 @pytest.mark.parametrize(("line", "part"), CASES, ids=[line for line, _ in CASES])
@@ -128,3 +134,24 @@ def test_a_name_that_may_be_there(text: str, tmp_path: Path, monkeypatch: pytest
     put("may_models.py", text)
     names.check_place("may_models:tiny")
     assert "may_models" not in sys.modules
+
+
+def test_nothing_to_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    """If nothing has changed, that is told without SymPy; whatever has changed is generated."""
+    fit, module = put(tmp_path / FITS / "own.json", record("own")), tmp_path / "generated" / "own.py"
+    nothing = (0, "generated: nothing to do, 1 modules are up to date\n", "")
+    assert command("codegen")[1] == "wrote generated/__init__.py\nwrote generated/own.py\n"
+    text = module.read_text("utf-8")
+    ((*answer, slow),) = answered(["codegen"], tmp_path)
+    assert (tuple(answer), slow) == (nothing, [])
+    module.write_text(text.replace("0.25", "0.75"), "utf-8")
+    assert command("codegen")[1] == "wrote generated/own.py\n" and module.read_text("utf-8") == text
+    fit.write_text(record("own", levels=[0.5, 1.0]), "utf-8")
+    assert command("codegen")[1] == "wrote generated/own.py\n" and module.read_text("utf-8") != text
+    module.unlink()
+    assert command("codegen")[1] == "wrote generated/own.py\n"
+    put(tmp_path / "generated" / "gone.py", text)
+    assert command("codegen")[1] == "removed generated/gone.py\n"
+    assert command("codegen") == nothing
+    monkeypatch.setattr("fitact.cli.codegen.version", lambda name: "another")
+    assert command("codegen") == nothing  # generated again, to the same text

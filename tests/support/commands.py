@@ -40,8 +40,9 @@ def put(path: str | Path, text: str = "") -> Path:
 
 
 def tree() -> dict[str, bytes | None]:
-    """Return every file and folder below the current one, files with their bytes."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(Path().rglob("*"))}
+    """Return every file and folder below the current one, files with their bytes; without caches."""
+    paths = [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts]
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def files() -> list[str]:

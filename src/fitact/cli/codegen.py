@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
-from fitact.base import FitactError, UsageError
+from fitact.base import FitactError, UsageError, read_start, read_text, write
 
-from .options import FOLDER, PATH, read_fits, say
+from .options import FOLDER, PATH, fit_paths, read_fits, say
+
+# The digest of what the last run read and wrote, in a folder: if nothing has changed, there is nothing to do.
+REMEMBERED = Path("__pycache__", "fitact-codegen")
 
 
 @click.command()
@@ -47,13 +55,18 @@ def codegen(fits: Sequence[Path], out: Path | None, check: bool, standalone: boo
     """
     if standalone and hub:
         raise UsageError("--standalone, --hub: expected only one; what --hub writes needs no fitact either")
+    folder = out or Path("hub" if hub else "standalone" if standalone else "generated")
+    prune = not fits
+    places = fit_paths(fits)
+    remembers = not (check or standalone or hub)
+    if remembers and _remembered(folder) == _digest(places, folder, prune):
+        say(f"{folder}: nothing to do, {len(places)} modules are up to date")
+        return
     read = read_fits(fits)
     from fitact.codegen import MODULES, bundle, drift, generate, plan
 
     files = bundle.plan(read, hub=hub) if standalone or hub else plan(read)
     layout = bundle.HUB if hub else bundle.STANDALONE if standalone else MODULES
-    folder = out or Path("hub" if hub else "standalone" if standalone else "generated")
-    prune = not fits
     if check:
         difference = drift(files, folder, prune=prune, layout=layout)
         if difference:
@@ -62,7 +75,26 @@ def codegen(fits: Sequence[Path], out: Path | None, check: bool, standalone: boo
         say(f"{folder}: {len(read)} modules are what their fits generate")
         return
     changed = generate(files, folder, prune=prune, layout=layout)
+    if remembers:
+        with suppress(FitactError):  # it only saves the next run a second
+            write(folder / REMEMBERED, _digest(places, folder, prune))
     for path in changed:
         say(f"{'wrote' if layout.header(path).exists() else 'removed'} {path}")
     if not changed:
         say(f"{folder}: nothing to do, {len(read)} modules are up to date")
+
+
+def _remembered(folder: Path) -> str:
+    path = folder / REMEMBERED
+    return read_text(path, 1000) if path.is_file() else ""
+
+
+def _digest(fits: Sequence[Path], folder: Path, prune: bool) -> str:
+    """Return a digest of all that decides what a run does: fitact itself, the fits, and what is in the folder."""
+    parts = ("fitact.base", "fitact.fitter", "fitact.codegen")
+    sources = [Path(place) for part in parts for place in find_spec(part).submodule_search_locations or ()]
+    paths = [path for place in sources for path in sorted(place.rglob("*")) if path.suffix in (".py", ".j2")]
+    digest = hashlib.sha256(repr((sys.version, version("sympy"), version("jinja2"), prune)).encode())
+    for path in [*paths, *fits, *sorted(folder.glob("*.py"))]:
+        digest.update(repr((str(path), hashlib.sha256(read_start(path)).hexdigest())).encode())
+    return digest.hexdigest()

@@ -80,8 +80,8 @@ def named(option: str, pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
     return values
 
 
-def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
-    """Read fits from the given files, each once, by default all in generated/fits."""
+def fit_paths(paths: Sequence[Path]) -> list[Path]:
+    """Return the given files of fits, each once, by default all in generated/fits; each is there and is a fit."""
     from fitact.fitter.files import FIT
 
     found = list({os.path.abspath(path): path for path in paths}.values()) or sorted(FITS.glob("*.json"))
@@ -89,6 +89,12 @@ def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
         raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
     for path in found:
         FIT.check(path)
+    return found
+
+
+def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
+    """Read the fits of `fit_paths`."""
+    found = fit_paths(paths)
     from fitact.fitter.records import read
 
     return [read(path) for path in found]
