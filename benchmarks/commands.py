@@ -25,7 +25,7 @@ LINES = {
     "fit --fn gelu --bits 3": 2.0,
     "fit --fn gelu --bits 2 --method relumix": 10.0,
     "fit --fn gelu --bits 4 --method relumix": 60.0,
-    "fit --fn tanh --method exact": 5.0,
+    "fit --fn tanh --method output": 5.0,
     "show gelu": 5.0,
 }
 COMMANDS = {

@@ -2,8 +2,8 @@
 
 Run by `make test-pythons`. PATHS are interpreters; by default, those that a shell finds as python3.11 to
 python3.14. Each gets an environment of its own in build/pythons, with the newest versions of all that the wheel
-needs. There the commands fit, generate and draw, and a model is trained as it is, with rebuilt outputs, with steps
-and with codes. An environment takes up to 6 GB, and is removed at the end.
+needs. There the commands fit, generate and draw, and a model is trained as it is, with recomputed outputs, with
+steps and with codes. An environment takes up to 6 GB, and is removed at the end.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from fitact.fitter.records import (
     FLAT,
     AnyFit,
     Approximant,
-    ExactFit,
     GateFit,
     InvertedFit,
     LearnedFit,
+    OutputFit,
     PublishedApproximant,
     Quotient,
     Radical,
@@ -53,7 +53,7 @@ def _step(fit: StepFit) -> dict[str, Any]:
     }
 
 
-def _exact(fit: ExactFit) -> dict[str, Any]:
+def _output(fit: OutputFit) -> dict[str, Any]:
     return _value(fit.activation) | {
         "derivative": fit.derivative,
         "triton_derivative": render(fit.formula, TRITON, variable="y"),
@@ -220,7 +220,7 @@ def _learned(fit: LearnedFit) -> dict[str, Any]:
 # Kinds of fit: the template of each, and what gives the values that only this template needs.
 TEMPLATES: dict[type[AnyFit], tuple[str, Callable[[Any], dict[str, Any]]]] = {
     StepFit: ("step.py.j2", _step),
-    ExactFit: ("exact.py.j2", _exact),
+    OutputFit: ("output.py.j2", _output),
     InvertedFit: ("inverted.py.j2", _inverted),
     GateFit: ("gate.py.j2", _gate),
     LearnedFit: ("learned.py.j2", _learned),

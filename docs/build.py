@@ -22,7 +22,7 @@ from fitact.cli import cli
 from fitact.cli.tables import starts
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.plot import draw
-from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit, read
+from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit, OutputFit, StepFit, read
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -30,7 +30,7 @@ GALLERY = DOCS / "gallery"
 DPI = 75
 WIDTH = 100  # of a help text
 ROOMS = ("base", "fitter", "codegen", "runtime", "generated")
-METHODS = ("fewbit", "relumix", "inverted", "exact", "gate_rebuild", "learned_rebuild")
+METHODS = ("fewbit", "relumix", "inverted", "output", "gate_recompute", "learned_recompute")
 # What api.md describes: a heading, a sentence, and the objects.
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -112,12 +112,12 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "fitter.methods.inverted.fit",
             "fitter.methods.inverted_published.fit",
             "fitter.methods.inverted_published.published",
-            "fitter.methods.exact.fit",
+            "fitter.methods.output.fit",
             "fitter.records.reading.read",
             "fitter.records.reading.from_json",
             "fitter.records.fit.StepFit",
             "fitter.records.fit.InvertedFit",
-            "fitter.records.fit.ExactFit",
+            "fitter.records.fit.OutputFit",
             "fitter.plot.draw",
         ),
     ),
@@ -205,7 +205,7 @@ def _package() -> griffe.Object:
 
 # What is to be said of an activation beside its fits.
 NOTES = {
-    "relu2": "`relu2_exact` saves the output alone, which a trained layer that follows saves too: 2 bytes an "
+    "relu2": "`relu2_output` saves the output alone, which a trained layer that follows saves too: 2 bytes an "
     "element in bfloat16. A mask and the packed nonzero outputs would take 1/8 + 2·*d* bytes, where *d* is the "
     "share of nonzeros: 1.125 at one half, less than the output's 2 below *d* = 94 %. "
     "That needs sizes that depend on the data, and fitact does not do it.",
@@ -235,7 +235,7 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         formula = own[0].activation.expression if entry is None else entry.filled(entry.expression, {})
         gates = [fit for fit in own if isinstance(fit, GateFit)]
         parts += [f"## {name}", f"`{'h(g, u)' if gates else 'f(x)'} = {formula}`"]
-        for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (ExactFit, _exact)):
+        for kind, table in ((StepFit, _steps), (InvertedFit, _inverted), (OutputFit, _exact)):
             if chosen := [fit for fit in own if isinstance(fit, kind)]:
                 parts.append(table(chosen))
         if name in NOTES:
@@ -275,7 +275,7 @@ def _inverted(fits: Sequence[InvertedFit]) -> str:
     return _table(rows)
 
 
-def _exact(fits: Sequence[ExactFit]) -> str:
+def _exact(fits: Sequence[OutputFit]) -> str:
     rows = [("", "`f′` as a function of the output `y`", "largest, bfloat16", "largest, float32")]
     for fit in fits:
         errors = (f"{fit.error[dtype]:.3g}" for dtype in ("bfloat16", "float32"))

@@ -191,10 +191,10 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "fewbit": ("bits", "domain", "weight", "seed"),
         "relumix": ("bits", "objective", "restarts", "seed"),
         "inverted": ("bits", "domain", "tol", "family"),
-        "exact": ("derivative",),
+        "output": ("derivative",),
     },
-    "gates": {"rebuild": ()},
-    "formulas": {"rebuild": ()},
+    "gates": {"recompute": ()},
+    "formulas": {"recompute": ()},
 }
 RECORDED = {"activations": "", "gates": "gate_", "formulas": "learned_"}  # before the method in records
 BITS_REQUIRED = {"fewbit": "1 to 4", "relumix": "1 to 4"}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fitact.base import UsageError, blank, check_format, defaults, literal, save
 from fitact.fitter.expr import Array, evaluate
 from fitact.fitter.numerics import DTYPES, halves, rounded, stored
-from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
+from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit, OutputFit, StepFit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,7 +147,7 @@ def _mark(borders: Array, low: float, high: float, *panels: Axes) -> None:
             axes.axvline(border, color="black", alpha=0.12, linewidth=0.7)
 
 
-def _draw_exact(fit: ExactFit, upper: Axes, lower: Axes) -> None:
+def _draw_output(fit: OutputFit, upper: Axes, lower: Axes) -> None:
     x = np.linspace(-REACH, REACH, POINTS)
     derivative, y = fit.activation.derivative(x), fit.activation.value(x)
     for dtype, color in (("bfloat16", FITTED), ("float16", ERROR)):
@@ -250,8 +250,11 @@ def _view(fit: StepFit) -> tuple[float, float]:
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "fewbit": (_draw_step,),
     "relumix": (_draw_primitive, _draw_step),
-    "exact": (_draw_exact,),
+    "output": (_draw_output,),
     "inverted": (_draw_over_output, _draw_over_input),
-    "gate_rebuild": (partial(_draw_factor, name="a", argument="g"), partial(_draw_factor, name="b", argument="u")),
-    "learned_rebuild": (_draw_formula,),
+    "gate_recompute": (
+        partial(_draw_factor, name="a", argument="g"),
+        partial(_draw_factor, name="b", argument="u"),
+    ),
+    "learned_recompute": (_draw_formula,),
 }

@@ -25,12 +25,12 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
             `"gelu_regelu2_published"`.
         method: `"fewbit"`, the best step function for the derivative; `"relumix"`, the slopes of the best mixture
             of ReLUs; `"inverted"`, the derivative as a function of the output and of one or two bits; or
-            `"exact"`, the derivative as a function of the output. By default `"fewbit"`.
+            `"output"`, the derivative as a function of the output. By default `"fewbit"`.
         bits: bits saved per element for backward; by default 3, or the least width that ships if 3 does not. None
-            for `"exact"`, which saves no bits.
+            for `"output"`, which saves no bits.
 
     Returns:
-        An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_exact`.
+        An instance of the class in `fitact.generated.{name}_{method}{bits}`, or `fitact.generated.{name}_output`.
 
     Raises:
         UsageError: no such activation is shipped (the message lists those that are), or `bits` is not a valid
@@ -41,7 +41,7 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
     method = method or "fewbit"
     if bits is not None:
         wanted = [f"{name}_{method}{integer('bits', bits, 0)}"]
-    elif method in ("exact", "rebuild"):
+    elif method in ("output", "recompute"):
         wanted = [f"{name}_{method}"]
     else:
         own = [name] if method == "fewbit" else []  # the whole name of a fit says its method

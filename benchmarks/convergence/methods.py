@@ -126,7 +126,7 @@ METHODS = {
         ),
         Method("coarse", "coarse", STORED, policy={"error": "coarse"}),
         *(Method(name, name, STORED, policy={"bits": bits}, rival=name) for name, bits in BITS.items()),
-        Method("rebuild", "rebuilt", LEARNED, conversion=fitact.convert),
+        Method("recompute", "recomputed", LEARNED, conversion=fitact.convert),
     )
 }
 

@@ -28,8 +28,8 @@ MODULES = (
     "quick_gelu_fewbit3",  # a formula
     "silu_fewbit3",
     "gelu_relumix2",
-    "softplus_exact",
-    "relu2_exact",
+    "softplus_output",
+    "relu2_output",
     "gelu_inverted1",
     "gelu_inverted2",
     "silu_inverted1",
@@ -65,10 +65,10 @@ def silu_from_input_backward(dy, x, dx, n):
     backward_tile(dy, x, None, dx, n, silu_derivative, bits=0)
 
 
-_WITHOUT_CODES = Kernel.of("relu2_exact", "backward").activation  # the references are launched as its kernels are
+_WITHOUT_CODES = Kernel.of("relu2_output", "backward").activation  # the references are launched as its kernels are
 KERNELS: tuple[Kernel | GateKernel | BlockKernel, ...] = (
     *(Kernel.of(module, pass_) for module in MODULES for pass_ in ("forward", "backward")),
-    *(GateKernel.of("geglu_rebuild", pass_) for pass_ in ("forward", "backward")),
+    *(GateKernel.of("geglu_recompute", pass_) for pass_ in ("forward", "backward")),
     *(BlockKernel(bits, pass_) for bits in BITS for pass_ in ("encode", "decode")),
     Kernel("gelu_from_input", "backward", gelu_from_input_backward, _WITHOUT_CODES),
     Kernel("silu_from_input", "backward", silu_from_input_backward, _WITHOUT_CODES),

@@ -50,11 +50,11 @@ LEFT_OUT = (
 MODULES = (
     *(f"{name}_fewbit{bits}" for name in ("gelu", "silu") for bits in (1, 2, 3, 4)),
     *(f"{name}_inverted{bits}" for name in ("gelu", "silu") for bits in (1, 2)),
-    "softplus_exact",
-    "relu2_exact",
+    "softplus_output",
+    "relu2_output",
 )
-GATES = ("swiglu_rebuild", "geglu_rebuild")
-LEARNED = (("xielu_rebuild", "one"), ("dyt_rebuild", "last"))
+GATES = ("swiglu_recompute", "geglu_recompute")
+LEARNED = (("xielu_recompute", "one"), ("dyt_recompute", "last"))
 WIDTH = 4096  # elements of the norms' rows
 
 

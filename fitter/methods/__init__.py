@@ -1,8 +1,8 @@
 """The methods, one per file; `table` has all of them by name."""
 
-from . import exact as exact
 from . import fewbit as fewbit
 from . import inverted as inverted
+from . import output as output
 from . import relumix as relumix
 from .table import again as again
 from .table import make as make

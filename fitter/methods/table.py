@@ -10,7 +10,7 @@ import numpy as np
 from fitact.fitter.analysis import Activation, Gate, Learned, float_check
 from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit
 
-from . import exact, fewbit, inverted, inverted_published, relumix
+from . import fewbit, inverted, inverted_published, output, relumix
 
 
 def _inverted(activation: Activation, name: str, *, family: str = "rational", **options: Any) -> InvertedFit:
@@ -21,14 +21,14 @@ def _inverted(activation: Activation, name: str, *, family: str = "rational", **
 
 def _gate(gate: Gate, name: str) -> GateFit:
     """Return the fit of a gate, which approximates nothing."""
-    return GateFit(name=name, method="gate_rebuild", activation=gate, error={})
+    return GateFit(name=name, method="gate_recompute", activation=gate, error={})
 
 
 def _learned(formula: Learned, name: str) -> LearnedFit:
     """Return the fit of a formula with learned numbers; warn if floating point fails on its start."""
     if (start := formula.start()) is not None:
         float_check.warn(start)
-    return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
+    return LearnedFit(name=name, method="learned_recompute", activation=formula, error={})
 
 
 # What makes a fit, by the method that the record names.
@@ -36,9 +36,9 @@ _FIT: dict[str, Callable[..., AnyFit]] = {
     "fewbit": fewbit.fit,
     "relumix": relumix.fit,
     "inverted": _inverted,
-    "exact": exact.fit,
-    "gate_rebuild": _gate,
-    "learned_rebuild": _learned,
+    "output": output.fit,
+    "gate_recompute": _gate,
+    "learned_recompute": _learned,
 }
 
 

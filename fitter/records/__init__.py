@@ -13,10 +13,10 @@ from .approximants import codes as codes
 from .approximants import has_pole as has_pole
 from .approximants import variable as variable
 from .fit import AnyFit as AnyFit
-from .fit import ExactFit as ExactFit
 from .fit import GateFit as GateFit
 from .fit import InvertedFit as InvertedFit
 from .fit import LearnedFit as LearnedFit
+from .fit import OutputFit as OutputFit
 from .fit import StepFit as StepFit
 from .reading import from_json as from_json
 from .reading import read as read

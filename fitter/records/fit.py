@@ -165,16 +165,16 @@ class StepFit(Fit):
 
 @readable
 @dataclass(frozen=True, kw_only=True)
-class ExactFit(Fit):
+class OutputFit(Fit):
     """f′ as a function of the output y, so that only y is saved.
 
     Attributes:
         derivative: f′ as an expression in `y`.
-        error: by storage dtype, the error from the rounding of y, see `exact.errors`.
+        error: by storage dtype, the error from the rounding of y, see `output.errors`.
 
     """
 
-    METHODS = ("exact",)
+    METHODS = ("output",)
     ERRORS = DTYPES
 
     activation: Activation
@@ -295,7 +295,7 @@ class GateFit(Fit):
 
     """
 
-    METHODS = ("gate_rebuild",)
+    METHODS = ("gate_recompute",)
 
     activation: Gate
 
@@ -311,13 +311,13 @@ class LearnedFit(Fit):
 
     """
 
-    METHODS = ("learned_rebuild",)
+    METHODS = ("learned_recompute",)
 
     activation: Learned
 
 
-AnyFit = StepFit | ExactFit | InvertedFit | GateFit | LearnedFit
-KINDS: tuple[type[AnyFit], ...] = (StepFit, ExactFit, InvertedFit, GateFit, LearnedFit)
+AnyFit = StepFit | OutputFit | InvertedFit | GateFit | LearnedFit
+KINDS: tuple[type[AnyFit], ...] = (StepFit, OutputFit, InvertedFit, GateFit, LearnedFit)
 
 
 def _plain(value: Any) -> object:

@@ -22,7 +22,8 @@ T = TypeVar("T", bound=Formula)
 # Methods of once, and what is in their place.
 GONE = {
     **dict.fromkeys(("coded", "gate_coded", "learned_coded"), "block codes, of fitact.saving, took its place"),
-    "learned_exact": "learned_rebuild saves as little in fitact.saving, and its gradients are exact",
+    **dict.fromkeys(("exact", "gate_rebuild", "learned_rebuild"), "fit it again, as output or recompute"),
+    "learned_exact": "learned_recompute saves as little in fitact.saving, and its gradients are exact",
 }
 
 

@@ -284,7 +284,7 @@ class _Measurement:
         """Yield what is compared; methods only if there are bits."""
         model = [self.subject.model]
         yield BASELINE, model
-        methods = [*(("fewbit", k) for k in bits or ()), ("relumix", 2), ("inverted", None), ("exact", None)]
+        methods = [*(("fewbit", k) for k in bits or ()), ("relumix", 2), ("inverted", None), ("output", None)]
         for method, k in methods if bits is not None else []:
             name = method if k is None else f"{method}, {k} bit{'s'[: k > 1]}"
             yield Policy(name, method=method, bits=k), model

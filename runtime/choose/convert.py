@@ -24,7 +24,7 @@ from .gradients import gradient_error
 from .records import Conversion, Gradient, ModuleRecord, SiteRecord
 from .replacement import Change, Substitutes, inner, paying, put_in, putting, replacement
 
-METHODS = ("fewbit", "relumix", "inverted", "exact")
+METHODS = ("fewbit", "relumix", "inverted", "output")
 WIDTHS = range(1, 5)
 OLD = {"rebuild": "exact", "auto": "rounding", "coded": "rounding"}  # methods of once, and what replaces them
 NOTHING = "it has nothing to save"
@@ -55,7 +55,7 @@ def convert(
 
     Args:
         model: the model, which is changed in place.
-        method: `"fewbit"`, `"relumix"`, `"inverted"` or `"exact"`, as in `fitact.activation`; None for a context.
+        method: `"fewbit"`, `"relumix"`, `"inverted"` or `"output"`, as in `fitact.activation`; None for a context.
         bits: with a method, the most bits saved per element; by default 3 for Few-Bit, and the fewest possible for
             the others. Without one, as for `fitact.saving`.
         error: how far gradients may be off, as for `fitact.saving`: by default `"exact"`, bit for bit PyTorch's.
@@ -252,9 +252,9 @@ def _check(
 def check_bits(method: str, bits: object) -> None:
     """Raise a UsageError if a method's fits cannot have this number of bits."""
     known = type(bits) is not bool and isinstance(bits, Integral) and bits in WIDTHS
-    if bits is not None and (method == "exact" or not known):
+    if bits is not None and (method == "output" or not known):
         some = f"{', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
-        expected = "none for exact, which saves no bits" if method == "exact" else some
+        expected = "none for output, which saves no bits" if method == "output" else some
         raise UsageError(f"bits {quote(bits)}: expected {expected}")
 
 

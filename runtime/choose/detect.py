@@ -340,7 +340,7 @@ def shipped_class(name: str, method: str, bits: int | None) -> type[nn.Module] |
         bits: the most bits saved per element; None for the default of `fitact.activation`.
 
     """
-    for width in [None] if bits is None or method == "exact" else range(bits, 0, -1):
+    for width in [None] if bits is None or method == "output" else range(bits, 0, -1):
         try:
             return type(activation(name, method=method, bits=width))
         except UsageError:

@@ -58,7 +58,7 @@ def _of_blocks() -> Iterator[Policy]:
             name = ", ".join(filter(None, (error, kind)))
             few.append(Policy(name, error, partial(saving, error), checkpoint=kind))
     yield from few
-    yield Policy("derivatives by the output", "rounding", method="exact")
+    yield Policy("derivatives by the output", "rounding", method="output")
     yield Policy("derivatives by the output and a bit", "rounding", method="inverted")
     yield Policy("derivatives in 3 bits", "coarse", method="fewbit")
     for error in ERRORS:

@@ -7,8 +7,8 @@ lacks; for PyTorch, the functions that it lacks.
 
 from . import blocks as blocks
 from . import reference_math as reference_math
-from .activations import Exact as Exact
 from .activations import Inverted as Inverted
+from .activations import Output as Output
 from .activations import Step as Step
 from .activations import apply as apply
 from .autocast import active_autocast as active_autocast

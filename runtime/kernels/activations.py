@@ -147,7 +147,7 @@ class Step(Pointwise):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(Pointwise):
+class Output(Pointwise):
     """An activation whose derivative is a function of its output.
 
     Attributes:

@@ -51,13 +51,13 @@ SHIPPED = {
     "gelu_fewbit3": ("--fn gelu --bits 3", STEPS, ["3", "0.01189827"]),  # L of the published 3-bit GELU
     "gelu_relumix2": ("--fn gelu --bits 2 --method relumix", STEPS, ["2", "0.009506935"]),
     "silu_inverted1": ("--fn silu --method inverted", ["bits", *DTYPES, *FLOORS], ["1"]),
-    "tanh_exact": (
-        "--fn tanh --method exact",
+    "tanh_output": (
+        "--fn tanh --method output",
         [*DTYPES, "f'(x) as a function of y"],
         ["0.003875", "0.0004868", "8.839e-08", "1 - y**2"],
     ),
-    "swiglu_rebuild": ("--fn swiglu --method rebuild", None, ["silu(g)*u"]),
-    "dyt_rebuild": ("--fn dyt --method rebuild", None, []),
+    "swiglu_recompute": ("--fn swiglu --method recompute", None, ["silu(g)*u"]),
+    "dyt_recompute": ("--fn dyt --method recompute", None, []),
 }
 
 
@@ -380,11 +380,11 @@ def test_show_catalog(run: Command) -> None:
 # what is shown, and words of lines of it: "head: words"
 SHOWN = {
     "hardtanh": "breakpoints: -1 (corner of|derivative is: even|pieces: rises from -1 to 1|pieces: 2 bits tell|"
-    "toward -inf: the limit -1|fewbit: yes: exact at 1 bit|exact: yes: f'(x) = where(y >= 1, 0, where(",
+    "toward -inf: the limit -1|fewbit: yes: exact at 1 bit|output: yes: f'(x) = where(y >= 1, 0, where(",
     "relu6": "derivative is: neither even nor odd|fewbit: yes: exact at 2 bits",
     "gelu": "PyTorch: F.gelu(x)|computed as: x*erfc(-sqrt(2)*x/2)/2|breakpoints: none|toward +inf: the line x|"
     "pieces: falls to -0.7517915247|roots of f': -0.7517915247 (order 1)|range of f': -0.1289041452 to 1.12890414|"
-    "fewbit: yes: 1 to 4 bits|exact: no",
+    "fewbit: yes: 1 to 4 bits|output: no",
     "x*exp(-x)": "PyTorch: none|fewbit: beyond the domain -10 10 an unbounded derivative is cut off",
     "x + 2*sin(x)": ": too many roots to be counted|toward +inf: +infinity, along no",
     "x*(atan(x)/pi + 1/2)": "arithmetic: in float32 it is|: 'atan(x)/pi + 1/2' cancels; write",

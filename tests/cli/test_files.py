@@ -217,7 +217,7 @@ for _ in range(100):
 
 # -------------------------------------------------------------------------------------------------------- commands
 
-FIT = Path(__file__).parents[2] / "generated" / "fits" / "tanh_exact.json"
+FIT = Path(__file__).parents[2] / "generated" / "fits" / "tanh_output.json"
 ODD = "a\x1b[31m\x07b"  # what a terminal obeys
 UNREADABLE = os.fsdecode(b"a\xffb")  # no UTF-8
 
@@ -226,13 +226,13 @@ UNREADABLE = os.fsdecode(b"a\xffb")  # no UTF-8
 def fitted(command: Command) -> Command:
     """A command line in a folder with a fit and its module."""
     Path("generated/fits").mkdir(parents=True)
-    Path("generated/fits/tanh_exact.json").write_text(FIT.read_text("utf-8"), "utf-8")
+    Path("generated/fits/tanh_output.json").write_text(FIT.read_text("utf-8"), "utf-8")
     assert command("codegen")[0] == 0
     return command
 
 
 def test_a_generated_file_that_is_a_link_out_of_the_folder_is_refused(fitted: Command) -> None:
-    module, other = Path("generated/tanh_exact.py"), Path("other.py")
+    module, other = Path("generated/tanh_output.py"), Path("other.py")
     module.rename(other)
     other.write_text(other.read_text("utf-8") + "# changed\n", "utf-8")
     before = other.read_text("utf-8")
@@ -243,7 +243,7 @@ def test_a_generated_file_that_is_a_link_out_of_the_folder_is_refused(fitted: Co
     assert after == before and module.is_symlink()
 
 
-@pytest.mark.parametrize("name", ["tanh_exact.py", "stray.py", "fits/stray.json"])
+@pytest.mark.parametrize("name", ["tanh_output.py", "stray.py", "fits/stray.json"])
 @pytest.mark.parametrize("line", ["codegen", "codegen --check"])
 def test_a_pipe_among_generated_files_is_refused(line: str, name: str, fitted: Command) -> None:
     """Whoever opened it would wait for ever."""
@@ -258,12 +258,12 @@ def test_a_pipe_among_generated_files_is_refused(line: str, name: str, fitted: C
 @pytest.mark.parametrize("name", [ODD, UNREADABLE])
 def test_names_of_files_are_printed_as_plain_text(name: str, fitted: Command) -> None:
     shown = name.replace("\x1b", "\\x1b").replace("\x07", "\\x07").replace("\udcff", "\\udcff")
-    shutil.copyfile("generated/tanh_exact.py", f"generated/{name}.py")
+    shutil.copyfile("generated/tanh_output.py", f"generated/{name}.py")
     assert f"--- generated/{shown}.py (no fit generates it)\n" in fitted("codegen --check")[1]
     assert fitted("codegen") == (0, f"removed generated/{shown}.py\n", "")
     assert fitted("plot -o", f"{name}.svg") == (0, f"wrote {shown}.svg\n", "")
-    assert fitted("codegen --out", name)[1] == f"wrote {shown}/__init__.py\nwrote {shown}/tanh_exact.py\n"
-    line = "fit --fn tanh --method exact -o"
+    assert fitted("codegen --out", name)[1] == f"wrote {shown}/__init__.py\nwrote {shown}/tanh_output.py\n"
+    line = "fit --fn tanh --method output -o"
     assert fitted(line, f"{name}.json")[1].endswith(f"wrote {shown}.json\n")
     assert fitted("plot", f"no {name}.json")[2].startswith(f"fitact: no {shown}.json: cannot be read: ")
 

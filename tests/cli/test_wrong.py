@@ -36,7 +36,7 @@ def odd():
     return tiny()[0], torch.ones(5)
 """
 
-GATE = (ROOT / "generated" / "fits" / "swiglu_rebuild.json").read_text("utf-8")
+GATE = (ROOT / "generated" / "fits" / "swiglu_recompute.json").read_text("utf-8")
 
 # A command line, and a part of its one line of error; status 2.
 REFUSED = """
@@ -129,20 +129,20 @@ fit --fn tanh --bits 2 -o good.json -> good.json: another fit
 fit --fn tanh --bits 2 -o file.json -> --force
 fit --fn tanh --bits 1 --bits 2 -> generated/fits/tanh_fewbit2.json: another fit
 
-fit --fn swiglu --bits 3 -> --method fewbit takes no gates, got 'swiglu': that of gates is rebuild
-fit --fn silu --method rebuild -> --method rebuild is for gates such as swiglu or silu(g)*u, got 'silu'
-fit --fn swiglu --fn silu --method rebuild -> expected functions of one kind, got 'swiglu' and 'silu'
-fit --fn swiglu --method rebuild --weight normal -> --method rebuild has no --weight: nothing is fitted
-fit --fn swiglu --method rebuild --bits 2 -> --method rebuild has no --bits: nothing is fitted
-fit --fn swiglu --method rebuild --param a=1 -> a gate has no --param
-fit --fn 'silu(g)*u' --method rebuild -> --name is required for an expression
-fit --fn 'silu(g + u)*u' --method rebuild --name a -> which mixes g and u
-fit --fn 'silu(g)' --method rebuild --name a -> got no factor of u
+fit --fn swiglu --bits 3 -> --method fewbit takes no gates, got 'swiglu': that of gates is recompute
+fit --fn silu --method recompute -> --method recompute is for gates such as swiglu or silu(g)*u, got 'silu'
+fit --fn swiglu --fn silu --method recompute -> expected functions of one kind, got 'swiglu' and 'silu'
+fit --fn swiglu --method recompute --weight normal -> --method recompute has no --weight: nothing is fitted
+fit --fn swiglu --method recompute --bits 2 -> --method recompute has no --bits: nothing is fitted
+fit --fn swiglu --method recompute --param a=1 -> a gate has no --param
+fit --fn 'silu(g)*u' --method recompute -> --name is required for an expression
+fit --fn 'silu(g + u)*u' --method recompute --name a -> which mixes g and u
+fit --fn 'silu(g)' --method recompute --name a -> got no factor of u
 fit --fn silu --method relumix --bits 2 --weight own.json -> --method relumix has no --weight
 fit --fn silu --method inverted --weight own.json -> --method inverted has no --weight
-fit --fn tanh --method exact --weight own.json -> --method exact has no --weight
+fit --fn tanh --method output --weight own.json -> --method output has no --weight
 
-fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned numbers is rebuild
+fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned numbers is recompute
 LEARN x*tanh(x) --learn '=1' -> a name is a Python identifier of at most 40 characters of ASCII
 LEARN x*tanh(x) --learn é=1 -> a name is a Python identifier of at most 40 characters of ASCII
 LEARN x*tanh(x) --learn 'a b=1' -> a name is a Python identifier of at most 40 characters of ASCII
@@ -190,7 +190,7 @@ codegen good.json --out '' -> --out': expected the name of a folder
 codegen good.json --out - -> --out': expected the name of a folder
 codegen good.json twin.json -> two fits are called 'good'
 codegen good.json --standalone --hub -> --standalone, --hub: expected only one
-codegen gate.json --hub -> 'swiglu_rebuild' is a gate: the Hub's layers take one input
+codegen gate.json --hub -> 'swiglu_recompute' is a gate: the Hub's layers take one input
 plot good.json -o a.txt -> ends in .png, .svg or .pdf
 plot good.json -o png -> ends in .png, .svg or .pdf
 plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is a folder
@@ -235,7 +235,7 @@ codegen good.json --out file/below -> cannot be written
 plot good.json -o file/a.png -> cannot be written
 """
 CASES = [
-    (status, *line.replace("LEARN", "fit --method rebuild --name own --fn").split(" -> "))
+    (status, *line.replace("LEARN", "fit --method recompute --name own --fn").split(" -> "))
     for status, lines in ((2, REFUSED), (1, FAILED))
     for line in lines.splitlines()
     if line

@@ -25,7 +25,7 @@ SHIPPED = (
     "gelu_regelu2_published",
     "silu_inverted1",
     "gelu_inverted_published",
-    "softplus_exact",
+    "softplus_output",
 )
 RECORDS: dict[str, dict[str, Any]] = {
     name: json.loads(files("fitact.generated").joinpath("fits", f"{name}.json").read_text()) for name in SHIPPED
@@ -44,8 +44,8 @@ RECORDS["leaky"] = RECORDS["gelu_fewbit3"] | {
     },
 }
 NUMBERS = {"a": (1.0, True), "b": (0.5, False)}
-RECORDS["gate"] = json.loads(gates.rebuilt("tanh(g)*(u + 1)", "tanh_gate").to_json())
-RECORDS["learned"] = json.loads(learned.rebuilt("a*x + tanh(b*x)", "own_learned", NUMBERS).to_json())
+RECORDS["gate"] = json.loads(gates.recomputed("tanh(g)*(u + 1)", "tanh_gate").to_json())
+RECORDS["learned"] = json.loads(learned.recomputed("a*x + tanh(b*x)", "own_learned", NUMBERS).to_json())
 
 CALL = '__import__("os").system("touch ran")'
 HOSTILE = (

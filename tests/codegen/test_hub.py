@@ -23,7 +23,7 @@ from tests.codegen.test_standalone import load, passes, same, shipped
 from tests.conftest import ROOT
 from tests.support.commands import put, record
 
-NAMES = ["gelu_fewbit3", "gelu_inverted1", "softplus_exact"]
+NAMES = ["gelu_fewbit3", "gelu_inverted1", "softplus_output"]
 Command = Callable[[str], tuple[int, str, str]]
 
 
@@ -83,9 +83,9 @@ class Dyt(nn.Module):
 
 
 def test_a_layer_uses_the_learned_numbers_of_the_module_that_it_stands_in_for(tmp_path: Path) -> None:
-    generate(bundle.plan([shipped("dyt_rebuild")], hub=True), tmp_path, prune=False, layout=bundle.HUB)
-    module = load(tmp_path / "dyt-rebuild" / "torch-ext" / "dyt_rebuild", "standalone_dyt_rebuild_0123")
-    layer = module.layers.DytRebuild
+    generate(bundle.plan([shipped("dyt_recompute")], hub=True), tmp_path, prune=False, layout=bundle.HUB)
+    module = load(tmp_path / "dyt-recompute" / "torch-ext" / "dyt_recompute", "standalone_dyt_recompute_0123")
+    layer = module.layers.DytRecompute
     assert layer.__init__ is nn.Module.__init__
     assert {*dir(layer)} - {*dir(nn.Module)} == {"can_torch_compile", "has_backward"}
     dyt, x = Dyt(), torch.randn(5, 6, requires_grad=True)
@@ -97,7 +97,7 @@ def test_a_layer_uses_the_learned_numbers_of_the_module_that_it_stands_in_for(tm
     assert found.grad_fn is not None and "Run" in found.grad_fn.name()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), leaves), gradients)
-    assert [*module.DytRebuild(6).state_dict()] == ["alpha", "gamma", "beta"]
+    assert [*module.DytRecompute(6).state_dict()] == ["alpha", "gamma", "beta"]
 
 
 LOADED = """

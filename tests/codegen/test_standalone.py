@@ -36,7 +36,7 @@ NAMES = [
     "hardswish_inverted2",
     "quick_gelu_fewbit3",
     "silu_inverted_published",
-    "softplus_exact",
+    "softplus_output",
     "tanh_fewbit3",
 ]
 
@@ -181,7 +181,7 @@ def some(names: list[str], *modes: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("mode", "names"),
-    [*some(["gelu_inverted1", "softplus_exact"], "as it is"), *some(NAMES[:1], "without triton", "interpreted")],
+    [*some(["gelu_inverted1", "softplus_output"], "as it is"), *some(NAMES[:1], "without triton", "interpreted")],
 )
 def test_without_fitact(mode: str, names: list[str], folder: Path) -> None:
     if mode == "interpreted":
@@ -271,9 +271,9 @@ def test_several_in_one_process(folder: Path) -> None:
     """A folder under two names, the package, and another folder; and the first copy may go."""
     once, again, other = (
         load(folder / name, f"standalone_{i}")
-        for i, name in enumerate(["gelu_fewbit3", "gelu_fewbit3", "softplus_exact"])
+        for i, name in enumerate(["gelu_fewbit3", "gelu_fewbit3", "softplus_output"])
     )
-    assert same(once, "gelu_fewbit3") and same(again, "gelu_fewbit3") and same(other, "softplus_exact")
+    assert same(once, "gelu_fewbit3") and same(again, "gelu_fewbit3") and same(other, "softplus_output")
     runtimes = (runtime, once.runtime, again.runtime, other.runtime)
     assert len({id(own.kernels.registry.KERNELS) for own in runtimes}) == 4
     assert once._KEY == again._KEY == packaged("gelu_fewbit3")._KEY

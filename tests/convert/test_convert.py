@@ -370,7 +370,7 @@ def test_in_place_has_no_use_for_methods_that_save_the_output() -> None:
     assert site.after is None and "another tensor" in site.reason
 
 
-@pytest.mark.parametrize("method", ["fewbit", "exact"])
+@pytest.mark.parametrize("method", ["fewbit", "output"])
 def test_a_model_that_reads_what_its_activation_holds(method: str) -> None:
     model, x = MODELS["calls"](), torch.randn(64, 32)
     baseline = model(x)
@@ -504,7 +504,7 @@ def generated(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.mark.parametrize("method", ["fewbit", "exact"])
+@pytest.mark.parametrize("method", ["fewbit", "output"])
 @pytest.mark.parametrize("standalone", [False, True], ids=["", "standalone"])
 def test_what_is_not_shipped_is_fitted_and_given(
     command: Callable[[str], tuple[int, str, str]],
@@ -567,10 +567,10 @@ CONTEXT: list[tuple[dict[str, Any], str]] = [
 ]
 BAD: list[tuple[dict[str, Any], str]] = [  # with Few-Bit, unless another method is given
     *(({"method": None, **given}, message) for given, message in CONTEXT),
-    ({"method": "fewbits"}, "no method 'fewbits': expected fewbit, relumix, inverted, exact, or none"),
+    ({"method": "fewbits"}, "no method 'fewbits': expected fewbit, relumix, inverted, output, or none"),
     ({"bits": 5}, "bits 5: expected 1, 2, 3 or 4"),
     ({"bits": {"gate": 4}}, "bits {'gate': 4}: expected 1, 2, 3 or 4"),
-    ({"method": "exact", "bits": 2}, "bits 2: expected none for exact"),
+    ({"method": "output", "bits": 2}, "bits 2: expected none for output"),
     ({"include": "a.*"}, "include 'a.*': no activation has such a path; there are 1"),
     ({"exclude": ["1", "b"]}, "exclude 'b': no activation has such a path; there are 1"),
     ({"dry_run": 1}, "dry_run: expected True or False, got 1"),
@@ -624,8 +624,8 @@ def test_models_without_activations() -> None:
 def test_nothing_to_replace_or_to_save() -> None:
     """A report says so."""
     model = mlp(nn.GELU())
-    report = fitact.convert(model, "exact", example_inputs=X)
-    assert not report.replaced and report.sites[0].reason.startswith("exact: nothing is shipped for gelu; if ")
+    report = fitact.convert(model, "output", example_inputs=X)
+    assert not report.replaced and report.sites[0].reason.startswith("output: nothing is shipped for gelu; if ")
     assert str(report).endswith("0 of 1 replaced; the model saves 1,152 bytes for backward as before, 0 % less")
     report = fitact.convert(model.requires_grad_(False), "fewbit", example_inputs=X)
     assert (report.saved_before, report.saved_after) == (0, 0) and "0 % less" in str(report)
@@ -914,7 +914,7 @@ def test_reports_of_random_models(seed: int, autocast: bool) -> None:
     model, x = stack(seed), torch.randn(4 * ROWS, 64)
     with torch.autocast("cpu", dtype=HALF, enabled=autocast), count_saved(model) as baseline:
         model(x)
-    for method, bits in [*itertools.product(("fewbit", "inverted"), (1, 2, 3)), ("relumix", 2), ("exact", None)]:
+    for method, bits in [*itertools.product(("fewbit", "inverted"), (1, 2, 3)), ("relumix", 2), ("output", None)]:
         twin = copy.deepcopy(model)
         with torch.autocast("cpu", dtype=HALF, enabled=autocast):
             report = fitact.convert(twin, method, bits, example_inputs=x)

@@ -188,7 +188,7 @@ SAVED = {
 SHARED = ("phi3", "opt", "mixtral", "qwen3_moe")  # which save anyway what lies at some activations
 SETTINGS = {"everything": lambda model: model, "lora": lora, "frozen": frozen}
 WAYS: list[dict[str, Any]] = [
-    *({"method": method} for method in ("fewbit", "inverted", "exact")),
+    *({"method": method} for method in ("fewbit", "inverted", "output")),
     *({"error": error} for error in ("exact", "rounding", "coarse")),
 ]
 
@@ -259,7 +259,7 @@ def test_names_in_transformers() -> None:
         names = register()
         gates = {name for name in fitact.shipped() if name.startswith(("swiglu_", "geglu_"))}
         assert register() == names == tuple(name for name in fitact.shipped() if name not in gates)
-        for name in ("gelu_fewbit3", "silu_inverted1", "softplus_exact", "gelu_regelu2_published"):
+        for name in ("gelu_fewbit3", "silu_inverted1", "softplus_output", "gelu_regelu2_published"):
             made = transformers.activations.ACT2FN[name]
             assert type(made).__module__ == f"fitact.generated.{name}"
         sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -63,7 +63,7 @@ def test_a_quotient_of_exponentials_is_made_stable() -> None:
 
 
 def test_the_same_fit_again() -> None:
-    fit = make("learned_rebuild", Learned.of("prelu", {"weight": (0.1, True)}), "own")
+    fit = make("learned_recompute", Learned.of("prelu", {"weight": (0.1, True)}), "own")
     assert again(from_json(fit.to_json())).to_json() == fit.to_json()
 
 

@@ -42,7 +42,7 @@ def inverted(**changes: Any) -> dict[str, Any]:
 
 
 def exact(expression: str, derivative: str) -> dict[str, Any]:
-    record = json.loads((FITS / "tanh_exact.json").read_text("utf-8"))
+    record = json.loads((FITS / "tanh_output.json").read_text("utf-8"))
     return record | {"name": "odd", "activation": own(expression), "derivative": derivative}
 
 

@@ -16,7 +16,7 @@ from fitact.fitter.records import weights
 from fitact.fitter.records.fit import InvertedFit, StepFit
 from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
-from tests.support.gates import rebuilt
+from tests.support.gates import recomputed
 from tests.support.learned import CASES
 from tests.support.refusals import GONE, changed, refused, within
 
@@ -51,11 +51,11 @@ RECORDS: dict[str, dict[str, Any]] = {
     "step": STEP,
     "relumix": STEP | {"method": "relumix", "options": {"objective": "primitive", "restarts": 4, "seed": 0}},
     "source": STEP | {"method": "relumix", "options": {"objective": "derivative", "source": "arXiv 2406.16282"}},
-    "exact": json.loads((FITS / "tanh_exact.json").read_text()),
+    "output": json.loads((FITS / "tanh_output.json").read_text()),
     "inverted": json.loads((FITS / "gelu_inverted1.json").read_text()),
     "published": json.loads((FITS / "silu_inverted_published.json").read_text()),
-    "gate": json.loads(rebuilt("swiglu", "swiglu_rebuild").to_json()),
-    "own gate": json.loads(rebuilt("2*tanh(g)*(u + 1)", "own").to_json()),
+    "gate": json.loads(recomputed("swiglu", "swiglu_recompute").to_json()),
+    "own gate": json.loads(recomputed("2*tanh(g)*(u + 1)", "own").to_json()),
     "learned": json.loads(CASES["dyt"].fit.to_json()),
     "own learned": json.loads(CASES["own"].fit.to_json()),
     "weights": {"schema": "fitact.weights/1", "sites": [SITE]},
@@ -178,9 +178,9 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("options.objective", "options.objective", "sum", "$\\frac$", "", 1, None),
         ("options.source", "options.source", *FREE),
     ],
-    "exact": [
-        *((key, f"{key}:", GONE) for key in RECORDS["exact"]),
-        *((key, f"{key}: not a field of a fit of the method exact", value) for key, value in UNKNOWN.items()),
+    "output": [
+        *((key, f"{key}:", GONE) for key in RECORDS["output"]),
+        *((key, f"{key}: not a field of a fit of the method output", value) for key, value in UNKNOWN.items()),
         ("colour", "colour: not a field", "red"),
         ("schema", "upgrade fitact", "fitact.fit/2"),
         ("method", "bits: missing", "fewbit", "relumix"),
@@ -191,7 +191,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("derivative", "derivative", *DERIVATIVES),
         ("error", "error: expected", None, 1, "abc", [], {}, {"max": 1}),
         ("error", "error: expected bfloat16", STEP["error"]),
-        *((f"error.{key}", "error: expected", GONE) for key in RECORDS["exact"]["error"]),
+        *((f"error.{key}", "error: expected", GONE) for key in RECORDS["output"]["error"]),
         ("error.float64", "error: expected", 0.0),
         ("error.float32", "error: expected no negative", -1e-9),
         ("error.float16", "error.float16", "0", True, None, [0.0], {}),
@@ -241,7 +241,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("floor.float32", "floor.float32: expected that of the worst approximant", 0.0),
         ("floor", "floor: missing", GONE),
         ("levels", "levels: not a field of a fit of the method inverted", [1.0]),
-        ("method", "not a field of a fit of the method exact", "exact"),
+        ("method", "not a field of a fit of the method output", "output"),
         ("activation.expression", "activation.expression", "__import__('os')"),
     ],
     "published": [
@@ -262,9 +262,9 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("activation.parameters", "activation", {}),
         ("activation", "activation: expected an object", "swiglu"),
         ("error", "error: expected , got", {"h_1": 0.0}),
-        ("code_g", "code_g: not a field of a fit of the method gate_rebuild", None),
+        ("code_g", "code_g: not a field of a fit of the method gate_recompute", None),
         ("method", "gate_coded is not fitted any more: block codes, of fitact.saving", "gate_coded"),
-        ("method", "derivative: missing", "exact"),
+        ("method", "derivative: missing", "output"),
         ("name", "name: expected", "for"),
     ],
     "own gate": [

@@ -28,7 +28,7 @@ def test_read_and_written(name: str) -> None:
 
 
 def quick(name: str) -> bool:
-    return name.endswith(("_published", "_exact")) or name == "gelu_relumix2"
+    return name.endswith(("_published", "_output")) or name == "gelu_relumix2"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def check_gate(text: str) -> None:
     """Check that a gate is written, read and generated, or refused."""
     gate = answered(lambda: Gate.of(text))
     if gate is not None:
-        check_fit(make("gate_rebuild", gate, "a"))
+        check_fit(make("gate_recompute", gate, "a"))
 
 
 def check_fit(fit: AnyFit) -> AnyFit:

@@ -239,7 +239,7 @@ WEIGHTS = (
 )
 VALUES = {
     "--bits": NUMBERS,
-    "--method": ("fewbit", "exact", "rebuild", "none"),
+    "--method": ("fewbit", "output", "recompute", "none"),
     "--weight": WEIGHTS,
     "--param": ("negative_slope=0.2", "alpha=1e999", "alpha", "=", "alpha=nan", "beta=2"),
     "--objective": ("primitive", "derivative", ""),

@@ -49,7 +49,7 @@ from tests.support.peak import peak_memory
 REFERENCE = json.loads((ROOT / "tests" / "reference" / "activation_memory.json").read_text())
 MIB = 2**20
 HALF = torch.bfloat16
-CANDIDATES = ["baseline", "fewbit3", "fewbit1", "relumix2", "inverted", "exact", "full", "selective"]
+CANDIDATES = ["baseline", "fewbit3", "fewbit1", "relumix2", "inverted", "output", "full", "selective"]
 CANDIDATES += ["saving, exact", "saving, rounding", "saving, coarse"]
 # Small models of every family; the bytes of a real one are counted too.
 LAYERS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -84,7 +84,7 @@ def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
             return changed(blocks, [FULL if name == "full" else SELECTIVE] * len(blocks))
         case "saving, exact" | "saving, rounding" | "saving, coarse":
             return changed([model], [POLICIES[name.removeprefix("saving, ")]])
-    method, bits = (name, None) if name in ("inverted", "exact") else (name[:-1], int(name[-1]))
+    method, bits = (name, None) if name in ("inverted", "output") else (name[:-1], int(name[-1]))
     return changed([model], [Policy(name, method=method, bits=bits)])
 
 
@@ -110,7 +110,7 @@ def saved_by(
 
 
 def output_mlp(batch: int, seq: int) -> tuple[nn.Module, torch.Tensor]:
-    return models_reference.MLP(fitact.activation("relu2", method="exact")), torch.randn(batch, seq, 1024)
+    return models_reference.MLP(fitact.activation("relu2", method="output")), torch.randn(batch, seq, 1024)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def output_mlp(batch: int, seq: int) -> tuple[nn.Module, torch.Tensor]:
         (models_reference.gelu_mlp, "fewbit3", "gelu_fewbit3"),
         (models_reference.gelu_mlp, "inverted", "gelu_inverted1"),
         (models_reference.relu2_mlp, "baseline", "relu2"),
-        (output_mlp, "baseline", "relu2_exact"),
+        (output_mlp, "baseline", "relu2_output"),
     ],
 )
 def test_mlp_figures(make: Callable[..., Any], method: str, figure: str) -> None:
@@ -450,7 +450,7 @@ def alive(prepared: Prepared, inputs: Inputs, name: str, autocast: torch.dtype |
 
 
 MORE = [
-    (kind, name) for kind in SMALL if kind != "llama" for name in CANDIDATES if name not in ("fewbit1", "exact")
+    (kind, name) for kind in SMALL if kind != "llama" for name in CANDIDATES if name not in ("fewbit1", "output")
 ]
 ALIVE: list[Any] = [("llama", name, cast) for name in CANDIDATES for cast in (None, HALF)]
 ALIVE += [("resnet", "baseline", HALF)]  # statistics of norms are as wide as real ones

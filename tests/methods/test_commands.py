@@ -28,7 +28,7 @@ MAKES: list[tuple[str, str, dict[str, Any]]] = [
         "mine",
         {"even": False, "domain": (-10.0, 10.0), "options": {"objective": "derivative", "restarts": 2, "seed": 7}},
     ),
-    ("exact --fn 'asinh(x)' --derivative '1/cosh(y)' --name own", "own", {"derivative": "1/cosh(y)"}),
+    ("output --fn 'asinh(x)' --derivative '1/cosh(y)' --name own", "own", {"derivative": "1/cosh(y)"}),
 ]
 
 
@@ -68,13 +68,13 @@ REFUSED = [
     ("relumix --fn tanh --bits 2 --domain -5 5 --weight normal --name a", "has no --domain or --weight"),
     ("relumix --fn tanh", "--bits is required for --method relumix"),
     ("relumix --fn tanh --bits 2 --objective derivative", "--name is required for"),
-    ("exact --fn tanh --objective primitive", "--method exact has no --objective"),
-    ("exact --fn tanh --bits 3", "--method exact has no --bits: it takes --derivative"),
-    ("exact --fn tanh --domain -5 5", "--method exact has no --domain"),
-    ("exact --fn tanh --weight normal", "--method exact has no --weight"),
-    ("exact --fn 'asinh(x)' --derivative '1/cosh(y)'", "--name is required for --derivative"),
-    ("exact --fn tanh --fn gelu", "no closed form"),
-    ("exact --fn tanh --derivative 'y*(1 - y)' --name a", "not that function of the output"),
+    ("output --fn tanh --objective primitive", "--method output has no --objective"),
+    ("output --fn tanh --bits 3", "--method output has no --bits: it takes --derivative"),
+    ("output --fn tanh --domain -5 5", "--method output has no --domain"),
+    ("output --fn tanh --weight normal", "--method output has no --weight"),
+    ("output --fn 'asinh(x)' --derivative '1/cosh(y)'", "--name is required for --derivative"),
+    ("output --fn tanh --fn gelu", "no closed form"),
+    ("output --fn tanh --derivative 'y*(1 - y)' --name a", "not that function of the output"),
 ]
 
 

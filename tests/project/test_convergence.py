@@ -288,6 +288,6 @@ def test_the_documents_learned_trainings() -> None:
     assert len(runs) == 2 * 5 * len(LEARNED_PARTS)
     for task in LEARNED_PARTS:
         for seed in range(5):
-            exact, converted = (runs[task, method, seed] for method in ("exact", "rebuild"))
+            exact, converted = (runs[task, method, seed] for method in ("exact", "recompute"))
             assert all(converted[name] == exact[name] for name in ("loss", "curve"))
             assert converted["saved_bytes"] < exact["saved_bytes"]

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 NOBODY = "where(x > 0, p*x + log1p(q**2*x), sin(p*x)/(1 + q**2))"
-LEARNED = "--learn p=0.7 --learn q:channel=1.1 --method rebuild --name nobody"
+LEARNED = "--learn p=0.7 --learn q:channel=1.1 --method recompute --name nobody"
 COMMANDS = [
     ["fit", "--fn", "gelu", "--bits", "3"],
     ["fit", "--fn", "x*tanh(softplus(x)) + 0.1*sin_like", "--bits", "2", "--name", "refused"],

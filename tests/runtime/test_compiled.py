@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from fitact.runtime.kernels.registry import find
 from fitact.runtime.saving.blocks import BITS
-from tests.support.gates import rebuilt
+from tests.support.gates import recomputed
 from tests.support.generated import load
 from tests.support.instructions import (
     FLOATS,
@@ -37,13 +37,13 @@ from tests.support.more_kernels import PLACES, LearnedKernel
 
 # The dtypes of x and y; where backward needs the output, autocast makes the last.
 PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16")]
-SOME = {"gelu_inverted1", "hardswish_inverted2", "silu_inverted_published", "tanh_exact", "relu2_exact"}
+SOME = {"gelu_inverted1", "hardswish_inverted2", "silu_inverted_published", "tanh_output", "relu2_output"}
 QUICK = {(f"gelu_fewbit{bits}", x, x, "sm_90") for bits in (1, 2, 3, 4) for x in ("bf16", "fp32")}
 QUICK |= {("gelu_fewbit3", "fp16", "fp16", "sm_90"), ("gelu_fewbit4", "fp16", "fp16", "sm_90")}
 QUICK |= {(f"gelu_fewbit{bits}", "bf16", "bf16", target) for bits in (3, 4) for target in ("sm_80", "gfx942")}
 QUICK |= {("gelu_inverted1", "bf16", "bf16", "sm_90"), ("hardswish_inverted2", "fp32", "bf16", "sm_90")}
 QUICK |= {("silu_inverted_published", "fp32", "fp32", "sm_90"), ("gelu_inverted1", "fp32", "bf16", "gfx942")}
-QUICK |= {(name, *pair, "sm_90") for name in ("tanh_exact", "relu2_exact") for pair in (PAIRS[0], PAIRS[3])}
+QUICK |= {(name, *pair, "sm_90") for name in ("tanh_output", "relu2_output") for pair in (PAIRS[0], PAIRS[3])}
 FULL = pytest.mark.full
 AT_ONCE = 8  # modules whose kernels are disassembled together
 
@@ -156,8 +156,8 @@ def widest(code: Code, target: str, what: str) -> int:
 def test_gates(case: tuple[str, str, str]) -> None:
     """No spills, nor of views; and a thread writes 16 bytes at once."""
     dtype, target, pass_ = case
-    gate: Any = find(load(rebuilt("geglu", "own_rebuild"))._KEY)
-    kernels = [GateKernel("own_rebuild", pass_, gate, view) for view in (False, True)]
+    gate: Any = find(load(recomputed("geglu", "own_recompute"))._KEY)
+    kernels = [GateKernel("own_recompute", pass_, gate, view) for view in (False, True)]
     for code in machine_codes([kernel.compile(dtype, target).asm for kernel in kernels], target):
         assert code.spills == 0
         assert widest(code, target, "store") == 16

@@ -302,7 +302,7 @@ MLP: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "gelu_inverted1": (lambda: fitact.activation("gelu", method="inverted"), [1 << 22]),
     "gelu_inverted2": (lambda: fitact.activation("gelu", method="inverted", bits=2), [2 << 22]),
     **{
-        f"{name}_exact": (lambda name=name: fitact.activation(name, method="exact"), [])
+        f"{name}_output": (lambda name=name: fitact.activation(name, method="output"), [])
         for name in ("relu2", "tanh", "softplus", "selu", "softsign")
     },
 }
@@ -436,7 +436,7 @@ ADAM: dict[str, Any] = {"kind": torch.optim.Adam, "rate": 2e-2}
     [
         (lambda: fitact.activation("gelu_inverted1"), nn.GELU, {}, 1e-3),
         (lambda: fitact.activation("gelu_inverted1"), nn.GELU, {"autocast": True}, 0.05),
-        (lambda: fitact.activation("elu_exact"), nn.ELU, {}, 1e-4),
+        (lambda: fitact.activation("elu_output"), nn.ELU, {}, 1e-4),
         (bent, Bent, {"rate": 0.01}, 1e-3),
         (lambda: fitact.activation("gelu", bits=3), nn.GELU, ADAM, None),
     ],
@@ -456,16 +456,16 @@ def test_trains_as_pytorch_s(make: Any, baseline: Any, given: dict[str, Any], of
     ("name", "options", "expected"),
     [
         ("tanh", {}, "TanhFewbit3"),
-        ("tanh_exact", {}, "TanhExact"),
+        ("tanh_output", {}, "TanhOutput"),
         ("gelu", {"method": "inverted"}, "GeluInverted1"),
         ("gelu", {"method": "inverted", "bits": 2}, "GeluInverted2"),
         ("silu_inverted_published", {}, "SiluInvertedPublished"),
         ("hardswish", {"method": "inverted"}, "HardswishInverted2"),
         ("gelu", {"bits": 7}, "gelu_fewbit7"),
-        ("gelu", {"method": "exact"}, "gelu_exact"),
-        ("tanh", {"method": "exact", "bits": 3}, "tanh_exact3"),
+        ("gelu", {"method": "output"}, "gelu_output"),
+        ("tanh", {"method": "exact", "bits": 3}, "tanh_output3"),
         ("tanh", {"method": "other"}, "tanh_other3"),
-        ("tanh_exact", {"method": "relumix"}, "tanh_exact_relumix3"),
+        ("tanh_output", {"method": "relumix"}, "tanh_output_relumix3"),
     ],
 )
 def test_activations_by_name(name: str, options: dict[str, Any], expected: str) -> None:
@@ -473,5 +473,5 @@ def test_activations_by_name(name: str, options: dict[str, Any], expected: str) 
     if expected[0].isupper():
         assert type(fitact.activation(name, **options)).__name__ == expected
         return
-    with pytest.raises(UsageError, match=rf"{expected}.*there are .*gelu_fewbit3.*gelu_inverted1.*tanh_exact"):
+    with pytest.raises(UsageError, match=rf"{expected}.*there are .*gelu_fewbit3.*gelu_inverted1.*tanh_output"):
         fitact.activation(name, **options)

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import fitact
-from fitact.generated.dyt_rebuild import DytRebuild, dyt_rebuild
+from fitact.generated.dyt_recompute import DytRecompute, dyt_recompute
 from fitact.generated.gelu_fewbit3 import gelu_fewbit3
 from fitact.generated.silu_inverted1 import silu_inverted1
-from fitact.generated.swiglu_rebuild import swiglu_rebuild
-from fitact.generated.xielu_rebuild import XieluRebuild, xielu_rebuild
+from fitact.generated.swiglu_recompute import swiglu_recompute
+from fitact.generated.xielu_recompute import XieluRecompute, xielu_recompute
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -61,23 +61,23 @@ parts = [torch.randn(6, 5120) for _ in range(3)]  # whole vectors in each part: 
 g, u, dh = parts
 placements = (Replicate(), Shard(0), Shard(1))
 leaves = [one.clone().requires_grad_() for one in (g, u)]
-expected = swiglu_rebuild(*leaves)
+expected = swiglu_recompute(*leaves)
 gradients = torch.autograd.grad(expected, leaves, dh)
 for of_g, of_u in [*zip(placements, placements), (Shard(0), Replicate())]:
     given = [distribute_tensor(one, mesh, [of]) for one, of in zip(parts, (of_g, of_u, of_g))]
     leaves = [one.requires_grad_() for one in given[:2]]
-    h = swiglu_rebuild(*leaves)
+    h = swiglu_recompute(*leaves)
     assert h.placements == (of_g,) and h.shape == g.shape and h.stride() == g.stride()
     assert torch.equal(h.full_tensor(), expected)
     for found, of, gradient in zip(torch.autograd.grad(h, leaves, given[2]), (of_g, of_u), gradients):
         assert torch.equal(found.full_tensor(), gradient)
 both = distribute_tensor(torch.cat([g, u], 1), mesh, [Shard(0)])
-h = swiglu_rebuild(*both.requires_grad_().chunk(2, -1))
+h = swiglu_recompute(*both.requires_grad_().chunk(2, -1))
 assert torch.equal(h.full_tensor(), expected) and h.stride() == g.stride()
 half = DTensor.from_local(g / 2, mesh, [Partial()], run_check=False)
-assert torch.equal(swiglu_rebuild(half, distribute_tensor(u, mesh, [Shard(1)])).full_tensor(), expected)
+assert torch.equal(swiglu_recompute(half, distribute_tensor(u, mesh, [Shard(1)])).full_tensor(), expected)
 try:
-    swiglu_rebuild(distribute_tensor(g, mesh, [Shard(0)]), u)
+    swiglu_recompute(distribute_tensor(g, mesh, [Shard(0)]), u)
     raise SystemExit("it was not refused")
 except TypeError as error:
     assert "both DTensors of one mesh, or none, got a DTensor on " in str(error) and "\\n" not in str(error)
@@ -156,7 +156,7 @@ LEARNED = """
 def learned():
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Sequential(nn.Linear(24, 24), one) for one in (DytRebuild(24), XieluRebuild(), DytRebuild(24)))
+        *(nn.Sequential(nn.Linear(24, 24), one) for one in (DytRecompute(24), XieluRecompute(), DytRecompute(24)))
     )
 
 
@@ -181,10 +181,10 @@ LEARNED_TENSORS = """
 torch.manual_seed(0)
 whole, dy = torch.randn(4, 7, 6), torch.randn(4, 7, 6)
 for function, wide, dim in (
-    (dyt_rebuild, (0, 1, 1), 1), (dyt_rebuild, (1, 0, 1), -1), (xielu_rebuild, (0, 0), -1)
+    (dyt_recompute, (0, 1, 1), 1), (dyt_recompute, (1, 0, 1), -1), (xielu_recompute, (0, 0), -1)
 ):
     numbers = [torch.rand(whole.shape[dim] if one else 1) for one in wide]
-    of_dim = (dim,) if function is dyt_rebuild else ()
+    of_dim = (dim,) if function is dyt_recompute else ()
     leaves = [one.clone().requires_grad_() for one in (whole, *numbers)]
     expected = function(*leaves, *of_dim)
     gradients = torch.autograd.grad(expected, leaves, dy)

@@ -33,9 +33,9 @@ class Turned(nn.Module):
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "fewbit": lambda: fitact.activation("gelu"),
     "inverted": lambda: fitact.activation("gelu", method="inverted", bits=1),
-    "exact": lambda: fitact.activation("tanh", method="exact"),
+    "output": lambda: fitact.activation("tanh", method="output"),
     "fewbit, turned": lambda: Turned(fitact.activation("gelu")),
-    "exact, turned": lambda: Turned(fitact.activation("tanh", method="exact")),
+    "output, turned": lambda: Turned(fitact.activation("tanh", method="output")),
     "layer norm": lambda: MSLayerNorm(16),
     "rms norm": lambda: MSRMSNorm(16),
 }
@@ -191,16 +191,20 @@ assert torch.__spec__.loader.exec_module.__func__ is type(torch.__spec__.loader)
 
 
 def test_shipped_activations_are_found_by_their_keys() -> None:
-    from fitact.generated import relu_exact, silu_inverted1
+    from fitact.generated import relu_output, silu_inverted1
 
-    keys = [module._KEY for module in (relu_exact, silu_inverted1)]
+    keys = [module._KEY for module in (relu_output, silu_inverted1)]
     script = f"assert [registry.find(key).key for key in {keys}] == {keys}"
     in_a_process_of_its_own(["from fitact.runtime.kernels import registry", script], Path())
-    with pytest.raises(RuntimeError, match=r"expected the shipped relu_exact to have the key 'relu_exact-0', but"):
-        registry.find("relu_exact-0")
+    with pytest.raises(
+        RuntimeError, match=r"expected the shipped relu_output to have the key 'relu_output-0', but"
+    ):
+        registry.find("relu_output-0")
 
 
-@pytest.mark.parametrize("key", ["antigravity-0", "os.path-0", "..relu_exact-0", "__init__-0", "fits-0", "-0", ""])
+@pytest.mark.parametrize(
+    "key", ["antigravity-0", "os.path-0", "..relu_output-0", "__init__-0", "fits-0", "-0", ""]
+)
 def test_keys_import_nothing_but_what_is_shipped(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "import_module", lambda name: pytest.fail(f"imports {name}"))
     with pytest.raises(RuntimeError, match="import the generated module it comes from"):

@@ -55,7 +55,7 @@ if GPU:  # PyTorch's advice for this GPU or that is no failure
 
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEW = ("gelu_fewbit3", "gelu_inverted1", "tanh_exact")
+FEW = ("gelu_fewbit3", "gelu_inverted1", "tanh_output")
 MANY = 2**22 if GPU else 2**14  # numbers of float32
 SIZES = (0, 1, 1024, 8191, 8192, 8193, *([100_001] if GPU else []))  # the interpreter is slow
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}  # two roundings
@@ -64,7 +64,7 @@ FULL = () if GPU else pytest.mark.full
 
 # Interpreted: each width, an even derivative, jumps, exact steps, quotients, published ones, closed forms.
 SOME = {*FEW, "gelu_fewbit4", "hardtanh_fewbit1", "relu6_fewbit2", "tanh_fewbit3", "hardswish_inverted2"}
-SOME |= {"silu_inverted_published", "relu_exact", "relu2_exact", "selu_exact", "softplus_exact"}
+SOME |= {"silu_inverted_published", "relu_output", "relu2_output", "selu_output", "softplus_output"}
 SHIPPED = {one.name: one for one in (*shipped(), *outputs(), *inverses()) if GPU or one.name in SOME}
 # Radicals of order 3 on both sides of their anchor and on one; no codes, and four of three variables.
 OWN = {"own, two radicals": (-1, 2), "own, three variables": (-3, 3)}
@@ -279,13 +279,13 @@ def test_autocast(name: str) -> None:
     leaf = x.detach().requires_grad_()
     (expected,) = torch.autograd.grad(SHIPPED[name].baseline(leaf).sum(), leaf)
     step_error = step().fit["error"]["max"] + 1e-4  # of f' itself, whatever the dtype
-    tolerance = {"gelu_fewbit3": step_error, "gelu_inverted1": 0.02, "tanh_exact": 0.01}[name]
+    tolerance = {"gelu_fewbit3": step_error, "gelu_inverted1": 0.02, "tanh_output": 0.01}[name]
     torch.testing.assert_close(dx, expected, rtol=0, atol=tolerance)
 
 
 GRAPHS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     **{name: (lambda x, name=name: SHIPPED[name].function(x), 1) for name in FEW},
-    "swiglu": (lambda g, u: shipped_gate("swiglu_rebuild")(g, u), 2),
+    "swiglu": (lambda g, u: shipped_gate("swiglu_recompute")(g, u), 2),
     "layer norm": (lambda x: ms_layer_norm(x, 768, 1e-5), 1),
     "rms norm": (lambda x: ms_rms_norm(x, 768, 1e-5), 1),
 }
@@ -381,7 +381,7 @@ def shipped_gate(name: str) -> Callable[..., torch.Tensor]:
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("name", "count", "codes"), [("gelu_fewbit3", 1, 3 / 8), ("swiglu_rebuild", 2, 0), ("geglu_rebuild", 2, 0)]
+    ("name", "count", "codes"), [("gelu_fewbit3", 1, 3 / 8), ("swiglu_recompute", 2, 0), ("geglu_recompute", 2, 0)]
 )
 def test_memory_that_is_taken(name: str, count: int, codes: float) -> None:
     """Forward takes the output and the codes, backward the gradients; there is nothing beside."""
@@ -417,13 +417,13 @@ def pairs(dtype: torch.dtype, *, whole: bool) -> Iterator[tuple[torch.Tensor, to
         yield halves(dtype, 2, 3, 1024)
 
 
-@parametrised(FITS, ["rebuild"])
+@parametrised(FITS, ["recompute"])
 @each_dtype
 def test_gates(name: str, dtype: torch.dtype) -> None:
-    if name == "rebuild_both" and dtype != torch.float32:
+    if name == "recompute_both" and dtype != torch.float32:
         pytest.skip("PyTorch's derivative of tanh in half precision is that of the rounded value: no reference")
     key = gate_module(name)._KEY
-    for g, u in pairs(dtype, whole=name in ("rebuild", "rebuild_gelu")):
+    for g, u in pairs(dtype, whole=name in ("recompute", "recompute_gelu")):
         dh = torch.randn(g.shape).to(dtype)
         # where the formula of a derivative overflows or cancels, PyTorch's own does so elsewhere
         ordinary = (g.abs() < 20) & (u.abs() < 20)
@@ -458,14 +458,14 @@ def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
 
     def noting(kernel: Any, *arguments: Any) -> None:
-        launched.append(kernel.fn.__name__.removeprefix("swiglu_rebuild_"))
+        launched.append(kernel.fn.__name__.removeprefix("swiglu_recompute_"))
         launch(kernel, *arguments)
 
     monkeypatch.setattr(gates, "launch", noting)
     down = torch.nn.Linear(300, 8, device=DEVICE)
     g, u = torch.randn(2, 30, 300, device=DEVICE).requires_grad_()
     with fitact.saving():
-        y = down(shipped_gate("swiglu_rebuild")(g, u))
+        y = down(shipped_gate("swiglu_recompute")(g, u))
     assert launched == ["forward"]
     y.sum().backward()
     assert launched[1:] == ["forward", "backward"]

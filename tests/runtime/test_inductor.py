@@ -78,7 +78,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
                 "gelu_fewbit4 float32",
                 "hardswish_inverted2 float32",
                 "gelu_inverted1 float32 bfloat16",
-                "softplus_exact float32 bfloat16",
+                "softplus_output float32 bfloat16",
             ],
             id="others",
             marks=pytest.mark.full,

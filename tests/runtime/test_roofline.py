@@ -195,7 +195,7 @@ def test_kernels_with_sums() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", sorted({chip.target for chip in roofline.CHIPS.values()}))
-@pytest.mark.parametrize("name", ["gelu_fewbit3 backward", "xielu_rebuild forward", "ms_rms_norm forward"])
+@pytest.mark.parametrize("name", ["gelu_fewbit3 backward", "xielu_recompute forward", "ms_rms_norm forward"])
 def test_counts_are_those_of_the_code(name: str, target: str) -> None:
     if RECORD["triton"] != triton.__version__:
         pytest.skip(f"the table is of Triton {RECORD['triton']}, this is {triton.__version__}")

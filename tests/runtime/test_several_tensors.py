@@ -65,7 +65,7 @@ def test_gates_are_pytorch_s_bit_for_bit(name: str, dtype: torch.dtype) -> None:
         result = function(g.detach().requires_grad_(), u)
         assert result.requires_grad and not result.is_leaf
         assert all(h.dtype == dtype and same(h, expected) for h in (function(g, u), result))
-        if name != "rebuild_clamped":
+        if name != "recompute_clamped":
             assert all(map(same, gradients(function, (g, u), dh), gradients(baseline, (g, u), dh)))
     g, u = halves(torch.float64, 50, 40)
     dh = torch.randn(g.shape, dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_special_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["rebuild", "rebuild_clamped", "dyt", "xielu"])
+@pytest.mark.parametrize("name", ["recompute", "recompute_clamped", "dyt", "xielu"])
 def test_layouts(name: str, layout: str) -> None:
     """The result has the strides of `empty_like`; learned numbers are of any dimension, one or of channels."""
     x = LAYOUTS[layout]()
@@ -175,7 +175,7 @@ def operation(name: str) -> Operation:
 
 
 # PyTorch's functions, and not; numbers of channels, and one
-each_operation = pytest.mark.parametrize("name", ["rebuild", "rebuild_clamped", "dyt", "swish_beta"])
+each_operation = pytest.mark.parametrize("name", ["recompute", "recompute_clamped", "dyt", "swish_beta"])
 
 
 @each_operation
@@ -286,7 +286,7 @@ def test_compiled(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck reads it, and PyTorch hides it itself
-@pytest.mark.parametrize("name", ["rebuild", "rebuild_clamped"])
+@pytest.mark.parametrize("name", ["recompute", "recompute_clamped"])
 def test_ops_are_what_they_say(name: str) -> None:
     """Schema, fake tensors, autograd registration, and AOT dispatch, as PyTorch checks them."""
     g, u = (one.detach().requires_grad_() for one in halves(torch.float32, 4, 60))
@@ -331,7 +331,7 @@ def test_the_linear_layer_after_a_gate_recomputes_its_input_bit_for_bit() -> Non
     """g and u are outputs of projections, which save no output of their own: 32 bits an element, not 64."""
     g, u = (one.contiguous() for one in halves(HALF, 64, 1024))
     found = []
-    for function, error, bits in ((FITS["rebuild"][1], None, 64), (gate("rebuild"), "exact", 32)):
+    for function, error, bits in ((FITS["recompute"][1], None, 64), (gate("recompute"), "exact", 32)):
         torch.manual_seed(1)
         part = Part(function, error)
         leaves = [one.detach().requires_grad_() for one in (g, u)]
@@ -394,7 +394,7 @@ def test_modules_are_their_functions_copied_and_pickled(name: str) -> None:
     for other in (copy.deepcopy(one), torch.load(file, weights_only=False)):
         assert torch.equal(one(x), other(x)) and torch.equal(one(x), call(name, x, [*one.parameters()]))
     g, u = halves(torch.float32, 3, 20)
-    assert same(gate_module("rebuild").OwnRebuild()(g, u), gate("rebuild")(g, u))
+    assert same(gate_module("recompute").OwnRecompute()(g, u), gate("recompute")(g, u))
 
 
 def test_prelu_is_pytorch_s() -> None:
@@ -410,11 +410,11 @@ def test_prelu_is_pytorch_s() -> None:
 
 ONES = torch.ones(2)
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: gate("rebuild")(ONES.long(), ONES), TypeError, "expected g to be a tensor of float16"),
-    (lambda: gate("rebuild")(ONES, None), TypeError, "expected u to be a tensor of float16, .*got NoneType"),  # type: ignore[arg-type]
-    (lambda: gate("rebuild")(ONES, ONES.half()), TypeError, "expected g and u of one dtype and device, got"),
-    (lambda: gate("rebuild")(ONES, ONES.to("meta")), TypeError, ".*of one dtype and device"),
-    (lambda: gate("rebuild")(torch.ones(2, 3), torch.ones(3)), ValueError, "expected g and u of one shape"),
+    (lambda: gate("recompute")(ONES.long(), ONES), TypeError, "expected g to be a tensor of float16"),
+    (lambda: gate("recompute")(ONES, None), TypeError, "expected u to be a tensor of float16, .*got NoneType"),  # type: ignore[arg-type]
+    (lambda: gate("recompute")(ONES, ONES.half()), TypeError, "expected g and u of one dtype and device, got"),
+    (lambda: gate("recompute")(ONES, ONES.to("meta")), TypeError, ".*of one dtype and device"),
+    (lambda: gate("recompute")(torch.ones(2, 3), torch.ones(3)), ValueError, "expected g and u of one shape"),
     (lambda: made("dyt")(torch.zeros(())), ValueError, r"expected a tensor with a dimension -1, got \(\)"),
     (lambda: type(made("dyt"))(), TypeError, "expected channels, the size of gamma and beta"),
     (lambda: made("dyt", 0), ValueError, "channels: expected a positive number, got 0"),

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from fitact import saving
 from fitact.codegen import bundle
-from fitact.generated.swish_beta_rebuild import SwishBetaRebuild
+from fitact.generated.swish_beta_recompute import SwishBetaRecompute
 from fitact.runtime.measure.saved import count_saved
 from tests.support.around import AROUND
 from tests.support.generated import same, sizes
-from tests.support.learned import rebuilt
+from tests.support.learned import recomputed
 from tests.support.saving import agree
 
 ROWS = 1024
@@ -39,14 +39,14 @@ class MLP(nn.Module):
 def test_the_same_gradients(around: str) -> None:
     x = torch.randn(ROWS, 16) * 3
     for view in (False, True):
-        agree(lambda view=view: MLP(SwishBetaRebuild(), view), AROUND[around], x)
-    agree(lambda: MLP(SwishBetaRebuild()), AROUND[around], x.view(4, -1, 16))
+        agree(lambda view=view: MLP(SwishBetaRecompute(), view), AROUND[around], x)
+    agree(lambda: MLP(SwishBetaRecompute()), AROUND[around], x.view(4, -1, 16))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_convolutions(layout: torch.memory_format) -> None:
     """What is computed again has the order in memory that the convolution was given."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), SwishBetaRebuild(), nn.Conv2d(8, 4, 3, padding=1))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), SwishBetaRecompute(), nn.Conv2d(8, 4, 3, padding=1))
     model, x = model.to(memory_format=layout), torch.randn(2, 3, 12, 11).to(memory_format=layout)
     with count_saved(model) as saved, saving():
         y = model(x)
@@ -58,7 +58,7 @@ def test_convolutions(layout: torch.memory_format) -> None:
 @pytest.fixture
 def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A folder that needs no fitact, imported."""
-    for path, text in bundle.plan([rebuilt("swish_beta", "alone")]).items():
+    for path, text in bundle.plan([recomputed("swish_beta", "alone")]).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -17,8 +17,8 @@ Baseline = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
 
 
-def rebuilt(text: str, name: str) -> GateFit:
-    return GateFit(name=name, method="gate_rebuild", activation=Gate.of(text), error={})
+def recomputed(text: str, name: str) -> GateFit:
+    return GateFit(name=name, method="gate_recompute", activation=Gate.of(text), error={})
 
 
 def clamped(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -28,10 +28,10 @@ def clamped(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 FITS: dict[str, tuple[GateFit, Baseline]] = {
-    "rebuild": (rebuilt("swiglu", "own_rebuild"), lambda g, u: F.silu(g) * u),
-    "rebuild_gelu": (rebuilt("geglu", "own_gelu"), lambda g, u: F.gelu(g) * u),
-    "rebuild_both": (rebuilt("tanh(g)*silu(u)", "own_both"), lambda g, u: torch.tanh(g) * F.silu(u)),
-    "rebuild_clamped": (rebuilt("swiglu_clamped", "own_clamped"), clamped),
+    "recompute": (recomputed("swiglu", "own_recompute"), lambda g, u: F.silu(g) * u),
+    "recompute_gelu": (recomputed("geglu", "own_gelu"), lambda g, u: F.gelu(g) * u),
+    "recompute_both": (recomputed("tanh(g)*silu(u)", "own_both"), lambda g, u: torch.tanh(g) * F.silu(u)),
+    "recompute_clamped": (recomputed("swiglu_clamped", "own_clamped"), clamped),
 }
 
 

@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 
 from fitact.fitter.analysis.activation import Activation
-from fitact.fitter.methods import exact, fewbit
+from fitact.fitter.methods import fewbit, output
 from tests.support.generated import Generated, each_of, load
 from tests.support.inverses import inverses, made
 from tests.support.outputs import Output, outputs
@@ -26,19 +26,19 @@ def own_fewbit() -> Generated:
     return Shipped(fit.name, json.loads(fit.to_json()), load(fit))
 
 
-def own_exact() -> Generated:
-    fit = exact.fit(Activation.of("asinh(x)"), "own_exact", "1/cosh(y)")
+def own_output() -> Generated:
+    fit = output.fit(Activation.of("asinh(x)"), "own_output", "1/cosh(y)")
     return Output(fit.name, json.loads(fit.to_json()), load(fit), closed="1/cosh(y)")
 
 
 OWN = {
     "own_fewbit": own_fewbit,
-    "own_exact": own_exact,
+    "own_output": own_output,
     "own_inverted": lambda: made("softplus(x)", None),
 }
 # Nothing saved but codes, or the output alone, or both.
-QUICK = ("gelu_fewbit3", "tanh_exact", "gelu_inverted1")
-USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_exact")
+QUICK = ("gelu_fewbit3", "tanh_output", "gelu_inverted1")
+USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_output")
 
 
 @cache

@@ -16,9 +16,9 @@ from tests.support.generated import load
 Numbers = dict[str, tuple[float, bool]]
 
 
-def rebuilt(text: str, name: str, numbers: Numbers | None = None) -> LearnedFit:
+def recomputed(text: str, name: str, numbers: Numbers | None = None) -> LearnedFit:
     formula = Learned.of(text, numbers or {})
-    return LearnedFit(name=name, method="learned_rebuild", activation=formula, error={})
+    return LearnedFit(name=name, method="learned_recompute", activation=formula, error={})
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,19 @@ def own(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 OWN = "where(x > b, atan(a*x), a*(x - b)/(1 + exp(-b*x)))"
 CASES: dict[str, Case] = {
-    "xielu": Case(rebuilt("xielu", "own_xielu"), xielu),
-    "prelu": Case(rebuilt("prelu", "own_prelu"), lambda x, w: torch.where(x > 0, x, w * x)),
+    "xielu": Case(recomputed("xielu", "own_xielu"), xielu),
+    "prelu": Case(recomputed("prelu", "own_prelu"), lambda x, w: torch.where(x > 0, x, w * x)),
     "prelu_channel": Case(
-        rebuilt("prelu", "own_prelu_channel", {"weight": (0.25, True)}), lambda x, w: torch.where(x > 0, x, w * x)
+        recomputed("prelu", "own_prelu_channel", {"weight": (0.25, True)}),
+        lambda x, w: torch.where(x > 0, x, w * x),
     ),
-    "swish_beta": Case(rebuilt("swish_beta", "own_swish"), lambda x, b: x * torch.sigmoid(b * x)),
-    "dyt": Case(rebuilt("dyt", "own_dyt"), dyt),
-    "derf": Case(rebuilt("derf", "own_derf"), lambda x, a, s, g, b: g * torch.erf(a * x + s) + b),
-    "own": Case(rebuilt(OWN, "own", {"a": (1.3, True), "b": (0.7, False)}), own),
-    "line": Case(rebuilt("a*x + b", "own_line", {"a": (2.0, True), "b": (1.0, True)}), lambda x, a, b: a * x + b),
+    "swish_beta": Case(recomputed("swish_beta", "own_swish"), lambda x, b: x * torch.sigmoid(b * x)),
+    "dyt": Case(recomputed("dyt", "own_dyt"), dyt),
+    "derf": Case(recomputed("derf", "own_derf"), lambda x, a, s, g, b: g * torch.erf(a * x + s) + b),
+    "own": Case(recomputed(OWN, "own", {"a": (1.3, True), "b": (0.7, False)}), own),
+    "line": Case(
+        recomputed("a*x + b", "own_line", {"a": (2.0, True), "b": (1.0, True)}), lambda x, a, b: a * x + b
+    ),
 }
 
 

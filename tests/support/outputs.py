@@ -156,10 +156,10 @@ def points(dtype: torch.dtype, corners: tuple[float, ...] = ()) -> torch.Tensor:
 
 @cache
 def outputs() -> list[Output]:
-    """The shipped exact activations."""
-    return [Output(name, fit) for name, fit in fits().items() if fit["method"] == "exact"]
+    """The shipped activations of the method `output`."""
+    return [Output(name, fit) for name, fit in fits().items() if fit["method"] == "output"]
 
 
 # A step, a square root, a branch, a product, a function of its own.
-SOME = {"relu_exact", "relu2_exact", "selu_exact", "tanh_exact", "softplus_exact"}
+SOME = {"relu_output", "relu2_output", "selu_output", "tanh_output", "softplus_output"}
 each_output = partial(each_of, outputs)

@@ -37,17 +37,17 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     type=click.IntRange(0, 4),
     multiple=True,
     metavar="K",
-    help="Required for fewbit and relumix; inverted uses as few as possible by default; exact and rebuild "
+    help="Required for fewbit and relumix; inverted uses as few as possible by default; output and recompute "
     "have none. Repeatable.",
 )
 @click.option(
     "--method",
-    type=click.Choice(["fewbit", "relumix", "inverted", "exact", "rebuild"]),
+    type=click.Choice(["fewbit", "relumix", "inverted", "output", "recompute"]),
     default="fewbit",
     show_default=True,
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
-    "the activation. inverted: the derivative as a function of the output and of the piece of x. exact: the "
-    "derivative as a function of the output alone, the catalog's or yours. rebuild: exact; for a gate, saving g "
+    "the activation. inverted: the derivative as a function of the output and of the piece of x. output: the "
+    "derivative as a function of the output alone, the catalog's or yours. recompute: exact; for a gate, saving g "
     "and u alone; for an expression with learned numbers, saving x alone.",
 )
 @click.option(
@@ -77,7 +77,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     multiple=True,
     metavar="K=V",
     help="A learned number of an expression and its start, e.g. beta=1.0, or with one for every channel "
-    "gamma:channel=1.0. The method is then rebuild. Repeatable.",
+    "gamma:channel=1.0. The method is then recompute. Repeatable.",
 )
 @click.option(
     "--objective",
@@ -96,7 +96,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 @click.option(
     "--derivative",
     metavar="EXPR",
-    help="For exact: the derivative as an expression in the output y; it is checked.  [default: the catalog's]",
+    help="For output: the derivative as an expression in the output y; it is checked.  [default: the catalog's]",
 )
 @click.option("--restarts", type=int, metavar="N", help="Restarts of relumix's annealing.  [default: 4]")
 @click.option(
@@ -108,7 +108,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 )
 @click.option(
     "--name",
-    help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS or ACTIVATION_exact; "
+    help="Name of the fit, its module and function.  [default: ACTIVATION_METHODBITS or ACTIVATION_output; "
     "required for an expression, for --param, and for a domain, weight, objective, tol or family other than the "
     "default]",
 )
@@ -144,11 +144,11 @@ def fit(
       fitact fit --fn leaky_relu --param negative_slope=0.2 --bits 1 --name leaky_relu02
       fitact fit --fn gelu --bits 2 --method relumix
       fitact fit --fn gelu --method inverted
-      fitact fit --fn tanh --method exact
-      fitact fit --fn "asinh(x)" --method exact --derivative "1/cosh(y)" --name own_asinh
+      fitact fit --fn tanh --method output
+      fitact fit --fn "asinh(x)" --method output --derivative "1/cosh(y)" --name own_asinh
       fitact fit --fn gelu --bits 3 --weight "weights.json#act" --name gelu_act
-      fitact fit --fn "tanh(g)*u" --method rebuild --name tanh_gate
-      fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method rebuild --name own_swish
+      fitact fit --fn "tanh(g)*u" --method recompute --name tanh_gate
+      fitact fit --fn "x*sigmoid(b*x)" --learn b=1 --method recompute --name own_swish
     """
     from fitact.base import write
     from fitact.fitter.catalog import CATALOG, DOMAINS, GATES, LEARNED, METHODS, RECORDED, check_name

@@ -11,9 +11,9 @@ from fitact.base import UsageError, columns
 from fitact.fitter.analysis import Activation, Asymptote, Gate, Learned, Monotone, problem
 from fitact.fitter.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.expr import text_of
-from fitact.fitter.methods import exact, fewbit, inverted, relumix
+from fitact.fitter.methods import fewbit, inverted, output, relumix
 from fitact.fitter.numerics import DTYPES
-from fitact.fitter.records import AnyFit, ExactFit, GateFit, InvertedFit, LearnedFit, StepFit
+from fitact.fitter.records import AnyFit, GateFit, InvertedFit, LearnedFit, OutputFit, StepFit
 
 from .options import say
 
@@ -54,7 +54,7 @@ def learned(shown: Learned) -> None:
             ("computed as", text_of(shown.formula)),
             ("f'(x)", text_of(shown.derivative_formula)),
             *((f"by {name}", text_of(formula)) for name, formula in derivatives),
-            ("rebuild", "yes: exact, saving x"),
+            ("recompute", "yes: exact, saving x"),
         ]
     )
 
@@ -65,7 +65,7 @@ def gate(shown: Gate) -> None:
         say(f"{name}({argument}), with x for {argument}:")
         activation(factor)
         say()
-    _print([("h(g, u)", shown.expression), ("rebuild", "yes: exact, saving g and u")])
+    _print([("h(g, u)", shown.expression), ("recompute", "yes: exact, saving g and u")])
 
 
 def activation(f: Activation) -> None:
@@ -184,17 +184,17 @@ def _inverted(f: Activation) -> str:
     return f"yes: {saved}, if {what} can be fitted"
 
 
-def _exact(f: Activation) -> str:
+def _output(f: Activation) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return f"yes: f'(x) = {exact.fit(f, 'shown').derivative}"
+        return f"yes: f'(x) = {output.fit(f, 'shown').derivative}"
 
 
 _METHODS: dict[str, Callable[[Activation], str]] = {
     "fewbit": _fewbit,
     "relumix": _relumix,
     "inverted": _inverted,
-    "exact": _exact,
+    "output": _output,
 }
 
 
@@ -223,7 +223,7 @@ def _inverted_row(fit: InvertedFit) -> tuple[str, ...]:
     return (fit.name, str(fit.bits), *stated)
 
 
-def _exact_row(fit: ExactFit) -> tuple[str, ...]:
+def _output_row(fit: OutputFit) -> tuple[str, ...]:
     return (fit.name, *(f"{fit.error[dtype]:.4g}" for dtype in DTYPES), f" {fit.derivative}")
 
 
@@ -244,7 +244,7 @@ _TABLES: tuple[tuple[Any, tuple[str, ...], str, Callable[[Any], tuple[str, ...]]
         _step_row,
     ),
     (InvertedFit, ("", "bits", *DTYPES, *(f"floor {dtype}" for dtype in DTYPES)), "<>>>>>>>", _inverted_row),
-    (ExactFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _exact_row),
+    (OutputFit, ("", *DTYPES, "f'(x) as a function of y"), "<>>>", _output_row),
     (GateFit, ("", "saved", "h(g, u)"), "<<<", _gate_row),
     (LearnedFit, ("", "saved", "learned", "f(x)"), "<<<<", _formula_row),
 )
