@@ -18,12 +18,12 @@ def number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{what}: expected a number, got {quote(value)}")
     try:
-        found = float(value)
+        result = float(value)
     except OverflowError:
         raise UsageError(f"{what}: expected a number in the range of float64, got {quote(value)}") from None
-    if not math.isfinite(found):
+    if not math.isfinite(result):
         raise UsageError(f"{what}: expected a finite number, got {quote(value)}")
-    return found
+    return result
 
 
 def whole(value: object, what: str) -> int:
@@ -58,12 +58,12 @@ def record_of(source: str, schema: str, what: str) -> dict[str, Any]:
         raise UsageError(f"not JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(record, dict):
         raise UsageError(f"expected a JSON object, got {quote(record)}")
-    if (found := record.get("schema")) != schema:
+    if (stated := record.get("schema")) != schema:
         name = re.escape(schema.rpartition("/")[0])
-        version = re.fullmatch(rf"{name}/([1-9]\d{{0,5}})", found) if isinstance(found, str) else None
+        version = re.fullmatch(rf"{name}/([1-9]\d{{0,5}})", stated) if isinstance(stated, str) else None
         older = version is not None and int(version[1]) < int(schema.rpartition("/")[2])
         advice = "make it again" if older else "upgrade fitact to read it" if version else f"this is not {what}"
-        raise UsageError(f"schema: expected {schema}, got {quote(found)}: {advice}")
+        raise UsageError(f"schema: expected {schema}, got {quote(stated)}: {advice}")
     return record
 
 

@@ -36,8 +36,8 @@ def few(names: Sequence[str]) -> str:
 
 def near(name: str, known: Sequence[str]) -> str:
     """Return the end of a message about an unknown name: the known names near it, or some if none is."""
-    found = difflib.get_close_matches(name, known, LISTED)
-    return f"; near it are {', '.join(found)}" if found else f"; there are {few(known)}"
+    close = difflib.get_close_matches(name, known, LISTED)
+    return f"; near it are {', '.join(close)}" if close else f"; there are {few(known)}"
 
 
 def printable(text: str) -> str:

@@ -129,7 +129,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def has_no_values(model: nn.Module) -> bool:
     """Whether a model has tensors without values, fake or meta ones."""
-    return any(isinstance(one, FakeTensor) or one.is_meta for one in (*model.parameters(), *model.buffers()))
+    return any(
+        isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
+    )
 
 
 def check_model(model: object) -> None:

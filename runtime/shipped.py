@@ -46,18 +46,20 @@ def activation(name: str, *, method: str | None = None, bits: int | None = None)
     else:
         own = [name] if method == "fewbit" else []  # the whole name of a fit says its method
         wanted = [*(f"{name}_{method}{k}" for k in (3, 0, 1, 2, 4)), *own]
-    found = next((one for one in wanted if one in there), None)
-    if found is None:
+    fit = next((fit for fit in wanted if fit in there), None)
+    if fit is None:
         raise UsageError(
             f"no activation {quote(wanted[0])} is shipped: there are {', '.join(there)}; "
             "make others with fitact fit"
         )
-    module = import_module(f"fitact.generated.{found}")
-    kind = next(one for one in (getattr(module, name) for name in module.__all__) if isinstance(one, type))
+    module = import_module(f"fitact.generated.{fit}")
+    kind = next(
+        member for member in (getattr(module, name) for name in module.__all__) if isinstance(member, type)
+    )
     try:
         made: nn.Module = kind()
     except TypeError as error:  # it has a number for every channel
-        raise UsageError(f"{error}: make it as fitact.generated.{found}.{kind.__name__}(channels)") from None
+        raise UsageError(f"{error}: make it as fitact.generated.{fit}.{kind.__name__}(channels)") from None
     return made
 
 

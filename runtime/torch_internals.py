@@ -78,12 +78,12 @@ _MARK = "_fitact_mark"
 
 
 def mark_of(storage: torch.UntypedStorage) -> Any:
-    """Return what `set_mark` noted on a storage, None if nothing; PyTorch keeps a storage's attributes."""
+    """Return what `set_mark` set on a storage, None if nothing; PyTorch keeps a storage's attributes."""
     return getattr(storage, _MARK, None)
 
 
 def set_mark(storage: torch.UntypedStorage, mark: object) -> None:
-    """Note something on a storage, for as long as its memory lives."""
+    """Set something on a storage, for as long as its memory lives."""
     setattr(storage, _MARK, mark)
 
 
@@ -185,14 +185,14 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     """Enter a context in which no hooks of saved tensors are on; there is no public one."""
     hooks: Any = torch._C._autograd
     popped = []
-    while found := saved_tensor_hooks():
-        popped.append(found)
+    while pair := saved_tensor_hooks():
+        popped.append(pair)
         hooks._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        for found in reversed(popped):
-            hooks._push_saved_tensors_default_hooks(*found)
+        for pair in reversed(popped):
+            hooks._push_saved_tensors_default_hooks(*pair)
 
 
 _LAYERS: Mapping[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d, 2: torch.mm, 1: torch.matmul}

@@ -239,7 +239,7 @@ class _Measurement:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
         state = OPTIMIZERS[self.optimizer] * gradient_bytes
-        fixed = sum(one.nbytes for one in (*parameters, *model.buffers())) + state
+        fixed = sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + state
         rows: list[Row] = []
         measured: list[_Candidate] = []
         for policy, modules in candidates:
@@ -320,17 +320,19 @@ class _Measurement:
         if not budgets:
             return
         try:
-            found = compiled(self.subject, budgets, self.advance, [BUDGET])
+            results = compiled(self.subject, budgets, self.advance, [BUDGET])
         except Exception as error:  # whatever the compiler cannot do must not cost the other rows
             self.notes.append(f"the compiler cannot trace the model: {one_line(error)}")
             return
-        for one in found:
-            again = max(one.flops - baseline.forward.flops - baseline.backward.flops, 0)
+        for result in results:
+            again = max(result.flops - baseline.forward.flops - baseline.backward.flops, 0)
             name = (
-                f"compiler, {one.budget:g} and {one.stored}" if one.stored else f"compiler, budget {one.budget:g}"
+                f"compiler, {result.budget:g} and {result.stored}"
+                if result.stored
+                else f"compiler, budget {result.budget:g}"
             )
-            kinds = {"graph": one.saved.bytes}
-            yield Row(name, one.saved.bytes, kinds, flops=again / max(baseline.forward.flops, 1), traffic=None)
+            kinds = {"graph": result.saved.bytes}
+            yield Row(name, result.saved.bytes, kinds, flops=again / max(baseline.forward.flops, 1), traffic=None)
 
     # ------------------------------------------------------------------------------------------- the largest sizes
 
@@ -360,7 +362,7 @@ class _Measurement:
             if limit is not None and here * factors[-1] > limit:
                 here = max(limit // (len(factors) + 1), 1)
             sizes = sorted({here * k for k in factors})
-            curves = [Curve(partial(needed, one, name), limit, sizes) for one in measured]
+            curves = [Curve(partial(needed, candidate, name), limit, sizes) for candidate in measured]
             for (policy, _), curve in zip(measured, curves, strict=True):
                 most[policy.name][name] = curve.largest(room)
                 self.advance()

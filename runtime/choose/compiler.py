@@ -58,7 +58,7 @@ class _Partitions:
     budgets: Sequence[float]
     coded: Sequence[float]
     advance: Callable[[], None]
-    found: list[Compiled] = field(default_factory=list)
+    results: list[Compiled] = field(default_factory=list)
 
     def partition(self, joint: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
         """Partition the joint graph under each budget, as Inductor does, and end the compilation."""
@@ -69,16 +69,16 @@ class _Partitions:
         for budget in self.budgets:
             forward, backward = min_cut(_copied(graph), given, budget, **more)
             read = partial(self.read, budget, forward, backward, more["num_fwd_outputs"])
-            self.found.append(read())
+            self.results.append(read())
             self.advance()
             if budget in self.coded:
                 coded = Partition(budget, POLICIES["rounding"], False, lambda records: None)
                 with unset_fake_temporarily():
                     coded.change(forward, backward, more["num_fwd_outputs"], range(self.owned))
-                self.found.append(read(stored="codes"))
+                self.results.append(read(stored="codes"))
                 self.advance()
                 forward, backward = min_cut(_copied(graph), given, budget, float8=True, **more)
-                self.found.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
+                self.results.append(self.read(budget, forward, backward, more["num_fwd_outputs"], "float8"))
                 self.advance()
         raise _DoneError
 
@@ -148,12 +148,12 @@ def compiled(
         with gpu_kernels() if subject.device == "cuda" else nullcontext(), subject.casting():
             output = torch.func.functional_call(model, owned, args, kwargs)
         loss = loss_of(output)
-        found = tree_leaves(output) if loss is None else [loss]
-        return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
+        outputs = tree_leaves(output) if loss is None else [loss]
+        return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
 
     partitions = _Partitions(len(values), budgets, coded, advance)
     fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
     given = (*values, *(leaves[i] for i in places))
     with mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
         trace_joint(run, given, len(values), fake, partitions.partition)
-    return partitions.found
+    return partitions.results

@@ -16,7 +16,7 @@ from fitact.base import JobError, UsageError, flags, quote, starred
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.measure import Patterns, Saved, count_saved, inside, matching, outermost, tensors_of, trials
 from fitact.runtime.restore import Run, runner
-from fitact.runtime.saving import Amount, Context, attach, attaching, baseline, detach, noting, saving
+from fitact.runtime.saving import Amount, Context, attach, attaching, baseline, detach, observing, saving
 from fitact.runtime.torch_internals import is_compiled, storage_id
 
 from .detect import ActivationSite, activation_sites, recognise
@@ -119,11 +119,11 @@ def convert(
         put_in(sites, replacements)
     first: dict[Any, str] = {}
     records = []
-    for site, one in zip(sites, replacements, strict=True):
+    for site, new in zip(sites, replacements, strict=True):
         path = first.setdefault(site.key, site.path)
-        reasons = [one.reason, f"the same module as {path}" if path != site.path else ""]
+        reasons = [new.reason, f"the same module as {path}" if path != site.path else ""]
         reason = "; ".join(filter(None, reasons))
-        records.append(SiteRecord(site.path, "activation", site.found.before, one.label, reason))
+        records.append(SiteRecord(site.path, "activation", site.found.before, new.label, reason))
     return replaced(conversion, sites=tuple(records))
 
 
@@ -188,7 +188,7 @@ def _counted(model: nn.Module, run: Run, changes: Sequence[Change]) -> list[tupl
                 own = storage_id(tensor) in saved.owned or saved.place is None
                 return saved.place.module if saved.place else "", 0 if own else tensor.nbytes
 
-            with noting(where) as seen:
+            with observing(where) as seen:
                 tensors_of(run, model)
         for (module, size), how in seen:
             hows.setdefault(starred(module), Counter())[how()] += size
@@ -211,7 +211,7 @@ def _with_modules(conversion: Conversion, before: Saved, after: Saved, hows: How
         )
         for name, count in Counter(map(starred, paths)).items()
     ]
-    modules = tuple(sorted(records, key=lambda one: (-one.before, one.name)))
+    modules = tuple(sorted(records, key=lambda record: (-record.before, record.name)))
     return replaced(conversion, saved_before=before.bytes, saved_after=after.bytes, modules=modules)
 
 

@@ -118,7 +118,8 @@ class Step:
     def like(self, other: Step) -> bool:
         """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
         numbers = [
-            (one.saved, one.peak, one.work.seconds, one.work.flops, one.work.traffic) for one in (self, other)
+            (step.saved, step.peak, step.work.seconds, step.work.flops, step.work.traffic)
+            for step in (self, other)
         ]
         return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*numbers, strict=True))
 
@@ -157,8 +158,8 @@ def measure_costs(
     passes = _passes(runs, wanted)
     progress(1 / (1 + len(passes)))
     for i, given in enumerate(passes):
-        for found in _tried(subject, device, runs, given, notes):
-            for at, new in zip(range(1, len(segments), 2), found, strict=True):  # runs, and what lies between
+        for measured in _tried(subject, device, runs, given, notes):
+            for at, new in zip(range(1, len(segments), 2), measured, strict=True):  # runs, and what lies between
                 segments[at] = replace(segments[at], costs=new | segments[at].costs)
         progress((2 + i) / (1 + len(passes)))
     return Costs(tuple(segments), parts.step, tuple(runs), tuple(notes))
@@ -214,24 +215,24 @@ def _between(span: _Span) -> Segment:
 
 def _possible(run: Run, policies: Sequence[Policy]) -> list[Policy]:
     """Return the policies that the blocks of a run do not refuse."""
-    found = []
+    possible = []
     for policy in policies:
         try:
             with changed(run.blocks[:1], [policy]):
-                found.append(policy)
+                possible.append(policy)
         except UsageError:  # there is nothing in the block that it changes
             continue
-    return found
+    return possible
 
 
 def _passes(runs: Sequence[Run], wanted: Sequence[Sequence[Policy]]) -> list[list[list[Policy]]]:
     """Return what the runs measure in each pass: several policies, or one that offloads."""
-    few = [[one for one in some if not one.offload] for some in wanted]
+    few = [[policy for policy in some if not policy.offload] for some in wanted]
     slots = [max(len(run.blocks) // 2, 1) for run in runs]
     count = max(-(-len(some) // n) for some, n in zip(few, slots, strict=True))
     passes = [[some[i * n : (i + 1) * n] for some, n in zip(few, slots, strict=True)] for i in range(count)]
-    moved = dict.fromkeys(one for some in wanted for one in some if one.offload)
-    passes += [[[one] if one in some else [] for some in wanted] for one in moved]
+    moved = dict.fromkeys(policy for some in wanted for policy in some if policy.offload)
+    passes += [[[policy] if policy in some else [] for some in wanted] for policy in moved]
     return [[some or [BASELINE] for some in given] for given in passes]
 
 
@@ -287,7 +288,7 @@ def _pass(
         where.append({policy: begin + width * (i + 1) - 1 for i, policy in enumerate(some)})
         first += count
     parts = _Parts(subject, runs, _marks(subject, device, runs, policies))
-    return [{policy: parts.cost(i, policy) for policy, i in found.items()} for found in where]
+    return [{policy: parts.cost(i, policy) for policy, i in places.items()} for places in where]
 
 
 def _marks(
@@ -333,7 +334,10 @@ def _linked(subject: Subject, meter: Meter) -> Iterator[None]:
 
 def sharded(parameters: Iterable[Tensor], ranks: int) -> int:
     """Return the bytes of parameters that each of several ranks has: FSDP2 cuts the first dimension, padded."""
-    rows = [(one.shape[0] if one.ndim and len(one) else 1, one.nbytes) for one in parameters]
+    rows = [
+        (parameter.shape[0] if parameter.ndim and len(parameter) else 1, parameter.nbytes)
+        for parameter in parameters
+    ]
     return sum(-(-count // ranks) * (size // count) for count, size in rows)
 
 
@@ -369,16 +373,16 @@ def _extras(subject: Subject, owners: Sequence[nn.Module | None]) -> list[_Extra
     if n == 1:
         return [_Extra() for _ in owners]
     of = [[] if owner is None else [*owner.parameters()] for owner in owners]
-    inside = {id(one) for some in of for one in some}
-    root = n * sharded((one for one in subject.model.parameters() if id(one) not in inside), n)
+    inside = {id(parameter) for some in of for parameter in some}
+    root = n * sharded((parameter for parameter in subject.model.parameters() if id(parameter) not in inside), n)
     whole = [n * sharded(some, n) for some in of]
-    grads = [n * sharded((one for one in some if one.requires_grad), n) for some in of]
-    found = []
+    grads = [n * sharded((parameter for parameter in some if parameter.requires_grad), n) for some in of]
+    extras = []
     for i, (own, left) in enumerate(zip(whole, grads, strict=True)):
         before, after = (next(filter(None, some), 0) for some in (whole[:i][::-1], grads[i + 1 :]))
         forward = root + own + (own or before or root)
-        found.append(_Extra(forward, root + own + before + after, left - left // n))
-    return found
+        extras.append(_Extra(forward, root + own + before + after, left - left // n))
+    return extras
 
 
 class _Parts:

@@ -314,8 +314,8 @@ def _agrees(tried: Callable[[Tensor], Any], function: Callable[[Tensor], Tensor]
     return _near(gradient, torch.autograd.grad(expected, reference, weights)[0])
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=RELATIVE, atol=ABSOLUTE)
+def _near(value: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(value, expected, rtol=RELATIVE, atol=ABSOLUTE)
 
 
 # ------------------------------------------------------------------------------------------------ what is shipped

@@ -77,8 +77,8 @@ def gather(model: nn.Module, batches: Iterable[Any]) -> tuple[list[Gathered], li
             count += 1
     if not count:
         raise UsageError("batches: expected at least one batch, got none")
-    found: tuple[list[Gathered], list[str]] = watch.found()
-    return found
+    gathered: tuple[list[Gathered], list[str]] = watch.gathered()
+    return gathered
 
 
 def _check(model: nn.Module, batches: object) -> None:
@@ -122,11 +122,11 @@ class _Watch(TorchFunctionMode):
                 held.register_forward_pre_hook(partial(self._before, site.path), with_kwargs=True)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Note that a module runs."""
+        """Record that a module runs."""
         self.running.append(self.names.get(id(module), ""))
 
     def leave(self, *_: Any) -> None:
-        """Note that the innermost module has run."""
+        """Record that the innermost module has run."""
         self.running.pop()
 
     def _before(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -143,7 +143,7 @@ class _Watch(TorchFunctionMode):
 
     def add(self, path: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Add the first tensor of a call's arguments to a sketch."""
-        x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        x = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
         if x is not None:
             with without_torch_function(), torch.no_grad():
                 try:
@@ -151,7 +151,7 @@ class _Watch(TorchFunctionMode):
                 except UsageError as error:
                     raise UsageError(f"{path}: {error}") from None
 
-    def found(self) -> tuple[list[Gathered], list[str]]:
+    def gathered(self) -> tuple[list[Gathered], list[str]]:
         """Return what was gathered, and notes."""
         seen, notes = [], list(self.notes)
         for path, activation in self.activations.items():

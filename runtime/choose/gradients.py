@@ -37,7 +37,7 @@ def gradient_error(model: nn.Module, run: Run, baseline: Change, change: Change)
     if has_no_values(model):
         return Gradient(note="the model's tensors have no values")
     try:
-        return compared(*(_gradients(model, run, one) for one in (baseline, change)))
+        return compared(*(_gradients(model, run, context) for context in (baseline, change)))
     except Exception as error:  # the conversion is valid without this measurement
         return Gradient(note=one_line(error))
 
@@ -62,7 +62,7 @@ def _loss(output: Any) -> Tensor:
         return leaves[0].sum()
     random = torch.Generator().manual_seed(0)
     weighed = [(leaf * torch.randn(leaf.shape, generator=random).to(leaf)).float().sum() for leaf in leaves]
-    return torch.stack([one.cpu() for one in weighed]).sum()
+    return torch.stack([share.cpu() for share in weighed]).sum()
 
 
 def _numbers(gradient: Tensor | None) -> Tensor:
@@ -73,15 +73,15 @@ def _numbers(gradient: Tensor | None) -> Tensor:
     return (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).double()
 
 
-def compared(expected: Gradients, found: Gradients) -> Gradient:
+def compared(expected: Gradients, changed: Gradients) -> Gradient:
     """Compare two gradients of all parameters, each as one vector; None counts as zeros."""
     squares = torch.zeros(4, dtype=torch.float64)
-    for first, second in zip(expected, found, strict=True):
+    for first, second in zip(expected, changed, strict=True):
         if first is None and second is None:
             continue
         a, b = map(_numbers, (first, second))
         squares += torch.stack([(a - b).square().sum(), a.square().sum(), b.square().sum(), (a * b).sum()])
-    difference, one, other, product = squares.tolist()
-    if not squares.isfinite().all() or not one or not other:
+    difference, norm, other, product = squares.tolist()
+    if not squares.isfinite().all() or not norm or not other:
         return Gradient(note="the gradient is zero or not finite")
-    return Gradient((difference / one) ** 0.5, product / (one * other) ** 0.5)
+    return Gradient((difference / norm) ** 0.5, product / (norm * other) ** 0.5)

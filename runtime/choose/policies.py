@@ -64,16 +64,17 @@ def _of_blocks() -> Iterator[Policy]:
     for error in ERRORS:
         for share, amount in SHARES.items():
             yield Policy(f"{error}, {share}", error, partial(saving, error, offload=amount), offload=amount)
-    for one in few:
-        if one.checkpoint == CHECKPOINTS[1]:
-            yield replace(one, name=f"{one.name}, offloaded", offload="all")
+    for policy in few:
+        if policy.checkpoint == CHECKPOINTS[1]:
+            yield replace(policy, name=f"{policy.name}, offloaded", offload="all")
 
 
 OF_BLOCKS = tuple(_of_blocks())
 BASELINE, FULL, SELECTIVE = OF_BLOCKS[:3]
-MOVED = next(one for one in OF_BLOCKS if one.checkpoint and one.offload)  # a checkpoint's inputs as they are
+# A checkpoint's inputs as they are.
+MOVED = next(policy for policy in OF_BLOCKS if policy.checkpoint and policy.offload)
 REST = Policy("exact outside of the blocks", context=partial(saving, "exact"))  # of the whole model
-POLICIES: dict[str, Policy] = {one.name: one for one in (*OF_BLOCKS, REST)}
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (*OF_BLOCKS, REST)}
 
 
 def put(module: nn.Module, policy: Policy) -> int:
@@ -149,7 +150,9 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     """
     check_model(model)
     modules = [*model.modules()]
-    if any(isinstance(one, Checkpointed) or has_context(one) or is_generated(type(one)) for one in modules):
+    if any(
+        isinstance(module, Checkpointed) or has_context(module) or is_generated(type(module)) for module in modules
+    ):
         raise UsageError("the model is converted or planned already: call fitact.revert(model) first")
     if any(map(is_compiled, modules)):
         raise UsageError("the model is compiled already: apply the plan first, and compile it then")
@@ -185,10 +188,12 @@ def revert(model: nn.Module) -> Conversion:
     """
     model = inner(model)
     modules = [*model.named_modules()]
-    again = [SiteRecord(path, "module", "checkpointed", _name(one)) for path, one in modules if check_out(one)]
+    again = [
+        SiteRecord(path, "module", "checkpointed", _name(module)) for path, module in modules if check_out(module)
+    ]
     records = put_back(model)
     modules = [*model.named_modules()]
-    records += [SiteRecord(path, "module", "saving", _name(one)) for path, one in modules if detach(one)]
+    records += [SiteRecord(path, "module", "saving", _name(module)) for path, module in modules if detach(module)]
     return Conversion((*again, *records))
 
 

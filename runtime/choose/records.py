@@ -133,11 +133,11 @@ def _lines(conversion: Conversion) -> Iterator[str]:
         verb = "would run" if conversion.dry_run else "runs"
         yield f"{site.name or 'the model'}, {site.before}, {verb} in {site.after}"
     if conversion.modules:
-        how = ("how it is stored now",) if any(one.how for one in conversion.modules) else ()
+        how = ("how it is stored now",) if any(module.how for module in conversion.modules) else ()
         yield from columns(
             [("module", "", "saved", "now", *how), *_module_rows(conversion.modules, bool(how))], "<>>><"
         )
-        if any("itself" in one.how and one.after for one in conversion.modules):
+        if any("itself" in module.how and module.after for module in conversion.modules):
             yield "itself: nothing cheap gives it; inputs and products of matrices are not computed again"
     if summary := "; ".join(_summary(conversion)):
         yield summary
@@ -149,12 +149,14 @@ def _module_rows(modules: Sequence[ModuleRecord], how: bool) -> Iterator[tuple[s
     """Yield rows of the modules that saved most, and one of all others."""
     large, rest = list(modules[:ROWS]), modules[ROWS:]
     if rest:
-        count, before, after = (sum(getattr(one, name) for one in rest) for name in ("count", "before", "after"))
+        count, before, after = (
+            sum(getattr(module, name) for module in rest) for name in ("count", "before", "after")
+        )
         large.append(ModuleRecord("all others", count, before, after))
-    for one in large:
-        times = f"×{one.count}" if one.count > 1 else ""
-        ways = (", ".join(one.how),) if how else ()
-        yield one.name or "the model", times, _size(one.before), _size(one.after), *ways
+    for module in large:
+        times = f"×{module.count}" if module.count > 1 else ""
+        ways = (", ".join(module.how),) if how else ()
+        yield module.name or "the model", times, _size(module.before), _size(module.after), *ways
 
 
 def _row(group: Sequence[SiteRecord]) -> tuple[str, ...]:

@@ -192,13 +192,15 @@ def paying(
     groups = [(site.found.before, starred(path)) for site, path in zip(sites, paths, strict=True)]
     pairs = [*zip(groups, replacements, strict=True)]
     given = {group for group, site in zip(groups, sites, strict=True) if type(site.held) in own}
-    chosen = list(dict.fromkeys(group for group, one in pairs if one.kind))
+    chosen = list(dict.fromkeys(group for group, replacement in pairs if replacement.kind))
     reasons: dict[Any, str] = {}  # of groups that are left alone
 
     def counted(*choices: Sequence[Any]) -> list[Saved]:
         """Count with the replacements of some groups alone, for each of several choices of groups."""
-        made = ([one if group in some else Replacement() for group, one in pairs] for some in choices)
-        return count([partial(putting, one, own) for one in made])
+        made = (
+            [replacement if group in some else Replacement() for group, replacement in pairs] for some in choices
+        )
+        return count([partial(putting, choice, own) for choice in made])
 
     def leave(group: Any, reason: str) -> None:
         reasons[group] = reason
@@ -221,7 +223,9 @@ def paying(
         (after,) = counted(chosen)
     while some := [group for group in chosen if group not in given]:
         without = counted(*([other for other in chosen if other != group] for group in some))
-        size, group = max(zip((after.bytes - one.bytes for one in without), some, strict=True), key=itemgetter(0))
+        size, group = max(
+            zip((after.bytes - saved.bytes for saved in without), some, strict=True), key=itemgetter(0)
+        )
         if size <= 0:
             break
         leave(group, MORE.format(size))  # one at a time: without it, others may pay
@@ -231,7 +235,10 @@ def paying(
             leave(group, MORE.format(after.bytes - before.bytes))
         (after,) = counted(chosen)
     return (
-        [Replacement(reason=reasons[group]) if group in reasons and one.kind else one for group, one in pairs],
+        [
+            Replacement(reason=reasons[group]) if group in reasons and replacement.kind else replacement
+            for group, replacement in pairs
+        ],
         before,
         after,
     )

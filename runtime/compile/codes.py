@@ -86,7 +86,7 @@ class Graph:
         """Add a node that calls an operator, and return it."""
         with self.module.graph.inserting_before(self.before):
             node = self.module.graph.call_function(target, args, kwargs)
-        given = fx.map_arg((args, kwargs), lambda one: one.meta["val"])
+        given = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
         with self.mode:
             node.meta["val"] = target(*given[0], **given[1])
         return node
@@ -139,5 +139,5 @@ def unpack(graph: Graph, packed: fx.Node) -> fx.Node:
     place = graph(aten.bitwise_right_shift.Tensor_Scalar, bit, 3)
     byte = graph(aten.index.Tensor, packed, [*[None] * (value.dim() - 1), place])
     shift = graph(CAST, graph(aten.bitwise_and.Scalar, bit, BYTE - 1), torch.uint8)
-    one = graph(aten.bitwise_and.Scalar, graph(aten.bitwise_right_shift.Tensor, byte, shift), 1)
-    return graph(aten.ne.Scalar, one, 0)
+    bit = graph(aten.bitwise_and.Scalar, graph(aten.bitwise_right_shift.Tensor, byte, shift), 1)
+    return graph(aten.ne.Scalar, bit, 0)

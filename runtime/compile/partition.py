@@ -64,9 +64,9 @@ class Partition:
     ) -> None:
         """Change both graphs, and record each tensor that one hands to the other."""
         groups: dict[fx.Node, list[SavedTensor]] = {}
-        for one in saved(forward, backward, outputs, owned, self.inputs):
-            groups.setdefault(one.base, []).append(one)
-        self.record([one for group in groups.values() for one in self._change(forward, backward, group)])
+        for tensor in saved(forward, backward, outputs, owned, self.inputs):
+            groups.setdefault(tensor.base, []).append(tensor)
+        self.record([record for group in groups.values() for record in self._change(forward, backward, group)])
 
     def _change(self, forward: fx.GraphModule, backward: fx.GraphModule, group: Group) -> Iterator[SavedRecord]:
         """Let what is saved of one storage become a code, and return the records, the first with the bytes."""
@@ -74,10 +74,10 @@ class Partition:
         value = whole.meta["val"]
         if reason := _blocker(group, value, len(chains)):
             return _left(group, reason)
-        bits = 1 if is_mask(whole) else self._bits([one.reader for one in group])
+        bits = 1 if is_mask(whole) else self._bits([tensor.reader for tensor in group])
         if not bits:
             return _left(group, "attention")
-        parts = _encode(forward, whole, bits, any(_is_compared(one.place) for one in group))
+        parts = _encode(forward, whole, bits, any(_is_compared(tensor.place) for tensor in group))
         places = _hand_over(forward, backward, group, parts)
         _decode(backward, group, places, whole, bits, chains)
         sizes = _bytes(whole), sum(map(_bytes, parts))
@@ -86,8 +86,8 @@ class Partition:
 
     def _bits(self, readers: Sequence[Reader]) -> int:
         """Return the bits of what is read: the most that any of it has; 0 if it stays as it is."""
-        bits = [self.policy.get(one.kind, 0) for one in readers]
-        if any(one.sharp for one in readers):
+        bits = [self.policy.get(reader.kind, 0) for reader in readers]
+        if any(reader.sharp for reader in readers):
             bits.append(min(SHARP, self.policy.get("attention", SHARP)))
         return max(bits) if all(bits) else 0
 
@@ -95,7 +95,7 @@ class Partition:
 def _whole(group: Group) -> tuple[fx.Node, list[list[fx.Node]]]:
     """Return what of a storage is encoded, and the views that make what is saved, where these can be replayed."""
     base, node = group[0].base, group[0].node
-    chains = [chain for one in group if (chain := _views(one.node, base)) is not None]
+    chains = [chain for tensor in group if (chain := _views(tensor.node, base)) is not None]
     if len(group) == 1 and (not chains or elements(base) > elements(node)):
         return node, [[]]
     return base, chains
@@ -114,7 +114,7 @@ def _views(node: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
 
 def _blocker(group: Group, value: Tensor, chains: int) -> str:
     """Return why a group stays as it is; `""` if it may be stored otherwise."""
-    reasons = [one.reason for one in group if one.reason]
+    reasons = [tensor.reason for tensor in group if tensor.reason]
     if chains < len(group):
         reasons.append("saved under several shapes that vary")
     if value.dim() and 0 in value.stride():
@@ -126,10 +126,10 @@ def _blocker(group: Group, value: Tensor, chains: int) -> str:
 
 
 def _left(group: Group, reason: str) -> Iterator[SavedRecord]:
-    for i, one in enumerate(group):
-        size = 0 if i else _bytes(one.node)
-        dtype, kind = one.node.meta["val"].dtype, one.reader.kind
-        yield SavedRecord(_operation(one.base), _shape(one.node), dtype, size, size, kind, None, reason)
+    for i, tensor in enumerate(group):
+        size = 0 if i else _bytes(tensor.node)
+        dtype, kind = tensor.node.meta["val"].dtype, tensor.reader.kind
+        yield SavedRecord(_operation(tensor.base), _shape(tensor.node), dtype, size, size, kind, None, reason)
 
 
 def _operation(base: fx.Node) -> str:
@@ -152,13 +152,13 @@ def _bytes(node: fx.Node) -> int:
 
 def _is_compared(place: fx.Node) -> bool:
     """Whether backward asks on which side of a number the elements of a tensor lie, as for a ReLU."""
-    found = [place]
-    for node in found:
-        for user in node.users.keys() - {*found}:
+    nodes = [place]
+    for node in nodes:
+        for user in node.users.keys() - {*nodes}:
             if is_view(user) or is_pointwise(user):
                 if (value := value_of(user)) is not None and value.dtype is torch.bool:
                     return True
-                found.append(user)
+                nodes.append(user)
     return False
 
 
@@ -180,7 +180,7 @@ def _hand_over(
     (results,) = end.args
     described = end.meta.get("desc") or [None] * len(results)
     pairs: list[tuple[Any, Any]] = []
-    gone = {one.node for one in others}
+    gone = {tensor.node for tensor in others}
     for result, description in zip(results, described, strict=True):
         if result is first.node:
             pairs += [(part, description) for part in parts]
@@ -210,20 +210,22 @@ def _decode(
     chains: Sequence[Sequence[fx.Node]],
 ) -> None:
     """Let the readers of a group's placeholders read the tensor whose parts the placeholders receive now."""
-    readers = [(one.place, [*one.place.users]) for one in group]
+    readers = [(tensor.place, [*tensor.place.users]) for tensor in group]
     place, order = places[0], [*module.graph.nodes]
     graph = Graph(module, min((user for _, users in readers for user in users), key=order.index))
     if bits > 1:
-        found = decode(graph, places, whole.meta["val"])
+        decoded = decode(graph, places, whole.meta["val"])
     else:
-        found = unpack(graph, place)
+        decoded = unpack(graph, place)
         if condition_of(whole) is not None:
             numbers = [
-                graph(one.target, *one.args, **one.kwargs) for one in whole.args[1:] if isinstance(one, fx.Node)
+                graph(argument.target, *argument.args, **argument.kwargs)
+                for argument in whole.args[1:]
+                if isinstance(argument, fx.Node)
             ]
-            found = graph(whole.target, found, *numbers)
+            decoded = graph(whole.target, decoded, *numbers)
     for (old, users), chain in zip(readers, chains, strict=True):
-        new = found
+        new = decoded
         for view in chain:
             new = graph(view.target, new, *view.args[1:], **view.kwargs)
         for user in users:

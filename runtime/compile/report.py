@@ -90,7 +90,9 @@ def _lines(report: CompileReport) -> Iterator[str]:
 
 def _row(group: Sequence[SavedRecord]) -> tuple[str, ...]:
     first = group[0]
-    sizes = [f"{sum(numbers):,}" for numbers in zip(*((one.before, one.after) for one in group), strict=True)]
+    sizes = [
+        f"{sum(numbers):,}" for numbers in zip(*((record.before, record.after) for record in group), strict=True)
+    ]
     stored = f"as it is: {first.reason}" if first.bits is None else f"{first.bits} bits" if first.error else "bits"
     return (
         first.operation,

@@ -85,8 +85,8 @@ def condition_of(node: fx.Node) -> fx.Node | None:
     if node.target is not aten.where.self:
         return None
     condition, *others = node.args
-    numbers = [one for one in others if isinstance(one, fx.Node)]
-    alone = all(one.target is aten.full.default and not one.args[0] for one in numbers)
+    numbers = [other for other in others if isinstance(other, fx.Node)]
+    alone = all(number.target is aten.full.default and not number.args[0] for number in numbers)
     return condition if alone and isinstance(condition, fx.Node) else None
 
 
@@ -134,8 +134,8 @@ class _Graph:
         given = list(forward.graph.find_nodes(op="placeholder"))
         (end,) = forward.graph.find_nodes(op="output")
         self.results: Sequence[Any] = end.args[0]
-        returned = [one for one in self.results[:outputs] if isinstance(one, fx.Node)]
-        self.returned = {base_of(one) for one in returned}
+        returned = [result for result in self.results[:outputs] if isinstance(result, fx.Node)]
+        self.returned = {base_of(node) for node in returned}
         self.inputs = inputs
         self.loss = _loss(returned)
         self.weights = {node for i, node in enumerate(given) if i in owned}
@@ -166,30 +166,30 @@ class _Graph:
     def reader(self, node: fx.Node) -> Reader:
         """Return what reads a node first, through operators that change each element alone, sums and copies."""
         base = base_of(node)
-        found, first, sharp = {base}, None, False
+        passing, first, sharp = {base}, None, False
         todo = {self.places[user] for user in base.users}
         while todo:
             place = min(todo)
             todo.remove(place)
-            one = self.nodes[place]
-            if is_pointwise(one) and elements(one) >= STATISTIC * elements(base):
+            current = self.nodes[place]
+            if is_pointwise(current) and elements(current) >= STATISTIC * elements(base):
                 return Reader("", "a statistic")
-            reader = self._reads(one, found)
+            reader = self._reads(current, passing)
             first = first or reader
             sharp |= reader is not None and reader.kind == "attention"
-            if one not in found and (reader is None or reader.kind == "activation"):
-                found.add(one)
-                todo |= {self.places[user] for user in one.users}
+            if current not in passing and (reader is None or reader.kind == "activation"):
+                passing.add(current)
+                todo |= {self.places[user] for user in current.users}
         first = first or Reader("", "read by nothing that is quantised")
         made = None if first.reason == SOFTMAX else self._made(base)
         read = made or first
         return Reader(read.kind, read.reason, sharp)
 
-    def _reads(self, node: fx.Node, found: Collection[fx.Node]) -> Reader | None:
+    def _reads(self, node: fx.Node, passing: Collection[fx.Node]) -> Reader | None:
         """Return what a node is as a reader of the nodes that are found; None if it passes their elements on."""
         target: Any = node.target
         if _attends(node):
-            read = any(one in found for one in node.args[:3])  # queries, keys and values
+            read = any(argument in passing for argument in node.args[:3])  # queries, keys and values
             return Reader("attention") if read else Reader("", "attention's mask")
         if target in PRODUCTS:
             return Reader("attention" if self._is_batched(node) else "linear")
@@ -200,8 +200,8 @@ class _Graph:
             over = [dim % rank for dim in (dims[0] if dims and dims[0] else range(rank))]
             return Reader("", "of a norm over the batch") if 0 in over else Reader("norm")
         if target is aten.mul.Tensor and any(
-            one not in found and elements(one) == elements(node) and one.meta["val"].is_floating_point()
-            for one in node.all_input_nodes
+            factor not in passing and elements(factor) == elements(node) and factor.meta["val"].is_floating_point()
+            for factor in node.all_input_nodes
         ):
             return Reader("gate")
         square = target is aten.pow.Tensor_Scalar and node.args[1] == 2  # of a norm
@@ -213,13 +213,15 @@ class _Graph:
         source = base.all_input_nodes[0] if base.target is operator.getitem else base
         if _attends(source):
             return Reader("attention") if base.args[1] == 0 else Reader("", "attention's statistics")
-        if any(_maximises(base_of(one)) for one in base.all_input_nodes):
+        if any(_maximises(base_of(source)) for source in base.all_input_nodes):
             return Reader("", SOFTMAX)
         return Reader("attention") if self._is_batched(base) else None
 
     def _is_batched(self, node: fx.Node) -> bool:
         """Whether a node is a product of two batches, as attention makes them; one with a weight is a layer."""
-        return node.target in BATCHED and not any(base_of(one) in self.weights for one in node.all_input_nodes)
+        return node.target in BATCHED and not any(
+            base_of(source) in self.weights for source in node.all_input_nodes
+        )
 
 
 def _attends(node: fx.Node) -> bool:
@@ -232,19 +234,19 @@ def _maximises(node: fx.Node) -> bool:
 
 def _loss(returned: Sequence[fx.Node]) -> set[fx.Node]:
     """Return what leads to a loss: from a number that is returned back to a product or a sum of two tensors."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     todo = [node for node in returned if (value := value_of(node)) is not None and not value.dim()]
     while todo:
         node = todo.pop()
-        if node in found or node.op == "placeholder":
+        if node in nodes or node.op == "placeholder":
             continue
-        found.add(node)
+        nodes.add(node)
         if node.target not in PRODUCTS and not _adds_tensors(node):
             todo += node.all_input_nodes
-    return found
+    return nodes
 
 
 def _adds_tensors(node: fx.Node) -> bool:
     """Whether a node is the sum of two tensors of one shape."""
-    shapes = [value.shape for one in node.all_input_nodes if (value := value_of(one)) is not None]
+    shapes = [value.shape for source in node.all_input_nodes if (value := value_of(source)) is not None]
     return node.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]

@@ -67,8 +67,8 @@ from .norms import LAYER as LAYER
 from .norms import RMS as RMS
 from .ops import KERNEL_DEVICES as KERNEL_DEVICES
 from .ops import differentiable as differentiable
-from .recipes import ATTRIBUTE as ATTRIBUTE
-from .recipes import Noted as Noted
+from .recompute import ATTRIBUTE as ATTRIBUTE
+from .recompute import KernelRecompute as KernelRecompute
 from .reference import COLUMNS as COLUMNS
 from .reference import ROWS as ROWS
 from .reference import TILE as TILE

@@ -1,6 +1,6 @@
 """The Triton tile loops of gates h = a(g)·b(u).
 
-Both factors are computed again in backward. The arguments may be views: rows of `width` elements, at least
+Both factors are recomputed in backward. The arguments may be views: rows of `width` elements, at least
 COLUMNS, that begin `stride` elements apart; `width` is None where they are contiguous. All other tensors are
 contiguous.
 

@@ -43,7 +43,7 @@ def apply_gate(g: Tensor, u: Tensor, key: str) -> Tensor:
 
     Returns:
         A tensor of the shape and dtype of g, laid out like `torch.empty_like` of g. It carries a
-        note of how to compute it again from g and u, for a context of `fitact.saving`.
+        way to recompute it from g and u, for a context of `fitact.saving`.
 
     Raises:
         TypeError: g or u is not a tensor of one of these dtypes, or they differ in dtype or device, or one of them

@@ -19,8 +19,8 @@ def check_dtype(name: str, x: Any, what: str = "a tensor") -> None:
     """Raise a TypeError that begins with a name unless x is a tensor of DTYPES."""
     dtype = getattr(x, "dtype", None)
     if dtype not in DTYPES:
-        found = dtype or type(x).__name__
-        raise TypeError(f"{name}: expected {what} of float16, bfloat16, float32 or float64, got {found}")
+        given = dtype or type(x).__name__
+        raise TypeError(f"{name}: expected {what} of float16, bfloat16, float32 or float64, got {given}")
 
 
 def mesh_of(tensor: Any) -> Any:
@@ -30,10 +30,10 @@ def mesh_of(tensor: Any) -> Any:
 
 def check_meshes(name: str, what: str, *tensors: Any) -> None:
     """Raise a TypeError unless tensors are all DTensors of one mesh, or none of them is a DTensor."""
-    meshes = [mesh_of(one) for one in tensors]
+    meshes = [mesh_of(tensor) for tensor in tensors]
     if any(mesh != meshes[0] for mesh in meshes):
-        found = ", ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
-        raise TypeError(f"{name}: expected {what} DTensors of one mesh, or none, got {found}")
+        given = ", ".join("a local tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
+        raise TypeError(f"{name}: expected {what} DTensors of one mesh, or none, got {given}")
 
 
 def may_need_gradient(x: Tensor) -> bool:
@@ -120,7 +120,7 @@ def sharded(
     """
     from torch.distributed.tensor import DTensor, Replicate
 
-    placements = [one if keeps(one) else Replicate() for one in x.placements]
+    placements = [placement if keeps(placement) else Replicate() for placement in x.placements]
     if placements != list(x.placements):
         x = x.redistribute(placements=placements)
     alone = torch.empty_strided(x.shape, x.stride(), device="meta")

@@ -41,8 +41,8 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
         key: the key of a registered formula.
 
     Returns:
-        A tensor of the shape and dtype of x, laid out like `torch.empty_like` of x. It carries a note of
-        how to compute it again, for a context of `fitact.saving`.
+        A tensor of the shape and dtype of x, laid out like `torch.empty_like` of x. It carries a way
+        to recompute it, for a context of `fitact.saving`.
 
     Raises:
         TypeError: x is not a tensor of one of these dtypes, or of x and the numbers some are DTensors and others
@@ -159,11 +159,15 @@ class Learned(Kernel):
         dx = torch.empty_like(dy) if given.wants_x else None
         with without_autocast(dy.device.type):
             for part in _parts(dy.numel(), *shape[1:]):
-                at, grad = (one.view(shape)[part].to(numbers.dtype) for one in (saved, dy))
+                at, grad = (tensor.view(shape)[part].to(numbers.dtype) for tensor in (saved, dy))
                 if dx is not None:
                     dx.view(shape)[part] = grad * self.derivative(at, *columns)
                 if given.wants_other:
-                    sums.append(torch.stack([(grad * one(at, *columns)).sum((0, 2)) for one in self.derivatives]))
+                    sums.append(
+                        torch.stack(
+                            [(grad * derivative(at, *columns)).sum((0, 2)) for derivative in self.derivatives]
+                        )
+                    )
         return dx, torch.stack(sums).sum(0) if given.wants_other else None
 
     def launch(self, given: Forward, y: Tensor, codes: Tensor) -> None:

@@ -67,9 +67,9 @@ class Norm(Kernel):
         for part in _chunks(gradients):
             gradient, value = (rows[part].to(scale.dtype) for rows in (gradients, normalised))
             if self.centred:  # PyTorch's own backward for normalised rows, with mean 0 and σ 1
-                zero, one = torch.zeros_like(inverses[part]), torch.ones_like(inverses[part])
+                zero, ones = torch.zeros_like(inverses[part]), torch.ones_like(inverses[part])
                 dx_one, *_ = torch.ops.aten.native_layer_norm_backward(
-                    gradient, value, value.shape[1:], zero, one, None, None, [True, False, False]
+                    gradient, value, value.shape[1:], zero, ones, None, None, [True, False, False]
                 )
             else:
                 dx_one = torch.addcmul(gradient, value, (gradient * value).mean(1, keepdim=True), value=-1)

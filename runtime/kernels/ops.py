@@ -40,7 +40,7 @@ from torch import Tensor
 
 from . import reference
 from .inputs import DTYPES, KERNEL_DTYPES
-from .recipes import note
+from .recompute import offer_recompute
 from .registry import Backward, Forward, Kernel, find
 from .triton_compat import HAS_TRITON
 
@@ -74,7 +74,7 @@ def differentiable(
 ) -> Tensor:  # fmt: skip
     """Return y in `dtype`, saving for backward what the kernel needs; the tensors are in memory order.
 
-    Where that is x, y carries a note of how to compute it again, for a context of `fitact.saving`.
+    Where that is x, how to recompute y is stated on its storage, for a context of `fitact.saving`.
     """
     arguments = x, other, inner, eps, dims, NUMBER[dtype], key
     if torch.compiler.is_compiling():
@@ -85,7 +85,7 @@ def differentiable(
     kernel = find(key)
     if other is None or not kernel.saves_input:
         return y
-    return note(y, partial(_again, rest=arguments[2:]), x, other)
+    return offer_recompute(y, partial(_again, rest=arguments[2:]), x, other)
 
 
 def _again(x: Tensor, other: Tensor, rest: tuple[Any, ...]) -> Tensor:
@@ -132,8 +132,8 @@ def _backward_reference(*arguments: Any) -> Two:
         dx, d_other = _backward_fake(*arguments)
         return dx, d_other.zero_()
     with torch.no_grad():
-        found = find(given.key).gradients(given)
-    dx, d_other = (given.dy.new_empty(0) if one is None else one for one in found)
+        gradients = find(given.key).gradients(given)
+    dx, d_other = (given.dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return dx, d_other
 
 
@@ -220,10 +220,10 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None
     wants = ctx.needs_input_grad[:2]
     arguments = dy.contiguous(), saved, other, codes, ctx.inner, ctx.dtype, *wants, ctx.key
     if autograd_anchor:
-        found = Gradients.apply(find(ctx.key).name, *autograd_anchor, "backward", *arguments)
+        gradients = Gradients.apply(find(ctx.key).name, *autograd_anchor, "backward", *arguments)
     else:
-        found = ops.backward(*arguments)
-    return *(one if wanted else None for one, wanted in zip(found, wants, strict=True)), *(None,) * 5
+        gradients = ops.backward(*arguments)
+    return *(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True)), *(None,) * 5
 
 
 class Run(torch.autograd.Function):
@@ -276,7 +276,7 @@ def _by_element(op: Any, size: int, in_dims: Any, arguments: Any) -> Batches:
 
     def element(i: int) -> Any:
         pairs = zip(arguments, in_dims, strict=True)
-        return op(*(one if dim is None else one.select(dim, i).contiguous() for one, dim in pairs))
+        return op(*(tensor if dim is None else tensor.select(dim, i).contiguous() for tensor, dim in pairs))
 
     return tuple(map(torch.stack, zip(*map(element, range(size)), strict=True))), (0, 0)
 
@@ -301,11 +301,11 @@ def _backward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Batches:
     dy, saved, other = _flat(kernel, size, in_dims, dy, given.saved, given.other)
     if codes is not None:
         codes = (codes.expand(size, -1) if in_dims[3] is None else codes.movedim(in_dims[3], 0)).reshape(-1)
-    found = ops.backward(dy, saved, other, codes, *arguments[4:])
+    gradients = ops.backward(dy, saved, other, codes, *arguments[4:])
     wants = given.wants_x, given.wants_other
     return tuple(
-        one[:, : shape[1:].numel()].reshape(shape) if wanted else one.new_empty(size, 0)
-        for one, wanted in zip(found, wants, strict=True)
+        gradient[:, : shape[1:].numel()].reshape(shape) if wanted else gradient.new_empty(size, 0)
+        for gradient, wanted in zip(gradients, wants, strict=True)
     ), (0, 0)
 
 

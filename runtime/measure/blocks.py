@@ -54,7 +54,7 @@ def runs_of(subject: Subject) -> list[Run]:
         UsageError: the model cannot be run, or has no such blocks.
 
     """
-    found = blocks_of(subject.model, subject.blocks)
+    blocks = blocks_of(subject.model, subject.blocks)
     calls: list[_Call] = []
     meter = Meter([*subject.model.parameters(), *subject.model.buffers()])
 
@@ -65,20 +65,22 @@ def runs_of(subject: Subject) -> list[Run]:
         calls.append(_Call(i, inputs, meter.marks[-1].work, same and subject.mode is not None))
 
     with ExitStack() as stack:
-        for i, (_, block) in enumerate(found):
+        for i, (_, block) in enumerate(blocks):
             stack.callback(block.register_forward_pre_hook(lambda *_: meter.mark("in")).remove)
             stack.callback(block.register_forward_hook(partial(leave, i), with_kwargs=True).remove)
         with generators(subject.model), subject.environment(), torch.no_grad(), meter:
             subject.forward()
-    order = [one.block for one in calls]
+    order = [call.block for call in calls]
     if len({*order}) != len(order) or not order:
         return [Run(("",), (subject.model,))]
-    runs = [list(some) for _, some in groupby(calls, lambda one: (_signature(found[one.block][1]), one.inputs))]
+    runs = [
+        list(some) for _, some in groupby(calls, lambda call: (_signature(blocks[call.block][1]), call.inputs))
+    ]
     return [
         Run(
-            tuple(found[one.block][0] for one in run),
-            tuple(found[one.block][1] for one in run),
-            all(one.same and one.work == run[0].work for one in run),
+            tuple(blocks[call.block][0] for call in run),
+            tuple(blocks[call.block][1] for call in run),
+            all(call.same and call.work == run[0].work for call in run),
         )
         for run in runs
     ]
@@ -97,7 +99,8 @@ def _signature(block: nn.Module) -> Any:
     """Return what equal blocks have in common."""
     modules = tuple((path, type(module).__qualname__) for path, module in block.named_modules())
     parameters = tuple(
-        (name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in block.named_parameters()
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters()
     )
     return type(block), modules, parameters
 
@@ -148,16 +151,16 @@ def cut(runs: Sequence[Run], ways: Sequence[Any], row: int = ROW, last: int = 1)
         last: how many of these run after the one that is counted for others.
 
     """
-    found: dict[int, int] = {}
+    places: dict[int, int] = {}
     place = 0
     for run in runs:
         end = place + len(run.blocks)
         for _, some in groupby(ways[place:end]):
             count = len(list(some))
             if run.steady and count > row:
-                found[place + row - 1 - last] = count - row
+                places[place + row - 1 - last] = count - row
             place += count
-    return found
+    return places
 
 
 @contextmanager
@@ -178,32 +181,32 @@ def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
 
     """
     # with the changes of the level and of the host's, and the peak's rise above the level before
-    found: list[tuple[Mark, int, int, int]] = []
+    moments: list[tuple[Mark, int, int, int]] = []
     level = host = 0
     for mark in marks:
-        found.append((mark, mark.level - level, mark.host - host, mark.peak - level))
+        moments.append((mark, mark.level - level, mark.host - host, mark.peak - level))
         level, host = mark.level, mark.host
     for block, count in standing.items():
         places: dict[tuple[str, int], int] = {}
-        for i, (mark, *_) in enumerate(found):
+        for i, (mark, *_) in enumerate(moments):
             places.setdefault((mark.what, mark.block), i)
         begin, end = places.get(("grad out", block)), places.get(("grad out", block - 1))
         if begin is not None and end is not None:  # what is frozen has no backward pass
-            part = found[begin + 1 : end + 1]
-            copies = [_moved(one, block, k) for k in range(count, 0, -1) for one in part]
-            found[begin : begin + 1] = [_moved(found[begin], block, count), *copies]
+            part = moments[begin + 1 : end + 1]
+            copies = [_moved(moment, block, k) for k in range(count, 0, -1) for moment in part]
+            moments[begin : begin + 1] = [_moved(moments[begin], block, count), *copies]
         begin, end = places["out", block - 1], places["out", block]
-        part = found[begin + 1 : end + 1]
-        found[end + 1 : end + 1] = [_moved(one, block, k) for k in range(1, count + 1) for one in part]
+        part = moments[begin + 1 : end + 1]
+        moments[end + 1 : end + 1] = [_moved(moment, block, k) for k in range(1, count + 1) for moment in part]
     level, host, result = 0, 0, []
-    for mark, change, on_host, rise in found:
+    for mark, change, on_host, rise in moments:
         host += on_host
         result.append(replace(mark, level=level + change, peak=level + rise, host=host))
         level += change
     return result
 
 
-def _moved(found: tuple[Mark, int, int, int], block: int, by: int) -> tuple[Mark, int, int, int]:
+def _moved(moment: tuple[Mark, int, int, int], block: int, by: int) -> tuple[Mark, int, int, int]:
     """Return a mark of a block, or of its neighbour, as that of a later block."""
-    mark = found[0]
-    return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), *found[1:]
+    mark = moment[0]
+    return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), *moment[1:]

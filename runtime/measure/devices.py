@@ -150,7 +150,7 @@ def measured(where: str | None = None) -> Device:
         half, single = (
             torch.randn(size, size, device=where).to(dtype) for dtype in (torch.bfloat16, torch.float32)
         )
-        products, products32 = (2 * size**3 / _seconds(torch.mm, one, one) for one in (half, single))
+        products, products32 = (2 * size**3 / _seconds(torch.mm, matrix, matrix) for matrix in (half, single))
         large = torch.randn(2**28 if gpu else 2**25, device=where)
         bandwidth = 2 * large.nbytes / _seconds(torch.neg, large)
         some = torch.randn(2**26 if gpu else CACHED, device=where)

@@ -121,7 +121,7 @@ class Meter(OperationMode):
         self.alive: dict[int, Any] = {}
 
     def mark(self, what: str, block: int = -1) -> None:
-        """Note that something happens now."""
+        """Record that something happens now."""
         self.marks.append(Mark(what, block, self.level, self.peak, self.work, self.host))
         self.peak, self.work = self.level, Work()
 

@@ -86,10 +86,10 @@ class Training:
             _add_lora(model, self.lora, self.rank)
         names = dict(model.named_parameters())
         for pattern in self.freeze:
-            found = [name for name in names if fnmatchcase(name, pattern)]
-            if not found:
+            matched = [name for name in names if fnmatchcase(name, pattern)]
+            if not matched:
                 raise UsageError(f"{quote(pattern)}: no parameter has such a name; there are {some(names)}")
-            for name in found:
+            for name in matched:
                 names[name].requires_grad_(False)
         if not any(parameter.requires_grad for parameter in names.values()):
             raise UsageError("every parameter is frozen: nothing is saved for backward where nothing is trained")
@@ -225,11 +225,11 @@ def _add_lora(model: nn.Module, layers: Sequence[str], rank: int) -> None:
     else:
         targets = []
         for layer in layers:
-            found = [name for name in linear if f".{name}".endswith(f".{layer}")]
-            if not found:
+            matched = [name for name in linear if f".{name}".endswith(f".{layer}")]
+            if not matched:
                 leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
                 raise UsageError(f"{quote(layer)}: no linear layer has that name; there are {few(leaves)}")
-            targets += found
+            targets += matched
     config = peft.LoraConfig(target_modules=targets, r=rank, lora_alpha=rank, lora_dropout=0.0)
     try:
         with warnings.catch_warnings():

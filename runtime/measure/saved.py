@@ -215,11 +215,11 @@ class Place(TorchFunctionMode):
         return self._names.get(id(self._running[-1]), other)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Note that a module runs."""
+        """Record that a module runs."""
         self._running.append(module)
 
     def leave(self, *_: Any) -> None:
-        """Note that the innermost module has run."""
+        """Record that the innermost module has run."""
         self._running.pop()
 
     def record(self, storage: torch.UntypedStorage) -> SavedStorage:
@@ -243,7 +243,7 @@ def _name(function: Any) -> str:
 
 
 class _Copies(OperationMode):
-    """Notes copies of a module's own tensors in another dtype or order, such as autocast's copies of weights."""
+    """Records copies of a module's own tensors in another dtype or order, such as autocast's copies of weights."""
 
     def __init__(self, place: Place, owned: set[int]) -> None:
         super().__init__()

@@ -60,14 +60,14 @@ class Sketch:
     def _add(self, x: Tensor) -> None:
         total = x.numel()
         x = x[x.abs() <= LARGEST]  # false for NaN
-        found = Sketch(x.numel(), total - x.numel())
-        if found.count:
-            found.mean = x.mean().item()
-            found.squares = (x - found.mean).square().sum().item()
-            found.least, found.largest = x.min().item(), x.max().item()
+        sketch = Sketch(x.numel(), total - x.numel())
+        if sketch.count:
+            sketch.mean = x.mean().item()
+            sketch.squares = (x - sketch.mean).square().sum().item()
+            sketch.least, sketch.largest = x.min().item(), x.max().item()
             cells = (torch.asinh(x / NEAR) * STEPS).floor_().to(torch.int64) + HALF
-            found.counts = torch.bincount(cells.clamp_(0, 2 * HALF - 1), minlength=2 * HALF).cpu()
-        self.merge(found)
+            sketch.counts = torch.bincount(cells.clamp_(0, 2 * HALF - 1), minlength=2 * HALF).cpu()
+        self.merge(sketch)
 
     def merge(self, other: Sketch) -> None:
         """Add what another sketch has counted (Chan, Golub and LeVeque 1983, eq. 2.1)."""

@@ -97,8 +97,8 @@ def hugging_face(
 
 
 def _types(mapping: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = getattr(import_module("transformers.models.auto.modeling_auto"), mapping)
-    return found
+    types: Mapping[str, Any] = getattr(import_module("transformers.models.auto.modeling_auto"), mapping)
+    return types
 
 
 def _usual_head(kind: str) -> str:
@@ -241,7 +241,7 @@ def model_and_batches(call: str, batch: int, seq: int) -> tuple[nn.Module, Itera
 
 def _named(call: Callable[..., Any] | str) -> tuple[str, Callable[..., Any]]:
     if isinstance(call, str):
-        return call, _found(call)
+        return call, _function(call)
     return getattr(call, "__qualname__", type(call).__name__), call
 
 
@@ -257,7 +257,7 @@ def _sizes(varies: frozenset[str], batch: int, seq: int) -> dict[str, int]:
     return {key: value for key, value in (("batch", batch), ("seq", seq)) if key in varies}
 
 
-def _found(place: str) -> Callable[..., Any]:
+def _function(place: str) -> Callable[..., Any]:
     module_name, _, name = place.partition(":")
     if not module_name or not name:
         raise UsageError(f"{quote(place)}: expected MODULE:CALLABLE, such as my_models:tiny")
@@ -270,5 +270,5 @@ def _found(place: str) -> Callable[..., Any]:
     if not callable(function):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UsageError(f"{module_name}: it has no callable {quote(name)}{near(name, there)}")
-    found: Callable[..., Any] = function
-    return found
+    callee: Callable[..., Any] = function
+    return callee

@@ -81,7 +81,7 @@ class Subject:
         """Return a context of the subject's autocast."""
         if self.autocast is None:
             return nullcontext()
-        kind = next((one.device.type for one in self.model.parameters()), "cpu")
+        kind = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
         return torch.autocast(kind, dtype=self.autocast)
 
     def forward(self) -> list[Tensor]:
@@ -200,12 +200,12 @@ def trials(model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run]
     def looked(
         of: nn.Module, again: Callable[[], Run], around: Callable[[], AbstractContextManager[Any]]
     ) -> list[Look]:
-        found = []
+        results = []
         for look in looks:
             torch.clear_autocast_cache()  # of casts that the look before has made
             with generators(model), around(), unchanged(of):
-                found.append(look(of if of.training else of.train(), again()))
-        return found
+                results.append(look(of if of.training else of.train(), again()))
+        return results
 
     with torch.inference_mode(False), torch.enable_grad():
         try:
@@ -266,8 +266,8 @@ def blocks_of(model: nn.Module, patterns: Patterns = None) -> list[tuple[str, nn
     """
     modules = dict(model.named_modules())
     if patterns:
-        found = outermost(matching([path for path in modules if path], patterns, "blocks", "module"))
-        return [(path, modules[path]) for path in found]
+        paths = outermost(matching([path for path in modules if path], patterns, "blocks", "module"))
+        return [(path, modules[path]) for path in paths]
     containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     counts: list[tuple[int, type]] = []
     for module in modules.values():
@@ -281,5 +281,5 @@ def blocks_of(model: nn.Module, patterns: Patterns = None) -> list[tuple[str, nn
     if not counts:
         return [("", model)]
     kind = max(counts, key=lambda pair: pair[0])[1]
-    found = outermost([path for path, module in modules.items() if type(module) is kind])
-    return [(path, modules[path]) for path in found]
+    paths = outermost([path for path, module in modules.items() if type(module) is kind])
+    return [(path, modules[path]) for path in paths]

@@ -59,7 +59,7 @@ def _made(norm: nn.Module, weight: Tensor, bias: Tensor | None) -> tuple[Norm, T
     expected = copy.deepcopy(norm).float()(x)
     for shared in (MSLayerNorm(weight.numel(), 1e-5 if eps is None else eps), MSRMSNorm(weight.numel(), eps)):
         for alpha in (weight, 1 + weight):
-            found = shared(x) * alpha.float() + (0 if bias is None else bias.float())
-            if torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+            output = shared(x) * alpha.float() + (0 if bias is None else bias.float())
+            if torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
                 return shared, alpha
     return None

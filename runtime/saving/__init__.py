@@ -25,6 +25,6 @@ from .quantising import POLICIES as POLICIES
 from .quantising import SHARP as SHARP
 from .quantising import STATISTIC as STATISTIC
 from .quantising import policy_of as policy_of
-from .storages import noting as noting
+from .storages import observing as observing
 
 ERRORS = tuple(POLICIES)  # in their order: each may be further off than those before it

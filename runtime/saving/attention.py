@@ -1,4 +1,4 @@
-"""Attention that PyTorch does not fuse, as on a CPU with dropout or a trained mask, and attention run again.
+"""Attention that PyTorch does not fuse, as on a CPU with dropout or a trained mask, and recomputed attention.
 
 Not fused, the operations are those of `_scaled_dot_product_attention_math` in PyTorch's
 aten/src/ATen/native/transformers/attention.cpp, in the same order and with the same layouts of memory. So outputs
@@ -61,11 +61,11 @@ def attention(
         tensors.pop()
     if given.keys() != OPTIONS.keys() or not _is_plain(tensors):
         return None
-    low, dtypes = active_autocast(tensors[0].device.type), [one.dtype for one in tensors]
+    low, dtypes = active_autocast(tensors[0].device.type), [tensor.dtype for tensor in tensors]
     if low is not None:
-        if any(_casts_once(one, low) or is_parameter(one) for one in tensors):
+        if any(_casts_once(tensor, low) or is_parameter(tensor) for tensor in tensors):
             return None  # PyTorch has to cast it, for all that read its cast
-        dtypes = [low if one.is_floating_point and one != torch.float64 else one for one in dtypes]
+        dtypes = [low if dtype.is_floating_point and dtype != torch.float64 else dtype for dtype in dtypes]
     if not (_is_usual(tensors, dtypes, **given) and _is_composed(tensors, dtypes, given)):
         return None
     if not 0 <= given["dropout_p"] <= 1:
@@ -77,9 +77,14 @@ def attention(
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
     """Whether tensors are a CPU's matrices, and one needs a gradient."""
-    if not all(type(one) in PLAIN and one.layout is torch.strided and one.device.type == "cpu" for one in tensors):
+    if not all(
+        type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        for tensor in tensors
+    ):
         return False
-    return any(one.requires_grad for one in tensors) and all(one.numel() and one.dim() > 1 for one in tensors)
+    return any(tensor.requires_grad for tensor in tensors) and all(
+        tensor.numel() and tensor.dim() > 1 for tensor in tensors
+    )
 
 
 def _casts_once(x: Tensor, dtype: torch.dtype) -> bool:
@@ -91,10 +96,10 @@ def _is_usual(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], is_causal: bool, enable_gqa: bool, **_: Any
 ) -> bool:
     """Whether tensors are (..., heads, rows, width) and go together; of others PyTorch says what is wrong."""
-    q, k, v, *masks = (one.shape for one in tensors)
+    q, k, v, *masks = (tensor.shape for tensor in tensors)
     if not len(q) == len(k) == len(v) > 2 or not q[:-3] == k[:-3] == v[:-3]:
         return False
-    if any(q[-3] % one[-3] if enable_gqa else q[-3] != one[-3] for one in (k, v)):
+    if any(q[-3] % shape[-3] if enable_gqa else q[-3] != shape[-3] for shape in (k, v)):
         return False
     if not dtypes[0] == dtypes[1] == dtypes[2] or not {*dtypes[3:]} <= {dtypes[0], torch.bool, torch.float32}:
         return False
@@ -131,7 +136,7 @@ def _composed(
     dtype, (heads, rows, width) = query.dtype, query.shape[-3:]
     if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         share(query, key, value)
-        query, key, value = (call(Tensor.to, one, torch.float32) for one in (query, key, value))
+        query, key, value = (call(Tensor.to, tensor, torch.float32) for tensor in (query, key, value))
     factor = math.sqrt(1 / math.sqrt(width) if scale is None else abs(scale))
     query = call(torch.mul, query, -factor if scale is not None and scale < 0 else factor)
     if is_causal:
@@ -139,7 +144,7 @@ def _composed(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype))
     if enable_gqa and not heads == key.shape[-3] == value.shape[-3]:
-        key, value = (_repeated(call, one, heads) for one in (key, value))
+        key, value = (_repeated(call, tensor, heads) for tensor in (key, value))
     key = call(torch.mul, key.transpose(-2, -1), factor)
     query, key = _in_rows(call, query), _in_rows(call, key)
     scores = call(torch.matmul, query, key)
@@ -178,8 +183,8 @@ def _backends() -> list[SDPBackend]:
     return [backend for backend, is_allowed in ALLOWED.items() if is_allowed()]
 
 
-class Again:
-    """One call of attention that backward makes again: once for its own gradients and all that read its output.
+class AttentionCall:
+    """One call of attention that backward recomputes: once for its own gradients and all that read its output.
 
     Args:
         function: PyTorch's attention.
@@ -193,7 +198,7 @@ class Again:
     def __init__(self, function: Call, options: dict[str, Any], tensors: Sequence[Tensor | None]) -> None:
         self._function, self._options = function, options
         self._backends = _backends()
-        self._needed = [one is not None and one.requires_grad for one in tensors]
+        self._needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
         self._made: tuple[Tensor, Sequence[Tensor | None]] | None = None
 
     def first(self, *tensors: Tensor | None) -> Tensor:
@@ -224,15 +229,15 @@ class Again:
     def _gradients(
         self, output: Tensor, inputs: Sequence[Tensor | None], grad: Tensor, **options: bool
     ) -> Sequence[Tensor | None]:
-        needed = [one for one, needed in zip(inputs, self._needed, strict=True) if needed]
-        found = iter(torch.autograd.grad(output, needed, grad, **options))  # type: ignore[arg-type]
-        return [next(found) if needed else None for needed in self._needed]
+        needed = [tensor for tensor, needed in zip(inputs, self._needed, strict=True) if needed]
+        gradients = iter(torch.autograd.grad(output, needed, grad, **options))  # type: ignore[arg-type]
+        return [next(gradients) if needed else None for needed in self._needed]
 
     def _run(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor | None]]:
         # which implementation PyTorch takes depends on which of its inputs need a gradient
         inputs = [
-            one if one is None else one.detach().requires_grad_(needed)
-            for one, needed in zip(tensors, self._needed, strict=True)
+            tensor if tensor is None else tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(tensors, self._needed, strict=True)
         ]
         with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _itself):
             return self._called(inputs), inputs
@@ -243,11 +248,11 @@ class Again:
             return self._function(*tensors, **self._options)
 
 
-class AttentionAgain(torch.autograd.Function):
+class RecomputedAttention(torch.autograd.Function):
     """Attention that saves its inputs alone."""
 
     @staticmethod
-    def forward(ctx: Any, call: Again, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: AttentionCall, *tensors: Tensor | None) -> Tensor:
         """Call it."""
         ctx.call = call
         ctx.save_for_backward(*tensors)
@@ -260,10 +265,10 @@ class AttentionAgain(torch.autograd.Function):
         return None, *gradients(*grads, *ctx.saved_tensors)
 
 
-def again(
+def recomputed(
     call: Call, function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Again, Sequence[Tensor | None]] | None:
-    """Return a call of attention that can be made again, and its tensors; None if PyTorch has to make it as it is.
+) -> tuple[AttentionCall, Sequence[Tensor | None]] | None:
+    """Return attention that backward can recompute, and its tensors; None if PyTorch has to run it as it is.
 
     Args:
         call: makes the casts of autocast.
@@ -274,19 +279,21 @@ def again(
     """
     given: dict[str, Any] = {**OPTIONS, **dict(zip((*TENSORS, *OPTIONS), args, strict=False)), **kwargs}
     tensors = [given.pop(name, None) for name in TENSORS]
-    some = [one for one in tensors if one is not None]
+    some = [tensor for tensor in tensors if tensor is not None]
     if given.keys() != OPTIONS.keys() or given["dropout_p"] or in_functorch_transform():
         return None
-    if not all(type(one) in PLAIN and one.layout is torch.strided for one in some):
+    if not all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in some):
         return None
     low = active_autocast(some[0].device.type)
-    if not any(one.requires_grad for one in some) or (low and any(_casts_once(one, low) for one in some)):
+    if not any(tensor.requires_grad for tensor in some) or (
+        low and any(_casts_once(tensor, low) for tensor in some)
+    ):
         return None
     if low is not None:
         tensors = [
-            one
-            if one is None or not one.is_floating_point() or one.dtype == torch.float64
-            else _to(call, one, low)
-            for one in tensors
+            tensor
+            if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
+            else _to(call, tensor, low)
+            for tensor in tensors
         ]
-    return Again(function, given, tensors), tensors
+    return AttentionCall(function, given, tensors), tensors

@@ -128,7 +128,7 @@ def _chunks(
         for some in zip(*(part.split(max(most // across, 1)) for part in parts), strict=True):
             yield from zip(*(part.split(most, 2) for part in some), strict=True)
     if rest:
-        yield x[-rest:].view(1, 1, 1, -1), *(one[-1:].view(1, 1, 1, -1) for one in (codes, scales, shifts))
+        yield x[-rest:].view(1, 1, 1, -1), *(tensor[-1:].view(1, 1, 1, -1) for tensor in (codes, scales, shifts))
 
 
 def _by_kernels(x: Tensor) -> bool:
@@ -241,7 +241,7 @@ def _shifts(x: Tensor) -> Tensor | None:
     exponents = x.view(torch.int32).bitwise_and(255 << 23).bitwise_right_shift_(23)
     sums = exponents.sum(1, keepdim=True, dtype=torch.int32)
     counts = exponents.clamp_(max=1).sum(1, keepdim=True, dtype=torch.int32)
-    total, count = (one.sum(-1, keepdim=True, dtype=torch.int32) for one in (sums, counts))
+    total, count = (tensor.sum(-1, keepdim=True, dtype=torch.int32) for tensor in (sums, counts))
     over, under = sums.mul_(count).sub_(counts * total), counts.mul_(count)  # over/under: above the tile's mean
     out = 2 * over >= (3 * under).clamp_(min=1)
     if not isinstance(out, FakeTensor) and not out.any():

@@ -1,4 +1,4 @@
-"""Hooks that decide how each tensor is stored that autograd saves, and a mode that notes cheap calls."""
+"""Hooks that decide how each tensor is stored that autograd saves, and a mode that records cheap calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fitact.runtime.kernels import ATTRIBUTE, Noted
+from fitact.runtime.kernels import ATTRIBUTE, KernelRecompute
 from fitact.runtime.torch_internals import (
     FakeTensor,
     any_autocast,
@@ -58,7 +58,7 @@ class Capture(TorchFunctionMode):
     """The hooks and the mode of one context that was entered.
 
     The mode sees each call of a function of PyTorch, and the hooks each tensor that autograd saves during it. What
-    a cheap call returns gets a note how to compute it again. Inside of other hooks, such as those of a checkpoint,
+    a cheap call returns carries how to recompute it. Inside of other hooks, such as those of a checkpoint,
     the context does nothing: only the innermost hooks are called.
     """
 
@@ -143,22 +143,22 @@ class Capture(TorchFunctionMode):
         return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
 
     def plain(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], instead: Any = None) -> Any:
-        """Make a call without a note on its output; or another call in its place, if one is given."""
+        """Make a call whose output is not recomputed; or another call in its place, if one is given."""
         self.current = func, args
         try:
             return func(*args, **kwargs) if instead is None else instead()
         finally:
             self.current = None
 
-    def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], again: Any = None) -> Any:
-        """Make a cheap call, and note on its output how to compute it again, by the function `again` if given."""
+    def cheap(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], recomputed_by: Any = None) -> Any:
+        """Make a cheap call; its output is recomputed by the same function, or by `recomputed_by`."""
         output, undecided = self.made(func, args, kwargs)
         recompute = None
         if is_plain(output) and output.requires_grad:
-            recompute = note(self, output, again or func, args, kwargs)
+            recompute = set_recompute(self, output, recomputed_by or func, args, kwargs)
         for stored, storage in undecided:
             own = recompute is not None and storage is output.untyped_storage()
-            computed = recompute.claim(self.store) if own and recompute is not None else None
+            computed = recompute.store(self.store) if own and recompute is not None else None
             if computed is not None:
                 stored.recompute_instead(self.computed(computed, output, (func, args)))
             else:
@@ -211,9 +211,9 @@ class Capture(TorchFunctionMode):
         if recompute is None and self.autocast:
             recompute = self._cast(tensor, mark)
         if recompute is None and hasattr(storage, ATTRIBUTE):
-            recompute = self._noted(tensor, getattr(storage, ATTRIBUTE))
+            recompute = self._offered(tensor, getattr(storage, ATTRIBUTE))
         if recompute is not None and recompute.version == version and not any(mark.alive(version)):
-            computed = recompute.claim(self.store)
+            computed = recompute.store(self.store)
             if self._changed is not None:
                 protect(self._changed)
             if computed is not None:
@@ -253,8 +253,10 @@ class Capture(TorchFunctionMode):
         assert self.current is not None
         if tensor is self._changed:
             return False
-        for one in self.current[1]:
-            if tensor is one or (type(one) in (list, tuple) and any(tensor is part for part in one)):
+        for argument in self.current[1]:
+            if tensor is argument or (
+                type(argument) in (list, tuple) and any(tensor is part for part in argument)
+            ):
                 return True
         return False
 
@@ -273,34 +275,38 @@ class Capture(TorchFunctionMode):
             and self.current is not None
             and self.current[0] in cheap.INDEXING_FUNCTIONS
         ):
-            sizes = [one.shape for one in self.current[1] if isinstance(one, Tensor)]
+            sizes = [argument.shape for argument in self.current[1] if isinstance(argument, Tensor)]
             largest = max((size for shape in sizes for size in shape), default=0)
-            dtype = next((one for one in INTEGERS if largest <= torch.iinfo(one).max + 1), None)
+            dtype = next((dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max + 1), None)
             if dtype is not None and tensor.numel() * dtype.itemsize < tensor.untyped_storage().nbytes():
                 with without_torch_function():
                     return Small(tensor, self.hooks, dtype)
         return None
 
-    def _noted(self, tensor: Tensor, noted: Noted) -> Recompute | None:
-        """Return how the output of one of fitact's own ops is computed again, from what it saves."""
-        if noted.version != version_of_saved(tensor):
+    def _offered(self, tensor: Tensor, offered: KernelRecompute) -> Recompute | None:
+        """Return how the output of one of fitact's own ops is recomputed from what the op saves."""
+        if offered.version != version_of_saved(tensor):
             return None
         base = base_of(tensor)
-        return note(self, tensor if base is None else base, noted.function, noted.state, {})
+        return set_recompute(self, tensor if base is None else base, offered.function, offered.state, {})
 
     def _cast(self, tensor: Tensor, mark: Mark) -> Recompute | None:
-        """Return how to make a copy again that autocast made, of a parameter or of an argument of the call."""
+        """Return how to recompute a copy that autocast made of a parameter or of an argument of the call."""
         base = base_of(tensor)
         copy = tensor if base is None else base
-        found = autocast_source(tensor)
-        arguments = [one for one in self.current[1] if isinstance(one, Tensor)] if self.current else []
-        if found is None:
+        origin = autocast_source(tensor)
+        arguments = (
+            [argument for argument in self.current[1] if isinstance(argument, Tensor)] if self.current else []
+        )
+        if origin is None:
             variable = None if tensor.requires_grad else self._frozen(copy, arguments)
         else:
-            node, number = found
+            node, number = origin
             variable = getattr(node, "variable", None)
             if variable is None:
-                same = (one for one in arguments if one.grad_fn is node and one.output_nr == number)
+                same = (
+                    argument for argument in arguments if argument.grad_fn is node and argument.output_nr == number
+                )
                 variable = next(same, None)
             elif calls_of(copy.grad_fn) < self._first_call:
                 return None  # made before the context was entered: the parameter may have been changed since
@@ -310,7 +316,7 @@ class Capture(TorchFunctionMode):
         key = copy.dtype, layout_of(variable)
         known = casts.casts.get(key) if casts.casts else None
         recompute: Recompute | None = known() if known else None
-        if recompute is None or recompute.sources[0].version != version_of_saved(variable):
+        if recompute is None or recompute.operands[0].version != version_of_saved(variable):
             with without_torch_function():
                 size = copy.untyped_storage().nbytes()
                 recompute = Recompute(Tensor.to, (variable, copy.dtype), {}, None, size, self.hooks)
@@ -324,7 +330,7 @@ class Capture(TorchFunctionMode):
         """Return the frozen weight that a product reads a copy of; None if it is none."""
         if self.current is None or self.current[0] not in cheap.PRODUCTS:
             return None
-        like = [one for one in arguments if one.shape == copy.shape and not one.requires_grad]
+        like = [argument for argument in arguments if argument.shape == copy.shape and not argument.requires_grad]
         wide = len(like) == 1 and is_parameter(like[0]) and like[0].dtype == torch.float32
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
 
@@ -349,7 +355,7 @@ def is_plain(tensor: Any) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided
 
 
-def note(
+def set_recompute(
     capture: Capture,
     output: Tensor,
     function: Function,
@@ -357,7 +363,7 @@ def note(
     kwargs: dict[str, Any],
     version: int = 0,
 ) -> Recompute | None:
-    """Note on a tensor how to compute it again, and return that; None if it has no memory of its own.
+    """Record on a tensor's memory how to recompute it, and return that; None if it has no memory of its own.
 
     Args:
         capture: where that is.
@@ -377,7 +383,7 @@ def note(
             recompute = Recompute(function, args, kwargs, other, storage.nbytes(), capture.hooks)
         except Unsuitable:
             return None
-        if not recompute.sources or not recompute.of(output, capture.autocast, version):
+        if not recompute.operands or not recompute.of(output, capture.autocast, version):
             return None
         marked(storage, capture.hooks).recompute = recompute
         return recompute
@@ -392,7 +398,7 @@ def protect(tensor: Any) -> None:
     """Copy what something is recomputed from, because the tensor is about to be changed in place."""
     mark = mark_of(tensor.untyped_storage()) if is_plain(tensor) else None
     if mark is not None:
-        for stored in mark.claimed():
+        for stored in mark.needed():
             with quietly():
                 stored.copy(tensor.untyped_storage())
 

@@ -65,14 +65,14 @@ _PRODUCTS = {
 _ADDING = "index_add index_add_ index_copy index_copy_"
 
 
-def found(home: str, names: str) -> set[Function]:
+def named(home: str, names: str) -> set[Function]:
     """Return the functions of these names that a home has, apart by spaces; `F`, `torch` or `Tensor`."""
     return {inspect.unwrap(getattr(_HOMES[home], name)) for name in names.split() if hasattr(_HOMES[home], name)}
 
 
-CHEAP_FUNCTIONS = frozenset().union(*(found(home, names) for home, names in CHEAP.items()))
-CAST_FUNCTIONS = frozenset(found("Tensor", CASTS))
-WITH_IN_PLACE = frozenset(found("F", IN_PLACE_OPTION))
+CHEAP_FUNCTIONS = frozenset().union(*(named(home, names) for home, names in CHEAP.items()))
+CAST_FUNCTIONS = frozenset(named("Tensor", CASTS))
+WITH_IN_PLACE = frozenset(named("F", IN_PLACE_OPTION))
 PURE: Mapping[Function, Function] = {
     getattr(home, name): getattr(Tensor, pure or name[:-1])
     for names, pure in IN_PLACE.items()
@@ -80,7 +80,7 @@ PURE: Mapping[Function, Function] = {
     for home in (Tensor, torch)
     if hasattr(home, name)
 }
-INDEXING_FUNCTIONS = frozenset().union(*(found(home, INDEXING) for home in _HOMES))
-PRODUCTS = frozenset().union(*(found(home, names) for home, names in _PRODUCTS.items()))
-ADDING = frozenset().union(*(found(home, _ADDING) for home in ("torch", "Tensor")))
-SUMS = found("torch", "add") | found("Tensor", "add __add__ __radd__")
+INDEXING_FUNCTIONS = frozenset().union(*(named(home, INDEXING) for home in _HOMES))
+PRODUCTS = frozenset().union(*(named(home, names) for home, names in _PRODUCTS.items()))
+ADDING = frozenset().union(*(named(home, _ADDING) for home in ("torch", "Tensor")))
+SUMS = named("torch", "add") | named("Tensor", "add __add__ __radd__")

@@ -49,7 +49,7 @@ class saving(ContextDecorator):  # noqa: N801  as torch.autograd.graph.save_on_c
             which `"rounding"` leaves as it is and `"coarse"` stores in 8 bits.
         recompute_attention: whether PyTorch's `scaled_dot_product_attention` saves its inputs alone, and backward
             runs it once more: two more products of matrices beside the seven of fused attention. With dropout it
-            is not run again.
+            is not recomputed.
         offload: what is left to be stored goes to pinned memory of the host, beside what the GPU computes, and
             comes back before backward needs it: `"all"`; a share, such as 0.5; or how many bytes lie there at
             most, an int. Less than 1 MiB stays, and what backward needs first. Without a GPU nothing moves, and a

@@ -28,7 +28,7 @@ _ARGUMENTS: Mapping[str, Any] = {
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """PyTorch's cross entropy; it saves the logits, and computes the logarithms again."""
+    """PyTorch's cross entropy; it saves the logits, and recomputes the logarithms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor:
@@ -52,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
             with around:
                 loss = F.cross_entropy(x, target, ignore_index=ctx.ignored, reduction=ctx.reduction)
             return *torch.autograd.grad(loss, x, grads, create_graph=True), None, None, None
-        # logits that were just computed again, for nobody else, make room for their gradient
+        # logits that were just recomputed, for nobody else, make room for their gradient
         grad, gradient = grads[0], x.detach() if is_alone(x) else torch.empty_like(x)
         if ctx.reduction == "mean":  # as PyTorch divides
             grad = grad / (target != ctx.ignored).sum().to(grad.dtype)
@@ -69,7 +69,7 @@ def _pieces(x: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     least, most = PIECES
     size = min(x.numel() // least, max(PIECE, x.numel() // most))
     rows = max(size // x.shape[1] // ALIGNED, 1) * ALIGNED
-    return zip(*(one.split(rows) for one in (x, *others)), strict=True)
+    return zip(*(tensor.split(rows) for tensor in (x, *others)), strict=True)
 
 
 def by_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

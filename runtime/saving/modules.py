@@ -126,11 +126,11 @@ def attaching(model: nn.Module, contexts: Mapping[str, Context]) -> Iterator[Non
         detach(module)
     attached = {model.get_submodule(path): context for path, context in contexts.items()}
     try:
-        for one, context in attached.items():
-            attach(one, context)
+        for module, context in attached.items():
+            attach(module, context)
         yield
     finally:
-        for one in attached:
-            detach(one)
-        for one, context in was.items():
-            attach(one, context)
+        for module in attached:
+            detach(module)
+        for module, context in was.items():
+            attach(module, context)

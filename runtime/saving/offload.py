@@ -282,8 +282,8 @@ class Offload:
 
     def ahead(self, number: int) -> None:
         """Let the memories come that were sent before one that backward reads."""
-        for one in range(number - 1, number - 1 - DEPTH, -1):
-            memory = self._numbered.get(one)
+        for ahead in range(number - 1, number - 1 - DEPTH, -1):
+            memory = self._numbered.get(ahead)
             if memory is not None:
                 memory.come()
 

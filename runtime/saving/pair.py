@@ -94,7 +94,7 @@ def checkpoint(
         break_graph("checkpoint is for eager code: compile the function that it is given")
     context = WithoutMode(policy_of(error, None).get("norm"))
     context.hooks = context.hooks or offload_hooks(offload)
-    names, n = [name for name, one in kwargs.items() if isinstance(one, Tensor)], len(args)
+    names, n = [name for name, value in kwargs.items() if isinstance(value, Tensor)], len(args)
     args = *args, *map(kwargs.pop, names)
 
     def run(*given: Any, **others: Any) -> Any:
@@ -146,16 +146,16 @@ class WithoutMode(Capture):
     def _quantised(self, tensor: Tensor, bits: int) -> Quantised | None:
         """Return the codes of a tensor's memory, once for all its views; None if it has to be stored as it is."""
         mark, version = marked(tensor.untyped_storage(), self.hooks), version_of_saved(tensor)
-        for one in mark.alive(version):
-            if type(one) is not Quantised:
+        for stored in mark.alive(version):
+            if type(stored) is not Quantised:
                 return None  # it is stored already
-            if one.bits >= bits:
-                one.readers += 1
-                return one
+            if stored.bits >= bits:
+                stored.readers += 1
+                return stored
         memory = tensor
         if not is_dense(tensor):
             elements, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
-            columns = next((one for one in tensor.stride()[:-3:-1] if one > 1), 1)
+            columns = next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
             if rest or elements % columns:
                 return None
             memory = tensor.detach().as_strided((elements // columns, columns), (columns, 1), 0)

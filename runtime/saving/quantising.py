@@ -59,20 +59,20 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "Tensor": "matmul bmm mm baddbmm __matmul__ __rmatmul__",
     },
 }
-POWERS = cheap.found("Tensor", "pow __pow__") | cheap.found("torch", "pow")
+POWERS = cheap.named("Tensor", "pow __pow__") | cheap.named("torch", "pow")
 # Activations whose slope jumps at 0: elements that are not 0 keep their sign.
-KINKED = cheap.found("F", "relu relu6 leaky_relu prelu rrelu elu celu selu threshold hardtanh")
-KINKED |= cheap.found("torch", "relu relu_ prelu celu selu celu_ selu_") | cheap.found(
+KINKED = cheap.named("F", "relu relu6 leaky_relu prelu rrelu elu celu selu threshold hardtanh")
+KINKED |= cheap.named("torch", "relu relu_ prelu celu selu celu_ selu_") | cheap.named(
     "Tensor", "relu relu_ prelu"
 )
 # Kinds of ReLU whose backward asks only whether the input is above 0, or also below a number.
 RELUS = (
-    cheap.found("F", "relu leaky_relu") | cheap.found("torch", "relu relu_") | cheap.found("Tensor", "relu relu_")
+    cheap.named("F", "relu leaky_relu") | cheap.named("torch", "relu relu_") | cheap.named("Tensor", "relu relu_")
 )
 CLIPPED = F.relu6, F.hardtanh
 FEW = 4096  # elements: a tensor of fewer is stored as it is
 STATISTIC = 16  # times fewer elements than what a function reads: such a tensor is a statistic
-SHARP = 8  # bits from which the logits of attention are computed again at least
+SHARP = 8  # bits from which the logits of attention are recomputed at least
 
 _NARROW = dict.fromkeys(("gate", "activation", "norm", "linear"), 8)
 POLICIES: Mapping[str, Mapping[str, int]] = {
@@ -113,7 +113,7 @@ _KIND_OF = {
     function: kind
     for kind, homes in KINDS.items()
     for home, names in homes.items()
-    for function in cheap.found(home, names)
+    for function in cheap.named(home, names)
 } | {GROUPED_MM: "linear"}
 
 
@@ -125,7 +125,7 @@ def kind_of(func: Function, args: Sequence[Any]) -> str | None:
     kind = _KIND_OF.get(func)
     if func in POWERS and args and type(args[-1]) in (int, float) and args[-1] == 2:
         return "norm"
-    if kind == "attention" and any(isinstance(one, Tensor) and is_parameter(one) for one in args):
+    if kind == "attention" and any(isinstance(argument, Tensor) and is_parameter(argument) for argument in args):
         return "linear"
     return kind
 
@@ -166,7 +166,7 @@ class Quantising(Capture):
         if mark is not None and mark.is_inside(self.hooks):
             least = self._sharp if self.current and kind_of(*self.current) == "attention" else 0
             known = mark.alive(version_of_saved(tensor))
-            stored = next((one for one in known if type(one) is Quantised and one.bits >= least), None)
+            stored = next((other for other in known if type(other) is Quantised and other.bits >= least), None)
             if stored is not None:
                 stored.readers += 1
             elif tensor.requires_grad and _bits_of(mark.recompute) < least:
@@ -210,7 +210,7 @@ class Quantising(Capture):
             return None
         if not is_dense(memory) or memory.dtype != tensor.dtype or (base is not None and base.is_leaf):
             return None
-        if any(type(one) is not Quantised for one in mark.alive(version_of_saved(tensor))):
+        if any(type(stored) is not Quantised for stored in mark.alive(version_of_saved(tensor))):
             return None  # it is stored already
         with without_torch_function():
             if not _is_read(tensor, *call):
@@ -237,8 +237,8 @@ def _slope(value: Tensor, func: Function, args: Sequence[Any]) -> Tensor | None:
 
 def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
     """Return whether a tensor is neither a statistic nor a weight of the call."""
-    tensors = [one for one in args if isinstance(one, Tensor)]
-    largest = max((one.numel() for one in tensors if not is_parameter(one)), default=0)
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    largest = max((argument.numel() for argument in tensors if not is_parameter(argument)), default=0)
     if STATISTIC * tensor.numel() < largest:
         return False
     x, *weight = tensors[func is torch.addmm :][:2]
@@ -251,10 +251,10 @@ def _is_read(tensor: Tensor, func: Function, args: Sequence[Any]) -> bool:
 def _bits_of(recompute: Recompute | None) -> int:
     """Return in how few bits what a tensor is recomputed from is stored."""
     least = SHARP
-    for source in () if recompute is None else recompute.sources:
-        stored = source.mark.stored(source.version, source.layout)
-        if source.recompute is not None:
-            least = min(least, _bits_of(source.recompute))
+    for operand in () if recompute is None else recompute.operands:
+        stored = operand.mark.stored(operand.version, operand.layout)
+        if operand.recompute is not None:
+            least = min(least, _bits_of(operand.recompute))
         elif type(stored) is Quantised:
             least = min(least, stored.bits)
     return least

@@ -36,17 +36,17 @@ from .storage import (
 
 # Stores a tensor, given the mark on its memory, and whether it has a gradient and is not the user's.
 Store = Callable[[Tensor, Mark, bool], Stored]
-MOST, WIDER = 30, 12  # bytes that are written again for a byte of a tensor; before a wider copy is made of it
+MOST, WIDER = 30, 12  # bytes that are recomputed for a byte of a tensor; before a wider copy is made of it
 # Sums in a row, as of a residual stream: backward computes the first ones first and holds each until it is read.
 SUMS = 8
 
 
-class Source:
+class Operand:
     """A tensor that a recomputation reads: what autograd stores of it, or its own recomputation, or itself.
 
     Attributes:
         mark: of its memory.
-        recompute: how to compute it again.
+        recompute: how to recompute it; None if it is stored.
         tensor: the tensor, if neither autograd nor anything else saves it yet.
         grows: whether that has a gradient and is no parameter or input of the user.
 
@@ -68,19 +68,19 @@ class Source:
         """Return what storing the tensor takes; without end if it may be gone."""
         return inf if self.tensor is None else self.tensor.untyped_storage().nbytes()
 
-    def claim(self, store: Store) -> Stored | Computed | None:
+    def store(self, store: Store) -> Stored | Computed | None:
         """Return what the tensor is read from, which is stored from now on; None if it is gone or was changed."""
         if self.recompute is not None:
-            return self.recompute.claim(store)
+            return self.recompute.store(store)
         stored = self.mark.stored(self.version, self.layout)
         if stored is not None:
             if not stored.is_current():
                 return None
             stored.readers += 1
-            stored.claimed = True
+            stored.needed = True
         elif self.tensor is not None and version_of_saved(self.tensor) == self.version and self._has_memory():
             stored = store(self.tensor, self.mark, self.grows)
-            stored.ours = stored.claimed = True
+            stored.ours = stored.needed = True
         if stored is not None and not self.mark.is_inside(None):
             self.tensor = None  # the hooks have it, elsewhere or nowhere
         return stored
@@ -96,14 +96,14 @@ class Unsuitable(Exception):  # noqa: N818  no error
 
 
 class Recompute:
-    """How a tensor is computed again: a function, and the arguments of its call.
+    """How a tensor is recomputed: a function, and the arguments of its call.
 
     Attributes:
-        sources: the tensors among the arguments, in their order.
-        unsaved: the tensors that nothing else stored yet when this was noted, by the identity of their marks.
+        operands: the tensors among the arguments, in their order.
+        unsaved: the tensors that nothing else stored yet when this was made, by the identity of their marks.
         work: bytes that are written to compute it.
         sums: how many sums are in a row.
-        version: the tensor's, as it was noted.
+        version: the tensor's, when this was made.
 
     Args:
         function: pure.
@@ -120,7 +120,7 @@ class Recompute:
 
     __slots__ = (
         *("__weakref__", "_args", "_autocast", "_computed", "_function", "_hooks", "_kwargs", "_layout"),
-        *("_storage", "largest", "size", "sources", "sums", "unsaved", "version", "work"),
+        *("_storage", "largest", "operands", "size", "sums", "unsaved", "version", "work"),
     )
 
     def __init__(
@@ -133,8 +133,8 @@ class Recompute:
         hooks: Hooks | None,
     ) -> None:
         self._function, self._hooks, self._storage = function, hooks, storage
-        self.sources: list[Source] = []
-        self.unsaved: dict[int, Source] | None = None
+        self.operands: list[Operand] = []
+        self.unsaved: dict[int, Operand] | None = None
         self.size = self.largest = self.work = size
         self.sums = 0
         self._computed: Callable[[], Computed | None] | None = None
@@ -145,54 +145,54 @@ class Recompute:
 
     def _taken(self, arguments: Iterable[Any]) -> list[Any]:
         taken: list[Any] = []
-        for one in arguments:
-            kind = type(one)
-            if kind is Tensor or isinstance(one, Tensor):
-                taken.append(self._source(one))
-            elif kind is Source:
-                self.sources.append(one)
-                taken.append(one)
+        for argument in arguments:
+            kind = type(argument)
+            if kind is Tensor or isinstance(argument, Tensor):
+                taken.append(self._operand(argument))
+            elif kind is Operand:
+                self.operands.append(argument)
+                taken.append(argument)
             elif kind is tuple or kind is list:
-                taken.append(kind(self._taken(one)))
+                taken.append(kind(self._taken(argument)))
             else:
-                taken.append(one)
+                taken.append(argument)
         return taken
 
-    def _source(self, tensor: Tensor) -> Source:
+    def _operand(self, tensor: Tensor) -> Operand:
         if tensor.layout is not torch.strided:
             raise Unsuitable
         storage = tensor.untyped_storage()
         if storage is self._storage or tensor.is_inference() or tensor.is_complex():
             raise Unsuitable
         mark, version, layout = marked(storage, self._hooks), version_of_saved(tensor), layout_of(tensor)
-        again: Recompute | None = None
+        inner: Recompute | None = None
         value: Tensor | None = None
         if not (mark.known and mark.stored(version, layout)):
-            again = mark.recompute
-            if again is not None and again.version == version and again.pays() and not self._cuts(again):
-                self.work += again.work
-                self.largest = max(self.largest, again.largest)
-                self.sums = max(self.sums, again.sums)
-                if again.unsaved:
-                    self.unsaved = {**self.unsaved, **again.unsaved} if self.unsaved else again.unsaved
+            inner = mark.recompute
+            if inner is not None and inner.version == version and inner.pays() and not self._cuts(inner):
+                self.work += inner.work
+                self.largest = max(self.largest, inner.largest)
+                self.sums = max(self.sums, inner.sums)
+                if inner.unsaved:
+                    self.unsaved = {**self.unsaved, **inner.unsaved} if self.unsaved else inner.unsaved
             else:
-                again, value = None, tensor
-        source = Source(mark, version, layout, again, value)
+                inner, value = None, tensor
+        operand = Operand(mark, version, layout, inner, value)
         if value is not None and not is_parameter(tensor):
-            source.grows = tensor.requires_grad and not tensor.is_leaf
-            self.unsaved = {**self.unsaved, id(mark): source} if self.unsaved else {id(mark): source}
-        self.sources.append(source)
-        return source
+            operand.grows = tensor.requires_grad and not tensor.is_leaf
+            self.unsaved = {**self.unsaved, id(mark): operand} if self.unsaved else {id(mark): operand}
+        self.operands.append(operand)
+        return operand
 
-    def _cuts(self, again: Recompute) -> bool:
-        """Return whether a source had better be stored: it takes much to compute, and a wider tensor follows."""
-        return self.size > again.size and again.work > WIDER * again.largest
+    def _cuts(self, inner: Recompute) -> bool:
+        """Return whether an operand had better be stored: it takes much to compute, and a wider tensor follows."""
+        return self.size > inner.size and inner.work > WIDER * inner.largest
 
     def of(self, output: Tensor, autocast: bool, change: int = 0) -> bool:
-        """Note whose value this is; returns whether it can be computed so.
+        """Set which tensor this recomputes; returns whether that is possible.
 
-        What would have to be stored for it is held if that takes less than the value. Otherwise it is not held,
-        and the value can be computed again only if something else stores it later.
+        Operands that nothing else stores are referred to if they take less than the value. Otherwise they are not,
+        and the value can be recomputed only if something else stores them later.
 
         Args:
             output: the tensor.
@@ -206,11 +206,11 @@ class Recompute:
             or self.sums > SUMS
         ):
             return False
-        holds = self.unsaved is None or self.pays()
-        for source in self.sources:
-            if source.tensor is not None:
-                holds_it = holds or self.unsaved is None or id(source.mark) not in self.unsaved
-                source.tensor = source.tensor.detach() if holds_it else None
+        refers = self.unsaved is None or self.pays()
+        for operand in self.operands:
+            if operand.tensor is not None:
+                refers_to_it = refers or self.unsaved is None or id(operand.mark) not in self.unsaved
+                operand.tensor = operand.tensor.detach() if refers_to_it else None
         self.version, self._layout = version_of_saved(output) + change, layout_of(output)
         self._autocast = None
         if autocast:
@@ -225,22 +225,22 @@ class Recompute:
             return True
         adds: float = 0
         left = {}
-        for key, source in self.unsaved.items():
-            if not source.is_stored():
-                left[key] = source
-                adds += source.bytes()
+        for key, operand in self.unsaved.items():
+            if not operand.is_stored():
+                left[key] = operand
+                adds += operand.bytes()
         self.unsaved = left or None
         return adds < self.size
 
-    def claim(self, store: Store) -> Computed | None:
-        """Return what computes the value for one more reader; None if a source is gone or was changed."""
+    def store(self, store: Store) -> Computed | None:
+        """Return what computes the value for one more reader; None if an operand is gone or was changed."""
         computed = self._computed and self._computed()
         if computed is None:
             if not self.pays():
                 return None
             values = []
-            for source in self.sources:
-                value = source.claim(store)
+            for operand in self.operands:
+                value = operand.store(store)
                 if value is None:
                     return None
                 values.append(value)
@@ -251,10 +251,10 @@ class Recompute:
 
     def run(self, values: Sequence[Stored | Computed]) -> Tensor:
         """Compute the tensor."""
-        pairs = zip(values, self.sources, strict=True)
-        tensors = iter([value.read(source.layout) for value, source in pairs])
-        args = [_filled(one, tensors) for one in self._args]
-        kwargs = {name: _filled(one, tensors) for name, one in self._kwargs.items()}
+        pairs = zip(values, self.operands, strict=True)
+        tensors = iter([value.read(operand.layout) for value, operand in pairs])
+        args = [_filled(argument, tensors) for argument in self._args]
+        kwargs = {name: _filled(argument, tensors) for name, argument in self._kwargs.items()}
         if self._autocast is None:
             made = self._function(*args, **kwargs)
         else:
@@ -267,10 +267,10 @@ class Recompute:
 
 
 def _filled(argument: Any, tensors: Any) -> Any:
-    if type(argument) is Source:
+    if type(argument) is Operand:
         return next(tensors)
     if type(argument) in (list, tuple):
-        return type(argument)(_filled(one, tensors) for one in argument)
+        return type(argument)(_filled(part, tensors) for part in argument)
     return argument
 
 
@@ -298,7 +298,7 @@ class Computed(Made):
 
     def is_decoded(self) -> bool:
         """Return whether it is computed from codes."""
-        return any(one.is_decoded() for one in self.sources)
+        return any(source.is_decoded() for source in self.sources)
 
 
 class Reading:

@@ -21,10 +21,10 @@ from fitact.runtime.torch_internals import (
 )
 
 from . import cheap
-from .attention import AttentionAgain, again, attention
-from .capture import CHANGES, RULES, Capture, Function, changed, is_plain, note, protect
+from .attention import RecomputedAttention, attention, recomputed
+from .capture import CHANGES, RULES, Capture, Function, changed, is_plain, protect, set_recompute
 from .loss import by_rows
-from .recompute import Source
+from .recompute import Operand
 from .storage import Stored, layout_of, marked
 
 
@@ -32,7 +32,10 @@ def _cheap(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[s
     if kwargs and "out" in kwargs:
         return _changing(capture, func, args, kwargs, x=kwargs["out"])
     if func in cheap.WITH_IN_PLACE and (kwargs.get("inplace") or True in args[1:]):
-        pure = [False if one is True else one for one in args], {**kwargs, "inplace": False} if kwargs else kwargs
+        pure = (
+            [False if argument is True else argument for argument in args],
+            {**kwargs, "inplace": False} if kwargs else kwargs,
+        )
         return _changing(capture, func, args, kwargs, pure=(func, *pure))
     return capture.cheap(func, args, kwargs)
 
@@ -45,7 +48,7 @@ def _cast(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[st
         and is_plain(output)
         and output.requires_grad
     ):
-        note(capture, output, Tensor.to, (args[0], output.dtype), {})
+        set_recompute(capture, output, Tensor.to, (args[0], output.dtype), {})
     return output
 
 
@@ -72,9 +75,9 @@ def _changing(
         before = mark.recompute
         if before is not None and (before.version != version_of(x) or base_of(x) is not None):
             before = None
-        same_dtype = all(one.dtype == x.dtype for one in args if isinstance(one, Tensor))
+        same_dtype = all(argument.dtype == x.dtype for argument in args if isinstance(argument, Tensor))
         if pure is not None and before is not None and same_dtype:
-            recompute = note(capture, x, *pure, version=1)
+            recompute = set_recompute(capture, x, *pure, version=1)
             if recompute is None:
                 mark.recompute = None
     call = next_call()  # of the function itself: PyTorch may also record a copy of x
@@ -82,10 +85,10 @@ def _changing(
     for stored, storage in undecided:
         stored.read_by(call)
         own = recompute is not None and storage is x.untyped_storage() and version_of(x) == recompute.version
-        computed, value = recompute.claim(capture.store) if own and recompute is not None else None, x
+        computed, value = recompute.store(capture.store) if own and recompute is not None else None, x
         copied = storage is not x.untyped_storage() and stored.layout == layout and stored.tensor.dtype == x.dtype
         if copied and before is not None and pure is not None:  # PyTorch's copy of x before the change
-            computed, value = before.claim(capture.store), stored.tensor
+            computed, value = before.store(capture.store), stored.tensor
             if computed is not None and computed.guard is not None:  # that counts changes of x
                 computed.readers -= 1
                 computed = None
@@ -98,7 +101,7 @@ def _changing(
 
 
 def _dropout(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Make a call of dropout; its mask is stored in bits, from which the output can be computed again."""
+    """Make a call of dropout; its mask is stored in bits, from which the output can be recomputed."""
     given = {"p": 0.5, "training": True, "inplace": False} | dict(zip(DROPOUT, args, strict=False)) | kwargs
     x, p = given["input"], given["p"]
     if given["inplace"] or not (given["training"] and is_plain(x) and x.requires_grad and 0 < p < 1):
@@ -112,7 +115,7 @@ def _dropout(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict
     y = output[0] if isinstance(output, tuple) else output
     if len(masks) == 1:
         bits, mark = masks[0]
-        note(capture, y, dropped, (x, Source(mark, bits.version, bits.layout, None, None), p), {})
+        set_recompute(capture, y, dropped, (x, Operand(mark, bits.version, bits.layout, None, None), p), {})
     return output
 
 
@@ -139,25 +142,27 @@ def dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 def _attention(capture: Capture, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Make a call of attention, or its operations where PyTorch does not fuse it, or one that backward repeats."""
-    made = again(capture.call, func, args, kwargs) if capture.recompute_attention else None
+    made = recomputed(capture.call, func, args, kwargs) if capture.recompute_attention else None
     if made is not None:
         call, tensors = made
-        output = capture.plain(func, args, kwargs, lambda: AttentionAgain.apply(call, *tensors))  # type: ignore[no-untyped-call]
-        note(capture, output, call.run, tensors, {})
+        output = capture.plain(func, args, kwargs, lambda: RecomputedAttention.apply(call, *tensors))  # type: ignore[no-untyped-call]
+        set_recompute(capture, output, call.run, tensors, {})
         return output
     shared: list[Stored] = []
 
     def share(*tensors: Tensor) -> None:
         """Store queries, keys and values that are views of one tensor, if their wide copies take more."""
-        storages = [one.untyped_storage() for one in tensors]
-        size = sum(one.nbytes() for one in {storage_id(one): one for one in storages}.values())
-        if not all(one.requires_grad for one in tensors) or size >= sum(4 * one.numel() for one in tensors):
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        size = sum(storage.nbytes() for storage in {storage_id(storage): storage for storage in storages}.values())
+        if not all(tensor.requires_grad for tensor in tensors) or size >= sum(
+            4 * tensor.numel() for tensor in tensors
+        ):
             return
         capture.current = func, args
-        for one, storage in zip(tensors, storages, strict=True):
+        for tensor, storage in zip(tensors, storages, strict=True):
             mark = marked(storage, capture.hooks)
-            if mark.recompute is None and mark.stored(version_of(one), layout_of(one)) is None:
-                shared.append(capture.store(one, mark, True))
+            if mark.recompute is None and mark.stored(version_of(tensor), layout_of(tensor)) is None:
+                shared.append(capture.store(tensor, mark, True))
                 shared[-1].ours = True
         capture.current = None
 
@@ -178,18 +183,23 @@ def _batch_norm(capture: Capture, func: Function, args: Sequence[Any], kwargs: d
     x = given.pop("input")
     if given["training"]:  # a dtype of running statistics other than the input's decides how PyTorch sums
         statistics = [given.pop(name) for name in ("running_mean", "running_var")]
-        given["running"] = [None if one is None else (one.size(), one.dtype) for one in statistics]
+        given["running"] = [
+            None if statistic is None else (statistic.size(), statistic.dtype) for statistic in statistics
+        ]
         function: Function = _batch_norm_again
     else:
         function = F.batch_norm
     if is_plain(output) and output.requires_grad:
-        note(capture, output, function, (x,), given)
+        set_recompute(capture, output, function, (x,), given)
     return output
 
 
 def _batch_norm_again(x: Tensor, running: Any, **given: Any) -> Tensor:
     """Return the norm of a batch as in training, without a change of running statistics."""
-    mean, var = (None if one is None else torch.zeros(one[0], dtype=one[1], device=x.device) for one in running)
+    mean, var = (
+        None if statistic is None else torch.zeros(statistic[0], dtype=statistic[1], device=x.device)
+        for statistic in running
+    )
     return F.batch_norm(x, mean, var, **given)
 
 

@@ -65,11 +65,11 @@ class Hooks:
 class Mark:
     """What is known of a tensor's memory.
 
-    It holds the hooks outside weakly: those of a checkpoint hold the tensors that it computes again.
+    It holds the hooks outside weakly: those of a checkpoint hold the tensors that it recomputes.
 
     Attributes:
         known: weak references to what is stored of it.
-        recompute: how to compute it again.
+        recompute: how to recompute it; None if that is unknown.
         casts: weak references to how to compute autocast's copies, by dtype and layout.
 
     """
@@ -89,24 +89,24 @@ class Mark:
     def add(self, stored: Stored) -> None:
         """Remember, weakly, what is stored of the memory."""
         if self.known:
-            self.known = [one for one in self.known if one() is not None]
+            self.known = [ref for ref in self.known if ref() is not None]
         self.known.append(weakref.ref(stored))
 
     def alive(self, version: int) -> Iterator[Stored]:
         """Return all that is stored of the memory in any layout."""
-        return (one for ref in self.known if (one := ref()) is not None and one.version == version)
+        return (stored for ref in self.known if (stored := ref()) is not None and stored.version == version)
 
     def stored(self, version: int, layout: Layout) -> Stored | None:
         """Return what is stored from which a tensor can be read, None if nothing is."""
-        return next((one for one in self.alive(version) if one.can_read(layout)), None)
+        return next((stored for stored in self.alive(version) if stored.can_read(layout)), None)
 
     def same(self, tensor: Tensor, version: int) -> Stored | None:
         """Return the storage of this very tensor, None if there is none."""
-        return next((one for one in self.alive(version) if one.layout == layout_of(tensor)), None)
+        return next((stored for stored in self.alive(version) if stored.layout == layout_of(tensor)), None)
 
-    def claimed(self) -> list[Stored]:
+    def needed(self) -> list[Stored]:
         """Return what is stored of the memory that something is recomputed from."""
-        return [stored for one in self.known if (stored := one()) is not None and stored.claimed]
+        return [stored for ref in self.known if (stored := ref()) is not None and stored.needed]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copy nothing: what is known of a tensor's memory is not true of a copy's."""
@@ -178,33 +178,33 @@ class Made(ABC):
         self._made = tensor
         _held.tensors.append(weakref.ref(self))
         if not self.saved:  # PyTorch holds none such: it takes the place of what it is made from
-            for one in self.sources:
-                one.set_aside()
+            for source in self.sources:
+                source.set_aside()
 
     def is_repeatable(self) -> bool:
         """Return whether the tensor can be made again in the same pass."""
-        return all(one.is_repeatable() for one in self.sources)
+        return all(source.is_repeatable() for source in self.sources)
 
     def set_aside(self) -> None:
         """Free the tensor until its next reader, for which it is made again, if that is possible."""
         if self._made is not None and self.is_repeatable():
             self._made = None
-            for one in self.sources:
-                one.expect()
+            for source in self.sources:
+                source.expect()
 
     def expect(self) -> None:
         """Expect one more reader in this pass."""
         if self._left < 1:  # it has to be made again
-            for one in self.sources:
-                one.expect()
+            for source in self.sources:
+                source.expect()
         self._left += 1
 
     def read_by(self, call: int) -> None:
-        """Note that the node of this number reads it."""
+        """Record that the node of this number reads it."""
         if self.first > call:
             self.first = call
-            for one in self.sources:
-                one.read_by(call)
+            for source in self.sources:
+                source.read_by(call)
 
     def release(self) -> None:
         """Free the tensor, though a reader may not have run."""
@@ -230,7 +230,7 @@ _held = _Held()
 def free_passed() -> None:
     """Free what only nodes would read whose backward does not run: it goes from the last node to the first."""
     if _held.tensors and (call := running_call()) is not None:
-        _held.tensors = [ref for ref in _held.tensors if (one := ref()) is not None and one.is_held(call)]
+        _held.tensors = [ref for ref in _held.tensors if (made := ref()) is not None and made.is_held(call)]
 
 
 class Stored(Made):
@@ -239,13 +239,13 @@ class Stored(Made):
     Attributes:
         version: how often it had been changed in place.
         ours: whether no operation of the model saved it.
-        claimed: whether something is recomputed from it.
+        needed: whether something is recomputed from it.
         separate: whether it is a tensor of its own, which no change of the saved one reaches.
         instead: what it is computed by, if that turned out to add less.
 
     """
 
-    ours, claimed, separate, instead = False, False, False, None
+    ours, needed, separate, instead = False, False, False, None
     _spoilt = False
     _hooks: Hooks | None = None
     _layout: Layout | None = None
@@ -310,10 +310,10 @@ class Stored(Made):
 
         """
         if self._hooks is not None:
-            found = self._unpacked(layout)
-            if self._spoilt and version_of_saved(found) > self.version:
+            tensor = self._unpacked(layout)
+            if self._spoilt and version_of_saved(tensor) > self.version:
                 raise RuntimeError(SPOILT)
-            return found
+            return tensor
         return in_layout(self.value() if self._copied is None else self._copied, layout)
 
     def _unpacked(self, layout: Layout) -> Tensor:
@@ -350,8 +350,8 @@ class Stored(Made):
         may be the tensor itself, and there is no other one to give them.
         """
         if self._hooks is not None and not self._hooks.own and not self.separate:
-            packed = [one for one in tree_leaves(self._saved) if isinstance(one, Tensor)]
-            self._spoilt = not packed or any(one.untyped_storage() is storage for one in packed)
+            packed = [leaf for leaf in tree_leaves(self._saved) if isinstance(leaf, Tensor)]
+            self._spoilt = not packed or any(leaf.untyped_storage() is storage for leaf in packed)
         if type(self) is Stored and isinstance(self._saved, Stored):  # what offloads
             self._saved.copy(storage)
         if self._hooks is None and self._copied is None:
@@ -474,12 +474,12 @@ class Quantised(Stored):
     guard: Tensor | None = None
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, bits: int, signs: bool) -> None:
-        n, columns = tensor.numel(), next((one for one in tensor.stride()[:-3:-1] if one > 1), 1)
+        n, columns = tensor.numel(), next((step for step in tensor.stride()[:-3:-1] if step > 1), 1)
         self._shape = (n // columns, columns) if n % columns == 0 else (n, 1)
         self._dtype, self.bits, self.version = tensor.dtype, bits, version_of_saved(tensor)
         with quietly():
             parts = encode(tensor.as_strided(self._shape, (self._shape[1], 1), 0), bits, signs)
-        self.sources = [Stored(one, hooks).settle() for one in parts]
+        self.sources = [Stored(part, hooks).settle() for part in parts]
 
     def is_finite(self) -> bool:
         """Return whether every number is, which waits for the device."""
@@ -490,7 +490,7 @@ class Quantised(Stored):
         return self.made().as_strided(*layout)
 
     def _make(self) -> Tensor:
-        codes, scales, shifts = (one.value() for one in self.sources)
+        codes, scales, shifts = (source.value() for source in self.sources)
         return decode(codes, scales, shifts, self._shape, self._dtype)
 
     def can_read(self, layout: Layout) -> bool:

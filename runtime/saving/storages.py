@@ -16,11 +16,11 @@ Seen = list[tuple[Any, Callable[[], str]]]
 
 
 @contextmanager
-def noting(where: Callable[[Tensor], Any]) -> Iterator[Seen]:
-    """Note how the tensors are stored that autograd saves inside of contexts, while this one is open.
+def observing(where: Callable[[Tensor], Any]) -> Iterator[Seen]:
+    """Record how the tensors that autograd saves in contexts are stored, while this context is open.
 
     Args:
-        where: what to note of a tensor.
+        where: what to record of a tensor.
 
     Yields:
         For each tensor what `where` returned, and a function that says how it is stored, to be called in the end.

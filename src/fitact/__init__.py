@@ -80,8 +80,8 @@ def __getattr__(name: str) -> Any:
         return version("fitact")
     if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(LAZY[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(LAZY[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

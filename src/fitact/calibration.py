@@ -40,40 +40,42 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
         UsageError: the model cannot be run with a batch, or no activation was seen.
 
     """
-    found, notes = gather(model, batches)
+    inputs, notes = gather(model, batches)
     if group:
-        found, notes = list(_grouped(found)), list(dict.fromkeys(map(starred, notes)))
-    for one in found:
-        if one.sketch.left_out:
-            notes.append(f"{one.path}: {one.sketch.left_out:,} numbers are NaN, infinite or huge, and not counted")
-    sites = [_site(one) for one in found if one.sketch.count]
+        inputs, notes = list(_grouped(inputs)), list(dict.fromkeys(map(starred, notes)))
+    for gathered in inputs:
+        if gathered.sketch.left_out:
+            notes.append(
+                f"{gathered.path}: {gathered.sketch.left_out:,} numbers are NaN, infinite or huge, and not counted"
+            )
+    sites = [_site(gathered) for gathered in inputs if gathered.sketch.count]
     if not sites:
         raise UsageError("; ".join(["no input of an activation was seen in the model", *notes[:LISTED]]))
     return Calibration(tuple(sites), tuple(notes))
 
 
-def _grouped(found: Iterable[Gathered]) -> Iterator[Gathered]:
+def _grouped(inputs: Iterable[Gathered]) -> Iterator[Gathered]:
     """Merge what was gathered at paths that differ only in numbers, for the same activation."""
     groups: dict[tuple[str, str], Gathered] = {}
     kinds: dict[str, set[str]] = {}
-    for one in found:
-        path = starred(one.path)
-        kinds.setdefault(path, set()).add(one.activation)
-        key = (path, one.activation)
+    for gathered in inputs:
+        path = starred(gathered.path)
+        kinds.setdefault(path, set()).add(gathered.activation)
+        key = (path, gathered.activation)
         if key in groups:
-            groups[key].sketch.merge(one.sketch)
+            groups[key].sketch.merge(gathered.sketch)
         else:
-            groups[key] = Gathered(path, one.activation, one.sketch)
-    for (path, activation), one in groups.items():
+            groups[key] = Gathered(path, gathered.activation, gathered.sketch)
+    for (path, activation), gathered in groups.items():
         alone = len(kinds[path]) == 1
-        yield one if alone else Gathered(f"{path} ({activation})", activation, one.sketch)
+        yield gathered if alone else Gathered(f"{path} ({activation})", activation, gathered.sketch)
 
 
-def _site(one: Gathered) -> Site:
-    sketch = one.sketch
+def _site(gathered: Gathered) -> Site:
+    sketch = gathered.sketch
     return site(
-        one.path,
-        one.activation,
+        gathered.path,
+        gathered.activation,
         left_out=sketch.left_out,
         mean=sketch.mean,
         deviation=sketch.deviation,

@@ -51,7 +51,7 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
     from fitact.runtime.measure import model_and_batches
 
     model, batches = model_and_batches(call, batch, seq)
-    found = run(model, batches if most is None else islice(batches, most), group=group)
-    write(output, found.to_json())
-    say(str(found))
+    calibration = run(model, batches if most is None else islice(batches, most), group=group)
+    write(output, calibration.to_json())
+    say(str(calibration))
     say(f"wrote {output}")

@@ -225,11 +225,11 @@ def fit(
                 fit = replace(fit, name=f"{fit.name}{fit.bits}")
             made.append(fit)
             advance(bar, i, 1.0)
-    paths = [output or FITS / f"{one.name}.json" for one in made]
-    for one, path in zip(made, paths, strict=True):
-        _check_replaceable(path, one, force)
-    for one, path in zip(made, paths, strict=True):
-        write(path, one.to_json())
+    paths = [output or FITS / f"{fit.name}.json" for fit in made]
+    for fit, path in zip(made, paths, strict=True):
+        _check_replaceable(path, fit, force)
+    for fit, path in zip(made, paths, strict=True):
+        write(path, fit.to_json())
     for warning in caught:
         say(f"fitact: warning: {warning.message}", err=True)
     show_fits(made)
@@ -244,15 +244,15 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
     """
     from fitact.fitter.catalog import LEARNED, METHODS, is_gate
 
-    found: dict[str, str] = {}  # kind → the first function of it
+    kinds: dict[str, str] = {}  # kind → the first function of it
     for function in functions:
         if numbers and is_gate(function):
             raise UsageError(f"--learn: expected an expression in x, got the gate {quote(function)}")
         learned = numbers or function in LEARNED
-        found.setdefault("formulas" if learned else "gates" if is_gate(function) else "activations", function)
-    if len(found) > 1:
-        raise UsageError(f"--fn: expected functions of one kind, got {' and '.join(map(quote, found.values()))}")
-    ((kind, function),) = found.items()
+        kinds.setdefault("formulas" if learned else "gates" if is_gate(function) else "activations", function)
+    if len(kinds) > 1:
+        raise UsageError(f"--fn: expected functions of one kind, got {' and '.join(map(quote, kinds.values()))}")
+    ((kind, function),) = kinds.items()
     if method not in METHODS[kind]:
         refusals = {
             "activations": "is for gates such as swiglu or silu(g)*u",

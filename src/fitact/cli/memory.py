@@ -153,7 +153,7 @@ def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def with_options(**options: Any) -> None:
-        command(Asked(**{one.name: options.pop(one.name) for one in fields(Asked)}), **options)
+        command(Asked(**{option.name: options.pop(option.name) for option in fields(Asked)}), **options)
 
     for option in reversed(MODEL_OPTIONS):
         with_options = option(with_options)

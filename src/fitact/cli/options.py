@@ -84,10 +84,10 @@ def fit_paths(paths: Sequence[Path]) -> list[Path]:
     """Return the given files of fits, each once, by default all in generated/fits; each is there and is a fit."""
     from fitact.fitter.files import FIT
 
-    found = list({os.path.abspath(path): path for path in paths}.values()) or sorted(FITS.glob("*.json"))
-    if not found:
+    files = list({os.path.abspath(path): path for path in paths}.values()) or sorted(FITS.glob("*.json"))
+    if not files:
         raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
-    for path in found:
+    for path in files:
         FIT.check(path)
     return found
 
@@ -97,7 +97,7 @@ def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
     found = fit_paths(paths)
     from fitact.fitter.records import read
 
-    return [read(path) for path in found]
+    return [read(path) for path in files]
 
 
 def check_weight(given: str) -> None:
@@ -117,9 +117,9 @@ def read_weight(given: str) -> Weight:
     file, mark, site = given.partition("#")
     if not file.endswith(".json"):
         return Weight(given)
-    found = read_weights(Path(file))
+    weights = read_weights(Path(file))
     try:
-        return found.weight(site if mark else None)
+        return weights.weight(site if mark else None)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
 
