@@ -89,12 +89,12 @@ def fit_paths(paths: Sequence[Path]) -> list[Path]:
         raise UsageError(f"{FITS}: no fits there; make one first, for example: fitact fit --fn gelu --bits 3")
     for path in files:
         FIT.check(path)
-    return found
+    return files
 
 
 def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
     """Read the fits of `fit_paths`."""
-    found = fit_paths(paths)
+    files = fit_paths(paths)
     from fitact.fitter.records import read
 
     return [read(path) for path in files]
