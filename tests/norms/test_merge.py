@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fitact.base import UsageError
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
+from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
 from fitact.runtime.norms.merge import merge_norm
-from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm
 
 SIZE = 24
 

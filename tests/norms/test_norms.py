@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fitact.runtime.kernels.norms import LAYER, RMS
 from fitact.runtime.measure.saved import count_saved
-from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
+from fitact.runtime.norms import MSLayerNorm, MSRMSNorm, ms_layer_norm, ms_rms_norm
 from tests.support.generated import backward_op, forward_op, sizes
 from tests.support.processes import run
 
@@ -380,7 +380,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fitact.runtime.norms.modules import ms_layer_norm, ms_rms_norm
+from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)

@@ -15,7 +15,7 @@ from torch import nn
 import fitact
 from fitact.runtime import shipped
 from fitact.runtime.kernels import registry
-from fitact.runtime.norms.modules import MSLayerNorm, MSRMSNorm
+from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
 from tests.support.compilers import needs_compiler
 
 

@@ -8,4 +8,5 @@ from .make import planner as planner
 from .record import GIB as GIB
 from .record import Group as Group
 from .record import Plan as Plan
+from .record import Point as Point
 from .record import load_plan as load_plan
