@@ -155,7 +155,7 @@ def counted(name: str, training: str) -> dict[str, float]:
     ranks = 7 * RANK / sizes[width] if training == "LoRA" else 0.0  # what seven adapters have between their layers
     found = {"Liger": norms + 2.0 + attention + factors + wide + ranks}  # the norms' outputs; the gate's
     if training == "LoRA":
-        found["unsloth"] = norms + 2.0 + attention + factors  # what is between adapters' layers is computed again
+        found["unsloth"] = norms + 2.0 + attention + factors  # what is between adapters' layers is recomputed
     return found
 
 

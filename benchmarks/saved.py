@@ -50,7 +50,7 @@ WAYS = {
 
 
 def counted(name: str) -> dict[str, Any]:
-    """Return what a model saves, in bytes and as shares of the baseline's, and what is computed again."""
+    """Return what a model saves, in bytes and as shares of the baseline's, and what is recomputed."""
     source, training, sizes, command = MODELS[name]
     report = measure(source, training=training, budgets=(0.9,), **sizes)
     rows = {row.name: row for row in report.rows}
@@ -64,7 +64,7 @@ def counted(name: str) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Draw shares by model; a star marks where products of matrices are computed again."""
+    """Draw shares by model; a star marks where products of matrices are recomputed."""
     figure, axes = plt.subplots(figsize=(9.0, 4.0), layout="constrained")
     width = 0.8 / len(WAYS)
     for i, (label, (_, colour)) in enumerate(WAYS.items()):

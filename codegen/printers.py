@@ -248,7 +248,7 @@ class _Printer:
 
     def made(self, node: Expr) -> tuple[str, int]:
         if node.is_Symbol:
-            return self.variable if node == atoms.x else node.name, CALL  # any other is a learned number
+            return self.variable if node == atoms.x else node.name, CALL  # any other is a learned parameter
         if not varies(node):
             return number(atoms.constant(node))
         if node.is_Add:

@@ -226,7 +226,7 @@ def gallery(fits: Sequence[AnyFit]) -> str:
         "draws the picture, and the module is `fitact.generated.NAME`.",
         "*rms* and *largest* are errors of `f′` over the fit's domain. For a fit that saves the output, *largest* "
         "is over all numbers of bfloat16 or float32, with the output rounded once to that dtype; *floor* is the "
-        "least that any function of that output and code could reach. Gates and formulas with learned numbers "
+        "least that any function of that output and code could reach. Gates and formulas with learned parameters "
         "save their inputs, and are exact.",
     ]
     named: dict[str, list[AnyFit]] = {}

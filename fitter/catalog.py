@@ -1,4 +1,4 @@
-"""What fitact knows by name: activations, with PyTorch's functions; gates; formulas with learned numbers; methods.
+"""What fitact knows by name: activations, with PyTorch's functions; gates; formulas with parameters; methods.
 
 It imports no SymPy, so that a command line finds a wrong name at once.
 """
@@ -142,7 +142,7 @@ GATES: dict[str, str] = {
     "swiglu_clamped": "min(g, 7)*sigmoid(1.702*min(g, 7))*(clamp(u, -7, 7) + 1)",
 }
 
-# Formulas with learned numbers: each with the start of its numbers, and whether there is one for every channel.
+# Formulas with learned parameters: each with the start of its numbers, and whether there is one for every channel.
 LEARNED: dict[str, tuple[str, dict[str, tuple[float, bool]]]] = {
     # Zhu et al., Transformers without Normalization, arXiv 2503.10622
     "dyt": ("gamma*tanh(alpha*x) + beta", {"alpha": (0.5, False), "gamma": (1.0, True), "beta": (0.0, True)}),
@@ -184,7 +184,7 @@ def check_name(name: object, what: str = "name") -> str:
     return name
 
 
-# The methods of activations, of gates and of formulas with learned numbers, each with its options beside the
+# The methods of activations, of gates and of formulas with learned parameters, each with its options beside the
 # function and a name.
 METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "activations": {

@@ -65,7 +65,7 @@ def draw(fits: Sequence[AnyFit], format: str = "png", dpi: int = 150) -> bytes:
 
 
 def _draw_factor(fit: GateFit, upper: Axes, lower: Axes, *, name: str, argument: str) -> None:
-    """Draw a factor that is computed again: its value above, its derivative below."""
+    """Draw a factor that is recomputed: its value above, its derivative below."""
     factor = getattr(fit.activation, name)
     x = np.linspace(-REACH, REACH, POINTS)
     _line(upper, x, factor.value(x), color=EXACT, linewidth=1.8, label=f"${name}$ exact")
@@ -77,7 +77,7 @@ def _draw_factor(fit: GateFit, upper: Axes, lower: Axes, *, name: str, argument:
 
 
 def _draw_formula(fit: LearnedFit, upper: Axes, lower: Axes) -> None:
-    """Draw a formula at the start of its learned numbers: its value above, its derivatives below."""
+    """Draw a formula at the start of its learned parameters: its value above, its derivatives below."""
     formula = fit.activation
     x = np.linspace(-REACH, REACH, POINTS)
     _line(upper, x, formula.at_start(formula.formula, x), color=EXACT, linewidth=1.8, label="$f$ at the start")

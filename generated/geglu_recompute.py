@@ -4,7 +4,7 @@
 """geglu, a gate of two inputs, saving g and u for backward.
 
 h(g, u) = gelu(g)*u
-All else is computed again in backward, and the output too for a layer that follows: nothing is approximated.
+All else is recomputed in backward, and the output too for a layer that follows: nothing is approximated.
 """
 
 import torch as _torch
@@ -89,7 +89,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Gate(
-        key="geglu_recompute-8e1cc4ad0df9c0d7",
+        key="geglu_recompute-153fa6c8d283a77f",
         name="geglu_recompute",
         a=_torch_a,
         b=_torch_b,

@@ -4,7 +4,7 @@
 """swiglu, a gate of two inputs, saving g and u for backward.
 
 h(g, u) = silu(g)*u
-All else is computed again in backward, and the output too for a layer that follows: nothing is approximated.
+All else is recomputed in backward, and the output too for a layer that follows: nothing is approximated.
 """
 
 import torch as _torch
@@ -91,7 +91,7 @@ def _torch_b(x: _torch.Tensor) -> _torch.Tensor:
 
 _KEY = _rt.register(
     _rt.Gate(
-        key="swiglu_recompute-5991098fe1b6484c",
+        key="swiglu_recompute-2dca6ea91913a1db",
         name="swiglu_recompute",
         a=_torch_a,
         b=_torch_b,

@@ -97,7 +97,7 @@ FAMILIES = FEW_BIT, OTHER, RANDOM, STORED, LEARNED = (
     "other methods",
     "stochastic quantisation of the input",
     "everything quantised",
-    "with learned numbers",
+    "with learned parameters",
 )
 EXACT = Method("exact", "exact", "exact")
 METHODS = {

@@ -1,7 +1,7 @@
 """A small pre-norm transformer: causal over characters, or over an image's patches, with their mean read out.
 
 Its MLPs have GELU or another activation, or are gated by SiLU. In place of its norms it may have layers with
-learned numbers.
+learned parameters.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 from the root of the repository. Less than an hour on two cores; `--large` wants a GPU; `--stored`, some hours,
 quantises all that is saved, in block codes and in what others use; `--learned`, less than half an hour, trains
-activations with learned numbers, converted and not. Every finished run is written at once: the same command goes
+activations with learned parameters, converted and not. Every finished run is written: the same command goes
 on after an interrupt, and more seeds are added to those that are there.
 """
 
@@ -135,7 +135,7 @@ def finish(path: Path, now: dict[str, Any], runs: Sequence[Run]) -> None:
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option("--large", is_flag=True, help="Larger models, on a GPU, under autocast to bfloat16.")
 @click.option("--stored", is_flag=True, help="All that is saved quantised, in block codes and in other ways.")
-@click.option("--learned", is_flag=True, help="Activations with learned numbers, converted and not.")
+@click.option("--learned", is_flag=True, help="Activations with learned parameters, converted and not.")
 @click.option("--task", "tasks", type=click.Choice(list(TASKS)), multiple=True, help="By default all.")
 @click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, help="By default all.")
 @click.option("--seeds", type=click.IntRange(min=LEAST), default=5, show_default=True, help="From 0 on.")

@@ -170,7 +170,7 @@ def image_model(recipe: Recipe) -> Transformer:
 
 
 def xielu() -> nn.Module:
-    """Return xIELU as transformers has it, with its two learned numbers in float32."""
+    """Return xIELU as transformers has it, with its two learned parameters in float32."""
     made: nn.Module = imported("transformers").activations.XIELUActivation(dtype=torch.float32)
     return made
 
@@ -188,7 +188,7 @@ def _transformer(recipe: Recipe, embedding: nn.Module, outputs: int, *, causal: 
     )
 
 
-# Tasks whose models have learned numbers in place of activations or norms: what titles call these, and the models.
+# Tasks with learned parameters in place of activations or norms: what titles call these, and the models.
 LEARNED_PARTS: dict[str, tuple[str, Callable[[Recipe], Transformer]]] = {
     "xielu": ("xIELU", partial(text_model, activation=xielu)),
     "dyt": ("DyT", partial(text_model, norm=DyT)),

@@ -222,7 +222,7 @@ class Traffic:
     """What a kernel moves for an element.
 
     Attributes:
-        reads, writes: bytes of the device's memory; learned numbers are in a cache.
+        reads, writes: bytes of the device's memory; learned parameters are in a cache.
 
     """
 

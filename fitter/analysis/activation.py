@@ -31,7 +31,7 @@ from .shape import Asymptote, Breakpoint, Monotone
 
 @dataclass(frozen=True)
 class Formula:
-    """What a fit is made of. The subclasses are the kinds: activations, gates, formulas with learned numbers.
+    """What a fit is made of. The subclasses are the kinds: activations, gates, formulas with learned parameters.
 
     Attributes:
         name: its name in the catalog, or None for a user's own formula.
@@ -51,17 +51,17 @@ class Formula:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the learned numbers."""
+        """The names of the learned parameters."""
         return ()
 
     @cached_property
     def typed(self) -> Expr:
-        """The formula as it was typed, no idiom replaced: a SymPy expression in `atoms.x` and learned numbers."""
+        """The formula as typed, no idiom replaced: a SymPy expression in `atoms.x` and learned parameters."""
         return parse(self.expression, what=self.KIND, learned=self.names)
 
     @cached_property
     def formula(self) -> Expr:
-        """The formula as a SymPy expression in `atoms.x` and learned numbers."""
+        """The formula as a SymPy expression in `atoms.x` and learned parameters."""
         return stable(self.typed)
 
     @cached_property

@@ -112,7 +112,7 @@ def bears(formula: Expr, functions: Collection[Any], error: float) -> bool:
     times that share of itself and of x times its derivative: x − tanh(x) changes by more near 0.
 
     Args:
-        formula: in `atoms.x` alone; one with learned numbers passes unchecked.
+        formula: in `atoms.x` alone; one with learned parameters passes unchecked.
         functions: atoms whose values are off.
         error: the relative error of these.
 

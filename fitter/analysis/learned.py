@@ -1,4 +1,4 @@
-"""A formula with learned numbers: an activation of x, and parameters that training changes."""
+"""A formula with learned parameters: an activation of x, and parameters that training changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fitact.fitter.expr import (
 from .activation import Activation, Formula
 from .gate import Substituted
 
-MOST = 8  # learned numbers of a formula
+MOST = 8  # learned parameters of a formula
 MAX_NAME = 40  # characters
 POINTS = np.linspace(-10.0, 10.0, 2001)  # where the formula must be finite at its start
 # What generated modules use themselves: their own arguments, and the attributes of torch.nn.Module.
@@ -52,7 +52,7 @@ USED = frozenset(_USED.split())
 
 @dataclass(frozen=True)
 class Number:
-    """A learned number.
+    """A learned parameter.
 
     Attributes:
         name: in the formula, and of the parameter.
@@ -69,7 +69,7 @@ class Number:
     channel: bool = False
 
     def __post_init__(self) -> None:
-        what = f"learned number {quote(self.name)}"
+        what = f"learned parameter {quote(self.name)}"
         if reason := _taken(self.name):
             raise UsageError(f"{what}: {reason}; choose another name")
         if type(self.start) is not float or not (
@@ -81,7 +81,7 @@ class Number:
 
 
 def _taken(name: object) -> str | None:
-    """Return why a learned number cannot have a name, None if it can."""
+    """Return why a learned parameter cannot have a name, None if it can."""
     if not isinstance(name, str) or not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME:
         return f"a name is a Python identifier of at most {MAX_NAME} characters of ASCII"
     if name.startswith("_"):
@@ -101,12 +101,12 @@ def _taken(name: object) -> str | None:
 
 @dataclass(frozen=True)
 class Learned(Formula):
-    """A formula with learned numbers, y = f(x; a, b, …).
+    """A formula with learned parameters, y = f(x; a, b, …).
 
     Attributes:
         name: its name among `LEARNED`, or None for a user's own formula.
         expression: the formula's text.
-        numbers: the learned numbers, in the order in which modules take them.
+        numbers: the learned parameters, in the order in which modules take them.
 
     Raises:
         UsageError: the expression is not a formula in x and the numbers, does not mention one of them, has a
@@ -120,12 +120,12 @@ class Learned(Formula):
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.numbers) <= MOST:
-            raise UsageError(f"{self}: expected 1 to {MOST} learned numbers, got {len(self.numbers)}")
+            raise UsageError(f"{self}: expected 1 to {MOST} learned parameters, got {len(self.numbers)}")
         if len(set(self.names)) < len(self.names):
-            raise UsageError(f"{self}: two learned numbers have one name, got {', '.join(self.names)}")
+            raise UsageError(f"{self}: two learned parameters have one name, got {', '.join(self.names)}")
         for number, symbol in zip(self.numbers, self.symbols, strict=True):
             if symbol not in self.typed.free_symbols:
-                raise UsageError(f"{self}: the learned number {number.name} is used nowhere")
+                raise UsageError(f"{self}: the learned parameter {number.name} is used nowhere")
         self.check()
         self._check_start()
 
@@ -135,7 +135,7 @@ class Learned(Formula):
 
         Args:
             text: the name or the formula.
-            numbers: the learned numbers by name, each with its start and whether there is one for every channel;
+            numbers: the learned parameters by name, each with its start and whether every channel has its own;
                 for a name of `LEARNED`, those that differ.
 
         """
@@ -144,7 +144,7 @@ class Learned(Formula):
             for name in numbers:
                 if name not in own:
                     raise UsageError(
-                        f"{text} has no learned number {quote(name)}: expected one of {', '.join(own)}"
+                        f"{text} has no learned parameter {quote(name)}: expected one of {', '.join(own)}"
                     )
             return cls(text, expression, tuple(Number(name, *pair) for name, pair in {**own, **numbers}.items()))
         return cls(None, text, tuple(Number(name, *pair) for name, pair in numbers.items()))
@@ -155,21 +155,21 @@ class Learned(Formula):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the learned numbers."""
+        """The names of the learned parameters."""
         return tuple(number.name for number in self.numbers)
 
     @property
     def symbols(self) -> tuple[Expr, ...]:
-        """The learned numbers as SymPy symbols."""
+        """The learned parameters as SymPy symbols."""
         return tuple(map(sympy.Symbol, self.names))
 
     @cached_property
     def gradient_formulas(self) -> tuple[Expr, ...]:
-        """Its derivatives in the learned numbers."""
+        """Its derivatives in the learned parameters."""
         return tuple(stable(self.formula.diff(symbol)) for symbol in self.symbols)
 
     def at_start(self, formula: Expr, at: Array) -> Array:
-        """Return a formula in x and the learned numbers at the points, these at their starts."""
+        """Return a formula in x and the learned parameters at the points, these at their starts."""
         starts = {
             symbol: sympy.Rational(repr(number.start))
             for symbol, number in zip(self.symbols, self.numbers, strict=True)

@@ -60,7 +60,7 @@ def parse(text: str, *, what: str = "expression", variable: str = "x", learned: 
         text: the formula, Python's notation, e.g. `"x*sigmoid(1.702*x)"`.
         what: how error messages call it.
         variable: what the text calls `x`.
-        learned: names of learned numbers, which become symbols of these names.
+        learned: names of learned parameters, which become symbols of these names.
 
     Returns:
         A SymPy expression in the symbol `x`; it may turn out to be constant.

@@ -240,6 +240,6 @@ def _exponentials(u: Expr) -> list[tuple[Expr, Expr]] | None:
 
 
 def _steepness(exponent: Expr) -> float:
-    """Return how steep an exponent is at x = 1, with 1 for every learned number."""
+    """Return how steep an exponent is at x = 1, with 1 for every learned parameter."""
     slope = exponent.diff(x)
     return abs(constant(slope.xreplace(dict.fromkeys(slope.free_symbols, sympy.Integer(1)))))

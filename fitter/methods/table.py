@@ -25,7 +25,7 @@ def _gate(gate: Gate, name: str) -> GateFit:
 
 
 def _learned(formula: Learned, name: str) -> LearnedFit:
-    """Return the fit of a formula with learned numbers; warn if floating point fails on its start."""
+    """Return the fit of a formula with learned parameters; warn if floating point fails on its start."""
     if (start := formula.start()) is not None:
         float_check.warn(start)
     return LearnedFit(name=name, method="learned_recompute", activation=formula, error={})

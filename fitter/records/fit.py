@@ -58,7 +58,7 @@ class Fit:
     Attributes:
         name: the fit's name, and that of the module generated from it.
         method: how it was made.
-        activation: the activation f, the gate, or the formula with learned numbers.
+        activation: the activation f, the gate, or the formula with learned parameters.
         error: errors by name, none negative.
 
     Raises:
@@ -287,7 +287,7 @@ class InvertedFit(Fit):
 @readable
 @dataclass(frozen=True, kw_only=True)
 class GateFit(Fit):
-    """A gate that saves g and u for backward and nothing else: a, a′, b and b′ are computed again, exactly.
+    """A gate that saves g and u for backward and nothing else: a, a′, b and b′ are recomputed, exactly.
 
     Attributes:
         activation: the gate.
@@ -303,7 +303,7 @@ class GateFit(Fit):
 @readable
 @dataclass(frozen=True, kw_only=True)
 class LearnedFit(Fit):
-    """A formula with learned numbers that saves x for backward, and computes all else from it again, exactly.
+    """A formula with learned parameters that saves x for backward, and computes all else from it again, exactly.
 
     Attributes:
         activation: the formula.

@@ -138,7 +138,7 @@ def _lines(conversion: Conversion) -> Iterator[str]:
             [("module", "", "saved", "now", *how), *_module_rows(conversion.modules, bool(how))], "<>>><"
         )
         if any("itself" in module.how and module.after for module in conversion.modules):
-            yield "itself: nothing cheap gives it; inputs and products of matrices are not computed again"
+            yield "itself: nothing cheap gives it; inputs and products of matrices are not recomputed"
     if summary := "; ".join(_summary(conversion)):
         yield summary
     if conversion.gradient is not None:

@@ -1,4 +1,4 @@
-"""The ops of activations, gates, formulas with learned numbers and norms, and their kernels.
+"""The ops of activations, gates, formulas with learned parameters and norms, and their kernels.
 
 They import nothing else of fitact: standalone folders have copies of all files here. Generated modules use the
 names below: the kinds, their registration and ops; for kernels, Triton, the tile loops and functions that Triton

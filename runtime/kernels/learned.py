@@ -1,4 +1,4 @@
-"""Formulas with learned numbers, which save x and the numbers; and modules that compute one.
+"""Formulas with learned parameters, which save x and the numbers; and modules that compute one.
 
 The op gets the numbers as a matrix: a row for each, with a column for each channel or one column; it is float64 if
 x is, else float32. Their gradients are sums over elements, in the same dtype: first over parts of the tensor, then
@@ -34,7 +34,7 @@ def apply_learned(x: Tensor, numbers: Sequence[Tensor], dim: int, key: str) -> T
     Args:
         x: float16, bfloat16, float32 or float64, of any shape, strides and device. For a DTensor, each process
             keeps its own shard; a partial DTensor is summed over the processes first.
-        numbers: the learned numbers, in the order of the formula; each has one element, or one for each channel,
+        numbers: the learned parameters, in the formula's order; each has one element, or one for each channel,
             of any shape; DTensors of the mesh of x if x is one. The arithmetic is in float32, or in float64 if x
             is.
         dim: the dimension of x that the channels lie along; unused where every number has one element.
@@ -104,7 +104,7 @@ def _distributed(x: Any, numbers: Sequence[Any], dim: int, key: str) -> Tensor:
 def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wide: bool) -> None:
     """Raise unless x is a tensor that the formula takes, and each number has one element or one a channel."""
     check_dtype(formula.name, x)
-    check_meshes(formula.name, "x and the learned numbers to be all", x, *numbers)
+    check_meshes(formula.name, "x and the learned parameters to be all", x, *numbers)
     if wide and not -x.dim() <= dim < x.dim():
         raise ValueError(f"{formula.name}: expected a tensor with a dimension {dim}, got {tuple(x.shape)}")
     channels = x.shape[dim] if wide else 1
@@ -117,7 +117,7 @@ def _check(formula: Learned, x: Tensor, numbers: Sequence[Tensor], dim: int, wid
 
 
 class Number(NamedTuple):
-    """A learned number: its name, its start, and whether there is one for every channel."""
+    """A learned parameter: its name, its start, and whether there is one for every channel."""
 
     name: str
     start: float
@@ -126,10 +126,10 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(Kernel):
-    """A formula with learned numbers. The other tensor of the ops has the numbers.
+    """A formula with learned parameters. The other tensor of the ops has the numbers.
 
     Attributes:
-        numbers: the learned numbers.
+        numbers: the learned parameters.
         value: of x and the numbers, in PyTorch's operators; all are of one dtype, float32 or float64.
         derivative: likewise in x.
         derivatives: likewise in each number.
@@ -220,7 +220,7 @@ def _widths(channels: int) -> int:
 
 
 class LearnedModule(nn.Module):
-    """The module of a formula; its learned numbers are parameters.
+    """The module of a formula; its learned parameters are parameters.
 
     Args:
         channels: how many channels x has. Numbers with a value for each channel have parameters (channels,), the
@@ -264,7 +264,7 @@ class LearnedModule(nn.Module):
             self.register_parameter(number.name, nn.Parameter(start))
 
     def reset_parameters(self) -> None:
-        """Set the learned numbers to their starts."""
+        """Set the learned parameters to their starts."""
         with torch.no_grad():
             for number in find(self.key).numbers:
                 getattr(self, number.name).fill_(number.start)

@@ -1,4 +1,4 @@
-"""The Triton kernels of formulas with learned numbers.
+"""The Triton kernels of formulas with learned parameters.
 
 The numbers are a float32 matrix: a row for each, with a column for each channel or one column. Device functions
 take x and the numbers, which a program loads once for all elements that share them. So what depends on the numbers

@@ -8,7 +8,7 @@
     ) -> (Tensor dx, Tensor gradient of other)
 
 In a standalone folder, which has a copy of this file, they have the folder's own namespace. `other` is a gate's u
-or the learned numbers, `saved` is x or y, and what a kind does not have is None. The two bools say which gradients
+or the learned parameters, `saved` is x or y, what a kind does not have is None. The two bools say which gradients
 are wanted; one that is not is an empty tensor. `dtype` is that of y in forward, and of the gradient of x
 in backward, as its place in DTYPES: before 2.12, programs compiled ahead of time misread PyTorch's own dtypes.
 
@@ -22,7 +22,7 @@ that, so codes and gradients are always in the same order. x is contiguous then,
 `dims` is the permutation back (None for none, as AOTInductor takes no empty list): PyTorch's own activations round
 differently in different layouts, and are evaluated in the caller's.
 
-With learned numbers, element i has channel (i // inner) mod channels. A norm has rows of `inner` elements, adds
+With learned parameters, element i has channel (i // inner) mod channels. A norm has rows of `inner` elements, adds
 `eps` to their variance, and its codes are 1/σ of each row.
 """
 

@@ -142,7 +142,7 @@ fit --fn silu --method relumix --bits 2 --weight own.json -> --method relumix ha
 fit --fn silu --method inverted --weight own.json -> --method inverted has no --weight
 fit --fn tanh --method output --weight own.json -> --method output has no --weight
 
-fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned numbers is recompute
+fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned parameters is recompute
 LEARN x*tanh(x) --learn '=1' -> a name is a Python identifier of at most 40 characters of ASCII
 LEARN x*tanh(x) --learn é=1 -> a name is a Python identifier of at most 40 characters of ASCII
 LEARN x*tanh(x) --learn 'a b=1' -> a name is a Python identifier of at most 40 characters of ASCII
@@ -156,7 +156,7 @@ LEARN x*tanh(x) --learn print=1 -> the name is Python's own; choose another name
 LEARN x*tanh(x) --learn forward=1 -> generated modules use that name themselves
 LEARN x*tanh(x) --learn u0=1 -> generated modules use that name themselves
 LEARN x*tanh(x) --learn _tl=1 -> names that begin with an underscore belong to generated modules
-LEARN x*tanh(x) --learn zz=1 -> the learned number zz is used nowhere
+LEARN x*tanh(x) --learn zz=1 -> the learned parameter zz is used nowhere
 LEARN a*x --learn a -> expected NAME=START or NAME:channel=START
 LEARN a*x --learn a= -> expected NAME=START or NAME:channel=START
 LEARN a*x --learn a=one -> expected NAME=START or NAME:channel=START
@@ -172,7 +172,7 @@ LEARN x*sqrt(a) --learn a=0 -> the derivative in a of the formula is nan at x = 
 LEARN x*exp(a*x**2) --learn a=1000 -> with its start a=1000 the formula is -inf at x = -10
 LEARN a --learn a=1 -> does not depend on x
 LEARN silu(g)*u --learn g=1 -> expected an expression in x, got the gate
-LEARN dyt --learn delta=1 -> dyt has no learned number 'delta'
+LEARN dyt --learn delta=1 -> dyt has no learned parameter 'delta'
 
 codegen --out nowhere none.json -> none.json: cannot be read: no such file
 plot none.json -> none.json: cannot be read: no such file

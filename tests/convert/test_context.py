@@ -271,7 +271,7 @@ def test_the_report() -> None:
         "layers.*.norm      ×2  139,264 bytes  139,264 bytes  itself",
         "layers.*.mlp.gate  ×2  131,072 bytes        0 bytes  recomputed",
         "head                    65,536 bytes   65,536 bytes  itself",
-        "itself: nothing cheap gives it; inputs and products of matrices are not computed again",
+        "itself: nothing cheap gives it; inputs and products of matrices are not recomputed",
         "the model saves 1.2 MiB for backward instead of 2.3 MiB, 51.5 %",
         "the gradient equals the baseline's, bit for bit",
     ]

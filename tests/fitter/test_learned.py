@@ -1,4 +1,4 @@
-"""Formulas with learned numbers: their derivatives, their records, and the names that numbers can have."""
+"""Formulas with learned parameters: their derivatives, their records, and the names that numbers can have."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def test_the_catalog_is_of_formulas_that_are_finite() -> None:
 
 @pytest.mark.parametrize("start", [float("inf"), float("nan"), 1e-300, 1e300, 1, True, "1"])
 def test_starts_that_float32_cannot_hold(start: object) -> None:
-    with pytest.raises(UsageError, match="learned number 'a': expected a start that float32 holds"):
+    with pytest.raises(UsageError, match="learned parameter 'a': expected a start that float32 holds"):
         Number("a", start)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ for model in models:
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 20, losses[::50]
 p, q = models[0][-2].p.item(), models[0][-2].q.mean().item()
-assert abs(p - 0.7) > 1e-4 and abs(q - 1.1) > 1e-4, "learned numbers are learned"
+assert abs(p - 0.7) > 1e-4 and abs(q - 1.1) > 1e-4, "learned parameters are learned"
 
 gradients = []
 for function in (gelu_fewbit3, shipped.gelu_fewbit3):

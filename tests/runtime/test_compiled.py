@@ -138,7 +138,7 @@ def test_kernels_load_nothing_but_their_arguments(one: Generated, y: str) -> Non
         assert code.count("tt.store") == stores
 
 
-# ------------------------------------------------------------------------- gates, learned numbers, block codes
+# ------------------------------------------------------------------------- gates, learned parameters, block codes
 
 
 def each(quick: set[tuple[str, ...]], *parts: Any) -> pytest.MarkDecorator:

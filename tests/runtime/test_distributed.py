@@ -151,7 +151,7 @@ for kind in ("ddp", "fsdp"):
         print(kind, given, file=sys.stderr)
         compare(kind, given)
 """
-# Learned numbers are parameters like others: split between the processes, and summed over both.
+# Learned parameters are parameters like others: split between the processes, and summed over both.
 LEARNED = """
 def learned():
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ for function, wide, dim in (
             function(one, *others, *of_dim)
             raise SystemExit("it was not refused")
         except TypeError as error:
-            text = "expected x and the learned numbers to be all DTensors of one mesh, or none, got a "
+            text = "expected x and the learned parameters to be all DTensors of one mesh, or none, got a "
             assert text in str(error) and "\\n" not in str(error)
 """
 

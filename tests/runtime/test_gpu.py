@@ -454,7 +454,7 @@ def test_gates_of_special_numbers(name: str) -> None:
 
 
 def test_a_pass_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also that in which a layer's input is computed again."""
+    """Also that in which a layer's input is recomputed."""
     launched: list[str] = []
 
     def noting(kernel: Any, *arguments: Any) -> None:

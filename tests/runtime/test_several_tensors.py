@@ -1,4 +1,4 @@
-"""Gates and formulas with learned numbers at run time: values, gradients, bytes, what PyTorch does with them."""
+"""Gates and formulas with learned parameters at run time: values, gradients, bytes, and PyTorch around them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_special_numbers(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["recompute", "recompute_clamped", "dyt", "xielu"])
 def test_layouts(name: str, layout: str) -> None:
-    """The result has the strides of `empty_like`; learned numbers are of any dimension, one or of channels."""
+    """The result has the strides of `empty_like`; learned parameters are of any dimension, one or of channels."""
     x = LAYOUTS[layout]()
     if name in FITS:
         for u in (LAYOUTS[layout](), torch.randn(x.shape)):
@@ -378,7 +378,7 @@ def test_parameters_are_named_and_start_as_declared() -> None:
 
 
 def test_no_name_of_modules_is_free() -> None:
-    """A learned number cannot hide what a module has, nor the module's own."""
+    """A learned parameter cannot hide what a module has, nor the module's own."""
     # PyTorch's names from a process of their own: other libraries, once imported, give nn.Module more
     own = {*dir(made("dyt"))} - {*dir(nn.Module())} - {"alpha", "gamma", "beta"}
     text = "import torch; print(*dir(torch.nn.Module()))"

@@ -158,7 +158,7 @@ def test_peak_where_backward_runs_in_a_part(part: str, error: str) -> None:
 
 
 def test_peak_of_a_scan() -> None:
-    """Each state is computed again from the terms of all steps, which PyTorch does not save."""
+    """Each state is recomputed from the terms of all steps, which PyTorch does not save."""
     torch.manual_seed(0)
     layer = nn.Linear(32, 64)
     x = torch.randn(4, 64, 32)

@@ -1,4 +1,4 @@
-"""Generated formulas and gates in the context: the next layer's input is computed again from what they save."""
+"""Generated formulas and gates in the context: the next layer's input is recomputed from what they save."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_same_gradients(around: str) -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_convolutions(layout: torch.memory_format) -> None:
-    """What is computed again has the order in memory that the convolution was given."""
+    """What is recomputed has the order in memory that the convolution was given."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), SwishBetaRecompute(), nn.Conv2d(8, 4, 3, padding=1))
     model, x = model.to(memory_format=layout), torch.randn(2, 3, 12, 11).to(memory_format=layout)
     with count_saved(model) as saved, saving():
@@ -68,7 +68,7 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 
 def test_a_standalone_folder(standalone: nn.Module) -> None:
-    """Its outputs are found too, and computed again by an op of its own."""
+    """Its outputs are found too, and recomputed by an op of its own."""
     model, x = MLP(standalone), torch.randn(ROWS, 16) * 3
     with count_saved(model) as saved, saving():
         model(x)

@@ -1,4 +1,4 @@
-"""Formulas with learned numbers, and each of them in PyTorch's operators."""
+"""Formulas with learned parameters, and each of them in PyTorch's operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of formulas with learned numbers, of norms, and plain ones to compare with, compiled ahead of time."""
+"""Kernels of formulas with learned parameters, norms, and plain ones to compare with, compiled ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = 1024  # elements of a program of a plain kernel
 
 @dataclass(frozen=True)
 class LearnedKernel:
-    """A kernel of a formula with learned numbers.
+    """A kernel of a formula with learned parameters.
 
     Attributes:
         module: name of its module.

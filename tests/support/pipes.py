@@ -147,4 +147,4 @@ def _left(program: Program, loop: list[int]) -> int | None:
     return next((goal for goal in reversed(goals) if goal not in loop), None)
 
 
-FEW = 32  # bytes that a thread may store besides: a norm's scale, the sums of learned numbers
+FEW = 32  # bytes that a thread may store besides: a norm's scale, the sums of learned parameters

@@ -48,7 +48,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     help="fewbit: the best step function for the derivative. relumix: the slopes of the best mixture of ReLUs for "
     "the activation. inverted: the derivative as a function of the output and of the piece of x. output: the "
     "derivative as a function of the output alone, the catalog's or yours. recompute: exact; for a gate, saving g "
-    "and u alone; for an expression with learned numbers, saving x alone.",
+    "and u alone; for an expression with learned parameters, saving x alone.",
 )
 @click.option(
     "--domain",
@@ -76,7 +76,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     "learned",
     multiple=True,
     metavar="K=V",
-    help="A learned number of an expression and its start, e.g. beta=1.0, or with one for every channel "
+    help="A learned parameter of an expression and its start, e.g. beta=1.0, or with one for every channel "
     "gamma:channel=1.0. The method is then recompute. Repeatable.",
 )
 @click.option(
@@ -166,7 +166,7 @@ def fit(
     if kind == "gates" and values:
         raise UsageError("a gate has no --param: write the numbers into the product")
     if kind == "formulas" and values:
-        raise UsageError("a formula with learned numbers has no --param: write the numbers into the formula")
+        raise UsageError("a formula with learned parameters has no --param: write the numbers into the formula")
     functions = once(functions)
     for function in functions:
         _check_function(kind, function, values)
@@ -238,7 +238,7 @@ def fit(
 
 
 def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[float, bool]]) -> str:
-    """Return whether the functions are activations, gates or formulas with learned numbers.
+    """Return whether the functions are activations, gates or formulas with learned parameters.
 
     If --learn is given, all are formulas. A mixture is refused, and a kind that the method does not take.
     """
@@ -257,10 +257,10 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
         refusals = {
             "activations": "is for gates such as swiglu or silu(g)*u",
             "gates": "takes no gates",
-            "formulas": "takes no learned numbers",
+            "formulas": "takes no learned parameters",
         }
         *others, last = METHODS[kind]
-        of = f"{kind}{' with learned numbers' * (kind == 'formulas')}"
+        of = f"{kind}{' with learned parameters' * (kind == 'formulas')}"
         those = f"the methods of {of} are {', '.join(others)} and {last}" if others else f"that of {of} is {last}"
         raise UsageError(f"--method {method} {refusals[kind]}, got {quote(function)}: {those}")
     return kind

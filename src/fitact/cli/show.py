@@ -20,7 +20,7 @@ def show(things: Sequence[str]) -> None:
     """Show the catalog, an activation, or fits side by side.
 
     Without arguments, show the catalog. ACTIVATION is a name of the catalog, an expression in x, a gate, whose
-    factors are shown, or a formula with learned numbers. FITS are fit files; their names end in .json.
+    factors are shown, or a formula with learned parameters. FITS are fit files; their names end in .json.
 
     \b
     Examples:

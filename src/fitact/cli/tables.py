@@ -40,12 +40,12 @@ def catalog() -> None:
 
 
 def starts(formula: Learned) -> str:
-    """Return the learned numbers of a formula with their starts, as --learn takes them."""
+    """Return the learned parameters of a formula with their starts, as --learn takes them."""
     return ", ".join(f"{number.name}{':channel' * number.channel}={number.start:g}" for number in formula.numbers)
 
 
 def learned(shown: Learned) -> None:
-    """Print the derivatives of a formula with learned numbers."""
+    """Print the derivatives of a formula with learned parameters."""
     derivatives = zip(shown.names, shown.gradient_formulas, strict=True)
     _print(
         [

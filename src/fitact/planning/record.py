@@ -223,7 +223,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.groups:
         yield (
             f"{three(1e3 * plan.seconds)} ms a step, baseline {three(1e3 * plan.baseline_seconds)} ms; "
-            f"computed again: {three(plan.flops_again / 1e12)} TFLOP of products; "
+            f"recomputed: {three(plan.flops_again / 1e12)} TFLOP of products; "
             f"moved again: {_gib(plan.traffic_again)}"
         )
     if plan.host:
