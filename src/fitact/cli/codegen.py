@@ -92,7 +92,8 @@ def _remembered(folder: Path) -> str:
 def _digest(fits: Sequence[Path], folder: Path, prune: bool) -> str:
     """Return a digest of all that decides what a run does: fitact itself, the fits, and what is in the folder."""
     parts = ("fitact.base", "fitact.fitter", "fitact.codegen")
-    sources = [Path(place) for part in parts for place in find_spec(part).submodule_search_locations or ()]
+    specs = filter(None, map(find_spec, parts))
+    sources = [Path(place) for spec in specs for place in spec.submodule_search_locations or ()]
     paths = [path for place in sources for path in sorted(place.rglob("*")) if path.suffix in (".py", ".j2")]
     digest = hashlib.sha256(repr((sys.version, version("sympy"), version("jinja2"), prune)).encode())
     for path in [*paths, *fits, *sorted(folder.glob("*.py"))]:
