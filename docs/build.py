@@ -36,7 +36,16 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Using activations",
         "What ships, and models converted to it.",
-        ("activation", "saving", "checkpoint", "hooks", "convert", "revert"),
+        (
+            "activation",
+            "saving",
+            "checkpoint",
+            "hooks",
+            "convert",
+            "revert",
+            "verify",
+            "runtime.choose.verify.Verification",
+        ),
     ),
     (
         "Norms",

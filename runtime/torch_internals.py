@@ -314,6 +314,28 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def plain(model: nn.Module) -> None:
+    """Let a model run uncompiled and without checkpoints of transformers, timm and PyTorch's wrapper, in place."""
+    for module in [*model.modules()]:
+        module._compiled_call_impl = None
+        for name, child in modules_in(module).items():
+            modules_in(module)[name] = uncompiled(child)
+        for flag in ("gradient_checkpointing", "grad_checkpointing"):
+            if getattr(module, flag, False) is True:
+                setattr(module, flag, False)
+        if hasattr(module, "_checkpoint_wrapped_module"):
+            vars(module)["checkpoint_fn"] = _call
+
+
+def plain_path(path: str) -> str:
+    """Return a path in a model without the parts that wrappers of the compiler and of checkpoints add."""
+    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 # ------------------------------------------------------------------------------------------------------- compiling
 
 

@@ -47,12 +47,12 @@ def _gradients(model: nn.Module, run: Run, change: Change) -> Gradients:
         if not model.training:
             model.train()
         with change(model):
-            loss = _loss(real(run)(model))
+            loss = scalar_of(real(run)(model))
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             return torch.autograd.grad(loss, trained, allow_unused=True)
 
 
-def _loss(output: Any) -> Tensor:
+def scalar_of(output: Any) -> Tensor:
     """Return the scalar of an output that is differentiated."""
     loss = loss_of(output)
     if loss is not None and loss.numel() == 1:
@@ -65,7 +65,7 @@ def _loss(output: Any) -> Tensor:
     return torch.stack([share.cpu() for share in weighed]).sum()
 
 
-def _numbers(gradient: Tensor | None) -> Tensor:
+def numbers(gradient: Tensor | None) -> Tensor:
     """Return real numbers in float64."""
     if gradient is None:
         return torch.zeros(())
@@ -79,7 +79,7 @@ def compared(expected: Gradients, changed: Gradients) -> Gradient:
     for first, second in zip(expected, changed, strict=True):
         if first is None and second is None:
             continue
-        a, b = map(_numbers, (first, second))
+        a, b = map(numbers, (first, second))
         squares += torch.stack([(a - b).square().sum(), a.square().sum(), b.square().sum(), (a * b).sum()])
     difference, norm, other, product = squares.tolist()
     if not squares.isfinite().all() or not norm or not other:

@@ -2,6 +2,7 @@
 
     with fitact.saving(): ...            any code
     fitact.convert(model)                a model, with a report
+    fitact.verify(model, batch)          whether a step computes what the baseline's does, and where not
     fitact.plan(model, gib=24)           a model that has to fit a memory
     fitact.activation("gelu", bits=3)    an nn.Module in place of nn.GELU(), with a fitted derivative
 
@@ -21,7 +22,7 @@ from . import operators
 if TYPE_CHECKING:
     from fitact.calibration import calibrate
     from fitact.planning import load_plan, plan, planner
-    from fitact.runtime.choose import convert, revert
+    from fitact.runtime.choose import convert, revert, verify
     from fitact.runtime.compile import compile, compile_options, compile_report  # noqa: A004  as torch.compile
     from fitact.runtime.saving import checkpoint, hooks, saving
     from fitact.runtime.shipped import activation, shipped
@@ -45,6 +46,7 @@ __all__ = [
     "revert",
     "saving",
     "shipped",
+    "verify",
 ]
 # Names that need PyTorch, with the modules they are imported from on first use.
 LAZY = {
@@ -62,6 +64,7 @@ LAZY = {
     "revert": "fitact.runtime.choose",
     "saving": "fitact.runtime.saving",
     "shipped": "fitact.runtime.shipped",
+    "verify": "fitact.runtime.choose",
 }
 
 

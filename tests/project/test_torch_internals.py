@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fitact.runtime import torch_internals
 from fitact.runtime.kernels.inputs import autocast_dtype
@@ -190,6 +191,30 @@ def test_modules_hold_what_is_put_into_them() -> None:
         "num_batches_tracked",
     ]
     assert torch_internals.uncompiled(torch.compile(child)) is child and torch_internals.uncompiled(child) is child
+
+
+def test_plain_models_run_uncompiled_and_no_part_twice() -> None:
+    class Counting(nn.Linear):
+        runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Counting.runs += 1
+            return super().forward(x)
+
+    model = nn.Sequential(torch.compile(nn.ReLU()), checkpoint_wrapper(Counting(2, 2)), nn.ReLU())
+    model[2].compile()
+    model[2].gradient_checkpointing = True
+    assert {*map(torch_internals.plain_path, dict(model.named_modules()))} == {"", "0", "1", "2"}
+    for runs in (2, 1):
+        Counting.runs = 0
+        if runs == 1:
+            torch_internals.plain(model)
+            assert not any(map(torch_internals.is_compiled, model.modules()))
+            assert model[2].gradient_checkpointing is False
+            model(torch.ones(2, 2)).sum().backward()
+        else:
+            model[1](torch.ones(2, 2)).sum().backward()
+        assert Counting.runs == runs
 
 
 def test_hooks_are_seen() -> None:

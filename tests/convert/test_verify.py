@@ -1,0 +1,204 @@
+"""`fitact.verify`: what differs from the baseline is found and named; the rest is the same bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+import fitact
+from fitact.base import UsageError
+from fitact.runtime.choose.checkpoints import check_in
+from tests.support.models import batch_of, model_of
+
+X = torch.randn(640, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+        return y
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Block(), Block(), nn.BatchNorm1d(16))
+
+
+class Halved(torch.autograd.Function):
+    """The identity, with half the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / 2
+
+
+class Own(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Again(nn.Module):
+    """Calls `torch.utils.checkpoint` itself."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return y
+
+
+def wrapped(net: nn.Sequential) -> None:
+    net[0] = checkpoint_wrapper(net[0])
+
+
+def again(net: nn.Sequential) -> None:
+    net[0] = Again(net[0])
+
+
+def checked_in(net: nn.Sequential) -> None:
+    check_in(net[1], "checkpointed")
+
+
+def compiled(net: nn.Sequential) -> None:
+    net[1] = torch.compile(net[1], backend="aot_eager")  # type: ignore[assignment]
+
+
+def in_place(net: nn.Sequential) -> None:
+    net.compile(backend="aot_eager")
+
+
+EXACT: dict[str, Callable[[nn.Sequential], object]] = {
+    "as it is": lambda net: None,
+    "converted": fitact.convert,
+    "recomputed activations": lambda net: fitact.convert(net, error="exact", include="0.*"),
+    "checkpointed by fitact": checked_in,
+    "checkpointed by PyTorch": wrapped,
+    "checkpointed by its own": again,
+    "compiled block": compiled,
+    "compiled in place": in_place,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at a block's input
+@pytest.mark.parametrize("name", EXACT)
+def test_same(name: str) -> None:
+    net = model()
+    EXACT[name](net)
+    net[2].running_mean.fill_(0.5)  # type: ignore[union-attr,operator]
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before, state, python = copy.deepcopy(net.state_dict()), torch.get_rng_state(), random.getstate()
+    found = fitact.verify(net, X)
+    assert found.same and str(found).endswith("are the baseline's, bit for bit"), found
+    assert found.compared[1] == 14
+    assert (found.compared[0] > 0) == (not name.startswith("compiled"))
+    assert torch.equal(state, torch.get_rng_state()) and python == random.getstate()
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert all(torch.equal(one.grad, torch.ones_like(one)) for one in net.parameters() if one.grad is not None)
+    assert all(one.grad is not None for one in net.parameters())
+
+
+@pytest.mark.parametrize("error", ["rounding", "coarse"])
+def test_error_is_stated(error: str) -> None:
+    """The loss and outputs are the baseline's, the gradient is off by what `convert` measures."""
+    net = model()
+    measured = fitact.convert(net, error=error, example_inputs=X, gradients=True).gradient
+    found = fitact.verify(net, X)
+    assert measured is not None and measured.error is not None
+    assert found.loss[0] == found.loss[1] and not found.outputs and found.random and not found.same
+    assert found.passed and min(found.gradients.values()) > 0
+    assert min(found.gradients.values()) <= measured.error <= max(found.gradients.values())
+    worst = max(found.gradients, key=lambda name: found.gradients[name])
+    assert f"most that of {worst}, by {100 * found.gradients[worst]:.3g} %" in str(found)
+
+
+def test_wrong_forward() -> None:
+    net = model()
+    spoilt = copy.deepcopy(net)
+    spoilt[1].act = Own(lambda x: F.gelu(x, approximate="tanh"))  # type: ignore[union-attr,assignment]
+    found = fitact.verify(spoilt, X, baseline=net)
+    assert next(iter(found.outputs)) == "1.act" and 0 < found.outputs["1.act"] < 0.01
+    assert not any(path.startswith("0") for path in found.outputs)
+    assert found.loss[0] != found.loss[1] and "first that of 1.act, by " in str(found)
+
+
+def test_wrong_backward() -> None:
+    net = model()
+    spoilt = copy.deepcopy(net)
+    spoilt[1].act = Own(lambda x: Halved.apply(F.gelu(x)))  # type: ignore[union-attr,assignment,no-untyped-call]
+    found = fitact.verify(spoilt, X, baseline=net)
+    assert not found.outputs and next(iter(found.passed)) == "1.up" and found.readers == ("1.act",)
+    assert found.passed["1.up"] == pytest.approx(0.5)
+    assert "1.down.weight" not in found.gradients and found.gradients["1.up.weight"] == pytest.approx(0.5)
+    assert "the gradient at the output of 1.up, by 50 %, which goes into 1.act" in str(found)
+
+
+def test_random_state() -> None:
+    net = model()
+    spoilt = copy.deepcopy(net)
+    spoilt[0].act = Own(lambda x: F.gelu(x) + 0 * torch.rand(()))  # type: ignore[union-attr,assignment]
+    found = fitact.verify(spoilt, X, baseline=net)
+    assert not found.random and "random state: another" in str(found)
+    assert next(iter(found.outputs)) == "0.drop"  # which draws other numbers
+
+
+def test_a_module_that_is_called_twice() -> None:
+    shared = nn.Linear(16, 16)
+    net = nn.Sequential(shared, Own(F.relu), shared)
+    spoilt = copy.deepcopy(net)
+    spoilt[1] = Own(F.silu)
+    assert [*fitact.verify(spoilt, X, baseline=net).outputs] == ["1", "0 (call 2)", ""]
+
+
+def test_transformers() -> None:
+    """A model with a loss, in evaluation mode, whose checkpoints transformers makes."""
+    net, batch = model_of("llama"), batch_of("llama")
+    net.activation_checkpointing_enable()
+    net.eval()
+    assert fitact.verify(net, batch).same and net.is_activation_checkpointing and not net.training
+    fitact.convert(net, "fewbit", bits=2)
+    found = fitact.verify(net, batch)
+    assert not found.outputs and "mlp" in next(iter(found.passed)) and "act" in found.readers[0]
+
+
+def test_refusals() -> None:
+    with torch.device("meta"), pytest.raises(UsageError, match="have no values"):
+        fitact.verify(model(), X)
+    with pytest.raises(UsageError, match="its forward pass failed"):
+        fitact.verify(model(), X[:, :3])
+    with pytest.raises(UsageError, match="no trained parameter of it has the name"):
+        fitact.verify(model(), X, baseline=nn.Linear(16, 16))
+    net = model()
+    net.lock = iter([])  # type: ignore[assignment]
+    net.generator = (one for one in ())  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"cannot be copied: TypeError.*give a baseline"):
+        fitact.verify(net, X)
+    with pytest.raises(UsageError, match="expected a model"):
+        fitact.verify(None, X)  # type: ignore[arg-type]
