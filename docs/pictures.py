@@ -186,6 +186,33 @@ def draw_codes() -> Figure:
     return figure
 
 
+def draw_outliers() -> Figure:
+    """Draw the error of the features beside one that is far larger, with codes of 8 and 4 bits, and int8."""
+    torch.manual_seed(0)
+    factors = 2.0 ** np.arange(11)
+    others = torch.arange(64) != 5
+
+    def error(factor: float, bits: int | None) -> float:
+        rows = torch.randn(128, 64)
+        rows[:, 5] *= factor
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        found = (
+            (rows / scale).round() * scale if bits is None else decode(*encode(rows, bits), rows.shape, rows.dtype)
+        )
+        return float((found - rows)[:, others].norm() / rows[:, others].norm())
+
+    figure = canvas(5.4, 2.9)
+    axes = figure.add_subplot()
+    for bits, name, color in ((8, "8 bits", EXACT), (4, "4 bits", FITTED), (None, "int8, a scale for 64", PALE)):
+        line = [100 * error(factor, bits) for factor in factors]
+        axes.plot(factors, line, marker="o", markersize=3.5, color=color, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="one of 64 features is so many times as large")
+    axes.set_ylabel("error of the 63 others, %")
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def draw_recompute() -> Figure:
     """Draw forward and backward of a recomputed output: the next layer needs h, not y."""
     figure = canvas(5.4, 3.5)
@@ -257,6 +284,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "mlp": draw_mlp,
     "recompute": draw_recompute,
     "codes": draw_codes,
+    "outliers": draw_outliers,
     "steps": draw_steps,
     "ways": draw_ways,
 }

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 
 FOLDER = ROOT / "notebooks"
 NAMES = ["few_bit", "relu_mixtures", "inverted", "activation_memory", "norms", "any_activation"]
-NAMES += ["nothing_saved_twice", "a_plan"]
+NAMES += ["nothing_saved_twice", "a_plan", "block_codes"]
 LARGEST = 600_000  # bytes of a notebook
 VARIES = "varies"  # the tag of cells whose numbers depend on the machine, such as a training's losses
 MACHINE = re.compile(r"(?<![\w.:/~])/(home|root|tmp|usr|opt|var|mnt|work|Users|private)/|[A-Z]:\\|site-packages")

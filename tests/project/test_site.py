@@ -140,8 +140,8 @@ def test_notebooks_as_pages(pages: dict[str, bytes]) -> None:
 def test_pictures_of_the_explanation() -> None:
     drawn = script("pictures").PICTURES
     assert {path.stem for path in (ROOT / "docs" / "explained").iterdir()} == set(drawn)
-    used = re.findall(r"\(explained/(\w+)\.png\)", (ROOT / "docs" / "explained.md").read_text("utf-8"))
-    assert used == list(drawn)
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("explained", "storage"))
+    assert set(re.findall(r"\(explained/(\w+)\.png\)", pages)) == set(drawn)
 
 
 def test_counts_of_the_explanation() -> None:
