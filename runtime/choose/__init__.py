@@ -1,4 +1,4 @@
-"""What stands where in a model so that it saves less: chosen, applied, compared, reported, put back."""
+"""What stands where in a model so that it saves less: chosen, applied, compared, reported, reverted."""
 
 from .capacity import Curve as Curve
 from .checkpoints import Checkpointed as Checkpointed

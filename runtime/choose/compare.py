@@ -249,7 +249,7 @@ class _Measurement:
             self.advance()
         refused = [policy.name for policy, _ in candidates if policy.method and policy not in dict(measured)]
         if refused:
-            names = sorted({site.found.activation for site in sites if site.found.activation})
+            names = sorted({site.activation for site in sites if site.activation})
             self.notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
         rows += self.compiled_rows(baseline, budgets)
         if gib is not None:

@@ -22,7 +22,15 @@ from fitact.runtime.torch_internals import is_compiled, storage_id
 from .detect import ActivationSite, activation_sites, recognise
 from .gradients import gradient_error
 from .records import Conversion, Gradient, ModuleRecord, SiteRecord
-from .replacement import Change, Substitutes, inner, paying, put_in, putting, replacement
+from .replacement import (
+    Change,
+    Substitutes,
+    apply_replacements,
+    inner,
+    paying,
+    replacement,
+    with_replacements,
+)
 
 METHODS = ("fewbit", "relumix", "inverted", "output")
 WIDTHS = range(1, 5)
@@ -51,7 +59,7 @@ def convert(
     Without a method, the model's forward runs in a context of `fitact.saving`, and no module is replaced. With
     one, generated activations replace others: modules of PyTorch, transformers and timm, your own modules that
     compute an activation of the catalog and nothing else, and functions that a module holds, such as
-    `self.act = F.gelu`. The state dict stays the same; `fitact.revert` puts everything back.
+    `self.act = F.gelu`. The state dict stays the same; `fitact.revert` undoes it.
 
     Args:
         model: the model, which is changed in place.
@@ -113,17 +121,17 @@ def convert(
         replacements, before, after = paying(sites, replacements, own, count)
         conversion = _with_modules(conversion, before, after)
         if gradients:
-            gradient = gradient_error(model, run, nullcontext, partial(putting, replacements, own))
+            gradient = gradient_error(model, run, nullcontext, partial(with_replacements, replacements, own))
             conversion = replaced(conversion, gradient=gradient)
     if not dry_run:
-        put_in(sites, replacements)
+        apply_replacements(sites, replacements)
     first: dict[Any, str] = {}
     records = []
     for site, new in zip(sites, replacements, strict=True):
         path = first.setdefault(site.key, site.path)
         reasons = [new.reason, f"the same module as {path}" if path != site.path else ""]
         reason = "; ".join(filter(None, reasons))
-        records.append(SiteRecord(site.path, "activation", site.found.before, new.label, reason))
+        records.append(SiteRecord(site.path, "activation", site.before, new.label, reason))
     return replaced(conversion, sites=tuple(records))
 
 
@@ -244,9 +252,10 @@ def _check(
                 raise UsageError(f"replace: expected classes of modules, got {quote(kind)}")
         if not is_generated(new):
             raise UsageError(f"replace: {new.__name__} is not an activation that fitact codegen generated")
-    found = recognise(model)
-    if found is not None and (method is not None or substitutes):
-        raise UsageError(f"the model is itself an activation, {found.before}: use fitact.activation instead")
+    if method is not None or substitutes:
+        site = recognise(model, frozenset(), model, "", "")
+        if site is not None:
+            raise UsageError(f"the model is itself an activation, {site.before}: use fitact.activation instead")
 
 
 def check_bits(method: str, bits: object) -> None:
@@ -275,8 +284,6 @@ def _chosen(sites: Sequence[ActivationSite], include: Patterns, exclude: Pattern
     excluded = matching(paths, exclude, "exclude", "activation")
     reasons = ["excluded" if path in excluded else "" if path in included else "not included" for path in paths]
     return [
-        site
-        if site.found.refusal or site.found.converted or not reason
-        else replaced(site, found=replaced(site.found, refusal=reason))
+        site if site.refusal or site.converted or not reason else replaced(site, refusal=reason)
         for site, reason in zip(sites, reasons, strict=True)
     ]

@@ -70,10 +70,13 @@ RELATIVE, ABSOLUTE = 1e-5, 2e-6
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a module or a function is as an activation.
+class ActivationSite:
+    """A place where a module holds an activation.
 
     Attributes:
+        parent, attribute: the module, and the attribute that holds the activation.
+        path: path of the activation in the model.
+        held: the activation, a module or a function.
         before: the name of its class or function.
         activation: its name in the catalog; None if it has none.
         in_place: whether it overwrites its input.
@@ -82,37 +85,22 @@ class Found:
 
     """
 
+    parent: nn.Module
+    attribute: str
+    path: str
+    held: Any
     before: str
     activation: str | None = None
     in_place: bool = False
     refusal: str = ""
     converted: bool = False
 
-
-@dataclass(frozen=True)
-class ActivationSite:
-    """A place where a module holds an activation.
-
-    Attributes:
-        parent, attribute: the module, and the attribute that holds the activation.
-        path: path of the activation in the model.
-        held: the activation, a module or a function.
-        found: what it is.
-
-    """
-
-    parent: nn.Module
-    attribute: str
-    path: str
-    held: Any
-    found: Found
-
     @property
     def key(self) -> Any:
         """The same for all sites of one module, and different for each site of a function."""
         return id(self.held) if isinstance(self.held, nn.Module) else (id(self.parent), self.attribute)
 
-    def put(self, held: Any) -> None:
+    def replace(self, held: Any) -> None:
         """Make the parent hold something else."""
         children: dict[str, Any] = modules_in(self.parent)
         holder = children if self.attribute in children else vars(self.parent)
@@ -140,30 +128,36 @@ def _activation_sites(
         if isinstance(held, ParametrizationList):  # it computes a parameter
             continue
         full_path = f"{path}.{attribute}" if path else attribute
-        found = recognise(held, own)
-        if found is not None:
-            yield ActivationSite(parent, attribute, full_path, held, found)
+        site = recognise(held, own, parent, attribute, full_path)
+        if site is not None:
+            yield site
         elif isinstance(held, nn.Module) and attribute in modules_in(parent):
             yield from _activation_sites(held, full_path, own, seen)
 
 
-def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
-    """Return a module or a function as an activation; None if it is not one.
+def recognise(
+    held: Any, own: frozenset[type], parent: nn.Module, attribute: str, path: str
+) -> ActivationSite | None:
+    """Return the site of an activation, a module or a function; None for any other object.
 
     Args:
         held: any object.
         own: further classes that are activations.
+        parent: as in `ActivationSite`.
+        attribute: likewise.
+        path: likewise.
 
     """
+    site = partial(ActivationSite, parent, attribute, path, held)
     if isinstance(held, FUNCTION):
         function, given = (held.func, held.keywords) if isinstance(held, partial) and not held.args else (held, {})
         name = computed_by(function, given=given)
-        return None if name is None else Found(name, name, bool(given.get("inplace", False)))
+        return None if name is None else site(name, name, bool(given.get("inplace", False)))
     if not isinstance(held, nn.Module):
         return None
     before = type(held).__name__
     if isinstance(held, (Held, InPlace)) or is_generated(type(held)):
-        return Found(label(held), converted=True)
+        return site(label(held), converted=True)
     name = computes(held)
     if name is None and type(held) not in own and not is_activation(held):
         return None
@@ -176,7 +170,7 @@ def recognise(held: Any, own: frozenset[type] = frozenset()) -> Found | None:
         refusal = "it has hooks, which would be lost"
     if not refusal and name is None:
         before = repr(held).removesuffix("()")  # with its parameters
-    return Found(before, name, bool(getattr(held, "inplace", False)), refusal)
+    return site(before, name, bool(getattr(held, "inplace", False)), refusal)
 
 
 # ------------------------------------------------------------------------------------------------ what it computes

@@ -114,12 +114,11 @@ class _Watch(TorchFunctionMode):
         self.notes: list[str] = []
         sites = {site.key: site for site in reversed(activation_sites(model))}  # a module may be at several places
         for site in reversed(sites.values()):
-            held, found = site.held, site.found
-            if found.refusal:
-                self.notes.append(f"not calibrated: {site.path}: {found.before}: {found.refusal}")
-            elif isinstance(held, nn.Module):  # a function is seen where it is called
-                self.activations[site.path] = found.activation or found.before
-                held.register_forward_pre_hook(partial(self._before, site.path), with_kwargs=True)
+            if site.refusal:
+                self.notes.append(f"not calibrated: {site.path}: {site.before}: {site.refusal}")
+            elif isinstance(site.held, nn.Module):  # a function is seen where it is called
+                self.activations[site.path] = site.activation or site.before
+                site.held.register_forward_pre_hook(partial(self._before, site.path), with_kwargs=True)
 
     def enter(self, module: nn.Module, _: Any) -> None:
         """Record that a module runs."""

@@ -19,7 +19,7 @@ from fitact.runtime.torch_internals import is_compiled
 from .checkpoints import CHECKPOINTS, Checkpointed, check_in, check_out
 from .convert import convert
 from .records import Conversion, SiteRecord
-from .replacement import inner, put_back
+from .replacement import inner, revert_replacements
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ REST = Policy("exact outside of the blocks", context=partial(saving, "exact"))  
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in (*OF_BLOCKS, REST)}
 
 
-def put(module: nn.Module, policy: Policy) -> int:
-    """Change a module, in place; `revert` puts it back.
+def apply_policy(module: nn.Module, policy: Policy) -> int:
+    """Apply a policy to a module, in place, until `revert`.
 
     Args:
         module: a baseline block, or the whole model.
@@ -128,7 +128,7 @@ def changed(
         replaced = 0
         for module, policy in [*zip(modules, policies, strict=True), *([] if model is None else [(model, whole)])]:
             stack.callback(revert, module)
-            replaced += put(module, policy if module is model else _inside(policy, whole))
+            replaced += apply_policy(module, policy if module is model else _inside(policy, whole))
         yield replaced
 
 
@@ -166,21 +166,21 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
         for name, paths in groups:
             for path in paths:
                 try:
-                    put(there[path], _inside(POLICIES[name], whole))
+                    apply_policy(there[path], _inside(POLICIES[name], whole))
                 except UsageError as error:
                     raise UsageError(f"{path or 'the model'}: {name}: {error}") from None
         undo.pop_all()
 
 
 def revert(model: nn.Module) -> Conversion:
-    """Put back in place what `convert` and `Plan.apply` changed.
+    """Revert, in place, what `convert` and `Plan.apply` changed.
 
     Args:
         model: the model, which is changed in place; a model that is not changed stays as it is. Each activation
             becomes the same module or function as before.
 
     Returns:
-        What was put back.
+        What was reverted.
 
     Raises:
         UsageError: the model is not an nn.Module.
@@ -191,7 +191,7 @@ def revert(model: nn.Module) -> Conversion:
     again = [
         SiteRecord(path, "module", "checkpointed", _name(module)) for path, module in modules if check_out(module)
     ]
-    records = put_back(model)
+    records = revert_replacements(model)
     modules = [*model.named_modules()]
     records += [SiteRecord(path, "module", "saving", _name(module)) for path, module in modules if detach(module)]
     return Conversion((*again, *records))

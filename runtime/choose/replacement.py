@@ -1,4 +1,4 @@
-"""Generated activations in place of a model's own: what a method has for each, those that pay, putting them in."""
+"""Generated activations in place of a model's own: what a method has for each, those that pay, applying them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -76,25 +75,25 @@ def replacement(
         substitutes: generated classes by the classes they replace; they come before the method.
 
     """
-    found, kind, note = site.found, substitutes.get(type(site.held)), ""
-    if found.converted:
-        return Replacement(reason=f"already {found.before}")
-    if found.refusal:
-        return Replacement(reason=found.refusal)
+    kind, note = substitutes.get(type(site.held)), ""
+    if site.converted:
+        return Replacement(reason=f"already {site.before}")
+    if site.refusal:
+        return Replacement(reason=site.refusal)
     if kind is None:
         if method is None:
             return Replacement()
-        kind = None if found.activation is None else shipped_class(found.activation, method, bits)
+        kind = None if site.activation is None else shipped_class(site.activation, method, bits)
         if kind is None:
-            return Replacement(reason=_missing(found.activation, method, bits))
+            return Replacement(reason=_missing(site.activation, method, bits))
         width = registered(kind).bits
         if bits is not None and 0 < width < bits:
             note = f"{width} bit{'s' if width > 1 else ''}: none of {bits} is shipped"
-    if found.in_place and registered(kind).saves_output:
+    if site.in_place and registered(kind).saves_output:
         return Replacement(reason="in place: a method that saves the output needs another tensor for it")
-    if found.in_place and found.activation in OUTPUT_SAVED:
+    if site.in_place and site.activation in OUTPUT_SAVED:
         return Replacement(reason="in place: it saves only its output, as most layers do")
-    return Replacement(kind, found.in_place, note)
+    return Replacement(kind, site.in_place, note)
 
 
 def _missing(activation: str | None, method: str, bits: int | None) -> str:
@@ -106,10 +105,10 @@ def _missing(activation: str | None, method: str, bits: int | None) -> str:
     return f"{method}: nothing is shipped for {activation}; if there is a fit, {command} makes it"
 
 
-# ------------------------------------------------------------------------------------------------- putting them in
+# ----------------------------------------------------------------------------------------------- applying them
 
 
-def put_in(sites: Sites, replacements: Sequence[Replacement]) -> None:
+def apply_replacements(sites: Sites, replacements: Sequence[Replacement]) -> None:
     """Replace what is chosen; a module at several sites gets a single replacement."""
     made: dict[Any, nn.Module] = {}
     for site, replacement in zip(sites, replacements, strict=True):
@@ -120,23 +119,25 @@ def put_in(sites: Sites, replacements: Sequence[Replacement]) -> None:
             vars(made[site.key])[ORIGINAL] = site.held
             if isinstance(site.held, nn.Module):
                 made[site.key].train(site.held.training)
-        site.put(made[site.key])
+        site.replace(made[site.key])
 
 
 @contextmanager
-def putting(replacements: Sequence[Replacement], own: frozenset[type], model: nn.Module) -> Iterator[None]:
+def with_replacements(
+    replacements: Sequence[Replacement], own: frozenset[type], model: nn.Module
+) -> Iterator[None]:
     """Replace what is chosen until the context ends; `own` are further classes that are activations."""
     sites = activation_sites(model, own)
-    put_in(sites, replacements)
+    apply_replacements(sites, replacements)
     try:
         yield
     finally:
         for site in sites:
-            site.put(site.held)
+            site.replace(site.held)
 
 
-def put_back(model: nn.Module) -> list[SiteRecord]:
-    """Put the originals of all replacements back, and return what was done."""
+def revert_replacements(model: nn.Module) -> list[SiteRecord]:
+    """Revert all replacements, and return what was done."""
     records = []
     for site in activation_sites(model):
         original = vars(site.held).get(ORIGINAL) if isinstance(site.held, nn.Module) else None
@@ -144,10 +145,10 @@ def put_back(model: nn.Module) -> list[SiteRecord]:
             continue
         if isinstance(original, nn.Module):
             original.train(site.held.training)
-        site.put(original)
-        found = recognise(original)
-        after = type(original).__name__ if found is None else found.before
-        records.append(SiteRecord(site.path, "activation", site.found.before, after))
+        site.replace(original)
+        restored = recognise(original, frozenset(), site.parent, site.attribute, site.path)
+        after = type(original).__name__ if restored is None else restored.before
+        records.append(SiteRecord(site.path, "activation", site.before, after))
     return records
 
 
@@ -189,7 +190,7 @@ def paying(
     """
     first: dict[Any, str] = {}
     paths = [first.setdefault(site.key, site.path) for site in sites]
-    groups = [(site.found.before, starred(path)) for site, path in zip(sites, paths, strict=True)]
+    groups = [(site.before, starred(path)) for site, path in zip(sites, paths, strict=True)]
     pairs = [*zip(groups, replacements, strict=True)]
     given = {group for group, site in zip(groups, sites, strict=True) if type(site.held) in own}
     chosen = list(dict.fromkeys(group for group, replacement in pairs if replacement.kind))
@@ -200,7 +201,7 @@ def paying(
         made = (
             [replacement if group in some else Replacement() for group, replacement in pairs] for some in choices
         )
-        return count([partial(putting, choice, own) for choice in made])
+        return count([partial(with_replacements, choice, own) for choice in made])
 
     def leave(group: Any, reason: str) -> None:
         reasons[group] = reason
@@ -221,17 +222,15 @@ def paying(
             except UsageError as error:
                 leave(group, f"its replacement cannot be run: {one_line(error.__cause__ or error)}")
         (after,) = counted(chosen)
-    while some := [group for group in chosen if group not in given]:
-        without = counted(*([other for other in chosen if other != group] for group in some))
-        size, group = max(
-            zip((after.bytes - saved.bytes for saved in without), some, strict=True), key=itemgetter(0)
-        )
-        if size <= 0:
+    while optional := [group for group in chosen if group not in given]:
+        counts = counted(*([other for other in chosen if other != group] for group in optional))
+        least, group = min(zip(counts, optional, strict=True), key=lambda pair: pair[0].bytes)
+        if least.bytes >= after.bytes:
             break
-        leave(group, MORE.format(size))  # one at a time: without it, others may pay
-        (after,) = counted(chosen)
-    if after.bytes > before.bytes and some:  # what several of them save together, one of them alone would not
-        for group in some:
+        leave(group, MORE.format(after.bytes - least.bytes))  # one at a time: without it, others may pay
+        after = least
+    if after.bytes > before.bytes and optional:  # what several of them save together, each alone would not
+        for group in optional:
             leave(group, MORE.format(after.bytes - before.bytes))
         (after,) = counted(chosen)
     return (

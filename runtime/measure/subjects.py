@@ -181,7 +181,7 @@ def trials(model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run]
 
     It is run as it trains: in its own mode, or in training mode if it is in evaluation mode as a whole. Every look
     starts from the same state. Fake copies are run; where that is not possible, because the model looks at values,
-    the model itself is run, and put back as it was.
+    the model itself is run, and restored.
 
     Args:
         model: the model, which is unchanged in the end, as the generators of random numbers are.

@@ -124,7 +124,7 @@ def looks(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
 @pytest.mark.parametrize("how", CONVERSIONS)
 @pytest.mark.parametrize("mark", MARKS)
 def test_no_trace(mark: str, how: str) -> None:
-    """A model that has never run is put back as it was, and then trains as one that was never converted."""
+    """A model that has never run is restored, and then trains as one that was never converted."""
     model = Marked(MARKS[mark])
     before = looks((model, X, torch.get_rng_state()))
     CONVERSIONS[how](model)
