@@ -86,7 +86,6 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "runtime.measure.timm_model",
             "runtime.measure.from_callable",
             "cli.memory_tables.show",
-            "cli.charts.draw",
         ),
     ),
     (

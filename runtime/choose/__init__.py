@@ -1,10 +1,8 @@
 """What stands where in a model so that it saves less: chosen, applied, compared, reported, reverted."""
 
-from .capacity import Curve as Curve
 from .checkpoints import Checkpointed as Checkpointed
 from .checkpoints import selectively as selectively
 from .compare import DTYPES as DTYPES
-from .compare import MOST_GIB as MOST_GIB
 from .compare import OPTIMIZERS as OPTIMIZERS
 from .compare import Report as Report
 from .compare import Row as Row

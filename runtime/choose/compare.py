@@ -4,7 +4,7 @@
     from fitact.runtime.measure.prepare import Training
     from fitact.runtime.measure.sources import hugging_face
 
-    report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048, gib=24)
+    report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048)
     report.block                                   # bytes of one block by kind
     {row.name: row.bytes for row in report.rows}   # bytes saved, as it is and in each way
 
@@ -13,8 +13,7 @@
 
     measure(mine, batch=8, seq=1024)
 
-`fitact.cli.memory_tables.show(report)` prints the command line's tables, `fitact.cli.charts.draw(report)` returns
-the picture.
+`fitact.cli.memory_tables.show(report)` prints the command line's tables.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitact.base import UsageError, integer, one_line, positive, quote, real, several
+from fitact.base import UsageError, integer, one_line, quote, real, several
 from fitact.runtime.compile import BUDGET
 from fitact.runtime.measure import (
-    DEVICES,
-    USUAL,
     Measured,
     Prepared,
     Source,
@@ -45,11 +42,9 @@ from fitact.runtime.measure import (
 )
 from fitact.runtime.saving import ERRORS, saving
 
-from .capacity import Curve
 from .checkpoints import CHECKPOINTS
 from .compiler import compiled
 from .convert import check_bits
-from .costs import baseline_step, step
 from .detect import activation_sites
 from .policies import BASELINE, Policy, changed
 
@@ -57,9 +52,6 @@ SCHEMA = "fitact.memory/2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # tensors of a parameter's size; SGD with momentum
 BUDGETS = (1.0, 0.9, 0.7)
-GIB = 2**30
-MOST_GIB = 2**20  # a pebibyte
-DEVICE = DEVICES[USUAL]  # for which no time is said
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,6 @@ class Row:
             which fuses operations.
         peak: bytes at the peak of a training step, parameters and the optimizer's state among them, without
             inputs; None under the compiler.
-        batch, seq: the largest whose peaks fit, each with the other unchanged; None if not requested or not
-            variable. Under the compiler they are scaled from the baseline's.
 
     """
 
@@ -88,8 +78,6 @@ class Row:
     flops: float = 0.0
     traffic: float | None = 0.0
     peak: int | None = None
-    batch: int | None = None
-    seq: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +97,6 @@ class Report:
         block: bytes that one block saves, by kind.
         operations, modules: bytes that the baseline saves, by operation and by module.
         rows: the baseline first, then the methods, checkpointing and the compiler.
-        gib: the memory for which the largest sizes were found.
         notes: further remarks.
 
     """
@@ -133,7 +120,6 @@ class Report:
     operations: Mapping[str, int]
     modules: Mapping[str, int]
     rows: tuple[Row, ...]
-    gib: float | None = None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -151,7 +137,6 @@ def measure(
     autocast: str | None = None,
     bits: Sequence[int] = (3,),
     budgets: Sequence[float] = BUDGETS,
-    gib: float | None = None,
     optimizer: str = "adamw",
     progress: Callable[[float], None] = lambda share: None,
 ) -> Report:
@@ -172,8 +157,6 @@ def measure(
         budgets: memory budgets of the compiler, a row for each; an empty list leaves out the compiler, which takes
             longest. With 0.9, which is the default of `fitact.compile`, rows follow for the same in codes of 8
             bits and in PyTorch's float8.
-        gib: memory for which to find the largest batch and the longest sequence whose peaks fit; None to leave
-            these out.
         optimizer: a name in OPTIMIZERS.
         progress: called with the share that is done.
 
@@ -193,13 +176,12 @@ def measure(
     for k in bits:
         check_bits("fewbit", k)
     budgets = [real("budgets", budget, 0, 1) for budget in several("budgets", budgets)]
-    gib = None if gib is None else positive("gib", gib, MOST_GIB)
     if not isinstance(source, Source):
         source = from_callable(source)
     prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype])
     subject = prepared.subject(inputs, DTYPES[autocast] if autocast else None)
     measurement = _Measurement(prepared, subject, {"batch": batch, "seq": seq}, optimizer, progress)
-    return measurement.report(str(training or Training()), bits, budgets, gib)
+    return measurement.report(str(training or Training()), bits, budgets)
 
 
 _Candidate = tuple[Policy, Sequence[nn.Module]]  # a policy, and the modules of the model that get it
@@ -221,7 +203,7 @@ class _Measurement:
         self.done += weight
         self.progress(min(self.done / self.whole, 1.0))
 
-    def report(self, training: str, bits: Sequence[int], budgets: Sequence[float], gib: float | None) -> Report:
+    def report(self, training: str, bits: Sequence[int], budgets: Sequence[float]) -> Report:
         model, source = self.subject.model, self.prepared.source
         baseline = whole_step(self.subject)
         sites = activation_sites(model)
@@ -232,8 +214,7 @@ class _Measurement:
             self.notes.append("no module of it is an activation, such as nn.GELU, which methods could replace")
         candidates = [*self.candidates([block for _, block in blocks], bits if sites else None)]
         results = len(budgets) + 2 * budgets.count(BUDGET)
-        sized = sorted(source.varies) if gib is not None else []
-        self.whole = 1 + len(candidates) * (1 + len(sized)) + (2 + results if budgets else 0)
+        self.whole = 1 + len(candidates) + (2 + results if budgets else 0)
         self.advance()
         parameters = list(model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -241,19 +222,16 @@ class _Measurement:
         state = OPTIMIZERS[self.optimizer] * gradient_bytes
         fixed = sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + state
         rows: list[Row] = []
-        measured: list[_Candidate] = []
         for policy, modules in candidates:
             if row := self.row(policy, modules, baseline, fixed):
                 rows.append(row)
-                measured.append((policy, modules))
             self.advance()
-        refused = [policy.name for policy, _ in candidates if policy.method and policy not in dict(measured)]
+        measured = {row.name for row in rows}
+        refused = [policy.name for policy, _ in candidates if policy.method and policy.name not in measured]
         if refused:
             names = sorted({site.activation for site in sites if site.activation})
             self.notes.append(f"{'; '.join(refused)}: cannot replace {', '.join(names) or 'its activations'}")
         rows += self.compiled_rows(baseline, budgets)
-        if gib is not None:
-            rows = self.fitted(measured, rows, sized, int(gib * GIB) - fixed)
         self.progress(1.0)
         autocast = self.subject.autocast
         return Report(
@@ -276,7 +254,6 @@ class _Measurement:
             operations=baseline.saved.by_operation(),
             modules=baseline.saved.by_module(),
             rows=tuple(rows),
-            gib=gib,
             notes=tuple(self.notes),
         )
 
@@ -333,39 +310,3 @@ class _Measurement:
             )
             kinds = {"graph": result.saved.bytes}
             yield Row(name, result.saved.bytes, kinds, flops=again / max(baseline.forward.flops, 1), traffic=None)
-
-    # ------------------------------------------------------------------------------------------- the largest sizes
-
-    def fitted(
-        self, measured: Sequence[_Candidate], rows: Sequence[Row], sized: Sequence[str], room: int
-    ) -> list[Row]:
-        """Return rows with the largest batch and the longest sequence whose peaks are at most `room`."""
-        source = self.prepared.source
-        if not sized:
-            self.notes.append("its callable takes neither batch nor seq, so the largest sizes cannot be found")
-        limits = {"batch": None, "seq": source.longest(self.subject.model)}
-        if limits["seq"] is not None and "seq" in sized:
-            self.notes.append(f"{self.prepared.name} has positions for {limits['seq']} tokens")
-        runs, _ = baseline_step(self.subject, DEVICE)
-        same = [BASELINE for run in runs for _ in run.blocks]  # the modules have their policies already
-
-        def needed(candidate: _Candidate, name: str, size: int) -> int:
-            policy, modules = candidate
-            subject = replace(self.subject, call=self.prepared.inputs(**{**self.sizes, name: size}))
-            with changed(modules, [policy] * len(modules)):
-                return step(subject, DEVICE, runs, same).peak
-
-        most: dict[str, dict[str, int]] = {row.name: {} for row in rows}
-        for name in sized:
-            here, limit = self.sizes[name], limits[name]
-            factors = (1, 2) if name == "batch" else (1, 2, 3)
-            if limit is not None and here * factors[-1] > limit:
-                here = max(limit // (len(factors) + 1), 1)
-            sizes = sorted({here * k for k in factors})
-            curves = [Curve(partial(needed, candidate, name), limit, sizes) for candidate in measured]
-            for (policy, _), curve in zip(measured, curves, strict=True):
-                most[policy.name][name] = curve.largest(room)
-                self.advance()
-            for row in rows[len(measured) :]:  # of the compiler
-                most[row.name][name] = curves[0].solve(room * rows[0].bytes / max(row.bytes, 1))
-        return [replace(row, batch=most[row.name].get("batch"), seq=most[row.name].get("seq")) for row in rows]

@@ -45,10 +45,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[object, ...]]] = {
         (math.nan, math.inf, -0.5, 1.5, True, "1", None),
     ),
     "measure(all budgets)": (lambda budgets: measure(gelu_mlp, budgets=budgets), (0.5, "1", None)),
-    "measure(gib)": (
-        lambda gib: measure(gelu_mlp, gib=gib, budgets=()),
-        (math.nan, math.inf, -math.inf, -1, 1e300, True, "24"),
-    ),
     "Training(rank)": (lambda rank: Training(rank=rank), NO_SIZES),
     "hugging_face(image)": (
         lambda image: hugging_face("vit", image=image),

@@ -195,15 +195,10 @@ plot good.json -o a.txt -> ends in .png, .svg or .pdf
 plot good.json -o png -> ends in .png, .svg or .pdf
 plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is a folder
 
-memory my_models:tiny --no-compiler --gib nan -> --gib
-memory my_models:tiny --no-compiler --gib -inf -> --gib
-memory my_models:tiny --no-compiler --gib 0 -> --gib
-memory my_models:tiny --no-compiler --gib 1e300 -> --gib
 memory my_models:tiny --budget nan -> --budget
 memory my_models:tiny --budget -1 -> --budget
 memory my_models:tiny --budget 1.5 -> --budget
-memory my_models:tiny --no-compiler -o a.png --json a.png -> expected two files
-memory my_models:tiny --no-compiler -o a/ -> expected the name of a file
+memory my_models:tiny --no-compiler --json a/ -> expected the name of a file
 memory my_models:tiny --no-compiler --json '' -> expected the name of a file
 memory --hf gpt2 --set n_layer=1 --set n_layer=2 -> --set n_layer: given twice
 memory --hf gpt2 --set 'n_layer={[]:1}' -> n_layer

@@ -452,7 +452,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("given", "message"),
     [
         (["--gib", "8"], "plan takes one model"),
-        (["fitact.runtime.measure.reference:relu_mlp", "--device", "abacus"], "device 'abacus': expected a100"),
+        (["fitact.runtime.measure.reference:relu_mlp", "--device", "abacus"], "'abacus' is not one of 'a100'"),
         (["fitact.runtime.measure.reference:relu_mlp", "--plot", "plan.txt"], "ends in .png, .svg or .pdf"),
         (["fitact.runtime.measure.reference:relu_mlp", "--gib", "0"], "gib"),
     ],

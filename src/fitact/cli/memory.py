@@ -19,8 +19,6 @@ from .options import FILE, Finite, advance, named, once, progress, say
 if TYPE_CHECKING:
     from fitact.runtime.measure import Source, Training
 
-MOST_GIB = 2**20  # a pebibyte, the limit of `measure`
-
 
 class FiniteRange(Finite, click.FloatRange):
     """A finite number in a range."""
@@ -182,23 +180,14 @@ def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
     help="The compiler's activation_memory_budget; 0.9 also in codes, and in float8. Repeatable.",
 )
 @click.option("--no-compiler", is_flag=True, help="Leave out the compiler, which takes most of the time.")
-@click.option(
-    "--gib",
-    type=FiniteRange(0, MOST_GIB, min_open=True),
-    metavar="G",
-    help="Also find the largest batch and the longest sequence whose training steps fit in this many GiB.",
-)
 @click.option("--bytes", "exact", is_flag=True, help="Print bytes, not MiB.")
-@click.option("-o", "--output", type=FILE, metavar="FILE", help="Draw a bar chart: PNG, SVG or PDF.")
 @click.option("--json", "numbers", type=FILE, metavar="FILE", help="Write all numbers as JSON.")
 def memory(
     asked: Asked,
     bits: Sequence[int],
     budgets: Sequence[float],
     no_compiler: bool,
-    gib: float | None,
     exact: bool,
-    output: Path | None,
     numbers: Path | None,
 ) -> None:
     """Measure what a model saves for backward, and what each method and baseline would save.
@@ -208,20 +197,17 @@ def memory(
 
     \b
     Examples:
-      fitact memory --hf llama --seq 2048 --lora q_proj,v_proj --gib 24
-      fitact memory --hf bert --set num_hidden_layers=24 --batch 32 -o bert.png
+      fitact memory --hf llama --seq 2048 --lora q_proj,v_proj
+      fitact memory --hf bert --set num_hidden_layers=24 --batch 32
       fitact memory --timm convnext_atto --batch 64
       fitact memory my_models:tiny --batch 8 --json tiny.json
     """
-    from fitact.base import format_of, write
+    from fitact.base import write
 
-    kind = "" if output is None else format_of(output)
-    if output is not None and output == numbers:
-        raise UsageError(f"-o and --json: expected two files, got {output} for both")
     asked.check()
     from fitact.runtime.choose import measure
 
-    from . import charts, memory_tables
+    from .memory_tables import show
 
     source = asked.source
     with progress(1, "measuring") as bar:
@@ -234,18 +220,14 @@ def memory(
             autocast=asked.autocast,
             bits=once(bits),
             budgets=() if no_compiler else once(budgets),
-            gib=gib,
             optimizer=asked.optimizer,
             progress=partial(advance, bar, 0),
         )
-    if output is not None:
-        write(output, charts.draw(report, kind))
     if numbers is not None:
         write(numbers, report.to_json())
-    memory_tables.show(report, exact=exact)
-    for path in (output, numbers):
-        if path is not None:
-            say(f"wrote {path}")
+    show(report, exact=exact)
+    if numbers is not None:
+        say(f"wrote {numbers}")
 
 
 def _size(text: str) -> tuple[str, Any]:

@@ -40,16 +40,13 @@ def lines(report: Report, *, exact: bool = False) -> list[str]:
         f"{which} saves {size(block)}{' bytes' if exact else ''}",
     ]
     text += columns([(kind, size(count), _percent(count / block)) for kind, count in report.block.items()], "<>>")
-    text += ["", *columns(*_table(report, size)), *_fixed(report)]
+    text += ["", *columns(*_table(report, size)), _fixed(report)]
     return text + [f"note: {note}" for note in report.notes]
 
 
 def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, ...]], str]:
     """Return the rows, and the alignment of their columns."""
     head = ["", "saved", "of baseline", "replaced", "FLOPs again", "traffic again", "peak"]
-    batches = any(row.batch is not None for row in report.rows)
-    lengths = any(row.seq is not None for row in report.rows)
-    head += ["batch"] * batches + ["seq"] * lengths
     table = [tuple(head)]
     for row in report.rows:
         again = row.traffic != 0
@@ -57,27 +54,20 @@ def _table(report: Report, size: Callable[[int], str]) -> tuple[list[tuple[str, 
         line += ["" if row.replaced is None else f"{row.replaced} of {report.sites}"]
         line += [_percent(row.flops) if again else ""]
         line += ["" if not again else "-" if row.traffic is None else _percent(row.traffic)]
-        mark = "~" if row.peak is None else ""
         line += ["-" if row.peak is None else size(row.peak)]
-        line += ["" if row.batch is None else f"{mark}{row.batch:,}"] * batches
-        line += ["" if row.seq is None else f"{mark}{row.seq:,}"] * lengths
         table.append(tuple(line))
     return table, "<" + ">" * (len(head) - 1)
 
 
-def _fixed(report: Report) -> list[str]:
-    """Return lines on what peaks hold, and on the largest sizes."""
+def _fixed(report: Report) -> str:
+    """Return the line on what peaks hold."""
     fixed = {
         "parameters": report.parameter_bytes,
         "gradients": report.gradient_bytes,
         report.optimizer: report.optimizer_bytes,
     }
     parts = " + ".join(f"{count / GIB:.2f} GiB {name}" for name, count in fixed.items() if count)
-    text = [f"peak: of a training step, with {parts}"]
-    if report.gib is not None:
-        scaled = "; ~: scaled from the baseline" if report.rows[-1].peak is None else ""
-        text += [f"batch, seq: the largest whose peak fits {report.gib:g} GiB, the other as above{scaled}"]
-    return text
+    return f"peak: of a training step, with {parts}"
 
 
 def _percent(share: float) -> str:

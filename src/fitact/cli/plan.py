@@ -10,9 +10,10 @@ import click
 
 from fitact.base import JobError, UsageError
 
-from .memory import MOST_GIB, Asked, FiniteRange, of_a_model
+from .memory import Asked, FiniteRange, of_a_model
 from .options import FILE, advance, progress, say
 
+MOST_GIB = 2**20  # a pebibyte, the limit of `fitact.plan`
 RANKS = click.IntRange(1, 2**20)
 
 

@@ -14,7 +14,6 @@ from fitact.runtime.choose import (
     BASELINE,
     DTYPES,
     FULL,
-    MOST_GIB,
     MOVED,
     OF_BLOCKS,
     OPTIMIZERS,
@@ -22,7 +21,6 @@ from fitact.runtime.choose import (
     SELECTIVE,
     Cost,
     Costs,
-    Curve,
     Policy,
     Step,
     measure_costs,
@@ -32,12 +30,14 @@ from fitact.runtime.choose import (
 from fitact.runtime.measure import USUAL, Device, Patterns, Subject, copied, device_of
 from fitact.runtime.saving import ERRORS
 
+from .capacity import Curve
 from .programme import Option, Stage, fastest, least, peak, seconds
 from .record import GIB, Group, Plan, Point
 
 if TYPE_CHECKING:
     from torch import nn
 
+MOST_GIB = 2**20  # a pebibyte
 WORTH = 1e-3  # of a step's time: a model that fits as it is, is not changed for less
 TRIES = 6  # of budgets, until what the programme answers also fits as measured
 FRONT = 9  # budgets of each line of the front
