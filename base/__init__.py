@@ -31,6 +31,8 @@ from .pictures import defaults as defaults
 from .pictures import format_of as format_of
 from .pictures import literal as literal
 from .pictures import save as save
+from .reports import Bars as Bars
+from .reports import Shown as Shown
 from .text import LISTED as LISTED
 from .text import columns as columns
 from .text import few as few

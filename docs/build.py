@@ -85,7 +85,6 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "runtime.measure.hugging_face",
             "runtime.measure.timm_model",
             "runtime.measure.from_callable",
-            "cli.memory_tables.show",
         ),
     ),
     (
@@ -101,7 +100,8 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "planning.Plan",
             "planning.Plan.apply",
             "planning.Plan.save",
-            "planning.Plan.plot",
+            "base.reports.Shown.to_dict",
+            "base.reports.Shown.plot",
             "planning.Group",
             "planning.Point",
             "runtime.measure.Device",

@@ -29,5 +29,6 @@ from .policies import apply as apply
 from .policies import changed as changed
 from .policies import revert as revert
 from .records import Conversion as Conversion
+from .tables import lines as lines
 from .verify import Verification as Verification
 from .verify import verify as verify

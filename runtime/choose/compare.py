@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitact.base import UsageError, integer, one_line, quote, real, several
+from fitact.base import Bars, Shown, UsageError, integer, one_line, quote, real, several
 from fitact.runtime.compile import BUDGET
 from fitact.runtime.measure import (
     Measured,
@@ -47,6 +47,7 @@ from .compiler import compiled
 from .convert import check_bits
 from .detect import activation_sites
 from .policies import BASELINE, Policy, changed
+from .tables import lines
 
 SCHEMA = "fitact.memory/2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,7 +82,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """The result of `measure`.
 
     Attributes:
@@ -121,6 +122,14 @@ class Report:
     modules: Mapping[str, int]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+    def bars(self) -> Bars:
+        """Return what each way saves."""
+        title = f"What {self.model} saves for backward"
+        return Bars(title, "saved for backward", ("bytes",), tuple((row.name, (row.bytes,)) for row in self.rows))
 
     def to_json(self) -> str:
         """Return the report as JSON; the same measurement gives the same text."""
@@ -282,8 +291,6 @@ class _Measurement:
                 self.notes.append(f"{policy.name}: it fails: {one_line(error.__cause__ or error)}")
             return None
         kinds = done.saved.by_kind()
-        if policy.checkpoint:
-            kinds["checkpoint"] = done.saved.bytes - sum(kinds.values())
         flops, traffic = (
             (getattr(done.forward + done.backward, what) - getattr(baseline.forward + baseline.backward, what))
             / max(getattr(baseline.forward, what), 1)

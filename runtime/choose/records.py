@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fitact.base import columns
+from fitact.base import Bars, Shown, UsageError, columns
 
 Kind = Literal["activation", "module"]
 
@@ -77,7 +77,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(Shown):
     """What was done to a model, or in a dry run would be done.
 
     Attributes:
@@ -111,6 +111,16 @@ class Conversion:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def bars(self) -> Bars:
+        """Return what modules save, before and now; UsageError if that was not measured."""
+        if not self.modules:
+            raise UsageError("nothing was measured: give example_inputs to fitact.convert")
+        named = {f"{one.name or 'the model'} {_times(one)}".rstrip(): one for one in _large(self.modules)}
+        rows = tuple((name, (one.before, one.after)) for name, one in named.items())
+        title = "; ".join(_summary(self))
+        now = "as converted" if self.dry_run else "now"
+        return Bars(title[0].upper() + title[1:], "saved for backward", ("before", now), rows)
 
 
 MIB = 2**20
@@ -147,16 +157,22 @@ def _lines(conversion: Conversion) -> Iterator[str]:
 
 def _module_rows(modules: Sequence[ModuleRecord], how: bool) -> Iterator[tuple[str, ...]]:
     """Yield rows of the modules that saved most, and one of all others."""
+    for module in _large(modules):
+        ways = (", ".join(module.how),) if how else ()
+        yield module.name or "the model", _times(module), _size(module.before), _size(module.after), *ways
+
+
+def _large(modules: Sequence[ModuleRecord]) -> list[ModuleRecord]:
+    """Return the modules that saved most, and all others as one."""
     large, rest = list(modules[:ROWS]), modules[ROWS:]
     if rest:
-        count, before, after = (
-            sum(getattr(module, name) for module in rest) for name in ("count", "before", "after")
-        )
-        large.append(ModuleRecord("all others", count, before, after))
-    for module in large:
-        times = f"×{module.count}" if module.count > 1 else ""
-        ways = (", ".join(module.how),) if how else ()
-        yield module.name or "the model", times, _size(module.before), _size(module.after), *ways
+        sums = (sum(getattr(module, name) for module in rest) for name in ("count", "before", "after"))
+        large.append(ModuleRecord("all others", *sums))
+    return large
+
+
+def _times(module: ModuleRecord) -> str:
+    return f"×{module.count}" if module.count > 1 else ""
 
 
 def _row(group: Sequence[SiteRecord]) -> tuple[str, ...]:

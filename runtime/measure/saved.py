@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -49,10 +49,11 @@ PLAIN = {
 }
 
 
-# Kinds of operations that save: `product` is a gate's, `weights` a copy of parameters in another dtype.
+# Kinds of operations that save: `product` is a gate's, `weights` a copy of parameters in another dtype; a
+# `checkpoint` saves what its block is given.
 KINDS = (
     *("activation", "product", "norm", "linear", "convolution", "attention", "dropout"),
-    *("embedding", "loss", "weights", "other"),
+    *("embedding", "loss", "weights", "checkpoint", "other"),
 )
 
 
@@ -131,8 +132,8 @@ class Saved:
                 sums[key(record)] += record.bytes
         return dict(sums.most_common())
 
-    def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, if it is new and no module owns it."""
+    def add(self, tensor: Tensor, kind: str = "") -> None:
+        """Count a tensor's storage, if it is new and no module owns it; by default its kind is the operation's."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         if key in self.owned:
@@ -145,6 +146,8 @@ class Saved:
             self.records[key] = SavedStorage(storage.nbytes())
         elif before is None or before.kind == "activation":
             self.records[key] = self.place.record(storage)
+            if kind:
+                self.records[key] = replace(self.records[key], kind=kind)
 
 
 counts: list[Saved] = []  # that are open
@@ -155,7 +158,7 @@ def count_unseen(tensors: Iterable[Any]) -> None:
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             for saved in counts:
-                saved.add(tensor)
+                saved.add(tensor, "checkpoint")
 
 
 @contextmanager

@@ -47,6 +47,7 @@ memory --hf llama --set num_hidden_layers -> expected NAME=VALUE
 memory --hf llama --set 'hidden_size=[[[[' -> expected a word or a literal
 memory --hf llama --bits 9 -> 9 is not in the range
 plan --hf llama --gib 24 --plot a.txt -> ends in .png, .svg or .pdf
+memory --hf llama --plot a.txt -> ends in .png, .svg or .pdf
 memory --timm resnet999 -> no model 'resnet999'; near it are resnet50
 memory my_models:tiny --set a=1 -> --set is for --hf
 memory my_models:tinny -> it has no callable 'tinny'; near it are tiny

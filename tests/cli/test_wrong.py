@@ -198,8 +198,11 @@ plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is
 memory my_models:tiny --budget nan -> --budget
 memory my_models:tiny --budget -1 -> --budget
 memory my_models:tiny --budget 1.5 -> --budget
-memory my_models:tiny --no-compiler --json a/ -> expected the name of a file
-memory my_models:tiny --no-compiler --json '' -> expected the name of a file
+memory my_models:tiny --no-compiler -o a.png --plot a.png -> expected two files
+memory my_models:tiny --no-compiler -o a/ -> expected the name of a file
+memory my_models:tiny --no-compiler --plot '' -> expected the name of a file
+memory my_models:tiny -o a.png -> a.png: -o writes JSON, draw with --plot
+memory my_models:tiny --json a.json -> --json is now -o
 memory --hf gpt2 --set n_layer=1 --set n_layer=2 -> --set n_layer: given twice
 memory --hf gpt2 --set 'n_layer={[]:1}' -> n_layer
 memory my_models:leaves -> my_models:leaves: it failed: SystemExit: 3

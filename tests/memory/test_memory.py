@@ -835,7 +835,7 @@ def test_large_shapes(tmp_path: Path) -> None:
     for name, (kind, sizes, seq, *_) in SHAPES.items():
         fewer = sizes if name in WHOLE else sizes | FEWER.get(name, {"num_hidden_layers": 2})
         options = "".join(f" --set {size}={value}" for size, value in fewer.items())
-        lines.append(f"memory --hf {kind} --seq {seq}{options} --no-compiler --json {name}.json")
+        lines.append(f"memory --hf {kind} --seq {seq}{options} --no-compiler -o {name}.json")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps([SHAPES, lines]),
@@ -953,7 +953,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_command(command: Call, tmp_path: Path) -> None:
-    status, out, err = command("memory mine:tiny --batch 4096 --seq 16 --json a/b.json")
+    status, out, err = command("memory mine:tiny --batch 4096 --seq 16 -o a/b.json --plot chart.png")
     assert (status, err) == (0, "")
     text = out.splitlines()
     assert text[0] == "mine:tiny: batch 4096, seq 16, bfloat16; 144 parameters, what needs gradients is trained"
@@ -964,7 +964,8 @@ def test_command(command: Call, tmp_path: Path) -> None:
         "relumix, 2 bits",
         "inverted",
     ]
-    assert out.endswith("wrote a/b.json\n")
+    assert out.endswith("wrote a/b.json\nwrote chart.png\n")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "a/b.json").read_text())
     assert report["schema"] == "fitact.memory/2"
     rows = {row["name"]: row for row in report["rows"]}
@@ -987,7 +988,7 @@ def test_table_of_the_alternatives(command: Call, tmp_path: Path) -> None:
     columns = ["baseline", "fewbit, 1 bit", "fewbit, 3 bits", "inverted", "saving, exact", "checkpointing, full"]
     columns += ["checkpointing, selective", "compiler, budget 1", "compiler, budget 0.7"]
     for line, row in zip(lines, table, strict=True):
-        assert command(f"{line} --json found.json")[0] == 0
+        assert command(f"{line} -o found.json")[0] == 0
         rows = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["rows"]}
         assert row.split(" | ") == [_cell(rows[name]) for name in columns], line
 
@@ -1017,6 +1018,7 @@ BAD = [
     ("memory mine:tiny --freeze 'z*'", "'z*': no parameter has such a name; there are *.weight, *.bias"),
     ("memory mine:tiny --freeze '*'", "every parameter is frozen"),
     ("memory mine:tiny --lora x_proj", "'x_proj': no linear layer has that name; there are 0, 2"),
+    ("memory mine:tiny --plot a.txt", "a.txt: expected a file name that ends in .png"),
     ("memory mine:tiny --bits 5", "--bits"),
     ("memory mine:tiny --budget 2", "--budget"),
     ("memory --hf llamma", "transformers has no model type 'llamma'; near it are llama"),

@@ -14,7 +14,7 @@ import click
 from fitact.base import UsageError, quote
 
 from .names import WORD, check_model, check_place, check_timm
-from .options import FILE, Finite, advance, named, once, progress, say
+from .options import Finite, advance, named, once, progress, refused, say, writing
 
 if TYPE_CHECKING:
     from fitact.runtime.measure import Source, Training
@@ -181,14 +181,16 @@ def of_a_model(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--no-compiler", is_flag=True, help="Leave out the compiler, which takes most of the time.")
 @click.option("--bytes", "exact", is_flag=True, help="Print bytes, not MiB.")
-@click.option("--json", "numbers", type=FILE, metavar="FILE", help="Write all numbers as JSON.")
+@click.option("--json", hidden=True, expose_value=False, callback=refused("--json is now -o, as in all commands"))
+@writing("all numbers", "a bar chart")
 def memory(
     asked: Asked,
     bits: Sequence[int],
     budgets: Sequence[float],
     no_compiler: bool,
     exact: bool,
-    numbers: Path | None,
+    output: Path | None,
+    picture: Path | None,
 ) -> None:
     """Measure what a model saves for backward, and what each method and baseline would save.
 
@@ -198,16 +200,13 @@ def memory(
     \b
     Examples:
       fitact memory --hf llama --seq 2048 --lora q_proj,v_proj
-      fitact memory --hf bert --set num_hidden_layers=24 --batch 32
+      fitact memory --hf bert --set num_hidden_layers=24 --batch 32 --plot bert.png
       fitact memory --timm convnext_atto --batch 64
-      fitact memory my_models:tiny --batch 8 --json tiny.json
+      fitact memory my_models:tiny --batch 8 -o tiny.json
     """
-    from fitact.base import write
-
     asked.check()
-    from fitact.runtime.choose import measure
-
-    from .memory_tables import show
+    from fitact.base import write
+    from fitact.runtime.choose import lines, measure
 
     source = asked.source
     with progress(1, "measuring") as bar:
@@ -223,11 +222,15 @@ def memory(
             optimizer=asked.optimizer,
             progress=partial(advance, bar, 0),
         )
-    if numbers is not None:
-        write(numbers, report.to_json())
-    show(report, exact=exact)
-    if numbers is not None:
-        say(f"wrote {numbers}")
+    if output is not None:
+        write(output, report.to_json())
+    if picture is not None:
+        report.plot(picture)
+    for line in lines(report, exact=exact):
+        say(line)
+    for path in (output, picture):
+        if path is not None:
+            say(f"wrote {path}")
 
 
 def _size(text: str) -> tuple[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fitact.base import UsageError, printable, quote
+from fitact.base import UsageError, format_of, printable, quote
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
@@ -122,6 +123,37 @@ def read_weight(given: str) -> Weight:
         return weights.weight(site if mark else None)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
+
+
+def refused(message: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """Return the callback of an option of once: it refuses it in a line that names the new one."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value is not None:
+            raise click.UsageError(message, ctx)
+
+    return refuse
+
+
+def writing(result: str, drawn: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options `-o`, for its result as JSON, and `--plot`, for a picture of it."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @click.option("-o", "--output", type=FILE, metavar="FILE", help=f"Write {result} as JSON.")
+        @click.option("--plot", "picture", type=FILE, metavar="FILE", help=f"Draw {drawn}: a PNG, SVG or PDF.")
+        @wraps(command)
+        def checked(*args: Any, output: Path | None, picture: Path | None, **options: Any) -> None:
+            if picture is not None:
+                format_of(picture)
+            if output is not None and output == picture:
+                raise UsageError(f"-o and --plot: expected two files, got {output} for both")
+            if output is not None and output.suffix.lower() in (".png", ".svg", ".pdf"):
+                raise UsageError(f"{output}: -o writes JSON, draw with --plot")
+            command(*args, output=output, picture=picture, **options)
+
+        return checked
+
+    return decorate
 
 
 STEPS = 1000  # of the progress bar per fit

@@ -11,7 +11,7 @@ import click
 from fitact.base import JobError, UsageError
 
 from .memory import Asked, FiniteRange, of_a_model
-from .options import FILE, advance, progress, say
+from .options import advance, progress, say, writing
 
 MOST_GIB = 2**20  # a pebibyte, the limit of `fitact.plan`
 RANKS = click.IntRange(1, 2**20)
@@ -64,8 +64,7 @@ RANKS = click.IntRange(1, 2**20)
 @click.option(
     "--front", is_flag=True, help="Also plans for other memories, and checkpointing; --plot draws these."
 )
-@click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the plan as JSON, for fitact.load_plan.")
-@click.option("--plot", "picture", type=FILE, metavar="FILE", help="Draw memory against time: PNG, SVG or PDF.")
+@writing("the plan, for fitact.load_plan,", "memory against time")
 def plan(
     asked: Asked,
     gib: float | None,
@@ -94,12 +93,6 @@ def plan(
       fitact plan my_models:tiny --batch 8 --gib 4 --measure --plot plan.png
       fitact plan --hf gpt2 --gib 12 --error exact --largest batch
     """
-    from fitact.base import format_of
-
-    if picture is not None:
-        format_of(picture)
-    if output is not None and output == picture:
-        raise UsageError(f"-o and --plot: expected two files, got {output} for both")
     asked.check()
     from fitact.planning import GIB, Planner, Words
     from fitact.planning import largest as largest_of

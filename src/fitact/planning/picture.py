@@ -50,13 +50,22 @@ def draw(plan: Plan, format: str = "png") -> bytes:
         }
         label = f"this plan, gradients {plan.error}"
         axes.plot([plan.peak / GIB], [plan.seconds / baseline], markeredgewidth=2, label=label, **style)
+    if not any(p.name == "baseline" for p in others):
+        axes.plot(
+            [plan.baseline_peak / GIB], [1.0], marker="o", color="#5c677d", linestyle="none", label="baseline"
+        )
+    if not plan.fits:
+        label = f"the least of a step, {plan.peak / GIB:.3g} GiB"
+        axes.axvline(plan.peak / GIB, color="#5c677d", linewidth=1, linestyle=":", label=label)
     axes.axvline(plan.gib, color="#d1495b", linewidth=1, linestyle="--")
     axes.annotate(
         f" {plan.gib:g} GiB", (plan.gib, 0.98), xycoords=("data", "axes fraction"), va="top", color="#d1495b"
     )
     rest = (plan.fixed + plan.gradients) / GIB
     axes.axvspan(0, rest, color="#eeeeee", zorder=0, label="parameters, gradients, optimizer")
-    axes.set_xlim(0, 1.05 * max([plan.gib, plan.peak / GIB, *(p.peak / GIB for p in plan.points)]))
+    axes.set_xlim(
+        0, 1.05 * max([plan.gib, plan.peak / GIB, plan.baseline_peak / GIB, *(p.peak / GIB for p in plan.points)])
+    )
     axes.set_xlabel("peak of a training step, GiB")
     axes.set_ylabel("time of a step, of the baseline's")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")

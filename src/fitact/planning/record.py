@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fitact.base import UsageError, columns, number, quote, read_text, record_of, three, whole, write
+from fitact.base import Bars, Shown, UsageError, columns, number, quote, read_text, record_of, three, whole, write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """How to train each block of a model, so that a step fits a memory and takes the least time.
 
     Attributes:
@@ -125,26 +125,18 @@ class Plan:
         """Write the plan to a file, for `load_plan`."""
         write(Path(path), self.to_json())
 
-    def plot(self, path: str | Path | None = None, format: str = "png") -> bytes:
-        """Draw memory against time: the plans for each error, and other policies as points.
+    def bars(self) -> Bars:
+        """Return the peaks of a step, and the memory that it has to fit."""
+        rows = [("baseline", self.baseline_peak), ("this plan" if self.fits else "the least", self.peak)]
+        rows += [("weights, gradients, optimizer", self.fixed + self.gradients), ("memory", round(self.gib * GIB))]
+        title = f"{self.model} {sentence(self)}"
+        return Bars(title, "peak of a training step", ("",), tuple((name, (size,)) for name, size in rows))
 
-        Args:
-            path: where to write the picture; its ending gives the format. By default it is only returned.
-            format: `png`, `svg` or `pdf`, without a path.
-
-        Returns:
-            The picture's bytes; the same plan gives the same bytes.
-
-        Raises:
-            UsageError: the format is another one.
-
-        """
+    def draw(self, format: str) -> bytes:
+        """Draw memory against time: the plans for each error, and other policies as points."""
         from .picture import draw
 
-        data = draw(self, format if path is None else Path(path).suffix[1:].lower())
-        if path is not None:
-            write(Path(path), data)
-        return data
+        return draw(self, format)
 
     def apply(self, model: nn.Module) -> None:
         """Change the blocks of a model as planned, in place; `fitact.revert` puts them back.

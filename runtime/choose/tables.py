@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from fitact.base import columns
 
-from .options import say
-
 if TYPE_CHECKING:
-    from fitact.runtime.choose import Report
+    from .compare import Report
 
 
 KIB = 2**10
@@ -18,14 +16,8 @@ MIB = 2**20
 GIB = 2**30
 
 
-def show(report: Report, *, exact: bool = False) -> None:
-    """Print a report's tables, with sizes in MiB, for small models in KiB or bytes, and if `exact`, in bytes."""
-    for line in lines(report, exact=exact):
-        say(line)
-
-
 def lines(report: Report, *, exact: bool = False) -> list[str]:
-    """Return the lines that `show` prints."""
+    """Return a report's tables, with sizes in MiB, for small models in KiB or bytes, and if `exact`, in bytes."""
     block = sum(report.block.values())
     exact = exact or report.rows[0].bytes < MIB
     unit, name = (MIB, "MiB") if block >= MIB else (KIB, "KiB")

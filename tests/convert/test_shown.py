@@ -1,0 +1,105 @@
+"""Reports as dictionaries, as tables of notebooks and as pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fitact
+from fitact.base import Bars, UsageError
+from fitact.base.reports import WIDTH
+from fitact.runtime.choose.compare import measure
+from fitact.runtime.measure.reference import gelu_mlp
+
+X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+
+
+class Odd(nn.Module):
+    """A block whose name HTML would read as a tag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("<b>&", nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.get_submodule("<b>&")(x)
+        return y
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    model = nn.Sequential(Odd(), Odd())
+    plan = fitact.plan(model, gib=1, example_inputs=X, device="a100")
+    short = fitact.plan(model, gib=1e-5, example_inputs=X, device="a100")
+    conversion = fitact.convert(model, error="rounding", example_inputs=X)
+    return {"convert": conversion, "memory": measure(gelu_mlp, budgets=()), "plan": plan, "short": short}
+
+
+@pytest.mark.parametrize("name", ["convert", "memory", "plan", "short"])
+def test_shown(name: str, reports: dict[str, Any], tmp_path: Path) -> None:
+    report = reports[name]
+    found = report.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    if hasattr(report, "to_json"):
+        stored = json.loads(report.to_json())
+        del stored["schema"]
+        assert stored == found
+    html = report._repr_html_()
+    whole = re.fullmatch(r"(<table>.*</table>)\n<details>.*<pre>(.*)</pre></details>", html, re.DOTALL)
+    assert whole is not None
+    table, text = whole.groups()
+    assert unescape(text) == str(report)
+    root = ET.fromstring(table.replace("<br>", "<br/>"))
+    bars: Bars = report.bars()
+    rows = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
+    assert [row[0] for row in rows] == [label for label, _ in bars.rows]
+    widths = [
+        int(width) for one in root.iter("div") for width in re.findall(r"width:(\d+)px", one.get("style", ""))
+    ]
+    values = [value for _, each in bars.rows for value in each]
+    assert max(widths) == WIDTH and len(widths) == len(values)
+    assert all(
+        abs(width - WIDTH * value / max(values)) <= 0.5 for width, value in zip(widths, values, strict=True)
+    )
+    for kind in ("png", "svg", "pdf"):
+        report.plot(tmp_path / f"a.{kind}")
+        assert (tmp_path / f"a.{kind}").read_bytes() == report.plot(format=kind)
+    with pytest.raises(UsageError, match="expected png, svg or pdf"):
+        report.plot(format="gif")
+
+
+def test_what_is_drawn(reports: dict[str, Any]) -> None:
+    """Titles state the numbers of the bars; axes have names and units."""
+    bars = reports["convert"].bars()
+    before, after = (sum(values[i] for _, values in bars.rows) for i in (0, 1))
+    assert (before, after) == (reports["convert"].saved_before, reports["convert"].saved_after)
+    assert bars.title == f"The model saves {after:,} bytes for backward instead of {before / 2**20:.1f} MiB, " \
+        f"{100 * after / before:.1f} %"  # fmt: skip
+    assert any(label.startswith("*.<b>&") for label, _ in bars.rows)
+    picture = reports["convert"].plot(format="svg").decode()
+    for text in (f"saved for backward, {bars.unit[1]}", "before", "now", "*.&lt;b&gt;&amp;"):
+        assert text in picture
+    assert "fits as it is" in reports["plan"].bars().title and "does not fit" in reports["short"].bars().title
+    assert [label for label, _ in reports["short"].bars().rows][1] == "the least"
+    assert "the least of a step" in reports["short"].plot(format="svg").decode()
+
+
+def test_checkpoints_have_a_kind(reports: dict[str, Any]) -> None:
+    full = next(row for row in reports["memory"].rows if row.name == "checkpointing, full")
+    assert full.kinds == {"checkpoint": full.bytes}
+    assert "checkpointing, full" in reports["memory"].plot(format="svg").decode()
+
+
+def test_nothing_measured() -> None:
+    report = fitact.convert(nn.Sequential(Odd()))
+    assert report._repr_html_() == f"<pre>{report}</pre>".replace('"', "&quot;")
+    with pytest.raises(UsageError, match="nothing was measured: give example_inputs"):
+        report.plot()
