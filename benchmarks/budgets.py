@@ -61,8 +61,7 @@ class Row:
 
 def planned(sizes: dict[str, Any], training: Training, memories: tuple[float, ...]) -> list[Row]:
     """Return a row for each way to train a model."""
-    prepared, inputs = prepare(hugging_face("llama", sizes), training, batch=BATCH, seq=SEQ)
-    subject = prepared.subject(inputs)
+    subject = prepare(hugging_face("llama", sizes), training, batch=BATCH, seq=SEQ)
     planner = Planner(subject, "adamw", DEVICE, host_gib=HOST)
     without = copy(planner)
     without.host = 0
@@ -92,8 +91,8 @@ def partitioned(sizes: dict[str, Any], training: Training, fixed: int, blocks: i
     """Return a row for each budget of the compiler: the least of its peak, its FLOPs beside those at budget 1."""
     found = []
     for few in FEW:
-        prepared, inputs = prepare(hugging_face("llama", {**sizes, LAYERS: few}), training, batch=BATCH, seq=SEQ)
-        found.append(compiled(prepared.subject(inputs), BUDGETS))
+        subject = prepare(hugging_face("llama", {**sizes, LAYERS: few}), training, batch=BATCH, seq=SEQ)
+        found.append(compiled(subject, BUDGETS))
     rows = []
     for small, large in zip(*found, strict=True):
         saved, flops = (

@@ -28,8 +28,8 @@ from torch import nn
 from fitact.runtime.choose import Policy, changed
 from fitact.runtime.measure import (
     Example,
-    Prepared,
     Source,
+    Subject,
     Training,
     count_saved,
     gpu_kernels,
@@ -37,7 +37,6 @@ from fitact.runtime.measure import (
     prepare,
 )
 from fitact.runtime.norms import merge_norm
-from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS, attaching, saving
 from tests.support.peak import peak_memory
 
@@ -154,25 +153,25 @@ def _casting(autocast: bool) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
 
 
-def saved(prepared: Prepared, inputs: Inputs, autocast: bool = False) -> int:
+def saved(subject: Subject, autocast: bool = False) -> int:
     """Return the bytes that autograd saves, with a GPU's kernels."""
-    with gpu_kernels(), count_saved(prepared.model) as saved, _casting(autocast):
-        prepared.run(inputs)
+    with gpu_kernels(), count_saved(subject.model) as saved, _casting(autocast):
+        subject.run()
     return saved.bytes
 
 
-def peak(prepared: Prepared, inputs: Inputs, autocast: bool) -> int:
+def peak(subject: Subject, autocast: bool) -> int:
     """Return the bytes alive when most are in a training step, with the optimizer's state."""
 
     def step() -> None:
         with _casting(autocast):
-            outputs = prepared.run(inputs)
+            outputs = subject.run()
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        prepared.model.zero_grad(set_to_none=True)
+        subject.model.zero_grad(set_to_none=True)
 
-    trained = sum(parameter.nbytes for parameter in prepared.model.parameters() if parameter.requires_grad)
-    with gpu_kernels(), prepared.mode or nullcontext():
-        return peak_memory(step, prepared.model)["total"] + OPTIMIZER * trained
+    trained = sum(parameter.nbytes for parameter in subject.model.parameters() if parameter.requires_grad)
+    with gpu_kernels(), subject.mode or nullcontext():
+        return peak_memory(step, subject.model)["total"] + OPTIMIZER * trained
 
 
 # ---------------------------------------------------------------------------------------------------------- models
@@ -181,15 +180,15 @@ def peak(prepared: Prepared, inputs: Inputs, autocast: bool) -> int:
 Around = AbstractContextManager[object]
 
 
-def variants(kind: str, prepared: Prepared, norms: bool) -> Iterator[tuple[str, Around]]:
+def variants(kind: str, subject: Subject, norms: bool) -> Iterator[tuple[str, Around]]:
     """Yield what a model has, merged norms or not, and the context that makes it so; "" for PyTorch as it is."""
     yield NORMS[kind] if norms else "", nullcontext()
     for (method, bits), name in STEPS[kind].items():
         way = Policy(name, method=method, bits=bits)
-        yield f"{name} and {NORMS[kind]}" if norms else name, changed([prepared.model], [way])
+        yield f"{name} and {NORMS[kind]}" if norms else name, changed([subject.model], [way])
     if not norms:
         for error in ERRORS:
-            yield f"saving, {error}", attaching(prepared.model, {"": partial(saving, error)})
+            yield f"saving, {error}", attaching(subject.model, {"": partial(saving, error)})
 
 
 def vit(tuning: str) -> Iterator[Row]:
@@ -199,10 +198,10 @@ def vit(tuning: str) -> Iterator[Row]:
     for norms in (False, True):
         source = hugging_face("vit")
         given = (merged(source, training, torch.float32), None) if norms else (source, training)
-        prepared, inputs = prepare(*given, batch=64, seq=1, dtype=torch.float32)
-        for what, around in variants("vit", prepared, norms):
+        subject = prepare(*given, batch=64, seq=1, dtype=torch.float32)
+        for what, around in variants("vit", subject, norms):
             with around:
-                found[what] = saved(prepared, inputs, True), peak(prepared, inputs, True)
+                found[what] = saved(subject, True), peak(subject, True)
     baseline, whole_baseline = found.pop("")
     setting = f"{tuning}, batch 64, mixed precision"
     for what, (saved_bytes, whole) in found.items():
@@ -226,19 +225,19 @@ def llama() -> tuple[list[Row], dict[str, dict[str, int]]]:
     for norms, layers in product((False, True), (1, 2)):
         source = hugging_face("llama", {"num_hidden_layers": layers, "dtype": "bfloat16"})
         given = (merged(source, training, bf16), None) if norms else (source, training)
-        prepared, inputs = prepare(*given, batch=batch, seq=seq, dtype=bf16)
-        for what, around in variants("llama", prepared, norms):
+        subject = prepare(*given, batch=batch, seq=seq, dtype=bf16)
+        for what, around in variants("llama", subject, norms):
             with around:
-                found.setdefault(what, []).append(saved(prepared, inputs))
+                found.setdefault(what, []).append(saved(subject))
     composed = {what: one + (LLAMA_LAYERS - 1) * (two - one) for what, (one, two) in found.items()}
-    prepared, inputs = prepare(hugging_face("llama"), training, batch=batch, seq=seq, dtype=bf16)
+    subject = prepare(hugging_face("llama"), training, batch=batch, seq=seq, dtype=bf16)
     checks = {}
-    for what, around in variants("llama", prepared, norms=False):
+    for what, around in variants("llama", subject, norms=False):
         with around:
-            checks[what or "baseline"] = {"composed": composed[what], "measured": saved(prepared, inputs)}
+            checks[what or "baseline"] = {"composed": composed[what], "measured": saved(subject)}
     if any(check["composed"] != check["measured"] for check in checks.values()):
         raise SystemExit(f"32 layers do not save what one and two layers say: {checks}")
-    beside = held_by_qlora(prepared.model)
+    beside = held_by_qlora(subject.model)
     baseline = composed.pop("")
     setting = "QLoRA, batch 4, 640 tokens, bfloat16"
     rows = [
@@ -282,10 +281,10 @@ def inverted() -> Iterator[Row]:
     )
     for name, source, training, batch, seq, published in cases:
         setting = f"{'LoRA' if training.lora else 'full tuning'}, batch {batch}, {seq} tokens, float32"
-        prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=torch.float32)
-        baseline = saved(prepared, inputs)
-        with changed([prepared.model], [Policy("inverted", method="inverted")]):
-            saved_bytes = saved(prepared, inputs)
+        subject = prepare(source, training, batch=batch, seq=seq, dtype=torch.float32)
+        baseline = saved(subject)
+        with changed([subject.model], [Policy("inverted", method="inverted")]):
+            saved_bytes = saved(subject)
         yield Row(name, setting, "Inverted", baseline, saved_bytes, None, None, published, "saved")
 
 

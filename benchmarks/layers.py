@@ -34,7 +34,6 @@ from torch import Tensor, nn
 import fitact
 from fitact.runtime.choose import SELECTIVE, changed, compiled
 from fitact.runtime.measure import Saved, blocks_of, count_saved, from_callable, gpu_kernels, imported, prepare
-from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS
 
 RESULTS = Path(__file__).parent / "results" / "layers.json"
@@ -136,9 +135,8 @@ def traced(name: str, layers: int) -> tuple[dict[str, int], dict[str, int]]:
     def example(batch: int, seq: int) -> tuple[nn.Module, dict[str, Tensor]]:
         return model_of(name, TRAININGS[0], layers), inputs_of(name)
 
-    prepared, inputs = prepare(from_callable(example), batch=BATCH, seq=SEQ)
-    given = Inputs(inputs.args, inputs.kwargs)
-    found = compiled(prepared.subject(given), BUDGETS)
+    subject = prepare(from_callable(example), batch=BATCH, seq=SEQ)
+    found = compiled(subject, BUDGETS)
     names = [f"compiler, {budget:g}" for budget in BUDGETS]
     return dict(zip(names, (one.saved.bytes for one in found), strict=True)), dict(
         zip(names, (one.flops for one in found), strict=True)

@@ -31,7 +31,6 @@ from fitact.base import Bars, Shown, UsageError, integer, one_line, quote, real,
 from fitact.runtime.compile import BUDGET
 from fitact.runtime.measure import (
     Measured,
-    Prepared,
     Source,
     Subject,
     Training,
@@ -187,9 +186,10 @@ def measure(
     budgets = [real("budgets", budget, 0, 1) for budget in several("budgets", budgets)]
     if not isinstance(source, Source):
         source = from_callable(source)
-    prepared, inputs = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype])
-    subject = prepared.subject(inputs, DTYPES[autocast] if autocast else None)
-    measurement = _Measurement(prepared, subject, {"batch": batch, "seq": seq}, optimizer, progress)
+    casting = DTYPES[autocast] if autocast else None
+    subject = prepare(source, training, batch=batch, seq=seq, dtype=DTYPES[dtype], autocast=casting)
+    sizes = {name: size for name, size in (("batch", batch), ("seq", seq)) if name in source.varies}
+    measurement = _Measurement(subject, sizes, optimizer, progress)
     return measurement.report(str(training or Training()), bits, budgets)
 
 
@@ -198,9 +198,8 @@ _Candidate = tuple[Policy, Sequence[nn.Module]]  # a policy, and the modules of 
 
 @dataclass
 class _Measurement:
-    prepared: Prepared
     subject: Subject
-    sizes: Mapping[str, int]  # of the inputs
+    sizes: Mapping[str, int]  # of the inputs, as far as they vary
     optimizer: str
     progress: Callable[[float], None]
     done: float = 0.0  # of `whole`, in training steps
@@ -213,7 +212,7 @@ class _Measurement:
         self.progress(min(self.done / self.whole, 1.0))
 
     def report(self, training: str, bits: Sequence[int], budgets: Sequence[float]) -> Report:
-        model, source = self.subject.model, self.prepared.source
+        model = self.subject.model
         baseline = whole_step(self.subject)
         sites = activation_sites(model)
         blocks = blocks_of(model)
@@ -244,11 +243,11 @@ class _Measurement:
         self.progress(1.0)
         autocast = self.subject.autocast
         return Report(
-            model=self.prepared.name,
+            model=self.subject.name,
             training=training,
-            batch=self.sizes["batch"] if "batch" in source.varies else None,
-            seq=self.sizes["seq"] if "seq" in source.varies else None,
-            dtype=str(self.prepared.dtype).removeprefix("torch."),
+            batch=self.sizes.get("batch"),
+            seq=self.sizes.get("seq"),
+            dtype=str(self.subject.dtype).removeprefix("torch."),
             autocast=None if autocast is None else str(autocast).removeprefix("torch."),
             parameters=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in trained),

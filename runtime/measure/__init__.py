@@ -19,9 +19,6 @@ from .meter import Meter as Meter
 from .meter import MeteredLink as MeteredLink
 from .meter import Work as Work
 from .meter import whole_step as whole_step
-from .prepare import Example as Example
-from .prepare import Prepared as Prepared
-from .prepare import Source as Source
 from .prepare import Training as Training
 from .prepare import imported as imported
 from .prepare import prepare as prepare
@@ -37,7 +34,9 @@ from .sources import from_callable as from_callable
 from .sources import hugging_face as hugging_face
 from .sources import model_and_batches as model_and_batches
 from .sources import timm_model as timm_model
+from .subjects import Example as Example
 from .subjects import Patterns as Patterns
+from .subjects import Source as Source
 from .subjects import Subject as Subject
 from .subjects import blocks_of as blocks_of
 from .subjects import copied as copied

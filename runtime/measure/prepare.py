@@ -8,49 +8,22 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fitact.base import FitactError, JobError, UsageError, few, integer, one_line, quote
-from fitact.runtime.restore import Inputs
 from fitact.runtime.torch_internals import FakeTensorMode
 
-from .fakes import fake, fake_copy
-from .subjects import Subject, blocks_of
+from .fakes import fake_copy
+from .subjects import Patterns, Source, Subject, blocks_of, converted, without_weights
 
 LORA_RANK = 8
-
-
-Example = tuple[nn.Module, Inputs]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model comes from.
-
-    Attributes:
-        name: its name in tables.
-        build: makes the model and its inputs from batch and seq.
-        inputs: makes only the inputs, for the model and another batch and seq.
-        varies: which of `"batch"` and `"seq"` it uses.
-        longest: the largest seq that the model has positions for; None if there is no limit.
-
-    """
-
-    name: str
-    build: Callable[[int, int], Example]
-    inputs: Callable[[nn.Module, int, int], Inputs]
-    varies: frozenset[str] = frozenset(("batch", "seq"))
-    longest: Callable[[nn.Module], int | None] = lambda model: None
 
 
 @dataclass(frozen=True)
@@ -95,42 +68,6 @@ class Training:
             raise UsageError("every parameter is frozen: nothing is saved for backward where nothing is trained")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A model that can be run without memory, or with it if it is not fake.
-
-    Attributes:
-        name: its name in tables.
-        model: the model, in training mode.
-        source: where it came from.
-        dtype: dtype of its parameters and floating-point inputs.
-        mode: the mode of its fake tensors; None if they are real.
-
-    """
-
-    name: str
-    model: nn.Module
-    source: Source
-    dtype: torch.dtype
-    mode: FakeTensorMode | None
-
-    def inputs(self, batch: int, seq: int) -> Inputs:
-        """Return inputs of given sizes."""
-        with _meta(self.mode):
-            made = self.source.inputs(self.model, batch, seq)
-        return _converted(made, self.mode, self.dtype)
-
-    def subject(self, inputs: Inputs, autocast: torch.dtype | None = None, device: str = "cuda") -> Subject:
-        """Return the model with what runs it; arguments are those of `Subject`."""
-        return Subject(self.name, self.model, inputs, self.mode, autocast, device)
-
-    def run(self, inputs: Inputs) -> list[Tensor]:
-        """Run forward, and return what backward starts from: the loss if there is one, or all outputs."""
-        subject = self.subject(inputs, device="cpu")
-        with subject.environment():
-            return subject.forward()
-
-
 def prepare(
     source: Source,
     training: Training | None = None,
@@ -139,7 +76,10 @@ def prepare(
     seq: int,
     dtype: torch.dtype = torch.bfloat16,
     fake: bool = True,
-) -> tuple[Prepared, Inputs]:
+    autocast: torch.dtype | None = None,
+    device: str = "cuda",
+    blocks: Patterns = None,
+) -> Subject:
     """Build a model and its inputs.
 
     Args:
@@ -149,6 +89,9 @@ def prepare(
         seq: tokens per row of the inputs.
         dtype: dtype of all floating-point parameters, buffers and inputs.
         fake: whether to use fake tensors, which allocate nothing.
+        autocast: as in `Subject`.
+        device: as in `Subject`.
+        blocks: as in `Subject`.
 
     Returns:
         The model, in training mode, and its inputs.
@@ -159,7 +102,7 @@ def prepare(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     try:
-        with _meta(mode):
+        with without_weights(mode):
             model, inputs = source.build(batch, seq)
     except FitactError:
         raise
@@ -169,24 +112,13 @@ def prepare(
     if longest is not None and seq > longest:
         raise UsageError(f"{source.name}: seq {seq} does not fit, the model has positions for {longest}")
     model.train()
-    with _meta(mode):
+    with without_weights(mode):
         (training or Training()).apply(model)
     model.to(dtype)
     if mode is not None:
         model, _ = fake_copy(model, mode)
-    return Prepared(source.name, model, source, dtype, mode), _converted(inputs, mode, dtype)
-
-
-def _meta(mode: FakeTensorMode | None) -> Any:
-    return nullcontext() if mode is None else torch.device("meta")
-
-
-def _converted(inputs: Inputs, mode: FakeTensorMode | None, dtype: torch.dtype) -> Inputs:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
-
-    made = inputs.mapped(lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor)
-    return made if mode is None else made.mapped(partial(fake, mode))
+    call = converted(inputs, mode, dtype)
+    return Subject(source.name, model, call, mode, autocast, device, blocks, source=source, dtype=dtype)
 
 
 def some(names: Iterable[str]) -> str:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fitact.base import UsageError, integer, near, one_line, quote
 from fitact.runtime.restore import Inputs
 
-from .prepare import Example, Source, imported
+from .prepare import imported
+from .subjects import Example, Source
 
 HEADS = {
     "none": "AutoModel",

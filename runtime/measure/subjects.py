@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from fitact.base import FitactError, UsageError, few, one_line, quote
 from fitact.runtime.restore import (
     NO_VALUES,
+    Inputs,
     Run,
     check_model,
     explained,
@@ -32,7 +33,7 @@ from fitact.runtime.restore import (
 )
 from fitact.runtime.torch_internals import BATCH_NORM, FakeTensorMode, quiet_fake_tensors, tree_leaves
 
-from .fakes import fake_copy, faked
+from .fakes import fake, fake_copy, faked
 from .modes import OperationMode
 from .saved import gpu_kernels
 
@@ -42,6 +43,27 @@ NORMS = (aten.native_batch_norm, BATCH_NORM, aten.native_group_norm, aten.native
 SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 Look = TypeVar("Look")
 Patterns = str | Sequence[str] | None
+Example = tuple[nn.Module, Inputs]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        name: its name in tables.
+        build: makes the model and its inputs from batch and seq.
+        inputs: makes only the inputs, for the model and another batch and seq.
+        varies: which of `"batch"` and `"seq"` it uses.
+        longest: the largest seq that the model has positions for; None if there is no limit.
+
+    """
+
+    name: str
+    build: Callable[[int, int], Example]
+    inputs: Callable[[nn.Module, int, int], Inputs]
+    varies: frozenset[str] = frozenset(("batch", "seq"))
+    longest: Callable[[nn.Module], int | None] = lambda model: None
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,8 @@ class Subject:
         device: `"cuda"` to save what a GPU's kernels save, or `"cpu"`.
         blocks: patterns of the paths of its blocks; none for the modules that it repeats.
         ranks: how many processes share it by FSDP2.
+        source: where it came from; None for a user's model.
+        dtype: of its floating-point inputs, if it has a source.
 
     """
 
@@ -68,6 +92,15 @@ class Subject:
     device: str = "cuda"
     blocks: Patterns = None
     ranks: int = 1
+    source: Source | None = None
+    dtype: torch.dtype = torch.float32
+
+    def sized(self, batch: int, seq: int) -> Subject:
+        """Return the model with inputs of other sizes, which its source makes."""
+        assert self.source is not None
+        with without_weights(self.mode):
+            inputs = self.source.inputs(self.model, batch, seq)
+        return replace(self, call=converted(inputs, self.mode, self.dtype))
 
     @contextmanager
     def environment(self) -> Iterator[None]:
@@ -99,6 +132,26 @@ class Subject:
         if not tensors and torch.is_grad_enabled():
             raise UsageError(f"{self.name}: no output depends on what is trained")
         return tensors
+
+    def run(self) -> list[Tensor]:
+        """Run forward in the environment of a step; see `forward`."""
+        with self.environment():
+            return self.forward()
+
+
+def without_weights(mode: FakeTensorMode | None) -> Any:
+    """Return a context in which new tensors have no memory, if there is a mode of fake tensors."""
+    return nullcontext() if mode is None else torch.device("meta")
+
+
+def converted(inputs: Inputs, mode: FakeTensorMode | None, dtype: torch.dtype) -> Inputs:
+    """Return inputs with floating-point tensors of a dtype, and fake ones if there is a mode."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+    made = inputs.mapped(lambda tensor: cast(tensor) if tensor.is_floating_point() else tensor)
+    return made if mode is None else made.mapped(partial(fake, mode))
 
 
 def copied(

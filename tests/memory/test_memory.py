@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -35,12 +36,12 @@ from fitact.runtime.choose.compiler import compiled
 from fitact.runtime.choose.policies import FULL, POLICIES, SELECTIVE, Policy, changed
 from fitact.runtime.measure import reference as models_reference
 from fitact.runtime.measure.meter import Meter, Work, whole_step
-from fitact.runtime.measure.prepare import Prepared, Training, prepare
+from fitact.runtime.measure.prepare import Training, prepare
 from fitact.runtime.measure.reference import closed_form
 from fitact.runtime.measure.saved import Saved, count_saved, gpu_kernels
 from fitact.runtime.measure.sources import from_callable, hugging_face, timm_model
-from fitact.runtime.measure.subjects import blocks_of
-from fitact.runtime.restore import Inputs, differentiate
+from fitact.runtime.measure.subjects import Subject, blocks_of
+from fitact.runtime.restore import differentiate
 from fitact.runtime.saving import ERRORS
 from tests.conftest import ROOT
 from tests.support.peak import peak_memory
@@ -64,12 +65,12 @@ SMALL: dict[str, dict[str, Any]] = {
 IMAGES = {"resnet": 32}
 
 
-def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> tuple[Prepared, Inputs]:
+def reference(name: str, dtype: torch.dtype = HALF, **sizes: int) -> Subject:
     source = from_callable(getattr(models_reference, name))
     return prepare(source, batch=sizes.pop("batch", 2), seq=sizes.pop("seq", 4096), dtype=dtype)
 
 
-def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> tuple[Prepared, Inputs]:
+def small(kind: str, *, fake: bool, dtype: torch.dtype = HALF, **more: Any) -> Subject:
     source = hugging_face(kind, SMALL[kind] | more, image=IMAGES.get(kind))
     return prepare(source, batch=2, seq=24, dtype=dtype, fake=fake)
 
@@ -87,21 +88,19 @@ def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
     return changed([model], [Policy(name, method=method, bits=bits)])
 
 
-def saved_by(
-    prepared: Prepared, inputs: Inputs, name: str = "baseline", autocast: torch.dtype | None = None
-) -> Saved:
+def saved_by(subject: Subject, name: str = "baseline", autocast: torch.dtype | None = None) -> Saved:
     cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
     try:
         with (
             gpu_kernels(),
-            count_saved(prepared.model, detail=True) as saved,
+            count_saved(subject.model, detail=True) as saved,
             cast,
-            candidate(name, prepared.model),
+            candidate(name, subject.model),
         ):
-            prepared.run(inputs)
+            subject.run()
     except UsageError as error:  # the method has nothing for the model, which stays as it is
         assert "no activation that can be replaced" in str(error)
-        return saved_by(prepared, inputs, autocast=autocast)
+        return saved_by(subject, autocast=autocast)
     return saved
 
 
@@ -124,13 +123,13 @@ def output_mlp(batch: int, seq: int) -> tuple[nn.Module, torch.Tensor]:
     ],
 )
 def test_mlp_figures(make: Callable[..., Any], method: str, figure: str) -> None:
-    prepared, inputs = prepare(from_callable(make), batch=2, seq=4096)
-    assert saved_by(prepared, inputs, method).bytes == REFERENCE["mlp"][figure]
+    subject = prepare(from_callable(make), batch=2, seq=4096)
+    assert saved_by(subject, method).bytes == REFERENCE["mlp"][figure]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_block_figures(activation: str) -> None:
-    saved = saved_by(*reference(f"{activation}_block"))
+    saved = saved_by(reference(f"{activation}_block"))
     figures = REFERENCE["block"]
     assert saved.bytes == figures[f"{activation}_cpu"]
     # On CUDA mean and deviation of the two norms are float32, here bfloat16; and there is a random state.
@@ -161,11 +160,11 @@ APPENDIX_B = [
 def test_few_bit_appendix_b(name: str, kind: str, sizes: dict[str, int], rest: float) -> None:
     """The nonlinearities exactly; of everything, theirs leaves the masks of dropout out."""
     source = hugging_face(kind, sizes, head="none", attention="eager")
-    prepared, inputs = prepare(source, batch=1, seq=256, dtype=torch.float32)
-    saved = saved_by(prepared, inputs)
+    subject = prepare(source, batch=1, seq=256, dtype=torch.float32)
+    saved = saved_by(subject)
     figures = REFERENCE["appendix_b"][name]
     assert round(saved.by_kind()["activation"] / MIB, 1) == figures["nonlinearities"]
-    config = prepared.model.config
+    config = subject.model.config
     tokens, scores = 256 * config.hidden_size, 256 * 256 * config.num_attention_heads
     masks = config.num_hidden_layers * (2 * tokens + scores) + tokens  # a byte each; one after the embeddings
     assert masks == saved.by_operation()["dropout"]
@@ -174,8 +173,8 @@ def test_few_bit_appendix_b(name: str, kind: str, sizes: dict[str, int], rest: f
 
 def test_approx_bp_shares_of_vit() -> None:
     """Figure 5: ours, and the attention's output once more, which theirs has copied for the projection."""
-    prepared, inputs = prepare(timm_model("vit_base_patch16_224"), batch=4, seq=1, dtype=torch.float32)
-    kinds = saved_by(prepared, inputs, autocast=HALF).by_kind("blocks.6")
+    subject = prepare(timm_model("vit_base_patch16_224"), batch=4, seq=1, dtype=torch.float32)
+    kinds = saved_by(subject, autocast=HALF).by_kind("blocks.6")
     unit = 4 * 197 * 768 * 2
     rows = 4 * 197 * 4  # a float32 a row
     assert kinds == {
@@ -194,7 +193,7 @@ def test_approx_bp_shares_of_llama() -> None:
     """Figure 6: ours, less what its fused RMSNorm does not save, and the attention's output once more."""
     sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 40}
     source = hugging_face("llama", sizes | {"num_hidden_layers": 3}, head="none")
-    kinds = saved_by(*prepare(source, batch=1, seq=512)).by_kind("layers.1")
+    kinds = saved_by(prepare(source, batch=1, seq=512)).by_kind("layers.1")
     unit, wide, rows = 512 * 5120 * 2, 512 * 13824 * 2, 512 * 4
     assert kinds == {
         "norm": 2 * 3 * unit + 2 * rows,  # in float32, and again as it was: theirs saves the first alone
@@ -214,7 +213,7 @@ def test_approx_bp_shares_of_llama() -> None:
 @pytest.mark.parametrize(("batch", "seq"), [(1, 2048), (3, 256)])
 def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
     """34bsh + 5bs²a, of a block as it assumes; a norm also saves the mean and deviation of each row."""
-    saved = saved_by(*reference("composed_block", batch=batch, seq=seq))
+    saved = saved_by(reference("composed_block", batch=batch, seq=seq))
     unit, scores, rows = batch * seq * 1024, batch * seq * seq * 16, 2 * batch * seq * 2
     found: Counter[tuple[str, str]] = Counter()
     for one in saved.records.values():
@@ -243,7 +242,7 @@ def test_layer_formula_term_by_term(batch: int, seq: int) -> None:
 
 
 def test_layer_formula_in_float32() -> None:
-    saved = saved_by(*reference("composed_block", torch.float32, batch=1, seq=256))
+    saved = saved_by(reference("composed_block", torch.float32, batch=1, seq=256))
     assert saved.bytes - 2 * 2 * 256 * 4 == sum(closed_form(1, 256, 1024, 16, element=4).values())
 
 
@@ -259,13 +258,13 @@ def test_selective_recomputation_of_gpt3() -> None:
         return model, torch.randn(1, seq, hidden)
 
     composed, fused = (
-        saved_by(*prepare(from_callable(partial(block, one)), batch=1, seq=seq)) for one in (False, True)
+        saved_by(prepare(from_callable(partial(block, one)), batch=1, seq=seq)) for one in (False, True)
     )
     assert composed.bytes == sum(terms.values()) + 4 * seq * 2  # mean and deviation of two norms
     assert fused.bytes == composed.bytes - terms["scores"] + heads * seq * 4  # the logarithm of each row's sum
-    prepared, inputs = prepare(from_callable(partial(block, False)), batch=1, seq=seq)
-    with prepared.mode or nullcontext():
-        flops = work_of(lambda: prepared.run(inputs)).flops
+    subject = prepare(from_callable(partial(block, False)), batch=1, seq=seq)
+    with subject.mode or nullcontext():
+        flops = work_of(lambda: subject.run()).flops
     assert round(100 * 2 * 2 * seq * seq * hidden / flops, 1) == 2.7
 
 
@@ -431,19 +430,19 @@ class Live(TorchDispatchMode):
         return result
 
 
-def alive(prepared: Prepared, inputs: Inputs, name: str, autocast: torch.dtype | None) -> int:
+def alive(subject: Subject, name: str, autocast: torch.dtype | None) -> int:
     """Bytes alive between forward and backward, but for parameters, buffers, and outputs that nothing saves."""
     live = Live()
     cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
     try:
-        with gpu_kernels(), candidate(name, prepared.model), live, cast:
-            outputs = prepared.run(inputs)
+        with gpu_kernels(), candidate(name, subject.model), live, cast:
+            outputs = subject.run()
     except UsageError as error:
         assert "no activation that can be replaced" in str(error)
-        return alive(prepared, inputs, "baseline", autocast)
+        return alive(subject, "baseline", autocast)
     gc.collect()
-    model = prepared.model
-    given = [t for t in tree_iter((inputs.args, dict(inputs.kwargs))) if isinstance(t, torch.Tensor)]
+    model = subject.model
+    given = [t for t in tree_iter((subject.call.args, dict(subject.call.kwargs))) if isinstance(t, torch.Tensor)]
     others = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *given, *outputs)}
     return sum(size for key, (ref, size) in live.references.items() if ref() is not None and key not in others)
 
@@ -460,24 +459,26 @@ ALIVE += [pytest.param(*both, cast, marks=pytest.mark.full) for both in MORE for
 def test_fake_is_real_and_alive(kind: str, name: str, autocast: torch.dtype | None) -> None:
     counts = []
     for fake in (True, False):
-        prepared, inputs = small(kind, fake=fake, dtype=torch.float32 if autocast else HALF)
-        saved = saved_by(prepared, inputs, name, autocast)
-        given = [t for t in tree_iter((inputs.args, dict(inputs.kwargs))) if isinstance(t, torch.Tensor)]
+        subject = small(kind, fake=fake, dtype=torch.float32 if autocast else HALF)
+        saved = saved_by(subject, name, autocast)
+        given = [
+            t for t in tree_iter((subject.call.args, dict(subject.call.kwargs))) if isinstance(t, torch.Tensor)
+        ]
         inside = sum(t.nbytes for t in given if t.untyped_storage()._cdata in saved.storages)
         counts.append(saved.bytes)
-        assert saved.bytes - inside == alive(prepared, inputs, name, autocast), fake
+        assert saved.bytes - inside == alive(subject, name, autocast), fake
     assert counts[0] == counts[1]
 
 
 def test_gradients_are_the_same_under_checkpoints() -> None:
-    prepared, inputs = small("bert", fake=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    subject = small("bert", fake=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     gradients = []
     for name in ("baseline", "full", "selective"):
-        with candidate(name, prepared.model):
-            (loss,) = prepared.run(inputs)
+        with candidate(name, subject.model):
+            (loss,) = subject.run()
             loss.backward()
-        gradients.append([p.grad for p in prepared.model.parameters() if p.grad is not None])
-        prepared.model.zero_grad()
+        gradients.append([p.grad for p in subject.model.parameters() if p.grad is not None])
+        subject.model.zero_grad()
     for other in gradients[1:]:
         assert all(map(torch.equal, gradients[0], other))
 
@@ -485,11 +486,11 @@ def test_gradients_are_the_same_under_checkpoints() -> None:
 # ---------------------------------------------------------------------------------------------------- the compiler
 
 
-def graph(prepared: Prepared, inputs: Inputs, *budgets: float) -> list[list[int]]:
+def graph(subject: Subject, *budgets: float) -> list[list[int]]:
     """Sizes of what the compiler saves, in MiB, the largest first."""
     return [
         sorted((storage.nbytes() // MIB for storage in one.saved.storages.values()), reverse=True)
-        for one in compiled(prepared.subject(inputs, device="cpu"), budgets)
+        for one in compiled(replace(subject, device="cpu"), budgets)
     ]
 
 
@@ -526,12 +527,12 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...], dict[str, list[int]], dict[float
 def test_settings_and_rivals(setting: str) -> None:
     name, freeze, eager, budgets = SETTINGS[setting]
     source = from_callable(getattr(models_reference, name))
-    prepared, inputs = prepare(source, Training(freeze=freeze), batch=2, seq=4096)
+    subject = prepare(source, Training(freeze=freeze), batch=2, seq=4096)
     for method, sizes in eager.items():
-        saved = saved_by(prepared, inputs, method)
+        saved = saved_by(subject, method)
         found = sorted((s.nbytes() // MIB for s in saved.storages.values() if s.nbytes()), reverse=True)
         assert found == sizes, method
-    assert graph(prepared, inputs, *budgets) == list(budgets.values())
+    assert graph(subject, *budgets) == list(budgets.values())
 
 
 COMPILED = [("gelu_mlp", 0.7), ("swiglu_mlp", 1.0)]
@@ -549,16 +550,16 @@ def test_graphs_are_those_of_torch_compile(name: str, budget: float) -> None:
     found = []
     for fake in (True, False):
         if name == "bert":
-            prepared, inputs = small("bert", fake=fake, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+            subject = small("bert", fake=fake, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         else:
             source = from_callable(getattr(models_reference, name))
-            prepared, inputs = prepare(source, batch=2, seq=256, dtype=HALF, fake=fake)
+            subject = prepare(source, batch=2, seq=256, dtype=HALF, fake=fake)
         if fake:
-            (one,) = compiled(prepared.subject(inputs, device="cpu"), [budget])
+            (one,) = compiled(replace(subject, device="cpu"), [budget])
             found.append(one.saved.bytes)
             continue
-        with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(prepared.model) as saved:
-            torch.compile(prepared.model)(*inputs.args, **inputs.kwargs)
+        with torch._functorch.config.patch(activation_memory_budget=budget), count_saved(subject.model) as saved:
+            torch.compile(subject.model)(*subject.call.args, **subject.call.kwargs)
         found.append(saved.bytes)
     assert found[0] == found[1]
 
@@ -567,8 +568,8 @@ def test_codes_under_the_compiler() -> None:
     """Of an MLP's own tensors 8.3125 bits an element, its input as it is; with float8 that too, and scales."""
     unit = 2 * 4096 * 1024
     for name, inside in (("gelu_mlp", 4), ("swiglu_mlp", 8)):
-        prepared, inputs = reference(name)
-        plain, codes, float8, low = compiled(prepared.subject(inputs), [0.9, 0.7], coded=[0.9])
+        subject = reference(name)
+        plain, codes, float8, low = compiled(subject, [0.9, 0.7], coded=[0.9])
         assert [one.stored for one in (plain, codes, float8, low)] == ["", "codes", "float8", ""]
         assert plain.saved.bytes == low.saved.bytes == (inside + 1) * unit * 2
         assert codes.saved.bytes == 2 * unit + inside * unit * 8.3125 / 8
@@ -586,12 +587,12 @@ def work_of(step: Callable[[], object]) -> Work:
 
 
 def test_flops_are_those_that_pytorch_counts() -> None:
-    prepared, inputs = reference("composed_block", batch=2, seq=64)
+    subject = reference("composed_block", batch=2, seq=64)
     with FlopCounterMode(display=False) as counter:
-        prepared.run(inputs)
-    assert prepared.mode is not None
-    with prepared.mode:
-        work = work_of(lambda: prepared.run(inputs))
+        subject.run()
+    assert subject.mode is not None
+    with subject.mode:
+        work = work_of(lambda: subject.run())
     assert work.flops == counter.get_total_flops()
     hidden, rows = 1024, 2 * 64
     assert work.flops == 2 * rows * hidden * hidden * (3 + 1 + 8) + 2 * 2 * 2 * 64 * 64 * hidden
@@ -682,18 +683,18 @@ def test_attention_of_pytorchs_own_modules() -> None:
 @pytest.mark.parametrize("name", ["baseline", "fewbit3", "saving, exact", "full", "selective"])
 def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     """Also with a frozen layer; without the input, which was there before."""
-    prepared, inputs = prepare(from_callable(quadratic), Training(freeze=("0.mlp.down.*",)), batch=64, seq=64)
+    subject = prepare(from_callable(quadratic), Training(freeze=("0.mlp.down.*",)), batch=64, seq=64)
 
     def step() -> None:
-        differentiate("quadratic", prepared.run(inputs))
+        differentiate("quadratic", subject.run())
 
-    with gpu_kernels(), candidate(name, prepared.model), prepared.mode or nullcontext():
-        tracked = peak_memory(step, prepared.model)["total"]
-    prepared.model.zero_grad(set_to_none=True)
-    with candidate(name, prepared.model):
-        peak = whole_step(prepared.subject(inputs)).peak
-    fixed = sum(one.nbytes for one in prepared.model.parameters())
-    assert fixed + peak == pytest.approx(tracked, rel=0.01, abs=inputs.args[0].nbytes)
+    with gpu_kernels(), candidate(name, subject.model), subject.mode or nullcontext():
+        tracked = peak_memory(step, subject.model)["total"]
+    subject.model.zero_grad(set_to_none=True)
+    with candidate(name, subject.model):
+        peak = whole_step(subject).peak
+    fixed = sum(one.nbytes for one in subject.model.parameters())
+    assert fixed + peak == pytest.approx(tracked, rel=0.01, abs=subject.call.args[0].nbytes)
 
 
 # --------------------------------------------------------------------------------------------- models and training
@@ -710,7 +711,7 @@ def test_peaks_are_those_of_pytorchs_tracker(name: str) -> None:
     ],
 )
 def test_blocks(kind: str, block: str, count: int) -> None:
-    blocks = blocks_of(small(kind, fake=True)[0].model)
+    blocks = blocks_of(small(kind, fake=True).model)
     assert [type(module).__name__ for _, module in blocks] == [block] * count
 
 
@@ -722,11 +723,11 @@ def test_a_model_that_repeats_nothing_is_its_own_block() -> None:
 def test_lora_trains_the_adapters() -> None:
     training = Training(lora=("q_proj", "v_proj"), rank=4)
     source = hugging_face("llama", SMALL["llama"])
-    prepared, _ = prepare(source, training, batch=2, seq=24)
-    trained = sum(p.numel() for p in prepared.model.parameters() if p.requires_grad)
+    subject = prepare(source, training, batch=2, seq=24)
+    trained = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
     assert trained == 2 * (4 * (64 + 64) + 4 * (64 + 32))  # two layers; half as many heads for the values
-    prepared, _ = prepare(source, Training(lora=("all",)), batch=2, seq=24)
-    trained = sum(p.numel() for p in prepared.model.parameters() if p.requires_grad)
+    subject = prepare(source, Training(lora=("all",)), batch=2, seq=24)
+    trained = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
     assert trained == 2 * 8 * (2 * 128 + 2 * 96 + 3 * (64 + 256))
 
 
@@ -739,19 +740,19 @@ def test_frozen_parts_are_not_counted_as_gradients() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    prepared, _ = small("gpt2", fake=True)
-    model = prepared.model
+    subject = small("gpt2", fake=True)
+    model = subject.model
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_models_are_left_as_they_were() -> None:
-    prepared, inputs = small("bert", fake=True)
-    before = {name: type(module) for name, module in prepared.model.named_modules()}
-    forwards = [vars(module).get("forward") for module in prepared.model.modules()]
+    subject = small("bert", fake=True)
+    before = {name: type(module) for name, module in subject.model.named_modules()}
+    forwards = [vars(module).get("forward") for module in subject.model.modules()]
     for name in CANDIDATES:
-        saved_by(prepared, inputs, name)
-    assert {name: type(module) for name, module in prepared.model.named_modules()} == before
-    assert [vars(module).get("forward") for module in prepared.model.modules()] == forwards
+        saved_by(subject, name)
+    assert {name: type(module) for name, module in subject.model.named_modules()} == before
+    assert [vars(module).get("forward") for module in subject.model.modules()] == forwards
 
 
 def test_inputs_of_a_callable() -> None:
@@ -803,18 +804,18 @@ import json, shlex, sys
 from fitact.cli import main
 from fitact.runtime.measure.saved import count_saved, gpu_kernels
 from fitact.runtime.measure.prepare import prepare
-from fitact.runtime.measure.subjects import blocks_of
+from fitact.runtime.measure.subjects import Subject, blocks_of
 from fitact.runtime.measure.sources import hugging_face
 
 shapes, lines = json.load(sys.stdin)
 found = {}
 for name, (kind, sizes, seq, *_) in shapes.items():
-    prepared, inputs = prepare(hugging_face(kind, sizes), batch=1, seq=seq)
-    with gpu_kernels(), count_saved(prepared.model) as saved:
-        prepared.run(inputs)
+    subject = prepare(hugging_face(kind, sizes), batch=1, seq=seq)
+    with gpu_kernels(), count_saved(subject.model) as saved:
+        subject.run()
     found[name] = {
-        "blocks": len(blocks_of(prepared.model)),
-        "parameters": sum(one.numel() for one in prepared.model.parameters()),
+        "blocks": len(blocks_of(subject.model)),
+        "parameters": sum(one.numel() for one in subject.model.parameters()),
         "baseline": saved.bytes,
     }
 for line in lines:
@@ -885,8 +886,8 @@ class Answers(nn.Module):
 @pytest.mark.parametrize("way", [dict, SimpleNamespace])
 def test_backward_starts_from_the_loss_of_any_output(way: Callable[..., Any]) -> None:
     """A plain dictionary's loss is found, too, and its other outputs get no gradient."""
-    prepared, inputs = prepare(from_callable(lambda batch: (Answers(way), torch.randn(batch, 8))), batch=2, seq=1)
-    assert [start.shape for start in prepared.run(inputs)] == [()]
+    subject = prepare(from_callable(lambda batch: (Answers(way), torch.randn(batch, 8))), batch=2, seq=1)
+    assert [start.shape for start in subject.run()] == [()]
 
 
 # ------------------------------------------------------------------------------------------------ the command line

@@ -99,8 +99,8 @@ def small(kind: str, lora: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     source = hugging_face(kind, SMALL[kind], image=128 if kind == "vit" else None)
     # fake experts take only bfloat16
     dtype = torch.bfloat16 if "moe" in kind else torch.float32
-    prepared, inputs = prepare(source, training, batch=8, seq=64, dtype=dtype, fake=False)
-    return prepared.model, dict(inputs.kwargs)
+    subject = prepare(source, training, batch=8, seq=64, dtype=dtype, fake=False)
+    return subject.model, dict(subject.call.kwargs)
 
 
 def step(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -190,8 +190,8 @@ def test_what_is_outside_of_the_blocks_saves_less_too(autocast: str | None) -> N
     torch.manual_seed(0)
     sizes = {**SMALL["llama"], "vocab_size": 8000, "num_hidden_layers": 3}
     dtype = torch.float32 if autocast else torch.bfloat16
-    prepared, inputs = prepare(hugging_face("llama", sizes), batch=2, seq=64, dtype=dtype, fake=False)
-    model = prepared.model
+    subject = prepare(hugging_face("llama", sizes), batch=2, seq=64, dtype=dtype, fake=False)
+    model, inputs = subject.model, subject.call
     given = {"example_inputs": dict(inputs.kwargs), "optimizer": "none", "device": CPU, "autocast": autocast}
     plans = fitact.planner(model, **given, error="exact")
     low, baseline = plans.least("exact"), plans.costs.baseline.peak + plans.fixed

@@ -83,8 +83,7 @@ def test_a_step_cut_short_is_the_whole_step(policies: list[Policy], frozen: int)
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_moe"])
 def test_full_size_models_are_cut_short(kind: str) -> None:
-    prepared, inputs = prepare(hugging_face(kind), batch=2, seq=64)
-    of = prepared.subject(inputs)
+    of = prepare(hugging_face(kind), batch=2, seq=64)
     costs = measure_costs(of, DEVICE, [BASELINE])
     assert all(run.steady for run in costs.runs)
     policies = [BASELINE for run in costs.runs for _ in run.blocks]

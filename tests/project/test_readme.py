@@ -342,8 +342,8 @@ def test_times_in_the_context() -> None:
 @pytest.mark.full
 def test_the_plan() -> None:
     """What is recomputed beyond the baseline, beside checkpointing of all blocks; and the least memory."""
-    prepared, inputs = prepare(hugging_face("llama"), Training(lora=("all",)), batch=8, seq=2048)
-    planner = Planner(prepared.subject(inputs), "adamw", device_of(USUAL))
+    subject = prepare(hugging_face("llama"), Training(lora=("all",)), batch=8, seq=2048)
+    planner = Planner(subject, "adamw", device_of(USUAL))
     problem = Problem(planner.costs, "exact")
     segments = planner.costs.segments
     full = sum(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -109,20 +108,27 @@ def plan(
     if largest is not None and largest not in source.varies:
         raise UsageError(f"--largest {largest}: {source.name} takes none")
     sizes = {"batch": asked.batch, "seq": asked.seq}
-    prepared, inputs = prepare(source, training, batch=asked.batch, seq=asked.seq, dtype=of)
-    casting = DTYPES[asked.autocast] if asked.autocast else None
+    subject = prepare(
+        source,
+        training,
+        batch=asked.batch,
+        seq=asked.seq,
+        dtype=of,
+        autocast=DTYPES[asked.autocast] if asked.autocast else None,
+        device=where.kernels,
+        blocks=blocks,
+    )
     front = front or picture is not None
 
     def planner(size: int | None = None) -> Planner:
         """Return the planner of the sizes that are given, or of another one in place of the largest."""
         now = sizes if largest is None or size is None else sizes | {largest: size}
         given = [f"{name} {count}" for name, count in now.items() if name in source.varies]
-        subject = prepared.subject(inputs if size is None else prepared.inputs(**now), casting, where.kernels)
+        of_size = subject if size is None else subject.sized(**now)
         words = Words(str(training), ", ".join(given) or "inputs as given")
         with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
-            subject = replace(subject, blocks=blocks)
             return Planner(
-                subject, asked.optimizer, where, words, host_gib or 0.0, error, partial(advance, bar, 0)
+                of_size, asked.optimizer, where, words, host_gib or 0.0, error, partial(advance, bar, 0)
             )
 
     if largest is None:
@@ -130,7 +136,7 @@ def plan(
     else:
         here, limit, degree = sizes[largest], None, 1
         if largest == "seq":
-            limit, degree = source.longest(prepared.model), 2
+            limit, degree = source.longest(subject.model), 2
         size, result = largest_of(
             planner, gib=gib, error=error, here=here, limit=limit, degree=degree, front=front
         )
