@@ -162,7 +162,12 @@ STYLE = {"heading_level": 3, "show_signature_annotations": True, "members": Fals
 
 def commands() -> str:
     """Return the page of the command line: what `--help` prints."""
-    parts = ["# Commands", "What `fitact --help` and each command's help print.", _help()]
+    completion = (
+        "Options, and names of activations, methods, model types and devices, complete with the tab key after\n"
+        '`eval "$(_FITACT_COMPLETE=bash_source fitact)"`, in zsh with `zsh_source`. Where there is no terminal,\n'
+        "long work prints a line to standard error every ten seconds. `-o` writes the result, `--plot` draws it."
+    )
+    parts = ["# Commands", "What `fitact --help` and each command's help print.", completion, _help()]
     for name in sorted(cli.commands):
         parts += [f"## {name}", _help(name)]
     return _page(parts)

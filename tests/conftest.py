@@ -79,6 +79,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     from fitact.cli import main
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fitact.cli.options.EVERY", 1e6)
 
     def call(line: str, *more: str) -> tuple[int, str, str]:
         status = main([*shlex.split(line), *more])

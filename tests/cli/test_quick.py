@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
-from fitact.cli import names
+from fitact.cli import cli, names, options
 from tests.conftest import Command
 from tests.support.commands import FITS, put, record
 
@@ -156,3 +159,48 @@ def test_nothing_to_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     assert command("codegen") == nothing
     monkeypatch.setattr("fitact.cli.codegen.version", lambda name: "another")
     assert command("codegen") == nothing  # generated again, to the same text
+
+
+COMPLETED = {
+    "fit --fn": ("gelu_", ["gelu_tanh"]),
+    "fit --method": ("rel", ["relumix"]),
+    "show": ("swi", ["swiglu", "swiglu_clamped", "swish_beta"]),
+    "memory --hf": ("llama4", ["llama4", "llama4_text", "llama4_vision_model"]),
+    "memory --timm": ("resnet3", ["resnet32ts", "resnet33ts", "resnet34", "resnet34_clip", "resnet34d"]),
+    "plan --device": ("h", ["h100", "h200"]),
+    "plan --hf": ("gpt2", ["gpt2"]),
+}
+
+
+@pytest.mark.parametrize("line", COMPLETED)
+def test_completed_by_the_shell(line: str) -> None:
+    if "--hf" in line or "--timm" in line:
+        pytest.importorskip("timm" if "timm" in line else "transformers")
+    word, expected = COMPLETED[line]
+    found = ShellComplete(cli, {}, "fitact", "_FITACT_COMPLETE").get_completions(line.split(), word)
+    assert sorted(one.value for one in found) == sorted(expected)
+
+
+def test_long_work_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal, a line each time; nothing before the first, and nothing when the work has ended."""
+    with options.progress(2, "fitting"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(options, "EVERY", 0.02)
+    with options.progress(2, "fitting") as bar:
+        wait_for(lambda: "fitact: fitting, 0 s\n" in capsys.readouterr().err)
+        options.advance(bar, 1, 0.5)
+        wait_for(lambda: "fitact: fitting, 75 %, " in capsys.readouterr().err)
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError

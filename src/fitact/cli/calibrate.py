@@ -10,7 +10,7 @@ import click
 from fitact.base import UsageError
 
 from .names import check_place
-from .options import FILE, say
+from .options import FILE, progress, say
 
 
 @click.command()
@@ -51,7 +51,8 @@ def calibrate(call: str, batch: int, seq: int, most: int | None, group: bool, ou
     from fitact.runtime.measure import model_and_batches
 
     model, batches = model_and_batches(call, batch, seq)
-    calibration = run(model, batches if most is None else islice(batches, most), group=group)
+    with progress(1, "running"):
+        calibration = run(model, batches if most is None else islice(batches, most), group=group)
     write(output, calibration.to_json())
     say(str(calibration))
     say(f"wrote {output}")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fitact.fitter.analysis import Gate
     from fitact.fitter.numerics import Weight
     from fitact.fitter.records import AnyFit
-from .options import FILE, FITS, Finite, advance, check_weight, named, once, progress, read_weight, say
+from .names import known_functions
+from .options import FILE, FITS, Finite, advance, check_weight, completing, named, once, progress, read_weight, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
 
@@ -29,6 +30,7 @@ BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
     multiple=True,
     required=True,
     metavar="NAME|EXPR",
+    shell_complete=completing(known_functions),
     help="Activation of the catalog (gelu, silu, ...) or an expression in x; or a gate (swiglu, geglu, ...) or a "
     "product of an expression in g and one in u. Repeatable.",
 )

@@ -13,8 +13,8 @@ import click
 
 from fitact.base import UsageError, quote
 
-from .names import WORD, check_model, check_place, check_timm
-from .options import Finite, advance, named, once, progress, refused, say, writing
+from .names import WORD, check_model, check_place, check_timm, model_types, timm_models
+from .options import Finite, advance, completing, named, once, progress, refused, say, writing
 
 if TYPE_CHECKING:
     from fitact.runtime.measure import Source, Training
@@ -28,9 +28,17 @@ class FiniteRange(Finite, click.FloatRange):
 MODEL_OPTIONS = (
     click.argument("call", required=False, metavar="[MODULE:CALLABLE]"),
     click.option(
-        "--hf", metavar="TYPE", help="Model type of transformers, e.g. llama, bert, vit; random weights."
+        "--hf",
+        metavar="TYPE",
+        shell_complete=completing(model_types),
+        help="Model type of transformers, e.g. llama, bert, vit; random weights.",
     ),
-    click.option("--timm", metavar="NAME", help="Model of timm, e.g. efficientnet_b0; random weights."),
+    click.option(
+        "--timm",
+        metavar="NAME",
+        shell_complete=completing(timm_models),
+        help="Model of timm, e.g. efficientnet_b0; random weights.",
+    ),
     click.option(
         "--set",
         "sizes",

@@ -17,6 +17,13 @@ from fitact.base import UsageError, near, quote
 WORD = re.compile(r"[A-Za-z_][\w./-]*")  # a value of --set that is no literal
 
 
+def known_functions() -> list[str]:
+    """Return the names of activations, gates and formulas with learned parameters."""
+    from fitact.fitter.catalog import CATALOG, GATES, LEARNED
+
+    return [*CATALOG, *GATES, *LEARNED]
+
+
 def model_types() -> dict[str, str]:
     """Return the model types of transformers, each with the class of its configuration."""
     auto = _package("transformers") / "models" / "auto"

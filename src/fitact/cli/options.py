@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -125,6 +128,11 @@ def read_weight(given: str) -> Weight:
         raise UsageError(f"{file}: {error}") from None
 
 
+def completing(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return what completes a word in the shell to one of these names, which are asked for only then."""
+    return lambda ctx, param, word: [name for name in names() if name.startswith(word)]
+
+
 def refused(message: str) -> Callable[[click.Context, click.Parameter, Any], None]:
     """Return the callback of an option of once: it refuses it in a line that names the new one."""
 
@@ -157,11 +165,30 @@ def writing(result: str, drawn: str) -> Callable[[Callable[..., None]], Callable
 
 
 STEPS = 1000  # of the progress bar per fit
+EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
-def progress(jobs: int, label: str) -> ProgressBar[int]:
-    """Return a progress bar over this many fits, shown only on a terminal."""
-    return click.progressbar(length=jobs * STEPS, label=label, file=sys.stderr, hidden=not sys.stderr.isatty())
+@contextmanager
+def progress(jobs: int, label: str) -> Iterator[ProgressBar[int]]:
+    """Show a progress bar over this many jobs on a terminal; elsewhere, print a line every ten seconds."""
+    hidden, done = not sys.stderr.isatty(), threading.Event()
+    with click.progressbar(length=jobs * STEPS, label=label, file=sys.stderr, hidden=hidden) as bar:
+
+        def tell() -> None:
+            started = time.monotonic()
+            while not done.wait(EVERY):
+                share = f", {100 * bar.pos / (jobs * STEPS):.0f} %" if bar.pos else ""
+                say(f"fitact: {label}{share}, {time.monotonic() - started:.0f} s", err=True)
+
+        thread = threading.Thread(target=tell, daemon=True)
+        if hidden:
+            thread.start()
+        try:
+            yield bar
+        finally:
+            done.set()
+            if hidden:
+                thread.join()
 
 
 def advance(bar: ProgressBar[int], fits: int, share: float) -> None:

@@ -11,11 +11,12 @@ import click
 
 from fitact.base import UsageError
 
-from .options import read_fits, say
+from .names import known_functions
+from .options import completing, read_fits, say
 
 
 @click.command()
-@click.argument("things", nargs=-1, metavar="[ACTIVATION | FITS...]")
+@click.argument("things", nargs=-1, metavar="[ACTIVATION | FITS...]", shell_complete=completing(known_functions))
 def show(things: Sequence[str]) -> None:
     """Show the catalog, an activation, or fits side by side.
 
