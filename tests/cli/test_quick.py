@@ -166,7 +166,7 @@ COMPLETED = {
     "fit --method": ("rel", ["relumix"]),
     "show": ("swi", ["swiglu", "swiglu_clamped", "swish_beta"]),
     "memory --hf": ("llama4", ["llama4", "llama4_text", "llama4_vision_model"]),
-    "memory --timm": ("resnet3", ["resnet32ts", "resnet33ts", "resnet34", "resnet34_clip", "resnet34d"]),
+    "memory --timm": ("resnet3", ["resnet32ts", "resnet33ts", "resnet34", "resnet34d"]),
     "plan --device": ("h", ["h100", "h200"]),
     "plan --hf": ("gpt2", ["gpt2"]),
 }
