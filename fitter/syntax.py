@@ -18,7 +18,7 @@ CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%
 MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
 
 
-class Source:
+class Syntax:
     """The text of a formula; `what` is how error messages call it."""
 
     indent = 0  # spaces before it

@@ -24,7 +24,7 @@ from fitact.runtime.torch_internals import (
     without_torch_function,
 )
 
-Run = Callable[[nn.Module], object]
+Runner = Callable[[nn.Module], object]
 NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # what tensors without memory raise
 REAL_INPUTS = "give a model and inputs with values to fitact.plan, or fake=False to measure"
 
@@ -193,7 +193,7 @@ def differentiate(name: str, outputs: Sequence[Tensor]) -> None:
 # -------------------------------------------------------------------------------------------------- example inputs
 
 
-def runner(example_inputs: Any) -> Run:
+def runner(example_inputs: Any) -> Runner:
     """Return what runs a model with example inputs.
 
     Args:
@@ -212,7 +212,7 @@ def runner(example_inputs: Any) -> Run:
         case Mapping():
             return Inputs((), dict(example_inputs))
     if callable(example_inputs) and not isinstance(example_inputs, nn.Module):
-        run: Run = example_inputs
+        run: Runner = example_inputs
         return run
     raise UsageError(
         f"example_inputs {quote(example_inputs)}: expected a tensor, a tuple or a mapping of arguments, or a "
@@ -241,6 +241,6 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def real(run: Run) -> Run:
+def real(run: Runner) -> Runner:
     """Return what runs a model with copies of example inputs, which it may overwrite."""
     return run.mapped(_copied) if isinstance(run, Inputs) else run

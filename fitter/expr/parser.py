@@ -21,7 +21,7 @@ from sympy.printing.str import StrPrinter
 
 from fitact.base import UsageError, quote
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.syntax import MAX_DEPTH, Source
+from fitact.fitter.syntax import MAX_DEPTH, Syntax
 
 from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, depth, exp, log, raised, sizes, x
 from .exact import value
@@ -110,7 +110,7 @@ class _Text(StrPrinter):
         return f"where({self._print(rest)} {comparison} {self._print(-bound)}, {self._print(a)}, {self._print(b)})"
 
 
-class Parser(Source):
+class Parser(Syntax):
     """One walk over one syntax tree; methods return SymPy expressions or refuse."""
 
     def __init__(self, text: str, what: str, variable: str, learned: Sequence[str] = ()) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fitact.base import JobError, UsageError, flags, quote, starred
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.measure import Patterns, Saved, count_saved, inside, matching, outermost, tensors_of, trials
-from fitact.runtime.restore import Run, runner
+from fitact.runtime.restore import Runner, runner
 from fitact.runtime.saving import Amount, Context, attach, attaching, baseline, detach, observing, saving
 from fitact.runtime.torch_internals import is_compiled, storage_id
 
@@ -136,7 +136,7 @@ def convert(
 
 
 def _attached(
-    model: nn.Module, contexts: Mapping[str, Context], run: Run | None, dry_run: bool, gradients: bool | None
+    model: nn.Module, contexts: Mapping[str, Context], run: Runner | None, dry_run: bool, gradients: bool | None
 ) -> Conversion:
     """Let modules of a model run in contexts, by path, and report what that saves."""
     sites = tuple(_site(model, path, context) for path, context in contexts.items())
@@ -184,10 +184,10 @@ def _site(model: nn.Module, path: str, context: Context) -> SiteRecord:
 # --------------------------------------------------------------------------------------------------- what is saved
 
 
-def _counted(model: nn.Module, run: Run, changes: Sequence[Change]) -> list[tuple[Saved, Hows]]:
+def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[tuple[Saved, Hows]]:
     """Count what a model saves with each of several changes, and how its modules store that in contexts."""
 
-    def look(model: nn.Module, run: Run, *, change: Change) -> tuple[Saved, Hows]:
+    def look(model: nn.Module, run: Runner, *, change: Change) -> tuple[Saved, Hows]:
         detail = not any(map(is_compiled, model.modules()))
         hows: dict[str, Counter[str]] = {}
         with change(model), count_saved(model, detail=detail) as saved:

@@ -20,9 +20,9 @@ from fitact.base import FitactError, UsageError, one_line
 from fitact.runtime.measure import (
     ROW,
     Device,
-    Mark,
     Meter,
     MeteredLink,
+    Moment,
     Run,
     Subject,
     Work,
@@ -93,13 +93,13 @@ class Costs:
     """
 
     segments: tuple[Segment, ...]
-    baseline: Step
+    baseline: StepCost
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """A training step as measured.
 
     Attributes:
@@ -115,7 +115,7 @@ class Step:
     work: Work
     host: int = 0
 
-    def like(self, other: Step) -> bool:
+    def like(self, other: StepCost) -> bool:
         """Return whether another step is the same to a ten-thousandth; what a first run caches is much less."""
         numbers = [
             (step.saved, step.peak, step.work.seconds, step.work.flops, step.work.traffic)
@@ -167,7 +167,7 @@ def measure_costs(
 
 def step(
     subject: Subject, device: Device, runs: Sequence[Run], policies: Sequence[Policy], whole: Policy = BASELINE
-) -> Step:
+) -> StepCost:
     """Measure a training step of a model, with a policy for each block of its runs, and one for the whole."""
     return _Parts(subject, runs, _marks(subject, device, runs, policies, whole=whole)).step
 
@@ -183,7 +183,7 @@ def _with_rest(subject: Subject, device: Device, runs: Sequence[Run], end: Segme
     return replace(end, costs={**end.costs, REST: cost})
 
 
-def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Mark]]:
+def baseline_step(subject: Subject, device: Device) -> tuple[list[Run], list[Moment]]:
     """Return the runs of a model, steady only if a step cut short foretells a longer one; and the baseline marks.
 
     The rest of a model may depend on the number of blocks, such as a loss that reads them all.
@@ -298,7 +298,7 @@ def _marks(
     policies: Sequence[Policy],
     row: int = ROW,
     whole: Policy = BASELINE,
-) -> list[Mark]:
+) -> list[Moment]:
     """Run a step, with at most `row` consecutive blocks of the same policy, and return its moments."""
     model = subject.model
     moves = any(policy.offload for policy in policies)
@@ -397,7 +397,7 @@ class _Parts:
 
     """
 
-    def __init__(self, subject: Subject, runs: Sequence[Run], marks: Sequence[Mark]) -> None:
+    def __init__(self, subject: Subject, runs: Sequence[Run], marks: Sequence[Moment]) -> None:
         self.marks = marks
         self.places: dict[tuple[str, int], int] = {}
         for i, mark in enumerate(marks):
@@ -434,7 +434,7 @@ class _Parts:
             most = max(most, self._peak(*forward) + extra.forward, self._peak(*backward) + extra.backward - freed)
             freed += extra.freed
         loss = marks[self._at("loss")]
-        self.step = Step(loss.level, most, sum((mark.work for mark in marks), Work()), loss.host)
+        self.step = StepCost(loss.level, most, sum((mark.work for mark in marks), Work()), loss.host)
 
     def cost(self, i: int, policy: Policy) -> Cost:
         """Return what a policy costs for a block; where it offloads, memory that is on its way is there, too."""

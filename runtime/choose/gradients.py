@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.base import one_line
-from fitact.runtime.restore import Run, generators, has_no_values, loss_of, real, unchanged
+from fitact.runtime.restore import Runner, generators, has_no_values, loss_of, real, unchanged
 from fitact.runtime.torch_internals import tree_leaves
 
 from .records import Gradient
@@ -18,7 +18,7 @@ from .replacement import Change
 Gradients = Sequence[Tensor | None]
 
 
-def gradient_error(model: nn.Module, run: Run, baseline: Change, change: Change) -> Gradient:
+def gradient_error(model: nn.Module, run: Runner, baseline: Change, change: Change) -> Gradient:
     """Run a model forward and backward, as the baseline and with a change, from the same random numbers.
 
     The output's `loss` is differentiated, or an output of one number, or else the sum of all outputs times normal
@@ -42,7 +42,7 @@ def gradient_error(model: nn.Module, run: Run, baseline: Change, change: Change)
         return Gradient(note=one_line(error))
 
 
-def _gradients(model: nn.Module, run: Run, change: Change) -> Gradients:
+def _gradients(model: nn.Module, run: Runner, change: Change) -> Gradients:
     with torch.inference_mode(False), torch.enable_grad(), generators(model), unchanged(model):
         if not model.training:
             model.train()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.base import UsageError, one_line
-from fitact.runtime.restore import Run, explained, following, generators, has_no_values, real, runner, unchanged
+from fitact.runtime.restore import Runner, explained, following, generators, has_no_values, real, runner, unchanged
 from fitact.runtime.torch_internals import is_compiled, plain, plain_path, tree_iter
 
 from .gradients import numbers, scalar_of
@@ -127,7 +127,7 @@ def verify(model: nn.Module, example_inputs: Any, *, baseline: nn.Module | None 
 class _Step:
     """The values of a training step of a model, which stays as it was."""
 
-    def __init__(self, model: nn.Module, run: Run) -> None:
+    def __init__(self, model: nn.Module, run: Runner) -> None:
         self.outputs: Values = {}
         self.passed: Values = {}
         self.readers: dict[str, list[str]] = {}

@@ -18,7 +18,7 @@ TILE = 4096  # elements of a block of short rows, and of a part of a long one
 SHARE = 16  # elements of a block for each thread
 
 
-class Plan(NamedTuple):
+class RowTiling(NamedTuple):
     """How rows of a given length are cut into blocks.
 
     Attributes:
@@ -34,13 +34,13 @@ class Plan(NamedTuple):
     threads: int
 
 
-def plan(rows: int, columns: int) -> Plan:
+def plan(rows: int, columns: int) -> RowTiling:
     """Return how to cut `rows` rows of `columns` elements, both at least 1."""
     if columns > LONGEST:
-        return Plan(1, TILE, False, TILE // SHARE)
+        return RowTiling(1, TILE, False, TILE // SHARE)
     width = max(16, _power(columns))
     height = max(1, min(TILE // width, _power(rows)))
-    return Plan(height, width, True, max(128, height * width // SHARE))
+    return RowTiling(height, width, True, max(128, height * width // SHARE))
 
 
 def _power(n: int) -> int:

@@ -81,7 +81,7 @@ def differentiable(
         # In a traced Function, an in-place change of y would go unnoticed, and an export would lack a gradient.
         compiled: Tensor = ops.forward(*arguments)[0]
         return compiled
-    y: Tensor = Run.apply(*arguments)[0]
+    y: Tensor = KernelFunction.apply(*arguments)[0]
     kernel = find(key)
     if other is None or not kernel.saves_input:
         return y
@@ -226,7 +226,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None
     return *(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True)), *(None,) * 5
 
 
-class Run(torch.autograd.Function):
+class KernelFunction(torch.autograd.Function):
     """Saves what the kernel saves, and an empty tensor that ties the gradients to the inputs."""
 
     generate_vmap_rule = True

@@ -13,10 +13,10 @@ from .devices import Device as Device
 from .devices import device_of as device_of
 from .devices import measured as measured
 from .meter import FLOPS as FLOPS
-from .meter import Mark as Mark
 from .meter import Measured as Measured
 from .meter import Meter as Meter
 from .meter import MeteredLink as MeteredLink
+from .meter import Moment as Moment
 from .meter import Work as Work
 from .meter import whole_step as whole_step
 from .prepare import Training as Training

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fitact.runtime.restore import generators
 from fitact.runtime.torch_internals import tree_iter
 
-from .meter import Mark, Meter, Work
+from .meter import Meter, Moment, Work
 from .subjects import Subject, blocks_of
 
 
@@ -172,7 +172,7 @@ def skipped(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
+def filled(marks: Sequence[Moment], standing: Mapping[int, int]) -> list[Moment]:
     """Return the marks of a step as if skipped blocks had done what the block did that is counted for them.
 
     Args:
@@ -181,7 +181,7 @@ def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
 
     """
     # with the changes of the level and of the host's, and the peak's rise above the level before
-    moments: list[tuple[Mark, int, int, int]] = []
+    moments: list[tuple[Moment, int, int, int]] = []
     level = host = 0
     for mark in marks:
         moments.append((mark, mark.level - level, mark.host - host, mark.peak - level))
@@ -206,7 +206,7 @@ def filled(marks: Sequence[Mark], standing: Mapping[int, int]) -> list[Mark]:
     return result
 
 
-def _moved(moment: tuple[Mark, int, int, int], block: int, by: int) -> tuple[Mark, int, int, int]:
+def _moved(moment: tuple[Moment, int, int, int], block: int, by: int) -> tuple[Moment, int, int, int]:
     """Return a mark of a block, or of its neighbour, as that of a later block."""
     mark = moment[0]
     return (replace(mark, block=mark.block + by) if mark.block >= block - 1 else mark), *moment[1:]

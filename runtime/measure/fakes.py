@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fitact.runtime.restore import Copying, Inputs, Run
+from fitact.runtime.restore import Copying, Inputs, Runner
 from fitact.runtime.torch_internals import FakeTensor, FakeTensorMode
 
 
@@ -33,6 +33,6 @@ def fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def faked(run: Run, mode: FakeTensorMode) -> Run:
+def faked(run: Runner, mode: FakeTensorMode) -> Runner:
     """Return what runs a model with fake inputs; a function of the user's makes its own."""
     return run.mapped(partial(fake, mode)) if isinstance(run, Inputs) else run

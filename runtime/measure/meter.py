@@ -72,7 +72,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Moment:
     """A moment of a step.
 
     Attributes:
@@ -106,7 +106,7 @@ class Meter(OperationMode):
         marks: moments of the step.
         clock: seconds since the meter was made.
         paused: whether operations are not seen.
-        host: as in `Mark`.
+        host: as in `Moment`.
 
     """
 
@@ -116,13 +116,13 @@ class Meter(OperationMode):
         self.level = self.peak = 0
         self.work = Work()
         self.clock, self.paused, self.host = 0.0, False, 0
-        self.marks: list[Mark] = []
+        self.marks: list[Moment] = []
         self.there = {storage_id(tensor): tensor.untyped_storage() for tensor in there}
         self.alive: dict[int, Any] = {}
 
     def mark(self, what: str, block: int = -1) -> None:
         """Record that something happens now."""
-        self.marks.append(Mark(what, block, self.level, self.peak, self.work, self.host))
+        self.marks.append(Moment(what, block, self.level, self.peak, self.work, self.host))
         self.peak, self.work = self.level, Work()
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

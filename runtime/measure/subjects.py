@@ -21,7 +21,7 @@ from fitact.base import FitactError, UsageError, few, one_line, quote
 from fitact.runtime.restore import (
     NO_VALUES,
     Inputs,
-    Run,
+    Runner,
     check_model,
     explained,
     generators,
@@ -86,7 +86,7 @@ class Subject:
 
     name: str
     model: nn.Module
-    call: Run
+    call: Runner
     mode: FakeTensorMode | None
     autocast: torch.dtype | None = None
     device: str = "cuda"
@@ -229,7 +229,7 @@ def without_packing() -> Iterator[None]:
         yield
 
 
-def trials(model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run], Look]]) -> list[Look]:
+def trials(model: nn.Module, run: Runner, looks: Sequence[Callable[[nn.Module, Runner], Look]]) -> list[Look]:
     """Look at a model several times; each time it may be changed, and run.
 
     It is run as it trains: in its own mode, or in training mode if it is in evaluation mode as a whole. Every look
@@ -251,7 +251,7 @@ def trials(model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run]
         raise UsageError("the model has parameters that are not initialised yet: run it once, then convert it")
 
     def looked(
-        of: nn.Module, again: Callable[[], Run], around: Callable[[], AbstractContextManager[Any]]
+        of: nn.Module, again: Callable[[], Runner], around: Callable[[], AbstractContextManager[Any]]
     ) -> list[Look]:
         results = []
         for look in looks:
@@ -270,7 +270,7 @@ def trials(model: nn.Module, run: Run, looks: Sequence[Callable[[nn.Module, Run]
             torch.clear_autocast_cache()
 
 
-def tensors_of(run: Run, model: nn.Module) -> list[Tensor]:
+def tensors_of(run: Runner, model: nn.Module) -> list[Tensor]:
     """Run a model, and return the tensors of its output; raise a UsageError if it cannot be run."""
     try:
         return [leaf for leaf in tree_leaves(run(model)) if isinstance(leaf, Tensor)]

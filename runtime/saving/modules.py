@@ -45,7 +45,7 @@ class Attached:
         return _empty, (self.fitact_own, *arguments[1:]), *state
 
 
-class Forward:
+class ForwardInContext:
     """A module's own `forward` attribute, as accelerate sets one, run in the module's context."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -96,8 +96,8 @@ def attach(module: nn.Module, context: Context) -> None:
         own: Any = type(module)
         module.__class__ = _class(own)
     forward = vars(module).get("forward")
-    if forward is not None and not isinstance(forward, Forward):
-        vars(module)["forward"] = Forward(module, forward)
+    if forward is not None and not isinstance(forward, ForwardInContext):
+        vars(module)["forward"] = ForwardInContext(module, forward)
     vars(module)[CONTEXT] = context
 
 
@@ -112,7 +112,7 @@ def detach(module: nn.Module) -> bool:
         own: Any = module.fitact_own
         module.__class__ = own
     forward = vars(module).get("forward")
-    if isinstance(forward, Forward):
+    if isinstance(forward, ForwardInContext):
         vars(module)["forward"] = forward.forward
     return vars(module).pop(CONTEXT, None) is not None
 

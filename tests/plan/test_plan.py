@@ -26,7 +26,7 @@ from fitact.planning.make import ONE_BLOCK, Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
 from fitact.runtime.choose.checkpoints import Checkpointed
-from fitact.runtime.choose.costs import Costs, Step
+from fitact.runtime.choose.costs import Costs, StepCost
 from fitact.runtime.choose.costs import step as measured_step
 from fitact.runtime.choose.policies import BASELINE, FULL, OF_BLOCKS, POLICIES, REST, SELECTIVE, Policy, changed
 from fitact.runtime.measure import devices
@@ -468,7 +468,7 @@ def test_an_answer_that_does_not_fit_as_measured_is_not_tried_again(monkeypatch:
     room = (low + high) // 2
     tried: list[list[str]] = []
 
-    def noted(subject: Any, device: Any, runs: Any, policies: Sequence[Policy], whole: Policy) -> Step:
+    def noted(subject: Any, device: Any, runs: Any, policies: Sequence[Policy], whole: Policy) -> StepCost:
         tried.append([whole.name, *(policy.name for policy in policies)])
         done = measured_step(subject, device, runs, policies, whole)
         return dataclasses.replace(done, peak=done.peak + (high - low) // 8)

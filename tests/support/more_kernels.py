@@ -10,7 +10,7 @@ import triton
 from triton.compiler import ASTSource
 
 from fitact.runtime.kernels.learned_tiles import BLOCK, TRIPS
-from fitact.runtime.kernels.norm_tiles import Plan, ms_norm_backward, ms_norm_forward, plan
+from fitact.runtime.kernels.norm_tiles import RowTiling, ms_norm_backward, ms_norm_forward, plan
 from fitact.runtime.kernels.reference import TILE
 from fitact.runtime.kernels.registry import find
 from tests.support.instructions import GPUS
@@ -97,7 +97,7 @@ class NormKernel:
     columns: int
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RowTiling:
         """How the rows are cut into blocks."""
         return plan(100_000, self.columns)
 

@@ -271,14 +271,14 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
 def _check_function(kind: str, function: str, parameters: Mapping[str, float]) -> None:
     """Raise UsageError if a name or a formula is surely wrong: all that can be told without SymPy."""
     from fitact.fitter.catalog import CATALOG, GATES, LEARNED, check_known
-    from fitact.fitter.syntax import Source
+    from fitact.fitter.syntax import Syntax
 
     if kind == "activations":
         check_known(function)
     if function in CATALOG:
         CATALOG[function].filled("", parameters)
     elif function not in GATES and function not in LEARNED:
-        Source(function, kind.removesuffix("s")).tree()
+        Syntax(function, kind.removesuffix("s")).tree()
 
 
 def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:

@@ -22,7 +22,7 @@ from fitact.runtime.choose import (
     Cost,
     Costs,
     Policy,
-    Step,
+    StepCost,
     measure_costs,
     sharded,
     step,
@@ -296,7 +296,7 @@ class Planner:
 
     # ------------------------------------------------------------------------------- answers that fit as measured
 
-    def _chosen(self, error: str, room: int) -> tuple[list[Group], Step]:
+    def _chosen(self, error: str, room: int) -> tuple[list[Group], StepCost]:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
         problem = Problem(self.costs, error, self.host)
         problems = [problem, *[Problem(self.costs, error)] * bool(self.host)]  # memory in flight may leave no room
@@ -314,11 +314,13 @@ class Planner:
             return problem.groups(found[0]), found[1]
         return [], min(found[1], self.costs.baseline, key=lambda one: one.peak)
 
-    def _within(self, problem: Problem, room: int) -> tuple[Answer, Step] | None:
+    def _within(self, problem: Problem, room: int) -> tuple[Answer, StepCost] | None:
         """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
         baseline = self.costs.baseline
         limit, host = room, problem.host
-        best: tuple[Answer, Step] | None = (problem.every(BASELINE), baseline) if baseline.peak <= room else None
+        best: tuple[Answer, StepCost] | None = (
+            (problem.every(BASELINE), baseline) if baseline.peak <= room else None
+        )
         for _ in range(TRIES):
             answer = fastest(problem.stages, limit, host)
             if answer is None:
@@ -332,7 +334,7 @@ class Planner:
             host -= max(done.host - problem.host, 0)
         return best
 
-    def _step(self, problem: Problem, answer: Answer) -> Step:
+    def _step(self, problem: Problem, answer: Answer) -> StepCost:
         return step(self.subject, self.device, self.costs.runs, problem.taken(answer), problem.whole(answer))
 
 
