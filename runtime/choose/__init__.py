@@ -1,6 +1,5 @@
 """What stands where in a model so that it saves less: chosen, applied, compared, reported, reverted."""
 
-from .checkpoints import Checkpointed as Checkpointed
 from .checkpoints import selectively as selectively
 from .compare import DTYPES as DTYPES
 from .compare import OPTIMIZERS as OPTIMIZERS

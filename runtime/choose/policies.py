@@ -13,10 +13,20 @@ from torch import nn
 from fitact.base import UsageError, quote
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import check_model
-from fitact.runtime.saving import ERRORS, Amount, attach, baseline, detach, has_context, saving
+from fitact.runtime.saving import (
+    CHECKPOINT,
+    CONTEXT,
+    ERRORS,
+    Amount,
+    attach,
+    baseline,
+    detach,
+    is_attached,
+    saving,
+)
 from fitact.runtime.torch_internals import is_compiled
 
-from .checkpoints import CHECKPOINTS, Checkpointed, check_in, check_out
+from .checkpoints import CHECKPOINTS, Checkpoint
 from .convert import convert
 from .records import Conversion, SiteRecord
 from .replacement import inner, revert_replacements
@@ -98,7 +108,8 @@ def apply_policy(module: nn.Module, policy: Policy) -> int:
         raise UsageError("it holds no activation that can be replaced")
     if policy.checkpoint:
         whole = policy.checkpoint == CHECKPOINTS[1]
-        check_in(module, policy.checkpoint, policy.error if whole else "exact", policy.offload)
+        checkpoint = Checkpoint(policy.checkpoint, policy.error if whole else "exact", policy.offload)
+        attach(module, checkpoint=checkpoint)
     return replaced
 
 
@@ -150,9 +161,7 @@ def apply(model: nn.Module, groups: Sequence[tuple[str, Sequence[str]]]) -> None
     """
     check_model(model)
     modules = [*model.modules()]
-    if any(
-        isinstance(module, Checkpointed) or has_context(module) or is_generated(type(module)) for module in modules
-    ):
+    if any(is_attached(module) or is_generated(type(module)) for module in modules):
         raise UsageError("the model is converted or planned already: call fitact.revert(model) first")
     if any(map(is_compiled, modules)):
         raise UsageError("the model is compiled already: apply the plan first, and compile it then")
@@ -187,15 +196,15 @@ def revert(model: nn.Module) -> Conversion:
 
     """
     model = inner(model)
-    modules = [*model.named_modules()]
-    again = [
-        SiteRecord(path, "module", "checkpointed", _name(module)) for path, module in modules if check_out(module)
+    checkpoints = _detached(model, "checkpointed", CHECKPOINT)
+    replacements = revert_replacements(model)
+    return Conversion((*checkpoints, *replacements, *_detached(model, "saving", CONTEXT)))
+
+
+def _detached(model: nn.Module, before: str, what: str) -> list[SiteRecord]:
+    """Let all modules run without their contexts or checkpoints, and return what was done."""
+    return [
+        SiteRecord(path, "module", before, type(module).__name__)
+        for path, module in model.named_modules()
+        if detach(module, what)
     ]
-    records = revert_replacements(model)
-    modules = [*model.named_modules()]
-    records += [SiteRecord(path, "module", "saving", _name(module)) for path, module in modules if detach(module)]
-    return Conversion((*again, *records))
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__

@@ -8,11 +8,13 @@ from .blocks import encode as encode
 from .blocks import nbytes as nbytes
 from .context import baseline as baseline
 from .context import saving as saving
+from .modules import CHECKPOINT as CHECKPOINT
+from .modules import CONTEXT as CONTEXT
 from .modules import Context as Context
 from .modules import attach as attach
 from .modules import attaching as attaching
 from .modules import detach as detach
-from .modules import has_context as has_context
+from .modules import is_attached as is_attached
 from .offload import DEPTH as DEPTH
 from .offload import LINKS as LINKS
 from .offload import META as META

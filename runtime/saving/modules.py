@@ -1,4 +1,4 @@
-"""Modules whose forward runs in a context of `saving`, and modules inside that save as they are.
+"""Modules whose forward runs in a context or a checkpoint, and modules inside that save as they are.
 
 Such a module has another class: a subclass of its own, of the same name. So its parameters, hooks, attributes and
 state dict stay, and `isinstance` holds. No other module is changed.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, update_wrapper, wraps
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial, update_wrapper, wraps
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch import nn
 from fitact.runtime.torch_internals import in_functorch_transform, is_tracing
 
 Context = Callable[[], AbstractContextManager[Any]]  # makes the context of a call; picklable, as the module is
-CONTEXT = "_fitact_context"  # the attribute of a module that makes the context
+# Calls its first argument with the others, now and again in backward; picklable.
+Checkpoint = Callable[..., Any]
+CONTEXT, CHECKPOINT = "_fitact_context", "_fitact_checkpoint"  # the attributes of a module that have these
 
 
 class Attached:
-    """What the classes of such modules share. Other modules of these classes, which users make, have no context.
+    """What the classes of such modules share. Other modules of these classes, which users make, run as they are.
 
     Attributes:
         fitact_own: the module's own class.
@@ -45,8 +47,8 @@ class Attached:
         return _empty, (self.fitact_own, *arguments[1:]), *state
 
 
-class ForwardInContext:
-    """A module's own `forward` attribute, as accelerate sets one, run in the module's context."""
+class AttachedForward:
+    """A module's own `forward` attribute, as accelerate sets one, run as the module's class would run forward."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward
@@ -54,29 +56,32 @@ class ForwardInContext:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        if _as_it_is():
-            return self.forward(*args, **kwargs)
-        with _context_of(self.module):
-            return self.forward(*args, **kwargs)
+        return _run(self.module, self.forward, args, kwargs)
 
 
-def _as_it_is() -> bool:
-    return not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_functorch_transform() or is_tracing()
+def _run(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    checkpoint = vars(module).get(CHECKPOINT)
+    if checkpoint is None:
+        return _in_context(module, forward, *args, **kwargs)
+    return checkpoint(partial(_in_context, module, forward), *args, **kwargs)
 
 
-def _context_of(module: nn.Module) -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any] = vars(module).get(CONTEXT, nullcontext)()
-    return context
+def _in_context(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    as_it_is = (
+        not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_functorch_transform() or is_tracing()
+    )
+    context = None if as_it_is else vars(module).get(CONTEXT)
+    if context is None:
+        return forward(*args, **kwargs)
+    with context():
+        return forward(*args, **kwargs)
 
 
 @cache
 def _class(own: Any) -> Any:
     @wraps(own.forward)  # transformers and `torch.fx` read its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _as_it_is():
-            return own.forward(self, *args, **kwargs)
-        with _context_of(self):
-            return own.forward(self, *args, **kwargs)
+        return _run(self, partial(own.forward, self), args, kwargs)
 
     names = {"fitact_own": own, "forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (Attached, own), names)
@@ -87,41 +92,45 @@ def _empty(own: Any, *arguments: Any) -> Any:
     return made.__new__(made, *arguments)
 
 
-def attach(module: nn.Module, context: Context) -> None:
-    """Let a module's forward run in a context, in place of one that it has.
+def attach(module: nn.Module, context: Context | None = None, checkpoint: Checkpoint | None = None) -> None:
+    """Let a module's forward run in a context, in a checkpoint, or in both, in place of those that it has.
 
-    Without gradients, under `torch.compile`, in `torch.func` and while it is traced, it runs as it is.
+    Without gradients, under `torch.compile`, in `torch.func` and while it is traced, it has no context.
     """
     if not isinstance(module, Attached):
         own: Any = type(module)
         module.__class__ = _class(own)
     forward = vars(module).get("forward")
-    if forward is not None and not isinstance(forward, ForwardInContext):
-        vars(module)["forward"] = ForwardInContext(module, forward)
-    vars(module)[CONTEXT] = context
+    if forward is not None and not isinstance(forward, AttachedForward):
+        vars(module)["forward"] = AttachedForward(module, forward)
+    given = {CONTEXT: context, CHECKPOINT: checkpoint}
+    vars(module).update({name: value for name, value in given.items() if value is not None})
 
 
-def has_context(module: nn.Module) -> bool:
-    """Return whether a module's forward runs in a context."""
-    return CONTEXT in vars(module)
+def is_attached(module: nn.Module) -> bool:
+    """Return whether a module's forward runs in a context or in a checkpoint."""
+    return CONTEXT in vars(module) or CHECKPOINT in vars(module)
 
 
-def detach(module: nn.Module) -> bool:
-    """Let a module's forward run as it is; returns whether it had a context."""
+def detach(module: nn.Module, what: str = CONTEXT) -> bool:
+    """Let a module's forward run without its CONTEXT or CHECKPOINT; returns whether it had one."""
+    had = vars(module).pop(what, None) is not None
+    if is_attached(module):
+        return had
     if "fitact_own" in vars(type(module)):  # otherwise FSDP may have made another class of this one
         own: Any = module.fitact_own
         module.__class__ = own
     forward = vars(module).get("forward")
-    if isinstance(forward, ForwardInContext):
+    if isinstance(forward, AttachedForward):
         vars(module)["forward"] = forward.forward
-    return vars(module).pop(CONTEXT, None) is not None
+    return had
 
 
 @contextmanager
 def attaching(model: nn.Module, contexts: Mapping[str, Context]) -> Iterator[None]:
     """Let modules of a model, by path, run in these contexts, and no others in any, until the context ends."""
     was: dict[nn.Module, Context]
-    was = {module: vars(module)[CONTEXT] for module in model.modules() if has_context(module)}
+    was = {module: vars(module)[CONTEXT] for module in model.modules() if CONTEXT in vars(module)}
     for module in was:
         detach(module)
     attached = {model.get_submodule(path): context for path, context in contexts.items()}

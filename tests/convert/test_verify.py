@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fitact
 from fitact.base import UsageError
-from fitact.runtime.choose.checkpoints import check_in
+from fitact.runtime.choose.checkpoints import Checkpoint
+from fitact.runtime.saving import attach
 from tests.support.models import batch_of, model_of
 
 X = torch.randn(640, 16, generator=torch.Generator().manual_seed(0))
@@ -82,7 +83,7 @@ def again(net: nn.Sequential) -> None:
 
 
 def checked_in(net: nn.Sequential) -> None:
-    check_in(net[1], "checkpointed")
+    attach(net[1], checkpoint=Checkpoint("checkpointed"))
 
 
 def compiled(net: nn.Sequential) -> None:

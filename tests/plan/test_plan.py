@@ -25,7 +25,7 @@ from fitact.planning import make
 from fitact.planning.make import ONE_BLOCK, Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
-from fitact.runtime.choose.checkpoints import Checkpointed
+from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint
 from fitact.runtime.choose.costs import Costs, StepCost
 from fitact.runtime.choose.costs import step as measured_step
 from fitact.runtime.choose.policies import BASELINE, FULL, OF_BLOCKS, POLICIES, REST, SELECTIVE, Policy, changed
@@ -37,6 +37,7 @@ from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS
+from fitact.runtime.saving.modules import CHECKPOINT, attach
 from fitact.runtime.torch_internals import storage_id
 from tests.support.peak import peak_memory
 
@@ -156,7 +157,7 @@ def check_applied(model: nn.Module, inputs: Inputs, planner: Planner, error: str
     if not any("bit" in group.policy for group in plan.groups):  # PyTorch's tracker sees what a kernel unpacks
         given = sum(one.nbytes for one in (*inputs.args, *inputs.kwargs.values()))  # which it counts if detached
         assert any(tracked - more == pytest.approx(plan.peak, rel=1e-3) for more in (0, given))
-    if not any(isinstance(one, Checkpointed) for one in twin.modules()):
+    if not any(CHECKPOINT in vars(one) for one in twin.modules()):
         assert saved == pytest.approx(plan.saved, rel=0.01)
     if error == "exact":
         assert equal(results(twin, inputs), results(model, inputs))
@@ -426,6 +427,16 @@ def test_measuring_a_slow_device_ends(lasts: float, most: int, monkeypatch: pyte
     monkeypatch.setattr(devices.time, "perf_counter", lambda: calls * lasts)
     assert devices._seconds(function, x) == pytest.approx(lasts)
     assert most / 2 < calls <= most
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS[1:])
+def test_checkpointed_blocks_can_be_compiled(kind: str) -> None:
+    model, x = stack()
+    expected = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+    for block in model.first:
+        attach(block, checkpoint=Checkpoint(kind))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert equal([*torch.autograd.grad(compiled(x).square().mean(), [*model.parameters()])], [*expected])
 
 
 def test_a_checkpointed_block_is_copied_and_kept() -> None:

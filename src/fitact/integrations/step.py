@@ -10,10 +10,10 @@ from torch import nn
 
 from fitact.base import FitactError, FitWarning, UsageError
 from fitact.planning import Plan, load_plan
-from fitact.runtime.choose import Checkpointed, Conversion, convert
+from fitact.runtime.choose import Conversion, convert
 from fitact.runtime.measure import copied, whole_step
 from fitact.runtime.restore import Inputs
-from fitact.runtime.saving import ERRORS, has_context
+from fitact.runtime.saving import ERRORS, is_attached
 from fitact.runtime.torch_internals import is_compiled
 
 
@@ -51,7 +51,7 @@ def does_nothing(why: str) -> None:
 
 def is_converted(model: nn.Module, before: nn.Module | None) -> bool:
     """Return whether a model is converted or planned; a warning says so unless it is the one of the run before."""
-    done = any(has_context(one) or isinstance(one, Checkpointed) for one in model.modules())
+    done = any(map(is_attached, model.modules()))
     if done and model is not before:
         does_nothing("the model is converted already, so this callback leaves it")
     return done
