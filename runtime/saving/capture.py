@@ -194,6 +194,8 @@ class Capture(TorchFunctionMode):
 
     def pack(self, tensor: Tensor) -> Stored | Reading:
         """Return how a tensor is stored that autograd saves."""
+        if type(tensor) is nn.Parameter:
+            return self._stored(tensor)
         grows = tensor.requires_grad
         if self.current and self.current[0] in cheap.ADDING and tensor.is_floating_point():
             return self._stored(_of_shape(tensor))
@@ -210,9 +212,9 @@ class Capture(TorchFunctionMode):
         recompute = mark.recompute
         if recompute is None and self.autocast:
             recompute = self._cast(tensor, mark)
-        if recompute is None and hasattr(storage, ATTRIBUTE):
-            recompute = self._offered(tensor, getattr(storage, ATTRIBUTE))
-        if recompute is not None and recompute.version == version and not any(mark.alive(version)):
+        if recompute is None and (offered := getattr(storage, ATTRIBUTE, None)) is not None:
+            recompute = self._offered(tensor, offered)
+        if recompute is not None and recompute.version == version and not mark.has(version):
             computed = recompute.store(self.store)
             if self._changed is not None:
                 protect(self._changed)

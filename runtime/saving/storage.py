@@ -96,13 +96,26 @@ class Mark:
         """Return all that is stored of the memory in any layout."""
         return (stored for ref in self.known if (stored := ref()) is not None and stored.version == version)
 
+    def has(self, version: int) -> bool:
+        """Return whether anything is stored of the memory."""
+        return bool(self.known) and next(self.alive(version), None) is not None
+
     def stored(self, version: int, layout: Layout) -> Stored | None:
         """Return what is stored from which a tensor can be read, None if nothing is."""
-        return next((stored for stored in self.alive(version) if stored.can_read(layout)), None)
+        for ref in self.known:  # a generator would take as long again
+            stored = ref()
+            if stored is not None and stored.version == version and stored.can_read(layout):
+                return stored
+        return None
 
     def same(self, tensor: Tensor, version: int) -> Stored | None:
         """Return the storage of this very tensor, None if there is none."""
-        return next((stored for stored in self.alive(version) if stored.layout == layout_of(tensor)), None)
+        layout = layout_of(tensor)
+        for ref in self.known:
+            stored = ref()
+            if stored is not None and stored.version == version and stored.layout == layout:
+                return stored
+        return None
 
     def needed(self) -> list[Stored]:
         """Return what is stored of the memory that something is recomputed from."""
@@ -514,7 +527,10 @@ def quietly() -> Iterator[None]:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Return whether a tensor is a parameter, or a view of one: its memory is the model's in any case."""
-    return _is_own(tensor) or _is_own(base_of(tensor))
+    if _is_own(tensor):
+        return True
+    base = base_of(tensor)
+    return base is not None and _is_own(base)
 
 
 def is_leaf(tensor: Tensor) -> bool:
@@ -524,7 +540,7 @@ def is_leaf(tensor: Tensor) -> bool:
     return isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)
 
 
-def _is_own(tensor: Tensor | None) -> bool:
+def _is_own(tensor: Tensor) -> bool:
     kind = type(tensor)
     return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
 

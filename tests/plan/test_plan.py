@@ -37,7 +37,7 @@ from fitact.runtime.measure.saved import count_saved
 from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS
-from fitact.runtime.saving.modules import CHECKPOINT, attach
+from fitact.runtime.saving.modules import CHECKPOINT, attach, detach
 from fitact.runtime.torch_internals import storage_id
 from tests.support.peak import peak_memory
 
@@ -437,6 +437,23 @@ def test_checkpointed_blocks_can_be_compiled(kind: str) -> None:
         attach(block, checkpoint=Checkpoint(kind))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert equal([*torch.autograd.grad(compiled(x).square().mean(), [*model.parameters()])], [*expected])
+
+
+def test_a_forward_of_its_own_is_checkpointed() -> None:
+    """As accelerate sets one."""
+    model, x = stack()
+    block = model.first[0]
+    forward = vars(block)["forward"] = block.forward
+
+    def saved_bytes() -> int:
+        with count_saved(model) as saved:
+            model(x.requires_grad_())
+        return saved.bytes
+
+    before = saved_bytes()
+    attach(block, checkpoint=Checkpoint(CHECKPOINTS[1]))
+    assert saved_bytes() < before
+    assert detach(block, CHECKPOINT) and vars(block)["forward"] is forward and saved_bytes() == before
 
 
 def test_a_checkpointed_block_is_copied_and_kept() -> None:
