@@ -1,0 +1,173 @@
+"""The table of docs/integrations.md: adapters of peft and layers of torchao and Liger, converted and compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fitact
+from tests.conftest import ROOT
+
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROW = re.compile(r"^\| (.+?) \| ([\d,]+) \| (\S+) % \| bit for bit \|$", re.MULTILINE)
+ROWS = {
+    name: (before, share)
+    for name, before, share in ROW.findall((ROOT / "docs/integrations.md").read_text("utf-8"))
+}
+PINNED = f"torch=={torch.__version__.partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text("utf-8")
+SOME = ["q_proj", "v_proj", "down_proj"]
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TOKENS = {"num_virtual_tokens": 8, "task_type": "CAUSAL_LM"}
+BATCH = torch.randint(256, (4, 128), generator=torch.Generator().manual_seed(0))
+# A row of the table → the class of peft's configuration, and its arguments.
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}),
+    "DoRA": ("LoraConfig", {"r": 8, "lora_dropout": 0.1, "use_dora": True, "target_modules": "all-linear"}),
+    "AdaLoRA": ("AdaLoraConfig", {"init_r": 8, "total_step": 100, "target_modules": LAYERS}),
+    "IA3": (
+        "IA3Config",
+        {"target_modules": ["k_proj", *SOME[1:]], "feedforward_modules": SOME[2:]},
+    ),
+    "VeRA": ("VeraConfig", {"r": 8, "target_modules": ["q_proj", "v_proj"]}),
+    "VBLoRA": ("VBLoRAConfig", {"r": 4, "num_vectors": 64, "vector_length": 32, "target_modules": SOME[:2]}),
+    "LoHa": ("LoHaConfig", {"r": 8, "target_modules": "all-linear"}),
+    "LoKr": ("LoKrConfig", {"r": 8, "target_modules": "all-linear"}),
+    "OFT": ("OFTConfig", {"oft_block_size": 32, "target_modules": "all-linear"}),
+    "BOFT": ("BOFTConfig", {"boft_block_size": 32, "target_modules": SOME}),
+    "HRA": ("HRAConfig", {"r": 8, "target_modules": "all-linear"}),
+    "FourierFT": ("FourierFTConfig", {"n_frequency": 100, "target_modules": SOME}),
+    "MiSS": ("MissConfig", {"r": 16, "target_modules": SOME}),
+    "LN tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "norm"], "task_type": "CAUSAL_LM"}),
+    "prompt tuning": ("PromptTuningConfig", TOKENS),
+    "prefix tuning": ("PrefixTuningConfig", TOKENS),
+    "P-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 64, **TOKENS}),
+}
+QUICK = ("DoRA", "IA3", "OFT")
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=256, use_cache=False, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def adapted(name: str, model: nn.Module | None = None) -> nn.Module:
+    kind, options = ADAPTERS[name]
+    made: nn.Module = peft.get_peft_model(model or llama(), getattr(peft, kind)(**options))
+    return made
+
+
+def quantised(configuration: Any) -> nn.Module:
+    """Return a LLaMA whose linear layers in blocks torchao has changed."""
+    model = llama()
+    quantize: Any = pytest.importorskip("torchao.quantization").quantize_
+    quantize(model, configuration, filter_fn=in_a_block)
+    return model
+
+
+def in_a_block(module: nn.Module, path: str) -> bool:
+    return isinstance(module, nn.Linear) and "lm_head" not in path
+
+
+def weight_only(name: str) -> nn.Module:
+    torchao: Any = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    return adapted("LoRA", quantised(getattr(torchao, name)()))
+
+
+def float8() -> nn.Module:
+    torchao: Any = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    config = torchao.Float8LinearConfig(emulate=True)
+    made: nn.Module = torchao.convert_to_float8_training(llama(), config=config, module_filter_fn=in_a_block)
+    return made
+
+
+def int8() -> nn.Module:
+    torchao: Any = pytest.importorskip("torchao.prototype.quantized_training", reason="torchao is not installed")
+    return quantised(torchao.int8_mixed_precision_training())
+
+
+def aware() -> nn.Module:
+    torchao: Any = pytest.importorskip("torchao.quantization.qat", reason="torchao is not installed")
+    weights = torchao.IntxFakeQuantizeConfig(torch.int4, group_size=32)
+    return quantised(torchao.QATConfig(weight_config=weights, step="prepare"))
+
+
+LAYERS_OF: dict[str, Callable[[], nn.Module]] = {
+    "torchao, weights in int8, LoRA": lambda: weight_only("Int8WeightOnlyConfig"),
+    "torchao, weights in float8, LoRA": lambda: weight_only("Float8WeightOnlyConfig"),
+    "torchao, float8 training": float8,
+    "torchao, int8 training": int8,
+    "torchao, quantisation-aware, int4": aware,
+}
+
+
+def row(model: nn.Module) -> tuple[str, str]:
+    """Convert a model, check that its step is the baseline's bit for bit, and return the row of the table."""
+    report = fitact.convert(model, example_inputs={"input_ids": BATCH, "labels": BATCH})
+    assert report.gradient is not None and report.gradient.error == 0
+    assert fitact.verify(model, {"input_ids": BATCH, "labels": BATCH}).same
+    assert report.saved_before is not None and report.saved_after is not None
+    return f"{report.saved_before:,}", f"{100 * report.saved_after / report.saved_before:.1f}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in (*ADAPTERS, *LAYERS_OF)],
+)
+def test_table(name: str) -> None:
+    found = row(adapted(name) if name in ADAPTERS else LAYERS_OF[name]())
+    assert float(found[1]) < 100
+    assert not PINNED or found == ROWS[name]
+
+
+def test_every_row_is_tested() -> None:
+    assert [*ROWS] == [*ADAPTERS, *LAYERS_OF, "Liger, SwiGLU in float32"]
+
+
+# Triton's interpreter gives kernels Python's numbers, which have no `to`.
+LIGER = """
+from types import SimpleNamespace
+import torch, fitact
+from torch import nn
+from triton.runtime.interpreter import GridExecutor
+
+class Scalar(float):
+    def to(self, dtype): return float(self)
+
+def call(self, *args, inner=GridExecutor.__call__, **given):
+    own = lambda value: Scalar(value) if type(value) is float else value
+    return inner(self, *map(own, args), **{key: own(value) for key, value in given.items()})
+
+GridExecutor.__call__ = call
+from liger_kernel.transformers import LigerSwiGLUMLP
+torch.manual_seed(0)
+sizes = SimpleNamespace(hidden_size=64, intermediate_size=128, hidden_act="silu")
+model = nn.Sequential(*(layer for _ in range(2) for layer in (nn.RMSNorm(64), LigerSwiGLUMLP(sizes))))
+x = torch.randn(64, 64)
+report = fitact.convert(model, example_inputs=x)
+assert report.gradient.error == 0 and fitact.verify(model, x).same
+print(f"{report.saved_before:,} {100 * report.saved_after / report.saved_before:.1f}")
+"""
+
+
+def test_liger() -> None:
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LIGER],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert tuple(ran.stdout.split()) == ROWS["Liger, SwiGLU in float32"]
