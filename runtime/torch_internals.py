@@ -9,14 +9,12 @@ differences are noted. Slow imports stand where they are needed.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 # Tensors with a device but without memory, and what they raise; the public alternative has only the device "meta".
@@ -38,7 +36,6 @@ from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from fitact.runtime.kernels import in_functorch_transform as in_functorch_transform
 from fitact.runtime.kernels import version_of as version_of
@@ -180,47 +177,6 @@ def top_hooks() -> Any:
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
-@contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
-    """Enter a context in which no hooks of saved tensors are on; there is no public one."""
-    hooks: Any = torch._C._autograd
-    popped = []
-    while pair := saved_tensor_hooks():
-        popped.append(pair)
-        hooks._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(popped):
-            hooks._push_saved_tensors_default_hooks(*pair)
-
-
-_LAYERS: Mapping[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d, 2: torch.mm, 1: torch.matmul}
-
-
-def autocast_of(parameter: Tensor) -> Tensor:
-    """Return a weight or bias as the autocast that is on casts it for a layer, and caches it if it is a parameter.
-
-    The cache cannot be read. But the node of a layer without elements saves the cast tensor, with its history.
-
-    Args:
-        parameter: of floating point, not of the dtype of autocast; (n,), (n, m), or a convolution's weight.
-
-    """
-    with without_saved_tensor_hooks() if saved_tensor_hooks() else nullcontext(), torch.enable_grad():
-        dtype, sizes = torch.get_autocast_dtype(parameter.device.type), parameter.shape
-        inputs = sizes[1:] if len(sizes) > 2 else sizes[:1]
-        nothing = parameter.new_empty(0, *inputs, dtype=dtype, requires_grad=True)
-        node: Any = _LAYERS[len(sizes)](nothing, parameter).grad_fn
-        cast: Tensor = getattr(node, {1: "_saved_vec", 2: "_saved_mat2"}.get(len(sizes), "_saved_weight"))
-    return cast
-
-
-def innermost_mode() -> Any:
-    """Return the innermost mode of `torch.overrides`, None if none is on; no public function tells."""
-    return torch.overrides._get_current_function_mode()
-
-
 # ------------------------------------------------------------------------------------------------------- operators
 
 COPY_TO: Any = torch.ops.aten._to_copy.default  # `Tensor.to`, below autograd
@@ -265,11 +221,6 @@ def schema_name(function: Any) -> str:
     return function._schema.name if isinstance(function, torch._ops.OpOverload) else str(function)
 
 
-def changes_arguments(function: Any) -> bool:
-    """Return whether an operator declares that it changes an argument in place."""
-    return isinstance(function, torch._ops.OpOverload) and bool(function._schema.is_mutable)
-
-
 # --------------------------------------------------------------------------------------------------------- modules
 
 
@@ -279,21 +230,6 @@ def modules_in(module: nn.Module) -> dict[str, nn.Module | None]:
     The public `named_children` leaves out a child's second name, and `setattr` refuses objects other than modules.
     """
     return module._modules
-
-
-def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary itself in which a module holds its own parameters; `named_parameters` makes a copy."""
-    return module._parameters
-
-
-def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary itself in which a module holds its own buffers; `named_buffers` makes a copy."""
-    return module._buffers
-
-
-def has_forward_pre_hooks(module: nn.Module) -> bool:
-    """Return whether a forward pre-hook is registered; no public function tells."""
-    return bool(module._forward_pre_hooks)
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -495,17 +431,3 @@ def quiet_fake_tensors() -> Iterator[None]:
 
     with mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True):
         yield
-
-
-def memory_tracker(frozen: Iterable[nn.Parameter]) -> Any:
-    """Return PyTorch's own memory tracker, prepared for parameters that get no gradient.
-
-    It hooks parameters without a handle, and fails on those that need no gradient: these get empty handles.
-    """
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker = MemTracker()
-    nothing = RemovableHandle(OrderedDict())
-    for parameter in frozen:
-        tracker._param_to_grad_hook_handles[parameter] = (nothing, nothing)
-    return tracker

@@ -176,7 +176,6 @@ def test_operators() -> None:
     assert torch_internals.is_operator(add) and torch_internals.is_operator(add_)
     assert not torch_internals.is_operator(torch.add)
     assert torch_internals.schema_name(add.Tensor) == "aten::add"
-    assert torch_internals.changes_arguments(add_) and not torch_internals.changes_arguments(add.Tensor)
 
 
 def test_modules_hold_what_is_put_into_them() -> None:
@@ -184,12 +183,6 @@ def test_modules_hold_what_is_put_into_them() -> None:
     child = nn.ReLU()
     torch_internals.modules_in(model)["1"] = child
     assert model[1] is child
-    assert [*torch_internals.parameters_in(model[0])] == ["weight", "bias"]
-    assert [*torch_internals.buffers_in(nn.BatchNorm1d(3))] == [
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-    ]
     assert torch_internals.uncompiled(torch.compile(child)) is child and torch_internals.uncompiled(child) is child
 
 
@@ -223,7 +216,6 @@ def test_hooks_are_seen() -> None:
         assert not torch_internals.has_hooks(module)
         handle = getattr(module, f"register_{kind}")(lambda *_: None)
         assert torch_internals.has_hooks(module) and torch_internals.has_hooks(copy.deepcopy(module))
-        assert torch_internals.has_forward_pre_hooks(module) == (kind == "forward_pre_hook")
         handle.remove()
 
 

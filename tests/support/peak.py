@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
-
-from fitact.runtime.torch_internals import memory_tracker
 
 
 class _Unlisted(WeakIdKeyDictionary):
@@ -43,8 +43,11 @@ def peak_memory(step: Callable[[], object], *external: nn.Module | torch.optim.O
         "OTH": "other",
         "Total": "total",
     }
-    parameters = (one for module in external if isinstance(module, nn.Module) for one in module.parameters())
-    tracker = memory_tracker(parameter for parameter in parameters if not parameter.requires_grad)
+    tracker, nothing = MemTracker(), RemovableHandle(OrderedDict())
+    for module in external:
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            if not parameter.requires_grad:  # the tracker hooks parameters without a handle, and fails on these
+                tracker._param_to_grad_hook_handles[parameter] = (nothing, nothing)
     tracker.memory_tracking = _Unlisted()  # the peak of the step is asked for, and not that of each module
     tracker.track_external(*external)
     with warnings.catch_warnings():
