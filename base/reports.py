@@ -99,8 +99,8 @@ class Shown:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as dictionaries, lists, numbers and texts, as JSON has them."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(cast("Any", self))))
-        return found
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(cast("Any", self))))
+        return fields
 
     def plot(self, path: str | Path | None = None, format: str = "png") -> bytes:
         """Draw the report.

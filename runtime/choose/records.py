@@ -116,8 +116,10 @@ class Conversion(Shown):
         """Return what modules save, before and now; UsageError if that was not measured."""
         if not self.modules:
             raise UsageError("nothing was measured: give example_inputs to fitact.convert")
-        named = {f"{one.name or 'the model'} {_times(one)}".rstrip(): one for one in _large(self.modules)}
-        rows = tuple((name, (one.before, one.after)) for name, one in named.items())
+        named = {
+            f"{module.name or 'the model'} {_times(module)}".rstrip(): module for module in _large(self.modules)
+        }
+        rows = tuple((name, (module.before, module.after)) for name, module in named.items())
         title = "; ".join(_summary(self))
         now = "as converted" if self.dry_run else "now"
         return Bars(title[0].upper() + title[1:], "saved for backward", ("before", now), rows)

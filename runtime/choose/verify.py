@@ -108,7 +108,7 @@ def verify(model: nn.Module, example_inputs: Any, *, baseline: nn.Module | None 
             raise UsageError(f"the model cannot be copied: {one_line(error)}; give a baseline") from error
         revert(baseline)
         plain(baseline)
-    first, second = (_Step(one, run) for one in (baseline, model))
+    first, second = (_Step(stepped, run) for stepped in (baseline, model))
     if not first.gradients.keys() & second.gradients.keys():
         raise UsageError("baseline: no trained parameter of it has the name of one of the model")
     passed = _differences(first.passed, second.passed)
@@ -119,7 +119,7 @@ def verify(model: nn.Module, example_inputs: Any, *, baseline: nn.Module | None 
         passed,
         _differences(first.gradients, second.gradients),
         all(map(torch.equal, first.random, second.random)) and first.python == second.python,
-        tuple(one for one in readers if not any(other.startswith(f"{one}.") for other in readers)),
+        tuple(reader for reader in readers if not any(other.startswith(f"{reader}.") for other in readers)),
         (len(first.outputs.keys() & second.outputs.keys()), len(first.gradients.keys() & second.gradients.keys())),
     )
 
@@ -143,8 +143,12 @@ class _Step:
             with explained(name, "backward"):
                 loss.backward()
             self.loss = float(loss.detach())
-            trained = [(plain_path(name), one) for name, one in model.named_parameters() if one.requires_grad]
-            self.gradients: Values = {name: [one.grad] for name, one in trained}
+            trained = [
+                (plain_path(name), parameter)
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            ]
+            self.gradients: Values = {name: [parameter.grad] for name, parameter in trained}
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
             self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
             self.python = random.getstate()
@@ -161,8 +165,8 @@ class _Step:
             return
         self.calls[path] += 1
         name = path if self.calls[path] == 1 else f"{path} (call {self.calls[path]})"
-        tensors = [one for one in tree_iter(output) if isinstance(one, Tensor)]
-        self.outputs[name] = [one.detach().cpu().clone() for one in tensors]
+        tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
+        self.outputs[name] = [tensor.detach().cpu().clone() for tensor in tensors]
         for i, tensor in enumerate(tensors):
             self.made[id(tensor)] = weakref.ref(tensor), name
             if tensor.requires_grad:
@@ -172,17 +176,17 @@ class _Step:
         self.passed.setdefault(name, [None] * len(self.outputs[name]))[i] = gradient.detach().cpu().clone()
 
 
-def _differences(expected: Values, found: Values) -> dict[str, float]:
+def _differences(expected: Values, changed: Values) -> dict[str, float]:
     """Return the errors of what is in both, where they are not 0, in the baseline's order."""
-    errors = {name: _error(values, found[name]) for name, values in expected.items() if name in found}
+    errors = {name: _error(values, changed[name]) for name, values in expected.items() if name in changed}
     return {name: error for name, error in errors.items() if error}
 
 
-def _error(expected: list[Tensor | None], found: list[Tensor | None]) -> float:
+def _error(expected: list[Tensor | None], changed: list[Tensor | None]) -> float:
     difference = norm = 0.0
-    if len(expected) != len(found):
+    if len(expected) != len(changed):
         return math.inf
-    for a, b in zip(map(numbers, expected), map(numbers, found), strict=True):
+    for a, b in zip(map(numbers, expected), map(numbers, changed), strict=True):
         if a.shape != b.shape and a.any() | b.any():  # no gradient is one of zeros
             return math.inf
         difference += 0.0 if torch.equal(a, b) else float((a - b).square().sum())

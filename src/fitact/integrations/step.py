@@ -96,7 +96,7 @@ def converted(
 
 def _peaks(model: nn.Module, inputs: Inputs, error: str) -> dict[str, float]:
     """Return the peak of a forward and backward pass before and after, counted with tensors without memory."""
-    device = "cuda" if any(one.device.type == "cuda" for one in model.parameters()) else "cpu"
+    device = "cuda" if any(parameter.device.type == "cuda" for parameter in model.parameters()) else "cpu"
     try:
         subject = copied(model, inputs, device=device)
         if subject.mode is None:  # it was copied with its values: a second model in the memory is too much

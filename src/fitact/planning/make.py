@@ -199,18 +199,20 @@ class Planner:
         self.host = int(host_gib * GIB)
         self.subject, self.optimizer, self.device, self.words = subject, optimizer, device, words or Words()
         parameters = list(subject.model.parameters())
-        self.trained = sharded((one for one in parameters if one.requires_grad), subject.ranks)
+        self.trained = sharded((parameter for parameter in parameters if parameter.requires_grad), subject.ranks)
         if not self.trained:
             raise UsageError(f"{subject.name}: nothing in it is trained")
         state = OPTIMIZERS[optimizer] * self.trained
-        buffers = sum(one.nbytes for one in subject.model.buffers())
+        buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
         self.fixed = sharded(parameters, subject.ranks) + buffers + state
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
         self.error = error
         allowed = ERRORS[: ERRORS.index(error) + 1]
-        policies = [one for one in OF_BLOCKS if one.error in allowed and (self.host or not one.offload)]
+        policies = [
+            policy for policy in OF_BLOCKS if policy.error in allowed and (self.host or not policy.offload)
+        ]
         self.costs = measure_costs(subject, device, policies, progress)
         self.notes = self.costs.notes
         if [run.paths for run in self.costs.runs] == [("",)]:
@@ -300,19 +302,19 @@ class Planner:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
         problem = Problem(self.costs, error, self.host)
         problems = [problem, *[Problem(self.costs, error)] * bool(self.host)]  # memory in flight may leave no room
-        found = next(filter(None, (self._within(one, room) for one in problems)), None)
-        if found is None:
-            frugal = [one.frugal() for one in problems]
+        answered = next(filter(None, (self._within(problem, room) for problem in problems)), None)
+        if answered is None:
+            frugal = [problem.frugal() for problem in problems]
             steps = [self._step(problem, answer) for answer in frugal]
-            found = min(zip(frugal, steps, strict=True), key=lambda both: both[1].peak)
+            answered = min(zip(frugal, steps, strict=True), key=lambda both: both[1].peak)
         for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
-            less = self._within(problem, found[1].peak - 1) if found[1].peak > room else None
+            less = self._within(problem, answered[1].peak - 1) if answered[1].peak > room else None
             if less is None:
                 break
-            found = less
-        if found[1].peak <= room:
-            return problem.groups(found[0]), found[1]
-        return [], min(found[1], self.costs.baseline, key=lambda one: one.peak)
+            answered = less
+        if answered[1].peak <= room:
+            return problem.groups(answered[0]), answered[1]
+        return [], min(answered[1], self.costs.baseline, key=lambda step: step.peak)
 
     def _within(self, problem: Problem, room: int) -> tuple[Answer, StepCost] | None:
         """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
@@ -353,12 +355,16 @@ class Problem:
         self.costs, self.host = costs, host
         most = ERRORS.index(error)
         self.policies = [
-            [policy for policy in (*OF_BLOCKS, REST) if policy in one.costs and ERRORS.index(policy.error) <= most]
-            for one in costs.segments
+            [
+                policy
+                for policy in (*OF_BLOCKS, REST)
+                if policy in segment.costs and ERRORS.index(policy.error) <= most
+            ]
+            for segment in costs.segments
         ]
         self.stages = [
-            Stage(one.count, one.grads, tuple(_option(one.costs[policy]) for policy in policies))
-            for one, policies in zip(costs.segments, self.policies, strict=True)
+            Stage(segment.count, segment.grads, tuple(_option(segment.costs[policy]) for policy in policies))
+            for segment, policies in zip(costs.segments, self.policies, strict=True)
         ]
 
     def every(self, policy: Policy, n: int = 1) -> Answer:
@@ -378,8 +384,8 @@ class Problem:
         """Return the groups of blocks of the same policy, each in one part of the model."""
         paths = (path for segment in self.costs.segments for path in segment.paths)
         by_policy = groupby(zip(self.taken(answer), paths, strict=True), itemgetter(0))
-        found = [Group(policy.name, tuple(path for _, path in some)) for policy, some in by_policy]
-        return found if self.whole(answer) == BASELINE else [*found, Group(REST.name, ("",))]
+        groups = [Group(policy.name, tuple(path for _, path in some)) for policy, some in by_policy]
+        return groups if self.whole(answer) == BASELINE else [*groups, Group(REST.name, ("",))]
 
     def whole(self, answer: Answer) -> Policy:
         """Return the policy of the whole model, which is that of what follows its last block."""
@@ -399,8 +405,8 @@ class Problem:
 
     def frugal(self) -> Answer:
         """Return an answer with the lowest peak."""
-        found = fastest(self.stages, slack(self.least()), self.host)
-        return found if found is not None else self.every(FULL)
+        answer = fastest(self.stages, slack(self.least()), self.host)
+        return answer if answer is not None else self.every(FULL)
 
 
 def slack(room: int) -> int:

@@ -66,14 +66,14 @@ class Stage:
         """Return the options in the order in which the blocks of the stage should have them."""
 
         def rank(i: int) -> tuple[int, int]:
-            one = self.options[i]
-            return (0, one.high) if one.saved < self.grads else (1, one.saved - one.high)
+            option = self.options[i]
+            return (0, option.high) if option.saved < self.grads else (1, option.saved - option.high)
 
         return sorted(range(len(self.options)), key=rank)
 
     def useful(self) -> list[int]:
         """Return the options that no other one beats or equals in all four numbers."""
-        numbers = [(one.saved, one.high, one.seconds, one.host) for one in self.options]
+        numbers = [(option.saved, option.high, option.seconds, option.host) for option in self.options]
 
         def beats(i: int, j: int) -> bool:
             return all(a <= b for a, b in zip(numbers[i], numbers[j], strict=True)) and (
@@ -135,10 +135,10 @@ def fastest(stages: Sequence[Stage], room: int, host: int = 0) -> list[list[int]
     """
     limit = room
     for _ in range(8):
-        found = _solved(stages, limit, host)
-        if found is None:
+        solved = _solved(stages, limit, host)
+        if solved is None:
             return None
-        options = arranged(stages, found)
+        options = arranged(stages, solved)
         over = peak(stages, options) - room
         if over <= 0:
             return options
@@ -149,7 +149,8 @@ def fastest(stages: Sequence[Stage], room: int, host: int = 0) -> list[list[int]
 def least(stages: Sequence[Stage], host: int = 0) -> int:
     """Return the lowest peak of all options that pin no more than `host` bytes, to a millionth."""
     none = [
-        min(range(len(stage.options)), key=[one.host for one in stage.options].__getitem__) for stage in stages
+        min(range(len(stage.options)), key=[option.host for option in stage.options].__getitem__)
+        for stage in stages
     ]
     low, high = 0, peak(stages, [[i] * stage.count for i, stage in zip(none, stages, strict=True)])
     while high - low > high // TOLERANCE:
@@ -197,12 +198,12 @@ def _solved(stages: Sequence[Stage], room: int, host: int) -> Counts | None:
                 unused[place[i]] = 1
                 constrain(unused, 0, 0)
                 continue
-            one, n, u = stage.options[i], place[i], total + place[i]
+            option, n, u = stage.options[i], place[i], total + place[i]
             link = np.zeros(2 * total)
             link[n], link[u] = 1, -stage.count
             constrain(link, -np.inf, 0)
-            base = grads + (stage.count - 1) * stage.grads + one.high
-            gain = one.saved - stage.grads
+            base = grads + (stage.count - 1) * stage.grads + option.high
+            gain = option.saved - stage.grads
             most = max(most, gain)
             big = max(0, worst + stage.count * most + base + max(-gain, 0) - room)  # lifts the limit where u is 0
             first = ahead.copy()
@@ -214,11 +215,11 @@ def _solved(stages: Sequence[Stage], room: int, host: int) -> Counts | None:
             constrain(last / scale, -np.inf, (room - base + gain + big) / scale)
         for i in place:
             before[i] += stage.options[i - place[0]].saved
-        worst += stage.count * max(one.saved for one in stage.options)
-    pinned = np.array([one.host for stage in stages for one in stage.options], dtype=float)
+        worst += stage.count * max(option.saved for option in stage.options)
+    pinned = np.array([option.host for stage in stages for option in stage.options], dtype=float)
     if pinned.any():
         constrain(np.concatenate([pinned, np.zeros(total)]) / max(host, 1), -np.inf, host / max(host, 1))
-    times = np.array([one.seconds for stage in stages for one in stage.options])
+    times = np.array([option.seconds for stage in stages for option in stage.options])
     unit = max(float(times.max()), 1e-30)
     bounds = np.array([stage.count for stage in stages for _ in stage.options] + [1] * total, dtype=float)
     result = milp(

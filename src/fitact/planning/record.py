@@ -291,7 +291,7 @@ def _value(kind: str, value: Any, where: str) -> Any:
         inner = kind[len("tuple[") : -len(", ...]")]
         if not isinstance(value, list):
             raise UsageError(f"not a plan: {where}: expected a list, got {quote(value)}")
-        return tuple(_value(inner, one, f"{where}[{i}]") for i, one in enumerate(value))
+        return tuple(_value(inner, part, f"{where}[{i}]") for i, part in enumerate(value))
     if kind in ("Group", "Point"):
         if not isinstance(value, dict):
             raise UsageError(f"not a plan: {where}: expected an object, got {quote(value)}")
@@ -301,8 +301,8 @@ def _value(kind: str, value: Any, where: str) -> Any:
         return value
     if kind == "int":
         return whole(value, f"not a plan: {where}")
-    if kind == "float" and math.isfinite(found := number(value, f"not a plan: {where}")):
-        return found
+    if kind == "float" and math.isfinite(finite := number(value, f"not a plan: {where}")):
+        return finite
     names = {"str": "a printable text", "float": "a finite number"}
     raise UsageError(f"not a plan: {where}: expected {names[kind]}, got {quote(value)}")
 
