@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fitact
-from benchmarks.gpu.models import Forward, Inputs, Subject, make, names
+from benchmarks.gpu.models import Forward, Inputs, Loaded, make, names
 from benchmarks.gpu.record import Record, Row
 from benchmarks.gpu.timer import MIB, step_memory, step_times
 from benchmarks.gpu.variants import VARIANTS, checkpointed, unchanged
@@ -70,7 +70,7 @@ def planned(path: Path | None, device: str, tiny: bool) -> Row:
     return promised | followed(subject, forward, device)
 
 
-def followed(subject: Subject, forward: Forward, device: str) -> Row:
+def followed(subject: Loaded, forward: Forward, device: str) -> Row:
     """Return the time of steps, and the most memory of one, with the optimizer's state."""
     optimizer = torch.optim.AdamW([each for each in subject.model.parameters() if each.requires_grad])
     inputs = subject.inputs()
@@ -133,7 +133,7 @@ def most(peak: Callable[[int], float | None], left: float) -> int:
     return low
 
 
-def mib_of_step(subject: Subject, forward: Forward, inputs: Inputs, device: str) -> float | None:
+def mib_of_step(subject: Loaded, forward: Forward, inputs: Inputs, device: str) -> float | None:
     """Return the peak of a step in MiB; None if it does not fit. A rehearsal has a memory of 8 MiB."""
     try:
         memory = step_memory(subject.model, partial(forward, inputs), device)

@@ -66,7 +66,7 @@ def names(tiny: bool) -> list[str]:
 
 
 @dataclass
-class Subject:
+class Loaded:
     """A model that is measured.
 
     Attributes:
@@ -107,7 +107,7 @@ def loss_of(output: Any) -> Tensor:
 
 def make(
     name: str, device: str, *, tiny: bool, whole: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> Subject:
+) -> Loaded:
     """Return a model with random weights, the same at each call.
 
     Args:
@@ -126,7 +126,7 @@ def make(
             model = imported("timm").models.VisionTransformer(img_size=224, patch_size=16, **options)
         else:
             model = _language_model(size, options, dtype)
-    return Subject(size, model.to(device, dtype).train(), device)
+    return Loaded(size, model.to(device, dtype).train(), device)
 
 
 def _language_model(size: Size, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:

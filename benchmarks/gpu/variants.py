@@ -13,29 +13,29 @@ import torch._functorch.config
 from torch.utils.checkpoint import checkpoint
 
 import fitact
-from benchmarks.gpu.models import SIZES, Forward, Inputs, Subject, loss_of
+from benchmarks.gpu.models import SIZES, Forward, Inputs, Loaded, loss_of
 from fitact.runtime.choose import selectively
 
 
-def unchanged(subject: Subject) -> Forward:
+def unchanged(subject: Loaded) -> Forward:
     """Return the forward pass of the model as it is."""
     return lambda inputs: loss_of(subject.model(**inputs))
 
 
-def converted(subject: Subject, *arguments: Any, **options: Any) -> Forward:
+def converted(subject: Loaded, *arguments: Any, **options: Any) -> Forward:
     """Return the forward pass after `fitact.convert`."""
     fitact.convert(subject.model, *arguments, example_inputs=subject.inputs(batch=1), **options)
     return unchanged(subject)
 
 
-def checkpointed(subject: Subject, **options: Any) -> Forward:
+def checkpointed(subject: Loaded, **options: Any) -> Forward:
     """Return the forward pass with every block checkpointed."""
     for block in subject.blocks():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
     return unchanged(subject)
 
 
-def compiled(subject: Subject, budget: float) -> Forward:
+def compiled(subject: Loaded, budget: float) -> Forward:
     """Return the forward pass compiled under a memory budget."""
     model = torch.compile(subject.model, dynamic=False)
 
@@ -46,13 +46,13 @@ def compiled(subject: Subject, budget: float) -> Forward:
     return forward
 
 
-def compiled_by_fitact(subject: Subject, **options: Any) -> Forward:
+def compiled_by_fitact(subject: Loaded, **options: Any) -> Forward:
     """Return the forward pass compiled by `fitact.compile`."""
     model = fitact.compile(subject.model, dynamic=False, **options)
     return lambda inputs: loss_of(model(**inputs))
 
 
-def with_liger(subject: Subject) -> Forward:
+def with_liger(subject: Loaded) -> Forward:
     """Return the forward pass with Liger's gates, norms and fused loss."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -76,7 +76,7 @@ class Variant:
 
     """
 
-    prepare: Callable[[Subject], Forward]
+    prepare: Callable[[Loaded], Forward]
     exact: bool = False
     compiled: bool = False
     kind: str | None = None

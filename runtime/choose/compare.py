@@ -1,4 +1,4 @@
-"""Where a model's bytes are, and what each way of storing them saves: `measure`, behind `fitact memory`.
+"""Where a model's bytes are, and what each policy saves: `measure`, behind `fitact memory`.
 
     from fitact.runtime.choose.compare import measure
     from fitact.runtime.measure.prepare import Training
@@ -6,7 +6,7 @@
 
     report = measure(hugging_face("llama"), training=Training(lora=("q_proj", "v_proj")), seq=2048)
     report.block                                   # bytes of one block by kind
-    {row.name: row.bytes for row in report.rows}   # bytes saved, as it is and in each way
+    {row.name: row.bytes for row in report.rows}   # bytes saved, as it is and with each policy
 
     def mine(batch, seq):                          # a model of your own, with its input
         return MyModel(), torch.randn(batch, seq, 512)
@@ -126,7 +126,7 @@ class Report(Shown):
         return "\n".join(lines(self))
 
     def bars(self) -> Bars:
-        """Return what each way saves."""
+        """Return what each policy saves."""
         title = f"What {self.model} saves for backward"
         return Bars(title, "saved for backward", ("bytes",), tuple((row.name, (row.bytes,)) for row in self.rows))
 
@@ -150,7 +150,7 @@ def measure(
 ) -> Report:
     """Measure where a model's bytes are, and what each method, checkpointing and the compiler would save.
 
-    A training step of the model is run once as it is, and once in each way.
+    A training step of the model is run once as it is, and once with each policy.
 
     Args:
         source: the model, from `hugging_face`, `timm_model` or `from_callable`; or a function that returns a model

@@ -36,7 +36,7 @@ METHODS = ("fewbit", "relumix", "inverted", "output")
 WIDTHS = range(1, 5)
 OLD = {"rebuild": "exact", "auto": "rounding", "coded": "rounding"}  # methods of once, and what replaces them
 NOTHING = "it has nothing to save"
-Hows = Mapping[str, Counter[str]]  # by module, the bytes that are stored in each way
+Storages = Mapping[str, Counter[str]]  # by module, the bytes in each storage
 
 
 def convert(
@@ -143,8 +143,8 @@ def _attached(
     conversion = Conversion(sites, dry_run)
     if run is not None:
         changes: list[Change] = [partial(attaching, contexts=some) for some in ({}, contexts)]
-        (before, _), (after, hows) = _counted(model, run, changes)
-        conversion = _with_modules(conversion, before, after, hows)
+        (before, _), (after, storages) = _counted(model, run, changes)
+        conversion = _with_modules(conversion, before, after, storages)
         exact = all(getattr(context(), "exact", True) for context in contexts.values())
         if before.bytes == after.bytes:
             left = tuple(replaced(site, after=None, reason=site.reason or NOTHING) for site in sites)
@@ -184,12 +184,12 @@ def _site(model: nn.Module, path: str, context: Context) -> SiteRecord:
 # --------------------------------------------------------------------------------------------------- what is saved
 
 
-def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[tuple[Saved, Hows]]:
-    """Count what a model saves with each of several changes, and how its modules store that in contexts."""
+def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[tuple[Saved, Storages]]:
+    """Count what a model saves with each of several changes, and the storages of its modules in contexts."""
 
-    def look(model: nn.Module, run: Runner, *, change: Change) -> tuple[Saved, Hows]:
+    def look(model: nn.Module, run: Runner, *, change: Change) -> tuple[Saved, Storages]:
         detail = not any(map(is_compiled, model.modules()))
-        hows: dict[str, Counter[str]] = {}
+        storages: dict[str, Counter[str]] = {}
         with change(model), count_saved(model, detail=detail) as saved:
 
             def where(tensor: Tensor) -> tuple[str, int]:
@@ -198,14 +198,16 @@ def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[t
 
             with observing(where) as seen:
                 tensors_of(run, model)
-        for (module, size), how in seen:
-            hows.setdefault(starred(module), Counter())[how()] += size
-        return saved, hows
+        for (module, size), storage in seen:
+            storages.setdefault(starred(module), Counter())[storage()] += size
+        return saved, storages
 
     return trials(model, run, [partial(look, change=change) for change in changes])
 
 
-def _with_modules(conversion: Conversion, before: Saved, after: Saved, hows: Hows | None = None) -> Conversion:
+def _with_modules(
+    conversion: Conversion, before: Saved, after: Saved, storages: Storages | None = None
+) -> Conversion:
     """Return a conversion with what is saved, in all and by module: those that saved most first."""
     was, now = before.by_module(), after.by_module()
     paths = {record.module for saved in (before, after) for record in saved.records.values() if saved.place}
@@ -215,7 +217,7 @@ def _with_modules(conversion: Conversion, before: Saved, after: Saved, hows: How
             count,
             was.get(name, 0),
             now.get(name, 0),
-            tuple(how for how, size in (hows or {}).get(name, Counter()).most_common() if size),
+            tuple(storage for storage, size in (storages or {}).get(name, Counter()).most_common() if size),
         )
         for name, count in Counter(map(starred, paths)).items()
     ]

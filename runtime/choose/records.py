@@ -41,7 +41,7 @@ class ModuleRecord:
         count: how many such modules there are.
         before: bytes that all of them save as they are.
         after: bytes that they save converted.
-        how: in which ways a context stores what they save, those for most bytes first: `"recomputed"`, `"8 bits"`,
+        how: the storages of what they save in a context, those of most bytes first: `"recomputed"`, `"8 bits"`,
             `"mask in bits"`, `"index in fewer bytes"`, `"itself"`; without a context none.
 
     """
@@ -160,8 +160,8 @@ def _lines(conversion: Conversion) -> Iterator[str]:
 def _module_rows(modules: Sequence[ModuleRecord], how: bool) -> Iterator[tuple[str, ...]]:
     """Yield rows of the modules that saved most, and one of all others."""
     for module in _large(modules):
-        ways = (", ".join(module.how),) if how else ()
-        yield module.name or "the model", _times(module), _size(module.before), _size(module.after), *ways
+        storages = (", ".join(module.how),) if how else ()
+        yield module.name or "the model", _times(module), _size(module.before), _size(module.after), *storages
 
 
 def _large(modules: Sequence[ModuleRecord]) -> list[ModuleRecord]:

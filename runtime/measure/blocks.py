@@ -141,13 +141,13 @@ def hooked(blocks: Mapping[int, nn.Module], mark: Callable[[str, int], None]) ->
 ROW = 4  # blocks of a row that run: the first two, one whose neighbours are like itself, and the last
 
 
-def cut(runs: Sequence[Run], ways: Sequence[Any], row: int = ROW, last: int = 1) -> dict[int, int]:
+def cut(runs: Sequence[Run], policies: Sequence[Any], row: int = ROW, last: int = 1) -> dict[int, int]:
     """Return for how many of the blocks after it a block is counted, by its place.
 
     Args:
         runs: the runs of blocks.
-        ways: the way of each block.
-        row: how many blocks run where more in a row go the same way.
+        policies: the policy of each block, or whatever tells blocks apart.
+        row: how many blocks run where more in a row have the same policy.
         last: how many of these run after the one that is counted for others.
 
     """
@@ -155,7 +155,7 @@ def cut(runs: Sequence[Run], ways: Sequence[Any], row: int = ROW, last: int = 1)
     place = 0
     for run in runs:
         end = place + len(run.blocks)
-        for _, some in groupby(ways[place:end]):
+        for _, some in groupby(policies[place:end]):
             count = len(list(some))
             if run.steady and count > row:
                 places[place + row - 1 - last] = count - row

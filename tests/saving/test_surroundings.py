@@ -40,7 +40,7 @@ from .test_models import SHARES
 
 
 @dataclass(frozen=True)
-class Subject:
+class Example:
     """A model and its inputs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Subject:
         return next((one for one in self.inputs.values() if one.requires_grad), None)
 
 
-def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Subject:
+def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Example:
     """Return a model of one tensor."""
 
     def fresh() -> nn.Module:
@@ -70,7 +70,7 @@ def unit(make: Callable[[], nn.Module], x: Tensor = X) -> Subject:
         return make().train()
 
     name = next(iter(inspect.signature(fresh().forward).parameters))
-    return Subject(fresh, {name: x.clone().requires_grad_()})
+    return Example(fresh, {name: x.clone().requires_grad_()})
 
 
 class Scores(Attention):
@@ -100,7 +100,7 @@ class Repeated(MLP):
         return y
 
 
-SMALL: dict[str, Callable[[], Subject]] = {
+SMALL: dict[str, Callable[[], Example]] = {
     **{name: partial(unit, make) for name, make in MODELS.items()},
     **{f"calls: {name}": partial(unit, make) for name, make in CALLS.items()},
     **{name: partial(unit, make, IMAGES[2]) for name, make in UNITS.items()},
@@ -113,8 +113,8 @@ REAL = [name for name in SHARES if "each" not in name]
 
 
 @cache
-def subject(name: str) -> Subject:
-    return SMALL[name]() if name in SMALL else Subject(partial(made, name), inputs_of(name, torch.float32))
+def subject(name: str) -> Example:
+    return SMALL[name]() if name in SMALL else Example(partial(made, name), inputs_of(name, torch.float32))
 
 
 def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
@@ -132,16 +132,16 @@ def _pair(name: str) -> tuple[nn.Module, nn.Module]:
 
 # ---------------------------------------------------------------------------------------------------- the cases
 
-Case = Callable[[Subject, nn.Module], Any]
+Case = Callable[[Example, nn.Module], Any]
 
 
-def trained(of: Subject, model: nn.Module) -> Any:
+def trained(of: Example, model: nn.Module) -> Any:
     loss = of.loss(model)
     loss.backward()
     return loss.detach(), of.first is not None and of.first.grad, gradients(model)
 
 
-def first_forward(of: Subject, model: nn.Module) -> Any:
+def first_forward(of: Example, model: nn.Module) -> Any:
     """The model has registered hooks in its first forward pass; see `marked`."""
     return trained(of, model), [len(one._forward_hooks) for one in model.modules()]
 
@@ -155,14 +155,14 @@ def _changed(model: nn.Module) -> None:
             setattr(module, name, ATTRIBUTES[name])
 
 
-def attributes_after(of: Subject, model: nn.Module) -> Any:
+def attributes_after(of: Example, model: nn.Module) -> Any:
     loss = of.loss(model)
     _changed(model)
     loss.backward()
     return gradients(model)
 
 
-def attributes_between(of: Subject, model: nn.Module) -> Any:
+def attributes_between(of: Example, model: nn.Module) -> Any:
     first = of.loss(model)
     _changed(model)
     (first + of.loss(model)).backward()
@@ -179,7 +179,7 @@ def _stepped(model: nn.Module, replace: bool) -> None:
             one.grad = None
 
 
-def two_steps(of: Subject, model: nn.Module) -> Any:
+def two_steps(of: Example, model: nn.Module) -> Any:
     """Two steps inside one autocast, which goes on to use the first casts of the weights."""
     with cast(HALF):
         of.loss(model).backward()
@@ -188,7 +188,7 @@ def two_steps(of: Subject, model: nn.Module) -> Any:
     return gradients(model)
 
 
-def step_between(of: Subject, model: nn.Module, replace: bool, dtype: torch.dtype | None) -> Any:
+def step_between(of: Example, model: nn.Module, replace: bool, dtype: torch.dtype | None) -> Any:
     """As a GAN does: the weights step between a forward pass and its backward pass."""
     with cast(dtype):
         of.loss(model).backward()
@@ -208,7 +208,7 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def partly(of: Subject, model: nn.Module) -> Any:
+def partly(of: Example, model: nn.Module) -> Any:
     """Only the gradient that is asked for is computed."""
     wanted = [*model.parameters()][-1] if of.first is None else of.first
     loss = of.loss(model)
@@ -217,7 +217,7 @@ def partly(of: Subject, model: nn.Module) -> Any:
     return found, products.count
 
 
-def penalty(of: Subject, model: nn.Module) -> Any:
+def penalty(of: Example, model: nn.Module) -> Any:
     """The norm of the gradient is part of the loss."""
     wanted = [one for one in (of.first, *model.parameters()) if one is not None and one.requires_grad]
     loss = of.loss(model)
@@ -226,12 +226,12 @@ def penalty(of: Subject, model: nn.Module) -> Any:
     return gradients(model)
 
 
-def quantised(of: Subject, model: nn.Module) -> Any:
+def quantised(of: Example, model: nn.Module) -> Any:
     ready = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
     return sum("quantized" in type(one).__module__ for one in ready.modules())
 
 
-def quantisation_aware(of: Subject, model: nn.Module) -> Any:
+def quantisation_aware(of: Example, model: nn.Module) -> Any:
     model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
     ready = torch.ao.quantization.prepare_qat(model)
     return sum("qat" in type(one).__module__ for one in ready.modules())
@@ -251,7 +251,7 @@ PATCHED = (
 PATCHED += (nn.BatchNorm2d, RMSNorm)
 
 
-def patched(of: Subject, model: nn.Module) -> Any:
+def patched(of: Example, model: nn.Module) -> Any:
     """Classes get another forward, as Liger does it."""
     with pytest.MonkeyPatch.context() as patch:
         for kind in PATCHED:
@@ -270,14 +270,14 @@ def _counted() -> Iterator[list[str]]:
         hook.remove()
 
 
-def side_effects(of: Subject, model: nn.Module) -> Any:
+def side_effects(of: Example, model: nn.Module) -> Any:
     """What a module does besides is done once, in forward."""
     with _counted() as seen:
         of.loss(model).backward()
     return len(seen)
 
 
-def parametrised(of: Subject, model: nn.Module) -> Any:
+def parametrised(of: Example, model: nn.Module) -> Any:
     """Weights get parametrisations, and lose them again."""
     there = [one for one in model.modules() if isinstance(one, nn.Linear)]
     for one in there:
@@ -288,13 +288,13 @@ def parametrised(of: Subject, model: nn.Module) -> Any:
     return first, trained(of, model)
 
 
-def flops(of: Subject, model: nn.Module) -> Any:
+def flops(of: Example, model: nn.Module) -> Any:
     with FlopCounterMode(display=False) as counter:
         of.loss(model).backward()
     return counter.get_total_flops()
 
 
-def traced(of: Subject, model: nn.Module) -> Any:
+def traced(of: Example, model: nn.Module) -> Any:
     torch.manual_seed(3)
     made = torch.jit.trace(model, tuple(of.inputs.values()), check_trace=False)
     torch.manual_seed(3)
@@ -303,13 +303,13 @@ def traced(of: Subject, model: nn.Module) -> Any:
     return output.detach(), of.first is not None and of.first.grad
 
 
-def symbolic(of: Subject, model: nn.Module) -> Any:
+def symbolic(of: Example, model: nn.Module) -> Any:
     graph = fx.symbolic_trace(model)
     torch.manual_seed(3)
     return [*(node.op for node in graph.graph.nodes)], trained(of, graph)
 
 
-def _derived(by: Callable[[Any, Any, Tensor], Any], of: Subject, model: nn.Module) -> Any:
+def _derived(by: Callable[[Any, Any, Tensor], Any], of: Example, model: nn.Module) -> Any:
     """A derivative of the loss by `torch.func` or in forward mode, at other parameters than the model's."""
     (name,) = of.inputs
     given = {key: 1.5 * one.detach() for key, one in model.named_parameters()}
@@ -353,7 +353,7 @@ class _Names(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def moded(of: Subject, model: nn.Module) -> Any:
+def moded(of: Example, model: nn.Module) -> Any:
     """Modes of one's own see what they saw, around the model and in its forward."""
     forward, inside = model.forward, _Names()
 
@@ -367,7 +367,7 @@ def moded(of: Subject, model: nn.Module) -> Any:
     return around.names, inside.names
 
 
-def threads(of: Subject, model: nn.Module) -> Any:
+def threads(of: Example, model: nn.Module) -> Any:
     found: dict[int, Any] = {}
     model.eval()  # the order in which threads draw is chance
     weight = next(one for one in model.parameters() if one.ndim >= 2)
@@ -383,7 +383,7 @@ def threads(of: Subject, model: nn.Module) -> Any:
     return found
 
 
-def without_gradient(of: Subject, model: nn.Module) -> Any:
+def without_gradient(of: Example, model: nn.Module) -> Any:
     losses = []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -391,7 +391,7 @@ def without_gradient(of: Subject, model: nn.Module) -> Any:
     return losses, trained(of, model.eval())
 
 
-def compiled(parts: bool, of: Subject, model: nn.Module) -> Any:
+def compiled(parts: bool, of: Example, model: nn.Module) -> Any:
     """As a whole in one graph, or one layer alone: then what is around it is not."""
     torch._dynamo.reset()
     if not parts:
@@ -402,7 +402,7 @@ def compiled(parts: bool, of: Subject, model: nn.Module) -> Any:
     return trained(of, model)
 
 
-def around(step: Callable[[Any, Tensor], Any], of: Subject, model: nn.Module) -> Any:
+def around(step: Callable[[Any, Tensor], Any], of: Example, model: nn.Module) -> Any:
     assert of.first is not None
     result = step(model, of.first)
     return result, of.first.grad, gradients(model)
@@ -450,7 +450,7 @@ def marked(module: Any, _: Any) -> None:
 RAISED = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError)
 
 
-def seen(case: Case, of: Subject, model: nn.Module) -> Any:
+def seen(case: Case, of: Example, model: nn.Module) -> Any:
     """Return what a case sees, or the error that PyTorch or fitact raises."""
     if of.first is not None:
         of.first.grad = None

@@ -269,7 +269,7 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
 
 
 def _check_function(kind: str, function: str, parameters: Mapping[str, float]) -> None:
-    """Raise UsageError if a name or a formula is surely wrong: all that can be told without SymPy."""
+    """Raise UsageError if a name or a formula is surely wrong: all that can be known without SymPy."""
     from fitact.fitter.catalog import CATALOG, GATES, LEARNED, check_known
     from fitact.fitter.syntax import Syntax
 

@@ -128,7 +128,7 @@ class Asked:
         return named("--set", map(_size, self.sizes))
 
     def check(self) -> None:
-        """Raise UsageError if an option is surely wrong: all that can be told without PyTorch."""
+        """Raise UsageError if an option is surely wrong: all that can be known without PyTorch."""
         if sum(given is not None for given in (self.call, self.hf, self.timm)) != 1:
             command = click.get_current_context().info_name
             raise UsageError(f"{command} takes one model: MODULE:CALLABLE, --hf TYPE or --timm NAME")

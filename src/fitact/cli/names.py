@@ -1,4 +1,4 @@
-"""Names that are told from files, without importing what they are of, which takes seconds.
+"""Names that are known from files, without importing what they are of, which takes seconds.
 
 A name is refused here only if it is surely wrong; whoever uses it checks it again.
 """
