@@ -19,8 +19,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, group: bool = False) 
     Activations are modules, functions that modules hold, and calls of PyTorch's functions such as `F.silu` in a
     `forward`. Those that are called in place (`torch.relu_`), or composed of other operations, are not seen.
 
-        found = fitact.calibrate(model, [(tokens,) for tokens in samples], group=True)
-        Path("weights.json").write_text(found.to_json())
+        calibration = fitact.calibrate(model, [(tokens,) for tokens in samples], group=True)
+        Path("weights.json").write_text(calibration.to_json())
 
     No tensor is stored. Inputs are counted in fixed cells, even steps of asinh(1024 x): each is at most 7.6e-6 or
     1/128 of x wide. A weight is 95 % a histogram of about 128 cells, whose edges are quantiles, closer in the
