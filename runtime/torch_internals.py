@@ -409,7 +409,7 @@ def size_hint(size: Any) -> int:
 
 
 def saved_selectively(context: Any) -> Iterator[Tensor]:
-    """Yield what a selective checkpoint keeps: the `storage` of the first of its contexts, each in a wrapper."""
+    """Yield what a selective checkpoint saves: the `storage` of the first of its contexts, each in a wrapper."""
     yield from _wrapped(context.storage)
 
 

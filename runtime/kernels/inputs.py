@@ -107,20 +107,20 @@ def like(y: Tensor, x: Tensor) -> Tensor:
 
 
 def sharded(
-    x: Any, run: Callable[[Tensor, list[Any]], Tensor], keeps: Callable[[Any], bool], *, contiguous: bool = False
+    x: Any, run: Callable[[Tensor, list[Any]], Tensor], stays: Callable[[Any], bool], *, contiguous: bool = False
 ) -> Tensor:
     """Return a DTensor of what each process computes of its own shard.
 
     Args:
         x: a DTensor.
         run: called with the process's shard and the placements.
-        keeps: whether a placement can stay; else the tensor is gathered along it first.
+        stays: whether a placement can stay; else the tensor is gathered along it first.
         contiguous: whether the result is laid out so, and not like x.
 
     """
     from torch.distributed.tensor import DTensor, Replicate
 
-    placements = [placement if keeps(placement) else Replicate() for placement in x.placements]
+    placements = [placement if stays(placement) else Replicate() for placement in x.placements]
     if placements != list(x.placements):
         x = x.redistribute(placements=placements)
     alone = torch.empty_strided(x.shape, x.stride(), device="meta")
