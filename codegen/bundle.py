@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitact.base import UsageError, quote
+from fitact.fitter.analysis import Gate, is_identity
 from fitact.fitter.records import AnyFit
 
 from .generate import Layout, by_name, class_name, environment, render
@@ -34,6 +35,8 @@ def _folder() -> Path:
 # The files that generated modules need: the folder of the kernels, and what its names are imported from.
 RUNTIME = ("__init__.py", *sorted(f"kernels/{path.name}" for path in (_folder() / "kernels").glob("*.py")))
 MODULE = ("__init__.py", *(f"runtime/{path}" for path in RUNTIME))
+# What `hidden_act` is in configurations of transformers, by activations of the catalog.
+HIDDEN = {"silu": ("silu", "swish"), "gelu": ("gelu",), "gelu_tanh": ("gelu_pytorch_tanh",), "relu": ("relu",)}
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")  # of a kernel
 
 
@@ -70,11 +73,7 @@ def plan(fits: Iterable[AnyFit], *, hub: bool = False) -> dict[str, str]:
 
 def kernel_name(fit: AnyFit) -> str:
     """Return the name of a fit's kernel, `gelu_fewbit3` → `gelu-fewbit3`; UsageError if it can have none."""
-    if fit.activation.ARITY > 1:
-        raise UsageError(
-            f"{quote(fit.name)} is a gate: the Hub's layers take one input; "
-            "make a folder with --standalone instead"
-        )
+    _ = _hidden(fit)
     name = fit.name.lower().replace("_", "-")
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(
@@ -82,6 +81,20 @@ def kernel_name(fit: AnyFit) -> str:
             "or more, ends in a letter or digit and is not a keyword; make the fit again under another --name"
         )
     return name
+
+
+def _hidden(fit: AnyFit) -> tuple[str, ...]:
+    """Return transformers' names of a gate's activation, none of an activation; UsageError if it has none."""
+    gate = fit.activation
+    if not isinstance(gate, Gate):
+        return ()
+    if not is_identity(gate.b) or gate.a.name not in HIDDEN or gate.a.parameters:
+        known = ", ".join(f"{name}(g)*u" for name in HIDDEN)
+        raise UsageError(
+            f"{quote(fit.name)} is a gate that no MLP of transformers has: expected one of {known}; "
+            "make a folder with --standalone instead"
+        )
+    return HIDDEN[gate.a.name]
 
 
 def _python(kernel: str) -> str:
@@ -95,6 +108,7 @@ def _standalone(fit: AnyFit) -> dict[str, str]:
 
 def _kernel(fit: AnyFit, name: str) -> dict[str, str]:
     own = {"name": fit.name, "module": class_name(fit.name), "kernel": name, "numbers": [*fit.activation.names]}
+    own["hidden"] = [*_hidden(fit)]
     context = admitted(own)
     layers, build = (
         environment().get_template(f"{file}.j2").render(context) for file in ("layers.py", "build.toml")

@@ -37,6 +37,7 @@ def odd():
 """
 
 GATE = (ROOT / "generated" / "fits" / "swiglu_recompute.json").read_text("utf-8")
+GATE = GATE.replace('"silu(g)*u"', '"sigmoid(g)*u"').replace('"name": "swiglu"', '"name": "glu"')
 
 # A command line, and a part of its one line of error; status 2.
 REFUSED = """
@@ -190,7 +191,7 @@ codegen good.json --out '' -> --out': expected the name of a folder
 codegen good.json --out - -> --out': expected the name of a folder
 codegen good.json twin.json -> two fits are called 'good'
 codegen good.json --standalone --hub -> --standalone, --hub: expected only one
-codegen gate.json --hub -> 'swiglu_recompute' is a gate: the Hub's layers take one input
+codegen gate.json --hub -> 'swiglu_recompute' is a gate that no MLP of transformers has
 plot good.json -o a.txt -> ends in .png, .svg or .pdf
 plot good.json -o png -> ends in .png, .svg or .pdf
 plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is a folder

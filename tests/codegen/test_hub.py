@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +30,8 @@ Command = Callable[[str], tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
-    generate(bundle.plan(map(shipped, NAMES), hub=True), folder, prune=False, layout=bundle.HUB)
+    fits = map(shipped, [*NAMES, "swiglu_recompute"])
+    generate(bundle.plan(fits, hub=True), folder, prune=False, layout=bundle.HUB)
     return folder
 
 
@@ -94,7 +95,7 @@ def test_a_layer_uses_the_learned_numbers_of_the_module_that_it_stands_in_for(tm
     gradients = torch.autograd.grad(expected.square().sum(), leaves)
     dyt.forward = MethodType(layer.forward, dyt)
     found = dyt(x)
-    assert found.grad_fn is not None and "Run" in found.grad_fn.name()
+    assert found.grad_fn is not None and "KernelFunction" in found.grad_fn.name()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), leaves), gradients)
     assert [*module.DytRecompute(6).state_dict()] == ["alpha", "gamma", "beta"]
@@ -133,6 +134,101 @@ def test_kernels_loads_them(hub: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "".join(f"{name} True\n" for name in NAMES)
+
+
+KERNELIZED = """
+import sys, copy
+from pathlib import Path
+import torch, transformers
+from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.activations import GELUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+replace_kernel_forward_from_hub(GELUActivation, "GeLU")  # as transformers itself does with a kernels that it knows
+replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+tokens = torch.randint(64, (4, 16))
+folder = Path(sys.argv[1])
+
+def step(model):
+    saved = {}
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+    torch.manual_seed(0)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    held = sum(one.untyped_storage().nbytes() for one in saved.values())
+    loss.backward()
+    return loss.item(), held, [one.grad for one in model.parameters() if one.grad is not None]
+
+for kind, layer, name, kernel in (
+    ("LlamaForCausalLM", "SwiGLUMLP", "SwigluRecompute", "swiglu-recompute"),
+    ("BertForMaskedLM", "GeLU", "GeluFewbit3", "gelu-fewbit3"),
+):
+    cls = getattr(transformers, kind)
+    model = cls(cls.config_class(**sizes)).train()
+    other = copy.deepcopy(model)
+    repository = LocalLayerRepository(folder / kernel / "torch-ext", layer_name=name)
+    with use_kernel_mapping({layer: {"cpu": {Mode.TRAINING: repository}}}, inherit_mapping=False):
+        kernelize(other, mode=Mode.TRAINING, use_fallback=False)
+    (loss, saved, gradients), (same, fewer, others) = step(model), step(other)
+    assert loss == same and fewer < saved, (kind, loss, same, fewer, saved)
+    differences = [a - b for a, b in zip(gradients, others)]
+    norms = [torch.cat([one.flatten() for one in each]) for each in (gradients, differences)]
+    off = (norms[1].norm() / norms[0].norm()).item()
+    assert off < 1e-6 if kind == "LlamaForCausalLM" else 1e-3 < off < 0.2, off
+    if kind == "LlamaForCausalLM":
+        other.config.hidden_act = "gelu"
+        try:
+            other(input_ids=tokens)
+        except ValueError as error:
+            print(error)
+"""
+
+
+def test_a_model_of_transformers_is_kernelized(hub: Path) -> None:
+    """GELU in BERT and the MLP of LLaMA: the same loss, fewer bytes saved; another activation is refused."""
+    pytest.importorskip("kernels", reason="pip install kernels, 0.17 or later, to load what --hub writes")
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KERNELIZED, hub],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=hub,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "hidden_act: expected silu or swish, got 'gelu'\n"
+
+
+class Mlp(nn.Module):
+    """What a gate's layer stands in for."""
+
+    def __init__(self, hidden_act: str) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_act=hidden_act)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+def test_the_layer_of_a_gate_is_an_mlp(hub: Path) -> None:
+    module = load(hub / "swiglu-recompute" / "torch-ext" / "swiglu_recompute", "standalone_swiglu_recompute_0123")
+    layer = module.layers.SwigluRecompute
+    assert {*dir(layer)} - {*dir(nn.Module)} == {"can_torch_compile", "has_backward"}
+    mlp, x = Mlp("silu"), torch.randn(5, 8, requires_grad=True)
+    expected = mlp(x)
+    gradients = torch.autograd.grad(expected.sum(), [x, *mlp.parameters()])
+    mlp.forward = MethodType(layer.forward, mlp)
+    assert mlp(x).equal(expected)
+    torch.testing.assert_close(torch.autograd.grad(mlp(x).sum(), [x, *mlp.parameters()]), gradients)
+    mlp.config.hidden_act = "gelu"
+    with pytest.raises(ValueError, match="hidden_act: expected silu or swish, got 'gelu'"):
+        mlp(x)
 
 
 @pytest.mark.parametrize("name", ["gelu", "MyAct_2", "a__b", "A1", "x" * 80])
