@@ -62,7 +62,15 @@ def test_commands(tmp_path: Path) -> None:
             path.unlink()
 
 
-@pytest.mark.parametrize(("name", "case"), KEPT, ids=[f"{name}: {str(case)[:60]!a}" for name, case in KEPT])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(
+            name, case, id=f"{name}: {str(case)[:60]!a}", marks=[pytest.mark.full] * (len(str(case)) > 140)
+        )
+        for name, case in KEPT
+    ],
+)
 def test_what_was_found(name: str, case: Any, tmp_path: Path) -> None:
     if name == "command":
         checks.check_command(case, tmp_path)

@@ -64,14 +64,14 @@ def check_tables(part: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("only", [("tests", "ViT-L autocast"), pytest.param((), marks=pytest.mark.full)])
-def test_correctness(only: tuple[str, ...], tmp_path: Path) -> None:
-    rows = rehearsed("correctness", tmp_path, *only)
+@pytest.mark.full
+def test_correctness(tmp_path: Path) -> None:
+    rows = rehearsed("correctness", tmp_path)
     (total,) = (row for row in rows if "tests" in row)
     tests = [row["outcome"] for row in rows if "test" in row]
     assert total["passed"] == len(tests) > 2 and {*tests} == {"passed"}
     gradients = [row for row in rows if "equal" in row]
-    assert len({(row["model"], row["precision"]) for row in gradients}) == (1 if only else 4)
+    assert len({(row["model"], row["precision"]) for row in gradients}) == 4
     for row in gradients:
         if VARIANTS[row["variant"]].exact:
             assert row["equal"] == row["of"] and row["gradient_off"] == 0
@@ -108,6 +108,8 @@ def test_kernels(tmp_path: Path) -> None:
         assert tensors - 0.01 <= moved <= tensors + row["saved_bytes"] + 0.1
 
 
+@pytest.mark.long
+@pytest.mark.full
 def test_batch(tmp_path: Path) -> None:
     rows = rehearsed("batch", tmp_path)
     plans = {path.stem for path in PLANS.glob("*.json")}
@@ -128,6 +130,7 @@ def test_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.full
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """What is there is valid JSON, and the next run goes on with what is missing."""
     path = tmp_path / "kernels.json"
