@@ -3,8 +3,8 @@
     python -m benchmarks.evidence.calibration
 
 from the root of the repository; a minute, and the downloads of benchmarks/evidence/run. `fitact.calibrate` counts
-what goes into GELU on sequences to train on. Few-Bit fits with that weight stand in for the shipped ones, which are
-for [−10, 10]. The gradient of all parameters at held-out sequences is compared with the baseline's.
+what goes into GELU on sequences to train on. Few-Bit fits with that weight replace the shipped ones, which are for
+[−10, 10]. The gradient of all parameters at held-out sequences is compared with the baseline's.
 """
 
 from __future__ import annotations

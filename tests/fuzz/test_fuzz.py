@@ -21,7 +21,11 @@ from tests.fuzz.grammar import Tree, X
 from tests.fuzz.reduce import reduced
 from tests.support.refusals import within
 
-KEPT = [(name, case) for name, cases in json.loads(CASES.read_text("utf-8")).items() for case in cases]
+FOUND = [
+    pytest.param(name, case, id=f"{name}: {str(case)[:60]!a}", marks=[pytest.mark.full] * (i > 2))
+    for name, cases in json.loads(CASES.read_text("utf-8")).items()
+    for i, case in enumerate(cases)
+]
 
 
 def chances(name: str, count: int) -> list[random.Random]:
@@ -62,15 +66,7 @@ def test_commands(tmp_path: Path) -> None:
             path.unlink()
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(
-            name, case, id=f"{name}: {str(case)[:60]!a}", marks=[pytest.mark.full] * (len(str(case)) > 140)
-        )
-        for name, case in KEPT
-    ],
-)
+@pytest.mark.parametrize(("name", "case"), FOUND)
 def test_what_was_found(name: str, case: Any, tmp_path: Path) -> None:
     if name == "command":
         checks.check_command(case, tmp_path)
