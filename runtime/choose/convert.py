@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fitact.base import JobError, UsageError, flags, quote, starred
+from fitact.base import JobError, UsageError, flags, quote
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.measure import Patterns, Saved, count_saved, inside, matching, outermost, tensors_of, trials
 from fitact.runtime.restore import Runner, runner
@@ -194,12 +194,12 @@ def _counted(model: nn.Module, run: Runner, changes: Sequence[Change]) -> list[t
 
             def where(tensor: Tensor) -> tuple[str, int]:
                 own = storage_id(tensor) in saved.owned or saved.place is None
-                return saved.place.module if saved.place else "", 0 if own else tensor.nbytes
+                return saved.place.module[1] if saved.place else "", 0 if own else tensor.nbytes
 
             with observing(where) as seen:
                 tensors_of(run, model)
-        for (module, size), storage in seen:
-            storages.setdefault(starred(module), Counter())[storage()] += size
+        for (group, size), storage in seen:
+            storages.setdefault(group, Counter())[storage()] += size
         return saved, storages
 
     return trials(model, run, [partial(look, change=change) for change in changes])
@@ -210,7 +210,8 @@ def _with_modules(
 ) -> Conversion:
     """Return a conversion with what is saved, in all and by module: those that saved most first."""
     was, now = before.by_module(), after.by_module()
-    paths = {record.module for saved in (before, after) for record in saved.records.values() if saved.place}
+    records_of = (record for saved in (before, after) for record in saved.records.values() if saved.place)
+    groups = {record.module: record.group for record in records_of}
     records = [
         ModuleRecord(
             name,
@@ -219,7 +220,7 @@ def _with_modules(
             now.get(name, 0),
             tuple(storage for storage, size in (storages or {}).get(name, Counter()).most_common() if size),
         )
-        for name, count in Counter(map(starred, paths)).items()
+        for name, count in Counter(groups.values()).items()
     ]
     modules = tuple(sorted(records, key=lambda record: (-record.before, record.name)))
     return replaced(conversion, saved_before=before.bytes, saved_after=after.bytes, modules=modules)

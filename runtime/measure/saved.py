@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fitact.base import starred
 from fitact.runtime.kernels import is_generated
 from fitact.runtime.restore import following
 from fitact.runtime.saving import blocks
@@ -69,6 +68,7 @@ class SavedStorage:
         module: the path of the innermost module that was running; `""` for the outermost one.
         operation: PyTorch's function, e.g. `"gelu"`; `""` if the count is not detailed.
         kind: one of KINDS; `"other"` if the count is not detailed.
+        group: the path, with a star for the number of a block or layer that a container repeats: `layers.*.mlp`.
 
     """
 
@@ -76,6 +76,7 @@ class SavedStorage:
     module: str = ""
     operation: str = ""
     kind: str = "other"
+    group: str = ""
 
 
 @dataclass(eq=False)
@@ -123,7 +124,7 @@ class Saved:
 
     def by_module(self) -> dict[str, int]:
         """Return bytes by module, the largest first; repeated modules form one entry, `layers.*.mlp.act`."""
-        return self._by(lambda record: starred(record.module))
+        return self._by(lambda record: record.group)
 
     def _by(self, key: Callable[[SavedStorage], str], module: str = "") -> dict[str, int]:
         sums: Counter[str] = Counter()
@@ -204,18 +205,27 @@ class Place(TorchFunctionMode):
         super().__init__()
         self.operation = ""
         self.copies: dict[int, torch.UntypedStorage] = {}
-        self._names: dict[int, str] = {
-            id(module): name for root in modules for name, module in root.named_modules()
-        }
+        self._names: dict[int, tuple[str, str]] = {}
+        for root in modules:
+            self._add(root, "", "")
         self._running: list[nn.Module] = []
 
+    def _add(self, module: nn.Module, path: str, group: str) -> None:
+        if id(module) in self._names:
+            return
+        self._names[id(module)] = path.removesuffix("."), group.removesuffix(".")
+        classes = Counter(type(child) for child in module.children())
+        for name, child in module.named_children():
+            repeated = len(classes) == 1 or (classes[type(child)] > 1 and any(child.children()))
+            self._add(child, f"{path}{name}.", f"{group}{'*' if repeated and name.isdigit() else name}.")
+
     @property
-    def module(self) -> str:
-        """The path of the innermost module that is running."""
+    def module(self) -> tuple[str, str]:
+        """The path of the innermost module that is running, and that of its group."""
         if not self._running:
-            return ""
+            return "", ""
         other: str = type(self._running[-1]).__name__
-        return self._names.get(id(self._running[-1]), other)
+        return self._names.get(id(self._running[-1]), (other, other))
 
     def enter(self, module: nn.Module, _: Any) -> None:
         """Record that a module runs."""
@@ -228,7 +238,8 @@ class Place(TorchFunctionMode):
     def record(self, storage: torch.UntypedStorage) -> SavedStorage:
         """Return the record of a storage that is saved now."""
         kind = "weights" if storage_id(storage) in self.copies else _kind(self._running, self.operation)
-        return SavedStorage(storage.nbytes(), self.module, self.operation, kind)
+        path, group = self.module
+        return SavedStorage(storage.nbytes(), path, self.operation, kind, group)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Attributes are read by get; new_empty is how a fitact activation ties its gradient to its input.

@@ -214,7 +214,7 @@ def test_one_module_at_several_places() -> None:
     assert sites(conversion) == {"1": "gelu_fewbit3", "3": "gelu_fewbit3", "4.act": "silu_fewbit3"}
     assert [site.reason for site in conversion] == ["", "the same module as 1", ""]
     rows = {one.name: (one.before, one.after) for one in conversion.modules}
-    assert rows["*"][0] - rows["*"][1] == 2 * 512 * 16 * 4 - 2 * 512 * 16 * 3 // 8
+    assert rows["1"][0] - rows["1"][1] == 2 * 512 * 16 * 4 - 2 * 512 * 16 * 3 // 8
     assert model[1] is model[3] and type(model[1]).__name__ == "GeluFewbit3"
     assert model[4] is model[5]
     assert torch.equal(model(x), baseline)
@@ -982,7 +982,7 @@ def test_table() -> None:
         "*.act   ×3        1.5 MiB  147,456 bytes",
         "*.down  ×3        1.5 MiB        1.5 MiB",
         "*.up    ×3  393,216 bytes  393,216 bytes",
-        "*           131,072 bytes  131,072 bytes",
+        "3           131,072 bytes  131,072 bytes",
         "3 of 4 replaced; the model saves 2.1 MiB for backward instead of 3.5 MiB, 61.2 %",
     ]
 
