@@ -149,7 +149,7 @@ def test_commands_without_matplotlib(wheel: Path, tmp_path: Path) -> None:
     for command in (["fit", "--fn", "relu", "--bits", "1", "--name", "own"], ["codegen"], ["codegen", "--check"]):
         done = run([*fitact, *command], tmp_path)
         assert done.returncode == 0, done.stderr
-    measured = ("memory", "fitact.runtime.measure.reference:gelu_mlp", "-o", "chart.png")
+    measured = ("memory", "fitact.runtime.measure.reference:gelu_mlp", "--plot", "chart.png")
     for command in (("plot",), measured):
         done = run([*fitact, *command], tmp_path)
         assert done.returncode == 2 and done.stdout == ""
