@@ -18,11 +18,12 @@ import copy
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ MODELS = {"GELU": "characters", "SwiGLU": "gated"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Policy = Mapping[str, Any]  # arguments of fitact.saving
 Loss = Callable[[nn.Module], Tensor]
+Case = tuple[str, str, nn.Module, Loss]
 POLICIES: Mapping[str, Policy] = {
     "rounding": {"error": "rounding"},
     "coarse": {"error": "coarse"},
@@ -114,13 +116,17 @@ def errors(model: nn.Module, loss: Loss) -> Iterator[tuple[str, float]]:
             yield name, error({"error": "rounding", "bits": bits})
 
 
-def cases(recipe: Recipe) -> Iterator[tuple[str, str, nn.Module, Loss]]:
-    """Yield models: name, what their inputs are like, the model in float32, its loss."""
+def small(recipe: Recipe) -> Iterator[Case]:
+    """Yield small models: name, what their inputs are like, the model in float32, its loss."""
     for name, task in MODELS.items():
         model, batch = trained(task, recipe)
         loss = partial(loss_of, batch=batch, setting=SMALL)
         yield name, "trained", model, loss
         yield name, "outliers", with_outliers(model), loss
+
+
+def pretrained() -> Iterator[Case]:
+    """Yield pre-trained models, likewise."""
     genes = antibodies.split(antibodies.receptors(antibodies.fetch(antibodies.ANARCI)))
     masked = antibodies.masked(antibodies.evenly(genes.held_out, 8), 0.3, torch.Generator().manual_seed(1))
     weights = antibodies.pretrained(antibodies.fetch(antibodies.ANTIBERTY))
@@ -129,9 +135,9 @@ def cases(recipe: Recipe) -> Iterator[tuple[str, str, nn.Module, Loss]]:
     yield "MiniLM", "pre-trained", minilm, partial(matching_loss, batch=passages)
 
 
-def rows(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield the errors of each model in each dtype."""
-    for name, inputs, model, loss in cases(recipe):
+def rows(recipe: Recipe, more: Iterable[Case] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the errors of each model in each dtype; by default also of the pre-trained ones."""
+    for name, inputs, model, loss in chain(small(recipe), pretrained() if more is None else more):
         for dtype, kind in DTYPES.items():
             found = dict(errors(copy.deepcopy(model).to(kind), loss))
             yield {"model": name, "inputs": inputs, "dtype": dtype, "error": found}
@@ -167,12 +173,16 @@ def times() -> Iterator[dict[str, Any]]:
             }
 
 
+def _two(error: float) -> str:
+    return f"{float(f'{100 * error:.2g}'):g}"
+
+
 def table(found: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the documents' table."""
     names = [*POLICIES, *BITS]
     lines = [f"| errors in % | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
     for row in found:
-        numbers = " | ".join(f"{100 * row['error'][name]:.2g}" for name in names)
+        numbers = " | ".join(_two(row["error"][name]) for name in names)
         outliers = ", outliers" * (row["inputs"] == "outliers")
         lines.append(f"| {row['model']}, {row['dtype']}{outliers} | {numbers} |")
     return lines

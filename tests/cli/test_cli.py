@@ -332,7 +332,8 @@ MEASURING = ("memory", "plan")
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("example", [example for name in MEASURING for example in examples_of(name)])
-def test_examples_of_memory_and_plan_run(example: str, run: Command) -> None:
+def test_examples_of_memory_and_plan_run(example: str, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
     put("my_models.py", MODEL)
     for deep, shallow in SHALLOW.items():
         example = example.replace(deep, shallow)
@@ -342,7 +343,8 @@ def test_examples_of_memory_and_plan_run(example: str, run: Command) -> None:
 
 
 @pytest.mark.parametrize("name", [one for one in cli.commands if one not in MEASURING])
-def test_examples_of_the_help_run(name: str, run: Command) -> None:
+def test_examples_of_the_help_run(name: str, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
     put("my_fit.json", record("mine"))
     put("my_models.py", MODEL)
     for bits in (2, 3):

@@ -43,16 +43,17 @@ def ratios(name: str, of: str) -> tuple[int, int]:
 
 
 def test_what_is_said_of_block_codes() -> None:
-    for way, said in {"encode": "coding takes 2.8 to 4.0 ns", "decode": "decoding 1.6 to 2.4,"}.items():
+    for way, said in {"encode": "coding takes 4.4 to 5.9 ns", "decode": "decoding 2.6 to 4.0,"}.items():
         found = [row["nanoseconds"][way] for row in RECORDS["blocks"]["times"]]
         assert f"{min(found):.1f} to {max(found):.1f}" in said and said in PAGES["storage"]
     times = [[row[way] for row in RECORDS["blocks"]["times"]] for way in ("encode", "decode")]
     said = " times and ".join(f"{min(one):.0f} to {max(one):.0f}" for one in times)
     assert f"{said} times as long as PyTorch's GELU" in PAGES["storage"].replace("\n", " ")
-    assert max(error["rounding"] for error in errors("blocks")) < 0.01
+    for dtype, limit in (("float32", 0.01), ("bfloat16", 0.013)):
+        assert max(row["error"]["rounding"] for row in RECORDS["blocks"]["rows"] if row["dtype"] == dtype) < limit
     coarse = [error["coarse"] for error in errors("blocks")]
-    assert (round(min(coarse), 2), round(max(coarse), 2)) == (0.07, 0.11)
-    assert ratios("blocks", "e4m3, 1×128") == (4, 5)
+    assert (round(min(coarse), 2), round(max(coarse), 2)) == (0.07, 0.14)
+    assert ratios("blocks", "e4m3, 1×128") == (3, 5)
     with_relu = RECORDS["convolutions"]["rows"][:4]
     assert all(row["error"]["rounding, batch norms too"] < 0.01 for row in with_relu)
     assert all(row["saved"]["rounding, batch norms too"] < row["saved"]["exact"] / 2 for row in with_relu)
@@ -75,7 +76,7 @@ def test_what_is_said_of_checkpoints() -> None:
 @pytest.mark.parametrize(
     ("name", "again", "factor"),
     [
-        ("blocks", lambda: blocks.rows(RECIPE), 2),
+        ("blocks", lambda: blocks.rows(RECIPE, ()), 2),
         pytest.param("checkpoints", lambda: checkpoints.rows(RECIPE, (4,)), 3, marks=pytest.mark.full),
     ],
 )
