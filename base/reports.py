@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -86,12 +87,12 @@ class Bars:
         return save(figure, format)
 
 
-class Shown:
+class Shown(ABC):
     """A report, which is a dataclass: how it is shown in other ways than as text."""
 
+    @abstractmethod
     def bars(self) -> Bars:
         """Return its bytes as bars; UsageError if it has none."""
-        raise NotImplementedError
 
     def draw(self, format: str) -> bytes:
         """Return its picture as a PNG, SVG or PDF."""

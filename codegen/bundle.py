@@ -73,7 +73,7 @@ def plan(fits: Iterable[AnyFit], *, hub: bool = False) -> dict[str, str]:
 
 def kernel_name(fit: AnyFit) -> str:
     """Return the name of a fit's kernel, `gelu_fewbit3` → `gelu-fewbit3`; UsageError if it can have none."""
-    _ = _hidden(fit)
+    _hidden(fit)  # refuses a gate that no MLP has
     name = fit.name.lower().replace("_", "-")
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UsageError(

@@ -210,7 +210,7 @@ def _learned(fit: LearnedFit) -> dict[str, Any]:
     return {
         "halves": halves,
         "numbers": [vars(number) | {"start": repr(number.start)} for number in formula.numbers],
-        "told": ", ".join(f"{n.name}{' (one a channel)' if n.channel else ''}" for n in formula.numbers),
+        "parameters": ", ".join(f"{n.name}{' (one a channel)' if n.channel else ''}" for n in formula.numbers),
         "wide": any(number.channel for number in formula.numbers),
         "device": functions,
         "functions": [{"name": name, "code": render(one, TORCH)} for name, one in formulas.items()],

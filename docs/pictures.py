@@ -206,7 +206,7 @@ def draw_outliers() -> Figure:
     for bits, name, color in ((8, "8 bits", EXACT), (4, "4 bits", FITTED), (None, "int8, a scale for 64", PALE)):
         line = [100 * error(factor, bits) for factor in factors]
         axes.plot(factors, line, marker="o", markersize=3.5, color=color, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="one of 64 features is so many times as large")
+    axes.set(xscale="log", yscale="log", xlabel="one of 64 features is larger by this factor")
     axes.set_ylabel("error of the 63 others, %")
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -295,13 +295,13 @@ def sentences(record: dict[str, Any]) -> list[str]:
         )
     tested = [one for one in record["comparisons"] if one["difference"] is not None]
     for regime, title in REGIMES.items():
-        told = [LABELS[one["method"]] for one in tested if one["task"] == regime and one["distinguishable"]]
+        different = [LABELS[one["method"]] for one in tested if one["task"] == regime and one["distinguishable"]]
         of = [one for one in tested if one["task"] == regime]
         if each := [one["detectable"] for one in of]:
             verdict = (
-                f"told apart from the baseline: {', '.join(told)}"
-                if told
-                else "no method is told apart from the baseline"
+                f"distinguishable from the baseline: {', '.join(different)}"
+                if different
+                else "no method can be distinguished from the baseline"
             )
             said.append(
                 f"With {title} trained, {_seeds(of)}, {verdict} (tests at {100 * LEVEL:.0f} %, Holm); a true"

@@ -1,7 +1,7 @@
 """The method `output`: f′ as a function of the output y = f(x), so that only y is saved, and no fit is needed.
 
-The next layer saves y anyway, so nothing is saved in addition. The catalog has the closed forms, most of which
-Inverted (Novikov and Oseledets, 2024) lists; for any other activation a user may state one. Either is verified in
+The next layer saves y anyway, so nothing is saved in addition. The catalog has the closed forms, most from
+Inverted (Novikov and Oseledets, 2024); for any other activation a user may state one. Either is verified in
 high precision before it is used.
 """
 

@@ -141,7 +141,7 @@ def test_a_name_that_may_be_there(text: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_nothing_to_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    """If nothing has changed, that is told without SymPy; whatever has changed is generated."""
+    """If nothing has changed, it says so without SymPy; whatever has changed is generated."""
     fit, module = put(tmp_path / FITS / "own.json", record("own")), tmp_path / "generated" / "own.py"
     nothing = (0, "generated: nothing to do, 1 modules are up to date\n", "")
     assert command("codegen")[1] == "wrote generated/__init__.py\nwrote generated/own.py\n"

@@ -147,6 +147,14 @@ def test_the_page_says_what_the_record_says(record: dict[str, Any]) -> None:
         assert part in words, part
 
 
+def test_calibrated_fits_are_nearer() -> None:
+    page = (ROOT / "docs" / "antibody.md").read_text(encoding="utf-8")
+    for row in json.loads((ROOT / "benchmarks/results/calibration.json").read_text(encoding="utf-8"))["rows"]:
+        shipped, calibrated = row["shipped"], row["calibrated"]
+        assert calibrated < shipped
+        assert f"| {row['bits']} | {100 * shipped:.2g} % | {100 * calibrated:.2g} % |" in page
+
+
 def test_exact_changes_no_bit(record: dict[str, Any]) -> None:
     runs = {(each["task"], each["method"], each["seed"]): each for each in record["runs"]}
     for regime in REGIMES:
