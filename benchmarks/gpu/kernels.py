@@ -42,7 +42,7 @@ ACTIVATIONS: dict[str, Function] = {
     "elu": F.elu,
 }
 GATES: dict[str, Function] = {"swiglu": lambda g, u: F.silu(g) * u, "geglu": lambda g, u: F.gelu(g) * u}
-METHODS = "fewbit|relumix|inverted|exact|recompute|regelu2|resilu2"
+METHODS = "fewbit|relumix|inverted|output|recompute|regelu2|resilu2"
 ALSO_FLOAT32 = ("gelu", "silu")
 EPSILON = 1e-5
 

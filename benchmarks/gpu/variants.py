@@ -87,6 +87,8 @@ VARIANTS = {
     "exact": Variant(partial(converted, error="exact"), exact=True),
     "rounding": Variant(partial(converted, error="rounding")),
     "coarse": Variant(partial(converted, error="coarse")),
+    "exact, offloaded": Variant(partial(converted, error="exact", offload="all"), exact=True),
+    "rounding, offloaded": Variant(partial(converted, error="rounding", offload="all")),
     "Few-Bit, 3 bits": Variant(partial(converted, method="fewbit", bits=3)),
     "checkpointing": Variant(checkpointed, exact=True),
     "selective checkpointing": Variant(partial(checkpointed, context_fn=selectively), exact=True),
