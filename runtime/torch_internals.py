@@ -211,6 +211,16 @@ PRODUCTS: frozenset[Any] = frozenset(
 )
 
 
+def cross_entropy_backward(grad: Tensor, logarithms: Tensor, target: Tensor, ignored: int, into: Tensor) -> None:
+    """Write the gradient of logits into a tensor of their shape, from those of the losses of rows.
+
+    The public `torch.autograd.grad` computes it in memory of its own, which is then copied.
+    """
+    aten, total = torch.ops.aten, grad.new_empty(())  # what a mean would be divided by
+    grad = aten.nll_loss_backward(grad, logarithms, target, None, 0, ignored, total)
+    aten._log_softmax_backward_data.out(grad, logarithms, 1, grad.dtype, out=into)
+
+
 def is_operator(function: Any) -> bool:
     """Return whether a function is an operator of `torch.ops`, or one of its overloads."""
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
@@ -219,6 +229,12 @@ def is_operator(function: Any) -> bool:
 def schema_name(function: Any) -> str:
     """Return the name of an operator without its overload, such as `aten::add`; for other objects, `str`."""
     return function._schema.name if isinstance(function, torch._ops.OpOverload) else str(function)
+
+
+def argument(operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operator was given for the argument of a name; None if it has none, or has its default."""
+    names = [each.name for each in operator._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get(name)
 
 
 # --------------------------------------------------------------------------------------------------------- modules

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from threading import Timer
@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.gpu.models import make, names
 from benchmarks.gpu.record import ROOT, Record, Row
 from benchmarks.gpu.variants import VARIANTS, variants_of
+from fitact.runtime.choose import reproducibly
 
 TESTS = "tests/runtime/test_gpu.py"
 PROCESSES = 8
@@ -128,22 +129,18 @@ def gradients(model: str, precision: str, device: str, tiny: bool, variant: str)
     """Return the loss and the gradients of a step by name."""
     subject = make(model, device, tiny=tiny, dtype=PRECISIONS[precision])
     casting = partial(torch.autocast, device, torch.bfloat16) if precision == "autocast" else nullcontext
-    with deterministic(), casting():
+    with casting():
         forward = VARIANTS[variant].prepare(subject)
+    parameters = dict(subject.model.named_parameters())
+
+    def step() -> dict[str, Tensor]:
+        subject.model.zero_grad(set_to_none=True)
         inputs = subject.inputs()
         torch.manual_seed(2)  # of dropout
-        loss = forward(inputs)
-    with deterministic():
+        with casting():
+            loss = forward(inputs)
         loss.backward()
-    parameters = subject.model.named_parameters()
-    return {"loss": loss.detach()} | {name: one.grad for name, one in parameters if one.grad is not None}
+        found = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+        return {"loss": loss.detach()} | found
 
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Let PyTorch choose algorithms that give the same bits again, where it has such."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return reproducibly(step)

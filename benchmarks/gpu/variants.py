@@ -23,8 +23,9 @@ def unchanged(subject: Loaded) -> Forward:
 
 
 def converted(subject: Loaded, *arguments: Any, **options: Any) -> Forward:
-    """Return the forward pass after `fitact.convert`."""
-    fitact.convert(subject.model, *arguments, example_inputs=subject.inputs(batch=1), **options)
+    """Return the forward pass after `fitact.convert`; its gradients are another part's."""
+    inputs = subject.inputs(batch=1)
+    fitact.convert(subject.model, *arguments, example_inputs=inputs, gradients=False, **options)
     return unchanged(subject)
 
 

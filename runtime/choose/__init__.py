@@ -16,6 +16,7 @@ from .costs import sharded as sharded
 from .costs import step as step
 from .gather import Gathered as Gathered
 from .gather import gather as gather
+from .gradients import reproducibly as reproducibly
 from .policies import BASELINE as BASELINE
 from .policies import FULL as FULL
 from .policies import MOVED as MOVED

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fitact.runtime.measure import FLOPS, count_unseen
 from fitact.runtime.saving import Amount
 from fitact.runtime.saving import checkpoint as checkpoint_of_error
-from fitact.runtime.torch_internals import FakeTensor, saved_selectively, tree_iter
+from fitact.runtime.torch_internals import FakeTensor, argument, saved_selectively, tree_iter
 
 CHECKPOINTS = ("", "checkpointed", "checkpointed selectively")
 # From 2.14 on, hooks of saved tensors can see what a selective checkpoint saves; this hides it from them.
@@ -33,7 +33,10 @@ def selectively() -> tuple[Any, Any]:
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     costly = getattr(operation, "overloadpacket", operation) in FLOPS
-    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+    # Attention that drops draws random numbers. Saved, it would not draw them again, and what follows it would get
+    # them in its place.
+    saved = costly and not argument(operation, "dropout_p", args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from .records import Gradient
 from .replacement import Change
 
 Gradients = Sequence[Tensor | None]
+T = TypeVar("T")
 
 
 def gradient_error(model: nn.Module, run: Runner, baseline: Change, change: Change) -> Gradient:
@@ -37,9 +40,41 @@ def gradient_error(model: nn.Module, run: Runner, baseline: Change, change: Chan
     if has_no_values(model):
         return Gradient(note="the model's tensors have no values")
     try:
-        return compared(*(_gradients(model, run, context) for context in (baseline, change)))
+        return reproducibly(lambda: compared(*(_gradients(model, run, each) for each in (baseline, change))))
     except Exception as error:  # the conversion is valid without this measurement
         return Gradient(note=one_line(error))
+
+
+def reproducibly(call: Callable[[], T]) -> T:
+    """Call with algorithms that give the same bits each time, as those of a GPU's attention do not by themselves.
+
+    Where PyTorch has none for an operation, the usual ones are taken for all.
+    """
+    try:
+        with _deterministic():
+            return call()
+    except Exception as error:
+        if "determinis" not in str(error).lower():
+            raise
+    return call()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    enabled, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    name = "CUBLAS_WORKSPACE_CONFIG"  # PyTorch asks for it; on one stream, products are the same without it
+    before = os.environ.get(name)
+    os.environ.setdefault(name, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        if before is None:
+            del os.environ[name]
 
 
 def _gradients(model: nn.Module, run: Runner, change: Change) -> Gradients:

@@ -20,7 +20,7 @@ from fitact.base import UsageError, one_line
 from fitact.runtime.restore import Runner, explained, following, generators, has_no_values, real, runner, unchanged
 from fitact.runtime.torch_internals import is_compiled, plain, plain_path, tree_iter
 
-from .gradients import numbers, scalar_of
+from .gradients import numbers, reproducibly, scalar_of
 from .policies import revert
 from .replacement import inner
 
@@ -108,7 +108,7 @@ def verify(model: nn.Module, example_inputs: Any, *, baseline: nn.Module | None 
             raise UsageError(f"the model cannot be copied: {one_line(error)}; give a baseline") from error
         revert(baseline)
         plain(baseline)
-    first, second = (_Step(stepped, run) for stepped in (baseline, model))
+    first, second = reproducibly(lambda: [_Step(stepped, run) for stepped in (baseline, model)])
     if not first.gradients.keys() & second.gradients.keys():
         raise UsageError("baseline: no trained parameter of it has the name of one of the model")
     passed = _differences(first.passed, second.passed)

@@ -11,9 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fitact.runtime.kernels import active_autocast
-from fitact.runtime.torch_internals import in_functorch_transform, is_alone, mark_of, version_of
+from fitact.runtime.torch_internals import (
+    cross_entropy_backward,
+    in_functorch_transform,
+    is_alone,
+    mark_of,
+    version_of,
+)
 
-PIECES, PIECE = (16, 64), 2**22  # the least and the most pieces of logits; elements of one in between
+PIECES, PIECE = (4, 64), 2**21  # the least and the most pieces of logits; elements of one in between
 ALIGNED = 8  # rows: a multiple of these starts as the first one does, at a multiple of 16 bytes
 _ARGUMENTS: Mapping[str, Any] = {
     "input": None,
@@ -57,7 +63,10 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.reduction == "mean":  # as PyTorch divides
             grad = grad / (target != ctx.ignored).sum().to(grad.dtype)
         for rows, answers, into, of_losses in _pieces(x, target, gradient, grad.expand(len(x))):
-            with torch.enable_grad(), around:
+            if x.dtype == torch.float32:
+                cross_entropy_backward(of_losses, F.log_softmax(rows, 1), answers, ctx.ignored, into)
+                continue
+            with torch.enable_grad(), around:  # autocast decides what is cast
                 part = rows.detach().requires_grad_()
                 loss = F.cross_entropy(part, answers, ignore_index=ctx.ignored, reduction="none")
             into.copy_(torch.autograd.grad(loss, part, of_losses)[0])

@@ -25,7 +25,7 @@ from fitact.planning import make
 from fitact.planning.make import ONE_BLOCK, Planner, Problem
 from fitact.planning.programme import fastest, least, peak, seconds
 from fitact.planning.record import GIB, Plan, from_json, sentence
-from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint
+from fitact.runtime.choose.checkpoints import CHECKPOINTS, Checkpoint, selectively
 from fitact.runtime.choose.costs import Costs, StepCost
 from fitact.runtime.choose.costs import step as measured_step
 from fitact.runtime.choose.policies import BASELINE, FULL, OF_BLOCKS, POLICIES, REST, SELECTIVE, Policy, changed
@@ -38,7 +38,7 @@ from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.restore import Inputs
 from fitact.runtime.saving import ERRORS
 from fitact.runtime.saving.modules import CHECKPOINT, attach, detach
-from fitact.runtime.torch_internals import storage_id
+from fitact.runtime.torch_internals import saved_selectively, storage_id
 from tests.support.peak import peak_memory
 
 CPU = dataclasses.replace(DEVICES["t4"], name="CPU of a test")
@@ -454,6 +454,16 @@ def test_a_forward_of_its_own_is_checkpointed() -> None:
     attach(block, checkpoint=Checkpoint(CHECKPOINTS[1]))
     assert saved_bytes() < before
     assert detach(block, CHECKPOINT) and vars(block)["forward"] is forward and saved_bytes() == before
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_selectively_attention_that_drops_is_not_saved(dropout: float) -> None:
+    """A GPU's: it would not draw its random numbers again, and what follows it would get them."""
+    forward, _ = selectively()
+    q = torch.empty(1, 2, 8, 16, device="meta", dtype=torch.bfloat16)
+    with forward:
+        torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, dropout)
+    assert bool([*saved_selectively(forward)]) == (not dropout)
 
 
 def test_a_checkpointed_block_is_copied_and_kept() -> None:

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fitact
+from fitact.runtime.choose import reproducibly, selectively
 from fitact.runtime.kernels import gates
 from fitact.runtime.kernels.launch import launch
 from fitact.runtime.kernels.norm_tiles import LONGEST, plan
@@ -583,6 +585,22 @@ def test_losses(rows: int, classes: int, autocast: bool, reduction: str) -> None
         found.append((loss, *torch.autograd.grad(loss, x, torch.full_like(loss, 1.7))))
     assert "CrossEntropy" in type(loss.grad_fn).__name__
     assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_gpu
+def test_selective_checkpoints_with_dropout() -> None:
+    """Attention that drops draws its random numbers again, so what follows it gets its own."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 512, dropout=0.2, batch_first=True, device="cuda").bfloat16()
+    x = torch.randn(4, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def gradient(**options: Any) -> torch.Tensor:
+        torch.manual_seed(1)
+        y = checkpoint(layer, x, use_reentrant=False, **options)
+        return torch.autograd.grad(y.square().sum(), x)[0]
+
+    expected, found = reproducibly(lambda: (gradient(), gradient(context_fn=selectively)))
+    assert same(found, expected)
 
 
 # ------------------------------------------------------------------------------------------------- block codes

@@ -172,7 +172,7 @@ def test_the_peak_of_a_language_model(autocast: Any, held: bool) -> None:
 
 @pytest.mark.full
 def test_the_peak_with_many_words() -> None:
-    """Of a LLaMA of one layer, with 32,000 words and 1024 tokens, it falls by 43 %."""
+    """Of a LLaMA of one layer, with 32,000 words and 1024 tokens, it falls by 45 %."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     model = language_model(vocab_size=32000, hidden_size=64, intermediate_size=128, **heads).bfloat16()
     peaks = []
@@ -183,4 +183,4 @@ def test_the_peak_with_many_words() -> None:
             step = partial(twin, input_ids=words, labels=words)
             peaks.append(peak_memory(lambda step=step: step().loss.backward(), twin)["total"])
         fitact.convert(model)
-    assert round(100 * peaks[1] / peaks[0]) == 57
+    assert round(100 * peaks[1] / peaks[0]) == 55
