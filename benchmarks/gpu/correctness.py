@@ -28,7 +28,7 @@ from benchmarks.gpu.variants import VARIANTS, variants_of
 from fitact.runtime.choose import reproducibly
 
 TESTS = "tests/runtime/test_gpu.py"
-PROCESSES = 8
+PROCESSES = max(2, 3 * (os.cpu_count() or 2) // 4)
 SHARE = 0.6  # of the time, at most, that the tests may take
 REHEARSED = ("-k", "test_norms and 768 and float32 or test_sizes_round_the_tile and gelu and 1024 and float32")
 PRECISIONS = {"bfloat16": torch.bfloat16, "autocast": torch.float32}  # dtypes of the parameters

@@ -149,9 +149,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the tree's commit; where there is no git, what the environment says."""
+    """Return what the environment says, as where files were copied; else the tree's commit."""
     try:
         command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        return os.environ.get("FITACT_COMMIT") or subprocess.check_output(command, cwd=ROOT, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FITACT_COMMIT")
+        return None

@@ -12,6 +12,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 MARKED = re.compile(r"(<!-- gpu: (\w+) -->).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "**Nothing has been measured on a GPU yet.** `make gpu` does it on a machine that has one"
 SUMMARY = "LLaMA-7B"  # the model on README's first screen
+SUMMARISED = ("baseline", "exact", "rounding", "coarse", "checkpointing", "selective checkpointing")
 Row = dict[str, Any]
 Part = dict[str, Any]  # what a JSON has
 
@@ -35,8 +36,11 @@ def summary(found: dict[str, Part]) -> list[str]:
     """Return the steps of one model; that there is nothing, if so."""
     if "steps" not in found:
         return [f"{NOTHING} ([On a GPU](docs/gpu.md))."]
-    rows = [row for row in found["steps"]["rows"] if row.get("model") == SUMMARY]
-    return [f"Blocks of {SUMMARY} on a GPU ([more](docs/gpu.md)), {measured_on(found['steps'])}", *of_steps(rows)]
+    steps = found["steps"]
+    rows = [row for row in steps["rows"] if row.get("model") == SUMMARY and row["variant"] in SUMMARISED]
+    where = f"{steps['device']['name']}, PyTorch {steps['versions']['torch']}, {steps['date'][:10]}"
+    title = f"Training steps of two blocks of {SUMMARY} with the loss ([more](docs/gpu.md); {where}):"
+    return [title, *of_steps(rows)]
 
 
 def blocks(name: str, found: dict[str, Part]) -> list[str]:
@@ -57,7 +61,7 @@ def measured_on(part: Part) -> str:
 def failures(rows: Sequence[Row]) -> list[str]:
     """Return what could not be measured, and why."""
     lines = [f"- {label(row)}: `{' '.join(str(row['error']).split())[:200]}`" for row in rows if "error" in row]
-    skipped = sum("skipped" in row for row in rows)
+    skipped = sum("skipped" in row and "tests" not in row for row in rows)
     found = ["Failed:", "\n".join(lines)] if lines else []
     return found + ([f"No time was left for {skipped} rows."] if skipped else [])
 
@@ -77,18 +81,17 @@ def of_correctness(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if "tests" in row
     ]
-    cells = [
-        [
-            row["model"],
-            row["precision"],
-            row["variant"],
-            f"{row['equal']} of {row['of']}",
-            percent(row["gradient_off"]),
-        ]
-        for row in rows
-        if "equal" in row
-    ]
-    return [*tests, table(["", "", "", "equal", "gradient off by"], cells)]
+    columns = list(dict.fromkeys((row["model"], row["precision"]) for row in rows if "equal" in row))
+    cells = []
+    for variant, own in grouped(rows, "variant", "equal").items():
+        found = {(row["model"], row["precision"]): row for row in own}
+        cells.append([variant, *(agreement(found[each]) if each in found else "—" for each in columns)])
+    return [*tests, table(["", *(", ".join(each) for each in columns)], cells)]
+
+
+def agreement(row: Row) -> str:
+    """Return that all gradients are equal, or how far the whole is off."""
+    return "equal" if row["equal"] == row["of"] else percent(row["gradient_off"])
 
 
 def of_steps(rows: Sequence[Row]) -> list[str]:
