@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOST_GIB = 2**20  # a pebibyte
-WORTH = 1e-3  # of a step's time: a model that fits as it is, is not changed for less
+WORTH = 1e-3  # of a step's time: for less, a model that fits is not changed, and no larger error is taken
 TRIES = 6  # of budgets, until what the programme answers also fits as measured
 FRONT = 9  # budgets of each line of the front
 EVERY = {2: "second", 3: "third", 4: "fourth"}  # of the blocks, which are checkpointed
@@ -47,6 +47,7 @@ ONE_BLOCK = (
 )
 
 Answer = list[list[int]]
+Answered = tuple[list[Group], StepCost]  # an answer's groups, and its step as measured
 
 
 def plan(
@@ -301,43 +302,54 @@ class Planner:
     def _chosen(self, error: str, room: int) -> tuple[list[Group], StepCost]:
         """Return the fastest plan that fits as measured, and its step; if none does, the step of least memory."""
         problem = Problem(self.costs, error, self.host)
+        answered: Answered | None = None
+        for smaller in (*ERRORS[: ERRORS.index(error)], error):  # a larger error has to pay
+            found = self._within(Problem(self.costs, smaller, self.host), room)
+            if found is not None and (answered is None or _quicker(found[1], answered[1])):
+                answered = found
         problems = [problem, *[Problem(self.costs, error)] * bool(self.host)]  # memory in flight may leave no room
-        answered = next(filter(None, (self._within(problem, room) for problem in problems)), None)
+        if answered is None and self.host:
+            answered = self._within(problems[1], room)
         if answered is None:
-            frugal = [problem.frugal() for problem in problems]
-            steps = [self._step(problem, answer) for answer in frugal]
-            answered = min(zip(frugal, steps, strict=True), key=lambda both: both[1].peak)
+            frugal = [self._done(problem, problem.frugal()) for problem in problems]
+            answered = min(frugal, key=lambda both: both[1].peak)
         for _ in range(TRIES):  # of answers that need less as measured, though not by the sum
             less = self._within(problem, answered[1].peak - 1) if answered[1].peak > room else None
             if less is None:
                 break
             answered = less
         if answered[1].peak <= room:
-            return problem.groups(answered[0]), answered[1]
+            return answered
         return [], min(answered[1], self.costs.baseline, key=lambda step: step.peak)
 
-    def _within(self, problem: Problem, room: int) -> tuple[Answer, StepCost] | None:
+    def _within(self, problem: Problem, room: int) -> Answered | None:
         """Return the fastest answer of a few that fits as measured, and its step; None if none of them does."""
         baseline = self.costs.baseline
         limit, host = room, problem.host
-        best: tuple[Answer, StepCost] | None = (
-            (problem.every(BASELINE), baseline) if baseline.peak <= room else None
+        best: Answered | None = (
+            (problem.groups(problem.every(BASELINE)), baseline) if baseline.peak <= room else None
         )
         for _ in range(TRIES):
             answer = fastest(problem.stages, limit, host)
             if answer is None:
                 break
-            done = self._step(problem, answer)
+            groups, done = self._done(problem, answer)
             if done.peak <= room and done.host <= problem.host:
-                if best is None or done.work.seconds < best[1].work.seconds * (1 - WORTH):
-                    best = answer, done
+                if best is None or _quicker(done, best[1]):
+                    best = groups, done
                 break
             limit = peak(problem.stages, answer) - max(done.peak - room, 0)  # less than it needs by the sum
             host -= max(done.host - problem.host, 0)
         return best
 
-    def _step(self, problem: Problem, answer: Answer) -> StepCost:
-        return step(self.subject, self.device, self.costs.runs, problem.taken(answer), problem.whole(answer))
+    def _done(self, problem: Problem, answer: Answer) -> Answered:
+        taken, whole = problem.taken(answer), problem.whole(answer)
+        return problem.groups(answer), step(self.subject, self.device, self.costs.runs, taken, whole)
+
+
+def _quicker(one: StepCost, other: StepCost) -> bool:
+    """Whether a step is quicker than another by what it is worth to change a model."""
+    return one.work.seconds < other.work.seconds * (1 - WORTH)
 
 
 class Problem:
