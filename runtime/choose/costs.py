@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 from fitact.base import FitactError, UsageError, one_line
@@ -312,7 +314,12 @@ def _marks(
         changed([*running.values()], [policies[i] for i in running], model, whole),
         skipped([every[i] for i in without]),
     ):
-        meter = Meter([*model.parameters(), *model.buffers()], device)
+        there = [*model.parameters(), *model.buffers()]
+        if subject.accumulates and subject.ranks == 1:
+            for parameter in filter(attrgetter("requires_grad"), model.parameters()):
+                parameter.grad = torch.zeros_like(parameter)
+                there.append(parameter.grad)
+        meter = Meter(there, device)
         with meter, _linked(subject, meter) if moves else nullcontext(), hooked(running, meter.mark):
             meter.mark("start")
             outputs = subject.forward()
@@ -362,7 +369,7 @@ def _extras(subject: Subject, owners: Sequence[nn.Module | None]) -> list[_Extra
     What is outside of the blocks is whole throughout, and its gradients are scattered at the end. A block that
     runs forward is there twice: as it was gathered, until the next one is, and in place. In the backward pass it
     is there once, beside the one that is gathered next and the gradients of the one before, which are being
-    scattered. See PyTorch's `FSDPParamGroup`.
+    scattered. Where gradients accumulate, no rank gets more of them. See PyTorch's `FSDPParamGroup`.
 
     Args:
         subject: the model.
@@ -381,7 +388,8 @@ def _extras(subject: Subject, owners: Sequence[nn.Module | None]) -> list[_Extra
     for i, (own, left) in enumerate(zip(whole, grads, strict=True)):
         before, after = (next(filter(None, some), 0) for some in (whole[:i][::-1], grads[i + 1 :]))
         forward = root + own + (own or before or root)
-        extras.append(_Extra(forward, root + own + before + after, left - left // n))
+        share = 0 if subject.accumulates else left // n
+        extras.append(_Extra(forward, root + own + before + after, left - share))
     return extras
 
 

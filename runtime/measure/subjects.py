@@ -79,6 +79,7 @@ class Subject:
         device: `"cuda"` to save what a GPU's kernels save, or `"cpu"`.
         blocks: patterns of the paths of its blocks; none for the modules that it repeats.
         ranks: how many processes share it by FSDP2.
+        accumulates: whether gradients of earlier steps are there already.
         source: where it came from; None for a user's model.
         dtype: of its floating-point inputs, if it has a source.
 
@@ -92,6 +93,7 @@ class Subject:
     device: str = "cuda"
     blocks: Patterns = None
     ranks: int = 1
+    accumulates: bool = False
     source: Source | None = None
     dtype: torch.dtype = torch.float32
 

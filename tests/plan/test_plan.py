@@ -456,6 +456,29 @@ def test_a_forward_of_its_own_is_checkpointed() -> None:
     assert detach(block, CHECKPOINT) and vars(block)["forward"] is forward and saved_bytes() == before
 
 
+@pytest.mark.parametrize("error", ["exact", "rounding"])
+def test_gradients_that_accumulate(error: str) -> None:
+    """The peak is that of a second batch, whose gradients are added to those of the first."""
+    model, x = stack()
+    made = fitact.planner(model, example_inputs=x, device=CPU, optimizer="none", accumulate=True)
+    low, high = made.least(error), made.fixed + made.costs.baseline.peak
+    found = made.plan((low + high) / 2 / GIB, error)
+    found.apply(model)
+
+    def batches() -> None:
+        for _ in range(2):
+            step(model, Inputs((x,)))
+
+    assert peak_memory(batches, model)["total"] == pytest.approx(found.peak + x.nbytes, rel=0.01)
+    once, trained = (
+        fitact.planner(model, example_inputs=x, device=CPU, optimizer="none", ddp=True),
+        found.gradients,
+    )
+    assert once.fixed == made.fixed == 2 * trained and once.plan(1, "exact").gradients == 2 * trained
+    with pytest.raises(UsageError, match="fsdp 2, ddp: expected one of them"):
+        fitact.planner(model, example_inputs=x, ddp=True, fsdp=2)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_selectively_attention_that_drops_is_not_saved(dropout: float) -> None:
     """A GPU's: it would not draw its random numbers again, and what follows it would get them."""

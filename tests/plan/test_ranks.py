@@ -46,7 +46,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten())
 
 
-def peak(plan, model, x):
+def peak(plan, model, x, accumulate):
     plan.apply(model)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -56,6 +56,8 @@ def peak(plan, model, x):
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
+    if accumulate:
+        model(x).backward()
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((x,))
     with tracker:
@@ -65,12 +67,12 @@ def peak(plan, model, x):
 
 
 cpu = replace(DEVICES["t4"], name="CPU of a test")
-for width, batch in ((127, 32), (320, 4)):
+for width, batch, accumulate in ((127, 32, False), (320, 4, False), (320, 4, True)):
     x = torch.randint(511, (batch, 64), generator=torch.Generator().manual_seed(rank))
     plans = []
     if rank == 0:
-        planner = fitact.planner(Model(width), example_inputs=x, device=cpu, fsdp=2, error="rounding")
-        whole = 3 * sum(one.nbytes for one in Model(width).parameters())
+        planner = fitact.planner(Model(width), example_inputs=x, device=cpu, fsdp=2, accumulate=accumulate)
+        whole = (3 + accumulate) * sum(one.nbytes for one in Model(width).parameters())
         assert whole / 2 <= planner.fixed < 0.51 * whole
         baseline = planner.fixed + planner.costs.baseline.peak
         for error, share in (("exact", 1), ("exact", 0.5), ("rounding", 0.1)):
@@ -79,7 +81,7 @@ for width, batch in ((127, 32), (320, 4)):
     told = [plans]
     dist.broadcast_object_list(told)
     for plan in map(from_json, told[0]):
-        found = peak(plan, Model(width), x)
+        found = peak(plan, Model(width), x, accumulate)
         assert abs(plan.peak / found - 1) < 0.03, (width, plan.groups, plan.peak, found)
 dist.barrier()
 dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,8 @@ RANKS = click.IntRange(1, 2**20)
 @click.option(
     "--fsdp", type=RANKS, default=1, metavar="N", help="Of N ranks that share the model by FSDP2, plan for one."
 )
+@click.option("--ddp", is_flag=True, help="The model is in DistributedDataParallel, which has buckets.")
+@click.option("--accumulate", is_flag=True, help="Gradients of earlier batches are there already.")
 @click.option(
     "--front", is_flag=True, help="Also plans for other memories, and checkpointing; --plot draws these."
 )
@@ -74,6 +77,8 @@ def plan(
     blocks: tuple[str, ...],
     host_gib: float,
     fsdp: int,
+    ddp: bool,
+    accumulate: bool,
     front: bool,
     output: Path | None,
     picture: Path | None,
@@ -118,6 +123,7 @@ def plan(
         device=where.kernels,
         blocks=blocks,
     )
+    subject = replace(subject, ranks=fsdp, accumulates=accumulate)
     front = front or picture is not None
 
     def planner(size: int | None = None) -> Planner:
@@ -128,7 +134,7 @@ def plan(
         words = Words(str(training), ", ".join(given) or "inputs as given")
         with progress(1, "planning" if size is None else f"{largest} {size}") as bar:
             return Planner(
-                of_size, asked.optimizer, where, words, host_gib or 0.0, error, partial(advance, bar, 0)
+                of_size, asked.optimizer, where, words, host_gib or 0.0, ddp, error, partial(advance, bar, 0)
             )
 
     if largest is None:

@@ -62,6 +62,8 @@ def plan(
     blocks: Patterns = None,
     host_gib: float = 0.0,
     fsdp: int = 1,
+    ddp: bool = False,
+    accumulate: bool = False,
     front: bool = False,
 ) -> Plan:
     """Plan how to train each block of a model, so that a step fits a memory and takes the least time.
@@ -87,6 +89,9 @@ def plan(
         host_gib: the memory of the host in GiB that may be pinned for what is saved; 0 to offload nothing.
         fsdp: how many ranks share the model by FSDP2, each block and then the model in `fully_shard`. The plan is
             that of each rank, and `example_inputs` are one rank's.
+        ddp: whether the model is in DistributedDataParallel, whose buckets take the bytes of the gradients once
+            more. With its `gradient_as_bucket_view=True` they are the gradients: say `accumulate` instead.
+        accumulate: whether gradients of earlier batches are there already, which a step adds its own to.
         front: whether to find the least time for other memories, too.
 
     Returns:
@@ -107,6 +112,8 @@ def plan(
         blocks=blocks,
         host_gib=host_gib,
         fsdp=fsdp,
+        ddp=ddp,
+        accumulate=accumulate,
         error=error,
     )
     return made.plan(gib, error, front=front)
@@ -122,6 +129,8 @@ def planner(
     blocks: Patterns = None,
     host_gib: float = 0.0,
     fsdp: int = 1,
+    ddp: bool = False,
+    accumulate: bool = False,
     error: str = ERRORS[-1],
 ) -> Planner:
     """Measure once what each policy costs for each block of a model, for plans for several memories.
@@ -135,6 +144,8 @@ def planner(
         blocks: as for `plan`.
         host_gib: as for `plan`.
         fsdp: as for `plan`.
+        ddp: as for `plan`.
+        accumulate: as for `plan`.
         error: the largest error that plans may allow.
 
     Returns:
@@ -151,8 +162,10 @@ def planner(
     if autocast is not None and casting is None:
         raise UsageError(f"autocast {quote(autocast)}: expected bfloat16 or float16")
     integer("fsdp", fsdp, 1)
-    subject = replace(copied(model, example_inputs, casting, where.kernels, blocks), ranks=fsdp)
-    return Planner(subject, optimizer, where, host_gib=host_gib, error=error)
+    flags(ddp=ddp, accumulate=accumulate)
+    subject = copied(model, example_inputs, casting, where.kernels, blocks)
+    subject = replace(subject, ranks=fsdp, accumulates=accumulate)
+    return Planner(subject, optimizer, where, host_gib=host_gib, ddp=ddp, error=error)
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,7 @@ class Planner:
         device: for which time is predicted.
         words: what plans say about the model.
         host_gib: as for `plan`.
+        ddp: as for `plan`.
         error: the largest error that plans may allow.
         progress: called with the share of the measuring that is done.
 
@@ -187,25 +201,33 @@ class Planner:
         device: Device,
         words: Words | None = None,
         host_gib: float = 0.0,
+        ddp: bool = False,
         error: str = ERRORS[-1],
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         _check_error(error)
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {quote(optimizer)}: expected {', '.join(OPTIMIZERS)}")
+        if ddp and subject.ranks > 1:
+            raise UsageError(f"fsdp {subject.ranks}, ddp: expected one of them")
         if host_gib:
             positive("host_gib", host_gib, MOST_GIB)
             if device.link is None:
                 raise UsageError(f"host_gib: {device.name} has no link to a host whose speed is known")
         self.host = int(host_gib * GIB)
-        self.subject, self.optimizer, self.device, self.words = subject, optimizer, device, words or Words()
+        words = words or Words()
+        also = ["gradients accumulate"] * subject.accumulates + ["in DDP"] * ddp
+        self.words = replace(words, training="; ".join([words.training, *also]))
+        self.subject, self.optimizer, self.device = subject, optimizer, device
         parameters = list(subject.model.parameters())
         self.trained = sharded((parameter for parameter in parameters if parameter.requires_grad), subject.ranks)
         if not self.trained:
             raise UsageError(f"{subject.name}: nothing in it is trained")
         state = OPTIMIZERS[optimizer] * self.trained
         buffers = sum(buffer.nbytes for buffer in subject.model.buffers())
-        self.fixed = sharded(parameters, subject.ranks) + buffers + state
+        self.copies = (subject.accumulates + ddp) * self.trained  # of gradients that stay
+        self.gradients = (1 + ddp) * self.trained
+        self.fixed = sharded(parameters, subject.ranks) + buffers + state + self.copies
         self.dtype = str(parameters[0].dtype).removeprefix("torch.")
         if subject.autocast is not None:
             self.dtype += f", autocast to {str(subject.autocast).removeprefix('torch.')}"
@@ -246,8 +268,8 @@ class Planner:
             fsdp=self.subject.ranks,
             error=error,
             device=self.device.name,
-            fixed=self.fixed,
-            gradients=self.trained,
+            fixed=self.fixed - self.copies,
+            gradients=self.gradients,
             peak=self.fixed + done.peak,
             saved=done.saved,
             host=done.host,
