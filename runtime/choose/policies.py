@@ -43,8 +43,7 @@ class Policy:
         method: of `fitact.convert`, by which its activations are replaced; None to replace none.
         bits: of the method; None for its default.
         checkpoint: one of CHECKPOINTS: whether the module is run again in backward, wholly or but for matrix
-            products, convolutions and fused attention. What is given to one that is run wholly is stored by the
-            error, too.
+            products, convolutions and fused attention. What is given to it is stored by the error, too.
         offload: what of the saved goes to the host, as for `fitact.saving`; of a checkpoint what it is given.
 
     """
@@ -64,7 +63,7 @@ SHARES: dict[str, str | float] = {"a quarter offloaded": 0.25, "half offloaded":
 def _of_blocks() -> Iterator[Policy]:
     few = [Policy("baseline"), *(Policy(kind, checkpoint=kind) for kind in CHECKPOINTS[1:])]
     for error in ERRORS:
-        for kind in CHECKPOINTS:
+        for kind in CHECKPOINTS[:2]:
             name = ", ".join(filter(None, (error, kind)))
             few.append(Policy(name, error, partial(saving, error), checkpoint=kind))
     yield from few
@@ -107,9 +106,7 @@ def apply_policy(module: nn.Module, policy: Policy) -> int:
     if policy.method is not None and not replaced:
         raise UsageError("it holds no activation that can be replaced")
     if policy.checkpoint:
-        whole = policy.checkpoint == CHECKPOINTS[1]
-        checkpoint = Checkpoint(policy.checkpoint, policy.error if whole else "exact", policy.offload)
-        attach(module, checkpoint=checkpoint)
+        attach(module, checkpoint=Checkpoint(policy.checkpoint, policy.error, policy.offload))
     return replaced
 
 
