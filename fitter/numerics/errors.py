@@ -61,21 +61,24 @@ def step_errors(
     edges = np.union1d(grid, steps[(low < steps) & (steps < high)])
     check_seen(activation, edges, corners)
 
-    objective = quadrature(lambda x: error(x) ** 2 * weight(x), edges).sum()
+    at, weights = nodes(edges[:-1], edges[1:])
+    missing = error(at)
+    objective = (missing**2 * weight(at) * weights).sum(axis=1).sum()
     mass = quadrature(weight, edges).sum()
-    sums = running(quadrature(error, edges)[None])[0]
+    sums = running((missing * weights).sum(axis=1)[None])[0]
 
     def primitive(x: Array) -> Array:
         cell = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
         at, weights = nodes(edges[cell], x)
         return np.asarray(sums[cell] + (error(at) * weights).sum(axis=1))
 
+    risen = primitive(at.ravel()).reshape(at.shape)
     errors = {
         "objective": objective,
         "rms": np.sqrt(objective / mass),
-        "max": _supremum(error, edges, jumps=True),
-        "primitive_norm": np.sqrt(quadrature(lambda x: primitive(x.ravel()).reshape(x.shape) ** 2, edges).sum()),
-        "primitive_max": _supremum(primitive, edges, jumps=False),
+        "max": _supremum(error, edges, missing, jumps=True),
+        "primitive_norm": np.sqrt((risen**2 * weights).sum(axis=1).sum()),
+        "primitive_max": _supremum(primitive, edges, risen, jumps=False),
     }
     return {key: float(f"{value:.10g}") for key, value in errors.items()}
 
@@ -125,16 +128,15 @@ def inside(edges: Array) -> tuple[Array, Array]:
     return starts + inset, ends - inset
 
 
-def _supremum(function: Callable[[Array], Array], edges: Array, *, jumps: bool) -> float:
+def _supremum(function: Callable[[Array], Array], edges: Array, inner: Array, *, jumps: bool) -> float:
     """Return sup |function| of a function that is smooth between the edges.
 
-    The search looks at cells' ends and nodes, then closer around the largest. If the function jumps between cells,
-    a point a hair inside each end stands for the limit there.
+    The search looks at cells' ends and at `inner`, the values at their nodes, then closer around the largest. If the
+    function jumps between cells, a point a hair inside each end stands for the limit there.
     """
     starts, ends = edges[:-1], edges[1:]
     limits = np.stack(inside(edges) if jumps else (starts, ends), axis=1)
-    at = np.concatenate([limits, nodes(starts, ends)[0]], axis=1)
-    values = np.abs(function(at.ravel()).reshape(at.shape))
+    values = np.abs(np.concatenate([function(limits.ravel()).reshape(limits.shape), inner], axis=1))
     best = float(values.max())
     for cell in np.argsort(-values.max(axis=1), kind="stable")[:3]:
         left, right = limits[cell]

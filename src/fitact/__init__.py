@@ -12,7 +12,6 @@ The command line makes new ones: `fitact fit`, `fitact codegen`, `fitact plot`.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fitact.base import FitactError, FitWarning, JobError, UsageError
@@ -80,6 +79,8 @@ def __getattr__(name: str) -> Any:
     if name in OLD:
         raise AttributeError(f"fitact.{name} is now {OLD[name]}")
     if name == "__version__":
+        from importlib.metadata import version  # takes longer than all else here
+
         return version("fitact")
     if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
