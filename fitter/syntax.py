@@ -1,4 +1,4 @@
-"""The text of a formula: what may stand in it, before anything is built from it.
+"""The text of a formula: what may stand in it, and which names, before anything is built from it.
 
 It imports no SymPy, so that a command line finds a wrong text at once; `expr.parser` walks the tree.
 """
@@ -6,16 +6,25 @@ It imports no SymPy, so that a command line finds a wrong text at once; `expr.pa
 from __future__ import annotations
 
 import ast
+import difflib
 import string
 import warnings
+from collections.abc import Sequence
 from typing import NoReturn
 
 from fitact.base import UsageError, quote
+from fitact.fitter.catalog import CATALOG
 
 MAX_LENGTH = 2000  # characters
 # No quotes, no backslash and no #: a formula can then stand in the docstring of a generated module.
 CHARACTERS = frozenset(string.ascii_letters + string.digits + " _.,+-*/()<>=!|&%@~:[]{}")
 MAX_DEPTH = 60  # nesting of the syntax tree, far above any activation in the literature
+# Constants and functions of the language, in the order of `atoms`, which has what they stand for.
+NAMES = [
+    *("pi", "e", "where", "exp", "expm1", "log", "log1p", "sigmoid", "softplus", "sinh", "cosh", "tanh", "sech2"),
+    *("tsech2", "logcosh", "asinh", "sin", "cos", "tan", "atan", "erf", "erfc", "hypot1", "isru", "squareplus"),
+    *("softsign", "relu", "abs", "sign", "sqrt", "square", "min", "max", "clamp"),
+]
 
 
 class Syntax:
@@ -52,6 +61,12 @@ class Syntax:
         self.indent = indent
         return tree
 
+    def check_names(self, variables: Sequence[str]) -> None:
+        """Raise UsageError if the text is no formula, or has a name that is neither known nor a variable."""
+        for node in ast.walk(self.tree()):
+            if isinstance(node, ast.Name) and node.id not in (*variables, *NAMES, *CATALOG):
+                self.refuse(node, unknown(node.id, variables))
+
     def check_brackets(self) -> None:
         """Refuse brackets nested so deep that Python's own parser could fail."""
         depth = 0
@@ -64,3 +79,11 @@ class Syntax:
         """Raise UsageError at a column or a node."""
         column = where if isinstance(where, int) else getattr(where, "col_offset", 0) + self.indent + 1
         raise UsageError(f"{self.what} {quote(self.text)}, column {column}: {reason}") from None
+
+
+def unknown(name: str, variables: Sequence[str]) -> str:
+    """Return the message about an unknown name."""
+    names = [*variables, *NAMES]
+    near = difflib.get_close_matches(name.lower(), [*names, *CATALOG], 1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)} and the activations"
+    return f"unknown name {quote(name)}; {hint}"

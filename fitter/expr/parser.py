@@ -9,7 +9,6 @@ long (towers of powers, deep nesting, huge numbers) is refused before any work i
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from sympy.printing.str import StrPrinter
 
 from fitact.base import UsageError, quote
 from fitact.fitter.catalog import CATALOG
-from fitact.fitter.syntax import MAX_DEPTH, Syntax
+from fitact.fitter.syntax import MAX_DEPTH, Syntax, unknown
 
 from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, depth, exp, log, raised, sizes, x
 from .exact import value
@@ -148,7 +147,7 @@ class Parser(Syntax):
                 return CONSTANTS[name]
             case ast.Name(id=name):
                 called = name in FUNCTIONS or name in CATALOG or name == "where"
-                hint = f"{name} is a function: write {name}(...)" if called else self.known(name)
+                hint = f"{name} is a function: write {name}(...)" if called else unknown(name, self.variables)
                 self.refuse(node, hint)
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 return self.expression(operand, depth)
@@ -163,13 +162,6 @@ class Parser(Syntax):
             case _:
                 kind = type(node).__name__
                 self.refuse(node, f"{kind} is not part of the language: use numbers, x, + - * / ** and calls")
-
-    def known(self, name: str) -> str:
-        """Return the message about an unknown name."""
-        names = [*self.variables, *CONSTANTS, "where", *FUNCTIONS]
-        near = difflib.get_close_matches(name.lower(), [*names, *CATALOG], 1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)} and the activations"
-        return f"unknown name {quote(name)}; {hint}"
 
     def number(self, node: ast.Constant) -> Expr:
         """Return a number, exactly as it is written."""
@@ -253,7 +245,7 @@ class Parser(Syntax):
         if name in self.variables:
             self.refuse(node, f"{name} is an argument, not a function")
         if name not in FUNCTIONS and name not in CATALOG:
-            self.refuse(node, self.known(name))
+            self.refuse(node, unknown(name, self.variables))
         least = FUNCTIONS[name][0] if name in FUNCTIONS else 1
         most = least if name in FUNCTIONS else 1 + len(CATALOG[name].parameters)
         if not least <= len(node.args) <= most:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from fitact.base import FitactError, JobError, UsageError, few, integer, one_line, quote
-from fitact.runtime.torch_internals import FakeTensorMode
 
 from .fakes import fake_copy
 from .subjects import Patterns, Source, Subject, blocks_of, converted, without_weights
@@ -100,9 +99,8 @@ def prepare(
         UsageError: the model cannot be built, or does not take this `batch` and `seq`; the message says why.
 
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     try:
-        with without_weights(mode):
+        with without_weights(fake):
             model, inputs = source.build(batch, seq)
     except FitactError:
         raise
@@ -112,11 +110,13 @@ def prepare(
     if longest is not None and seq > longest:
         raise UsageError(f"{source.name}: seq {seq} does not fit, the model has positions for {longest}")
     model.train()
-    with without_weights(mode):
+    with without_weights(fake):
         (training or Training()).apply(model)
+    blocks_of(model, blocks)  # raises what is wrong with the patterns
     model.to(dtype)
-    if mode is not None:
-        model, _ = fake_copy(model, mode)
+    mode = None
+    if fake:
+        model, mode = fake_copy(model)  # after the checks: the first mode takes two seconds
     call = converted(inputs, mode, dtype)
     return Subject(source.name, model, call, mode, autocast, device, blocks, source=source, dtype=dtype)
 
@@ -147,7 +147,6 @@ def imported(name: str) -> ModuleType:
 
 
 def _add_lora(model: nn.Module, layers: Sequence[str], rank: int) -> None:
-    peft = imported("peft")
     linear = [
         name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D") and name
     ]
@@ -162,6 +161,7 @@ def _add_lora(model: nn.Module, layers: Sequence[str], rank: int) -> None:
                 leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
                 raise UsageError(f"{quote(layer)}: no linear layer has that name; there are {few(leaves)}")
             targets += matched
+    peft = imported("peft")
     config = peft.LoraConfig(target_modules=targets, r=rank, lora_alpha=rank, lora_dropout=0.0)
     try:
         with warnings.catch_warnings():

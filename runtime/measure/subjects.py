@@ -100,7 +100,7 @@ class Subject:
     def sized(self, batch: int, seq: int) -> Subject:
         """Return the model with inputs of other sizes, which its source makes."""
         assert self.source is not None
-        with without_weights(self.mode):
+        with without_weights(self.mode is not None):
             inputs = self.source.inputs(self.model, batch, seq)
         return replace(self, call=converted(inputs, self.mode, self.dtype))
 
@@ -141,9 +141,9 @@ class Subject:
             return self.forward()
 
 
-def without_weights(mode: FakeTensorMode | None) -> Any:
-    """Return a context in which new tensors have no memory, if there is a mode of fake tensors."""
-    return nullcontext() if mode is None else torch.device("meta")
+def without_weights(fake: bool) -> Any:
+    """Return a context in which new tensors have no memory, if they are to be fake."""
+    return torch.device("meta") if fake else nullcontext()
 
 
 def converted(inputs: Inputs, mode: FakeTensorMode | None, dtype: torch.dtype) -> Inputs:

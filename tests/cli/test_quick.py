@@ -11,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.shell_completion import ShellComplete
 
 from fitact.cli import cli, names, options
+from fitact.fitter import syntax
+from fitact.fitter.expr import CONSTANTS, FUNCTIONS
 from tests.conftest import Command
 from tests.support.commands import FITS, put, record
 
@@ -29,6 +32,11 @@ fit --fn gelu --bits 3 --tol 1 -> --method fewbit has no --tol
 fit --fn swiglu --bits 3 -> takes no gates
 fit --fn 'x*sigmoid(2*x)' --bits 3 -> --name is required for an expression
 fit --fn 'x*sigmoid(2*x' --bits 3 --name own -> not a formula
+fit --fn 'x*sigmod(2*x)' --bits 3 --name own -> column 3: unknown name 'sigmod'; did you mean sigmoid?
+fit --fn 'silu(g)*x' --method recompute --name own -> unknown name 'x'; known are g, u
+fit --fn 'x*sigmoid(c*x)' --learn b=1 --method recompute --name own -> unknown name 'c'; known are x, b
+fit --fn gelu --bits 3 --weight nromal --name own -> weight 'nromal', column 1: unknown name
+fit --fn tanh --method output --derivative '1 - x**2' --name own -> unknown name 'x'; known are y
 fit --fn gelu --bits 3 --domain 2 1 --name own -> expected two numbers A < B
 fit --fn gelu --bits 3 --name 3bits -> expected a Python identifier
 fit --fn gelu --bits 3 --weight none.json --name own -> none.json: cannot be read
@@ -41,6 +49,7 @@ codegen fit.json --standalone --hub -> expected only one
 plot -o a.txt -> ends in .png, .svg or .pdf
 plot none.json -> none.json: cannot be read
 show gelluu -> unknown activation 'gelluu'
+show 'x*sigmod(x)' -> unknown name 'sigmod'
 show gelu silu -> takes one activation
 memory -> memory takes one model
 memory --hf llama --timm resnet18 -> memory takes one model
@@ -48,6 +57,8 @@ memory --hf lama -> no model type 'lama'; near it are llama
 memory --hf llama --set num_layers=2 -> its configuration has no 'num_layers'; near it are num_hidden_layers
 memory --hf llama --set num_hidden_layers -> expected NAME=VALUE
 memory --hf llama --set 'hidden_size=[[[[' -> expected a word or a literal
+memory --hf llama --lora q_porj,v_proj -> 'q_porj': llama has no linear layer of that name; near it are q_proj
+plan --hf gpt2 --gib 24 --lora c_attn,q_proj -> --lora 'q_proj': gpt2 has no linear layer
 memory --hf llama --bits 9 -> 9 is not in the range
 plan --hf llama --gib 24 --plot a.txt -> ends in .png, .svg or .pdf
 memory --hf llama --plot a.txt -> ends in .png, .svg or .pdf
@@ -110,10 +121,17 @@ def test_answered_at_once(line: str, part: str, answers: dict[str, list[object]]
 def test_model_types() -> None:
     """What is read from the source of transformers is what it says itself."""
     transformers = pytest.importorskip("transformers")
+    from fitact.runtime.measure import hugging_face
+
     found = names.model_types().keys()
     assert set(transformers.CONFIG_MAPPING.keys()) <= found
-    for kind in ("llama", "gpt2", "gpt-sw3", "vit"):  # no size of theirs is refused
+    for kind in ("llama", "gpt2", "gpt-sw3", "vit"):  # no size of theirs is refused, and no layer
         names.check_model(kind, transformers.AutoConfig.for_model(kind).to_dict())
+        with torch.device("meta"):
+            model, _ = hugging_face(kind).build(1, 8)
+        layers = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+        assert layers
+        names.check_layers(kind, layers)
 
 
 def test_timm_models() -> None:
@@ -122,6 +140,10 @@ def test_timm_models() -> None:
     for name in ("resnet18", "resnet18.a1_in1k", "tv_resnet34"):  # with weights, and a name of once
         assert timm.is_model(name)
         names.check_timm(name)
+
+
+def test_names_of_formulas() -> None:
+    assert [*CONSTANTS, "where", *FUNCTIONS] == syntax.NAMES
 
 
 def test_devices_of_the_plan() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fitact.fitter.analysis import Gate
     from fitact.fitter.numerics import Weight
     from fitact.fitter.records import AnyFit
-from .names import known_functions
+from .names import check_function, known_functions
 from .options import FILE, FITS, Finite, advance, check_weight, completing, named, once, progress, read_weight, say
 
 BEYOND = 0.01  # of a weight from data, beyond the domain: more is warned of
@@ -154,6 +154,7 @@ def fit(
     """
     from fitact.base import write
     from fitact.fitter.catalog import CATALOG, DOMAINS, GATES, LEARNED, METHODS, RECORDED, check_name
+    from fitact.fitter.syntax import Syntax
 
     weight = None if weight == "uniform" else weight
     numbers = named("--learn", map(_learned, learned))
@@ -171,7 +172,7 @@ def fit(
         raise UsageError("a formula with learned parameters has no --param: write the numbers into the formula")
     functions = once(functions)
     for function in functions:
-        _check_function(kind, function, values)
+        check_function(kind, function, values, [*numbers])
     if len(functions) * len(widths) > 1 and (name or output):
         raise UsageError("--name and -o are for a single fit: give one --fn and one --bits with them")
     if family == "parametric" and (bits or domain or tol is not None):
@@ -196,6 +197,8 @@ def fit(
         raise UsageError(f"domain: expected two numbers A < B, got {domain[0]!r} {domain[1]!r}")
     if weight is not None:
         check_weight(weight)
+    if derivative is not None:
+        Syntax(derivative, "derivative").check_names(("y",))
 
     from fitact.fitter.analysis import Activation, Gate, Learned
     from fitact.fitter.methods import make
@@ -266,19 +269,6 @@ def _kind_of(method: str, functions: Sequence[str], numbers: Mapping[str, tuple[
         those = f"the methods of {of} are {', '.join(others)} and {last}" if others else f"that of {of} is {last}"
         raise UsageError(f"--method {method} {refusals[kind]}, got {quote(function)}: {those}")
     return kind
-
-
-def _check_function(kind: str, function: str, parameters: Mapping[str, float]) -> None:
-    """Raise UsageError if a name or a formula is surely wrong: all that can be known without SymPy."""
-    from fitact.fitter.catalog import CATALOG, GATES, LEARNED, check_known
-    from fitact.fitter.syntax import Syntax
-
-    if kind == "activations":
-        check_known(function)
-    if function in CATALOG:
-        CATALOG[function].filled("", parameters)
-    elif function not in GATES and function not in LEARNED:
-        Syntax(function, kind.removesuffix("s")).tree()
 
 
 def _warn_of_domain(weight: Weight, domain: tuple[float, float]) -> None:

@@ -13,7 +13,7 @@ import click
 
 from fitact.base import UsageError, quote
 
-from .names import WORD, check_model, check_place, check_timm, model_types, timm_models
+from .names import WORD, check_layers, check_model, check_place, check_timm, installed, model_types, timm_models
 from .options import Finite, advance, completing, named, once, progress, refused, say, writing
 
 if TYPE_CHECKING:
@@ -144,14 +144,22 @@ class Asked:
             check_timm(self.timm)
         else:
             check_place(self.call or "")
+        if self.layers:
+            installed("peft")
+            if self.hf is not None and self.layers != ("all",):
+                check_layers(self.hf, self.layers)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers that get adapters."""
+        return tuple(name.strip() for name in (self.lora or "").split(",") if name.strip())
 
     @property
     def training(self) -> Training:
         """What is trained."""
         from fitact.runtime.measure import Training
 
-        layers = tuple(name.strip() for name in (self.lora or "").split(",") if name.strip())
-        return Training(layers, self.rank, tuple(self.freeze))
+        return Training(self.layers, self.rank, tuple(self.freeze))
 
 
 def of_a_model(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +24,32 @@ def known_functions() -> list[str]:
     return [*CATALOG, *GATES, *LEARNED]
 
 
+def check_function(
+    kind: str, function: str, parameters: Mapping[str, float] | None = None, learned: Sequence[str] = ()
+) -> None:
+    """Raise UsageError if a name or a formula is surely wrong: all that can be known without SymPy.
+
+    Args:
+        kind: of `METHODS`.
+        function: the name or the formula.
+        parameters: of an activation of the catalog, by name.
+        learned: the learned parameters of a formula.
+
+    """
+    from fitact.fitter.catalog import CATALOG, GATES, LEARNED, check_known
+    from fitact.fitter.syntax import Syntax
+
+    if kind == "activations":
+        check_known(function)
+    if function in CATALOG:
+        CATALOG[function].filled("", parameters or {})
+    elif function not in GATES and function not in LEARNED:
+        Syntax(function, kind.removesuffix("s")).check_names(("g", "u") if kind == "gates" else ("x", *learned))
+
+
 def model_types() -> dict[str, str]:
     """Return the model types of transformers, each with the class of its configuration."""
-    auto = _package("transformers") / "models" / "auto"
+    auto = installed("transformers") / "models" / "auto"
     texts = (_text(auto / name) for name in ("auto_mappings.py", "configuration_auto.py"))
     return dict(pair for text in texts for pair in re.findall(r'"([\w.-]+)"[,:] "(\w+Config)"', text))
 
@@ -41,14 +64,33 @@ def check_model(kind: str, sizes: Iterable[str]) -> None:
     if known := model_types():
         if kind not in known:
             raise UsageError(f"transformers has no model type {quote(kind)}{near(kind, [*known])}")
-        folder = _package("transformers") / "models" / kind.replace("-", "_")
+        folder = installed("transformers") / "models" / kind.replace("-", "_")
         text = "\n".join(map(_text, sorted(folder.glob("configuration_*.py"))))
-        shared = _text(_package("transformers") / "configuration_utils.py")
+        shared = _text(installed("transformers") / "configuration_utils.py")
         if f"class {known[kind]}(" in text and not re.search(r"^from \.\.\w", text, re.MULTILINE) and shared:
             for key in sizes:
                 if not re.search(rf"\b{re.escape(key)}\b", text + shared):
                     fields = list(dict.fromkeys(re.findall(r"^ +(\w+): ", text, re.MULTILINE)))
                     raise UsageError(f"{kind}: its configuration has no {quote(key)}{near(key, fields)}")
+
+
+def check_layers(kind: str, layers: Iterable[str]) -> None:
+    """Raise UsageError if the source of a model type surely names no layer so.
+
+    A source that takes layers from other files, or computes their names, tells nothing.
+    """
+    root = installed("transformers")
+    own = "\n".join(map(_text, sorted((root / "models" / kind.replace("-", "_")).glob("modeling_*.py"))))
+    elsewhere = r"^from \.{1,2}(?!configuration_|modeling_)\w|AutoModel|add_module|setattr"
+    if own and not re.search(elsewhere, own, re.MULTILINE):
+        text = own + _text(root / "modeling_layers.py") + _text(root / "time_series_utils.py")
+        for layer in layers:
+            name = layer.rpartition(".")[2]
+            if not name.isdecimal() and not re.search(rf"\b{re.escape(name)}\b", text):
+                linear = list(dict.fromkeys(re.findall(r"self\.(\w+) = (?:nn\.Linear|Conv1D)\(", own)))
+                raise UsageError(
+                    f"--lora {quote(layer)}: {kind} has no linear layer of that name{near(name, linear)}"
+                )
 
 
 def check_timm(name: str) -> None:
@@ -75,10 +117,10 @@ def check_place(call: str) -> None:
 
 
 def _timm() -> str:
-    return "\n".join(map(_text, sorted((_package("timm") / "models").glob("*.py"))))
+    return "\n".join(map(_text, sorted((installed("timm") / "models").glob("*.py"))))
 
 
-def _package(name: str) -> Path:
+def installed(name: str) -> Path:
     """Return the folder of a package; UsageError if it is not installed."""
     spec = find_spec(name)
     if spec is None:

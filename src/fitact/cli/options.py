@@ -105,12 +105,15 @@ def read_fits(paths: Sequence[Path]) -> list[AnyFit]:
 
 
 def check_weight(given: str) -> None:
-    """Raise UsageError if `--weight` names a file that is not there, or not one of `fitact calibrate`."""
+    """Raise UsageError if `--weight` is surely wrong: no formula, or no file of `fitact calibrate`."""
     from fitact.fitter.files import WEIGHTS
+    from fitact.fitter.syntax import Syntax
 
     file, _, _ = given.partition("#")
     if file.endswith(".json"):
         WEIGHTS.check(Path(file))
+    elif not given.startswith(("normal", "student")) and "histogram" not in given:
+        Syntax(given, "weight").check_names(("x",))
 
 
 def read_weight(given: str) -> Weight:

@@ -11,7 +11,7 @@ import click
 
 from fitact.base import UsageError
 
-from .names import known_functions
+from .names import check_function, known_functions
 from .options import completing, read_fits, say
 
 
@@ -31,15 +31,14 @@ def show(things: Sequence[str]) -> None:
       fitact show "silu(g)*u"
       fitact show generated/fits/gelu_fewbit2.json generated/fits/gelu_fewbit3.json
     """
-    from fitact.fitter.catalog import LEARNED, check_known, is_gate
+    from fitact.fitter.catalog import LEARNED, is_gate
 
     fits = bool(things) and all(thing.endswith(".json") for thing in things)
     if not fits and len(things) > 1:
         raise UsageError("show takes one activation, or fit files whose names end in .json")
     read = read_fits([Path(thing) for thing in things]) if fits else []
     for thing in () if fits else things:
-        if thing not in LEARNED and not is_gate(thing):
-            check_known(thing)
+        check_function("formulas" if thing in LEARNED else "gates" if is_gate(thing) else "activations", thing)
 
     from fitact.fitter.analysis import Activation, Gate, Learned
 
