@@ -162,6 +162,20 @@ def test_citation() -> None:
     assert all(reference["url"] in readme for reference in citation["references"])
 
 
+def test_conda_recipe() -> None:
+    """The recipe has the project's version, dependencies and lower bounds; conda-forge has other names for two."""
+    recipe = yaml.safe_load((ROOT / ".github/conda/recipe.yaml").read_text("utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    least = project["requires-python"].removeprefix(">=")
+    assert recipe["context"] == {"version": project["version"], "python_min": least}
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+    pairs = [one.partition(";")[0].split(">=") for one in project["dependencies"]]
+    expected = [f"{names.get(name, name)} >={least}" for name, least in pairs]
+    needs = recipe["requirements"]
+    assert sorted(needs["run"][1:] + needs["run_constraints"]) == sorted(expected)
+    assert recipe["build"]["python"]["entry_points"] == [f"{k} = {v}" for k, v in project["scripts"].items()]
+
+
 def test_extras_are_pinned() -> None:
     """Each package that an extra or the project itself names has a version in constraints.txt."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
