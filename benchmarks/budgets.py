@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fitact.planning import GIB
 from fitact.planning.make import Planner
 from fitact.runtime.choose import BASELINE, FULL, MOVED, SELECTIVE, compiled, step
 from fitact.runtime.measure import DEVICES, Training, hugging_face, prepare
@@ -102,6 +103,21 @@ def partitioned(sizes: dict[str, Any], training: Training, fixed: int, blocks: i
         rows.append((Row(f"compiled, budget {small.budget:g}", fixed + saved), flops))
         print(rows[-1], flush=True)
     return [replace(row, time=flops / rows[0][1]) for row, flops in rows]
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of docs/plan.md, without memories in which nothing fits."""
+    fit = {row["gib"] for row in rows if "gib" in row and "time" in row}
+    lines = ["| memory | | peak, GiB | on the host, GiB | time, of the baseline's |", "|---|---|---:|---:|---:|"]
+    for row in rows:
+        gib, time = row.get("gib"), row.get("time")
+        if gib is None or gib in fit:
+            least = "at least " if time is None or row["name"].startswith("compiled") else ""
+            cells = [f"{gib:g} GiB" if gib else "", row["name"], f"{least}{row['peak'] / GIB:.3g}"]
+            cells.append(f"{row['host'] / GIB:.3g}" if row["host"] and time else "")
+            cells.append("does not fit" if time is None else f"{100 * time:.0f} %")
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:

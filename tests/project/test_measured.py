@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import layers
+from benchmarks import budgets, layers
 from benchmarks.convergence.tasks import SMALL
 from benchmarks.evidence import blocks, checkpoints, convolutions
 from fitact.runtime.saving.blocks import nbytes
 from tests.conftest import ROOT
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("saving", "storage")}
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("plan", "saving", "storage")}
 RECORDS: dict[str, Any] = {
     module.__name__.rpartition(".")[2]: json.loads(module.RESULTS.read_text("utf-8"))
     for module in (blocks, checkpoints, convolutions, layers)
@@ -31,6 +31,12 @@ RECIPE = replace(SMALL.recipes["characters"], steps=60, rate=blocks.RATE, valida
 def test_tables(module: Any, page: str) -> None:
     rows = RECORDS[module.__name__.rpartition(".")[2]]["rows"]
     assert "\n".join(module.table(rows)) in PAGES[page]
+
+
+def test_budgets() -> None:
+    record = json.loads(budgets.RESULTS.read_text("utf-8"))
+    for model in budgets.MODELS:
+        assert "\n".join(budgets.table(record[model])) in PAGES["plan"]
 
 
 def errors(name: str) -> list[dict[str, float]]:
