@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from html import escape
@@ -14,7 +15,7 @@ from .pictures import blank, defaults, format_of, literal, save
 from .text import three
 
 COLORS = ("#8d99ae", "#1f4e79")  # of the series
-WIDTH = 320  # of the longest bar in a notebook, in pixels
+WIDTH = 35  # of the column of bars in a notebook, in per cent: so the numbers beside it are seen on a phone, too
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,19 @@ class Bars:
         longest = max(1.0, *(value for _, values in self.rows for value in values))
         pairs = zip(COLORS, self.series, strict=True) if len(self.series) > 1 else ()
         key = "".join(f' <span style="color:{color}">■</span> {name}' for color, name in pairs)
-        lines = [f"<table><caption><b>{escape(self.title)}</b><br>{self.quantity}, {unit}{key}</caption>"]
+        lines = ['<table style="min-width:60%">']
+        lines += [f"<caption><b>{escape(self.title)}</b><br>{self.quantity}, {unit}{key}</caption>"]
         for name, values in self.rows:
             bar = "".join(
-                f'<div style="background:{color};height:0.7em;width:{WIDTH * value / longest:.0f}px"></div>'
+                f'<div style="background:{color};height:0.7em;width:{100 * value / longest:.1f}%"></div>'
                 for color, value in zip(COLORS[-len(values) :], values, strict=True)
             )
             numbers = " → ".join(map(self.number, values))
-            left = '<td style="text-align:left">'
-            lines.append(f"<tr>{left}{escape(name)}</td>{left}{bar}</td><td>{numbers}</td></tr>")
+            lines += [
+                f'<tr><td style="text-align:left">{re.sub("(?<=[._])", "<wbr/>", escape(name))}</td>',
+                f'<td style="width:{WIDTH}%">{bar}</td>',
+                f'<td style="text-align:right;white-space:nowrap">{numbers}</td></tr>',
+            ]
         return "\n".join([*lines, "</table>"])
 
     @defaults()
@@ -123,7 +128,7 @@ class Shown(ABC):
         return data
 
     def _repr_html_(self) -> str:
-        text = f"<pre>{escape(str(self))}</pre>"
+        text = f'<pre style="overflow:auto">{escape(str(self))}</pre>'
         try:
             return f"{self.bars().html()}\n<details><summary>as text</summary>{text}</details>"
         except ValueError:  # UsageError: nothing was measured
