@@ -83,7 +83,8 @@ def check_layers(kind: str, layers: Iterable[str]) -> None:
     own = "\n".join(map(_text, sorted((root / "models" / kind.replace("-", "_")).glob("modeling_*.py"))))
     elsewhere = r"^from \.{1,2}(?!configuration_|modeling_)\w|AutoModel|add_module|setattr"
     if own and not re.search(elsewhere, own, re.MULTILINE):
-        text = own + _text(root / "modeling_layers.py") + _text(root / "time_series_utils.py")
+        shared = "modeling_layers", "modeling_utils", "time_series_utils"
+        text = own + "".join(_text(root / f"{name}.py") for name in shared)
         for layer in layers:
             name = layer.rpartition(".")[2]
             if not name.isdecimal() and not re.search(rf"\b{re.escape(name)}\b", text):
