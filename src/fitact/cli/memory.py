@@ -144,7 +144,9 @@ class Asked:
             check_timm(self.timm)
         else:
             check_place(self.call or "")
-        if self.layers:
+        if self.lora is not None:
+            if not self.layers:
+                raise UsageError("--lora: expected names of linear layers, or all")
             installed("peft")
             if self.hf is not None and self.layers != ("all",):
                 check_layers(self.hf, self.layers)

@@ -63,7 +63,8 @@ def check_model(kind: str, sizes: Iterable[str]) -> None:
     """Raise UsageError if transformers has no such model type, or its configuration no such size."""
     if known := model_types():
         if kind not in known:
-            raise UsageError(f"transformers has no model type {quote(kind)}{near(kind, [*known])}")
+            hint = "; that of a checkpoint stands in its config.json" if "/" in kind else near(kind, [*known])
+            raise UsageError(f"transformers has no model type {quote(kind)}{hint}")
         folder = installed("transformers") / "models" / kind.replace("-", "_")
         text = "\n".join(map(_text, sorted(folder.glob("configuration_*.py"))))
         shared = _text(installed("transformers") / "configuration_utils.py")
@@ -103,7 +104,7 @@ def check_timm(name: str) -> None:
 def check_place(call: str) -> None:
     """Raise UsageError unless a text may be MODULE:CALLABLE, with a module that is there and has such a name."""
     module, _, name = call.partition(":")
-    if not module or not name:
+    if not module or not name or module.endswith(".py"):
         raise UsageError(f"{quote(call)}: expected MODULE:CALLABLE, such as my_models:tiny")
     top = module.partition(".")[0]
     if not top or top in sys.modules:
