@@ -194,7 +194,7 @@ def llama(layers: int, dtype: torch.dtype) -> nn.Module:
 TOKENS = torch.arange(512)[None]
 
 
-@pytest.mark.parametrize("error", ["exact", "rounding", "coarse"])
+@pytest.mark.parametrize("error", ["exact", "rounding", pytest.param("coarse", marks=pytest.mark.full)])
 def test_a_layer_saves_no_more_than_in_the_context(error: str) -> None:
     """A LLaMA layer: the difference between models of two layers and of one."""
     sizes: dict[bool, list[int]] = {False: [], True: []}

@@ -20,6 +20,7 @@ from torch._functorch import config as functorch
 from torch._inductor.utils import run_and_get_code
 
 import fitact
+from benchmarks.compiled import run_graphs
 from fitact.base import UsageError
 from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.saving import blocks
@@ -213,9 +214,9 @@ def test_huge_and_tiny_numbers() -> None:
             for block in model:
                 block.down.weight.mul_(factor)
                 block.gate.weight.mul_(0.1)
-        _, expected = plain(0.9, model, (TOKENS, 256))
+        _, expected = step(model, run_graphs(model, {}, 0.9), (TOKENS, 256))
         torch._dynamo.reset()
-        _, found = step(model, fitact.compile(model, fullgraph=True), (TOKENS, 256))
+        _, found = step(model, run_graphs(model, fitact.compile_options(), 0.9), (TOKENS, 256))
         assert off(found, expected) < 0.02, factor
 
 
@@ -240,7 +241,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         with torch.autocast("cpu", dtype):
             return compiled(x)
 
-    compiled: Any = torch.compile(model)
+    compiled: Any = run_graphs(model, {}, 1.0)
     _, expected = step(model, run, (TOKENS, 256))
     torch._dynamo.reset()
     compiled = fitact.compile(model)
@@ -297,17 +298,16 @@ class Converted(Gelu):
 
 def test_beside_converted_activations() -> None:
     """What a converted activation saves is a code already, and stays; the rest becomes codes."""
-    whole, expected = plain(0.9, made(Converted, Converted), (TOKENS, 256))
+    model = made(Converted)
+    whole, expected = step(model, run_graphs(model, {}, 0.9), (TOKENS, 256))
     torch._dynamo.reset()
-    model = made(Converted, Converted)
+    model = made(Converted)
     compiled = fitact.compile(model, fullgraph=True)
     saved, found = step(model, compiled, (TOKENS, 256))
     assert saved < 0.62 * whole and off(found, expected) < 0.015
     (records,) = fitact.compile_report(compiled).graphs
     codes = [one for one in records if one.dtype is torch.uint8]
-    assert [(one.bits, one.before, one.reason) for one in codes] == 2 * [
-        (None, TOKENS * 1024 * 3 // 8, "of uint8")
-    ]
+    assert [(one.bits, one.before, one.reason) for one in codes] == [(None, TOKENS * 1024 * 3 // 8, "of uint8")]
     others = {(one.dtype, one.bits, one.reason) for one in records if one.operation == "forward"}
     assert others == {(torch.uint8, None, "of uint8"), (torch.bfloat16, 8, "")}
 

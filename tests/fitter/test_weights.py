@@ -236,8 +236,14 @@ def calibrated(x: np.ndarray[Any, Any]) -> Site:
 SAMPLE = np.random.default_rng(1).normal(-0.7, 1.3, 200_000)
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize("name", ["gelu", "tanh", "hardswish"])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        pytest.param(name, bits, marks=[] if name == "gelu" or bits == 2 else pytest.mark.full)
+        for name in ("gelu", "tanh", "hardswish")
+        for bits in (2, 3)
+    ],
+)
 def test_a_few_bit_fit_is_nearly_that_of_the_density(name: str, bits: int) -> None:
     """And better on the sample than that of the uniform weight."""
     f = Activation.of(name)

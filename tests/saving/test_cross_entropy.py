@@ -15,7 +15,7 @@ import fitact
 from fitact.runtime.measure.fakes import fake_copy
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.subjects import without_packing
-from fitact.runtime.saving.loss import PIECE
+from fitact.runtime.saving import loss as by_rows
 from tests.support.around import AROUND
 from tests.support.peak import peak_memory
 from tests.support.saving import HALF, agree, cast, differences, pair, saves
@@ -59,8 +59,28 @@ class Model(nn.Module):
     [{}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 3}, {"ignore_index": 0}],
     ids=["mean", "sum", "none", "ignored", "first ignored"],
 )
-@pytest.mark.parametrize(("classes", "rows"), [(5, 2), (50, 260), (50257, 100), (4096, 2 * PIECE // 4096 + 34)])
-def test_gradients_and_bytes(classes: int, rows: int, options: dict[str, Any], autocast: Any) -> None:
+@pytest.mark.parametrize(
+    ("classes", "rows", "piece", "pieces"),
+    [
+        (5, 2, by_rows.PIECE, 1),
+        (50, 260, by_rows.PIECE, 5),  # a quarter of the logits in each, in multiples of 8 rows
+        (50, 260, 800, 17),  # so many logits in each
+        (50, 2600, 800, 65),  # a 64th of them
+        pytest.param(50257, 100, by_rows.PIECE, 5, marks=pytest.mark.full),
+        pytest.param(4096, 4 * by_rows.PIECE // 4096 + 34, by_rows.PIECE, 5, marks=pytest.mark.full),
+    ],
+)
+def test_gradients_and_bytes(
+    classes: int,
+    rows: int,
+    piece: int,
+    pieces: int,
+    options: dict[str, Any],
+    autocast: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(by_rows, "PIECE", piece)
+    assert len([*by_rows._pieces(torch.empty(rows, classes))]) == pieces
     make = partial(Model, classes, rows, autocast is None, rows == 260, ignored=rows // 3, **options)
     x, dtype = torch.randn(2, rows // 2, WIDTH), torch.float32 if autocast else HALF
     before, after = saves(agree(make, AROUND["retained"], x, dtype, autocast), x.to(dtype), autocast)
