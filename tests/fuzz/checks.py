@@ -173,11 +173,10 @@ def check_values(fit: StepFit, module: Any, *, reported: bool, count: int = 1000
         (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
         step = fit(at).astype(np.float32).astype(np.float64)
         np.testing.assert_array_equal(gradient.double().numpy(), step)
-        error = np.abs(step - slope)[inner]
-        assert np.all(error <= fit.error["max"] * (1 + 1e-6) + 1e-9), (
-            f"the derivative is off by {error.max()} at x = {at[inner][error.argmax()]!r}, "
-            f"stated {fit.error['max']}"
-        )
+        error, most = np.abs(step - slope), fit.error["max"]
+        for i in np.flatnonzero(inner & ~(error <= most * (1 + 1e-6) + 1e-9)):
+            decided = not _undecided(activation.typed, at[i], UNIT[dtype])
+            assert not decided, f"the derivative is off by {error[i]} at x = {at[i]!r}, stated {most}"
         if reported:
             continue
         found = y.detach().double().numpy()
