@@ -131,7 +131,7 @@ def test_steps(task: str, store: Path) -> None:
         assert one.loss is not None and one.accuracy is not None and None not in one.curve
         assert 0 < one.loss < 10 and 0 <= one.accuracy <= 1 and one.saved_bytes > 0
         assert one.curve[0] == pytest.approx(exact.curve[0], rel=2e-5)
-        if method in ("exact", "fewbit3", "stochastic2", "norms"):
+        if method == "exact" or (task == "digits" and method in ("fewbit3", "stochastic2", "norms")):
             assert steps(method, folder="3 again") == one
             other = steps(method, seed=1)
             assert one.curve != other.curve and one.loss != other.loss

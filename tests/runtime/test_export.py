@@ -91,11 +91,15 @@ def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "grad", [pytest.param(True, id="grad"), pytest.param(False, id="no_grad", marks=pytest.mark.full)]
+    ("names", "grad"),
+    [
+        pytest.param(QUICK, True, id="some"),
+        *(pytest.param(tuple(LAYERS), grad, id=f"all-{grad}", marks=pytest.mark.full) for grad in (True, False)),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
-def test_compiled_ahead_of_time(grad: bool, tmp_path: Path) -> None:
-    model = between_layers(*LAYERS)
+def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Path) -> None:
+    model = between_layers(*names)
     program = export(model, torch.randn(6, 8), grad=grad)
     package = str(tmp_path / "model.pt2")
     path = torch._inductor.aoti_compile_and_package(program, package_path=package)
