@@ -17,7 +17,7 @@ import fitact
 from fitact.base import save
 from fitact.fitter.plot import EXACT, FITTED
 from fitact.fitter.records import StepFit, read
-from fitact.runtime.measure import count_saved
+from fitact.runtime.measure import count_saved, gpu_kernels
 from fitact.runtime.saving import decode, encode
 from fitact.runtime.torch_internals import FakeTensorMode
 
@@ -47,7 +47,7 @@ def mlp(hidden: int = HIDDEN, wide: int = WIDE) -> nn.Module:
 
 def saved(way: dict[str, Any] | None) -> list[int]:
     """Return the bytes of each storage that the MLP saves, in order, without allocating any."""
-    with FakeTensorMode():
+    with FakeTensorMode(), gpu_kernels():
         model = mlp()
         if way is not None:
             fitact.convert(model, **way)

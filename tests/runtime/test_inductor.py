@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,10 +17,9 @@ from torch._inductor.graph import GraphLowering
 from fitact.runtime.kernels import inductor as compiled
 from fitact.runtime.kernels import registry
 from tests.conftest import ROOT
+from tests.support.compilers import needs_compiler
 from tests.support.generated import backward_op, forward_op
 
-COMPILER = any(map(shutil.which, ("g++", "clang++")))
-needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
 SCRIPT = """
 import sys
 import torch
