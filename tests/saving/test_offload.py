@@ -199,7 +199,7 @@ def test_fifty_steps(links: Any) -> None:
     link = links(FAST)
     model, made = Model(link, depth=2), the(BYTES)
     logs, first = [], None
-    for _ in range(50):
+    for _ in range(200):
         found = step(model, saving(offload=BYTES))
         first = first or found
         assert not differences(first, found)
