@@ -3,7 +3,7 @@
 A kernel takes as long as the slowest of what it does: moving its bytes through the device's memory, issuing its
 instructions, and what each part of a processor (an SM, a CU) has to do. The instructions are those of the machine
 code in a full tile (tests/support/instructions.py), by the part that they occupy (tests/support/pipes.py). The
-bandwidth is that of runtime/measure/devices.py, and the clock the one that gives the float32 FLOPs there. Beside
+bandwidth is the data sheet's in runtime/measure/devices.py, and the clock gives the float32 FLOPs there. Beside
 the kernels stand plain ones: a copy, and the exact GELU and SiLU, whose backward saves the input.
 
     python -m benchmarks.kernels.roofline
@@ -24,7 +24,7 @@ import click
 import triton
 
 from fitact.runtime.kernels import constexpr, jit, tl
-from fitact.runtime.measure import DEVICES
+from fitact.runtime.measure.devices import DEVICES, REACHED
 from tests.support.instructions import (
     DTYPES,
     GateKernel,
@@ -38,7 +38,7 @@ from tests.support.more_kernels import PLAIN, LearnedKernel, NormKernel, PlainKe
 from tests.support.pipes import masked, pipes, whole
 
 RESULTS = Path(__file__).parents[1] / "results" / "roofline.json"
-NOTE = "A model from data sheets and machine code. No GPU has run it, and no time here is measured."
+NOTE = "A model from data sheets and machine code. No time here is measured."
 LEFT_OUT = (
     "latency, and whether enough threads are there to hide it (occupancy)",
     "the launch, and tensors too small to fill the device",
@@ -139,6 +139,11 @@ CHIPS = {
 }  # fmt: skip
 
 
+def bandwidth(chip: str) -> float:
+    """Return the bytes a second that the data sheet of a device says."""
+    return float(round(DEVICES[chip].bandwidth / REACHED))
+
+
 def clock(chip: str) -> float:
     """Return the clock at which a device has the float32 FLOPs of its data sheet, in Hz."""
     return DEVICES[chip].rest / (2 * CHIPS[chip].processors * CHIPS[chip].lanes)
@@ -153,8 +158,8 @@ def times(chip: str, moved: float, counts: dict[str, float]) -> dict[str, float]
         counts: instructions by pipe.
 
     """
-    device, here = DEVICES[chip], CHIPS[chip]
-    found = {"bandwidth": moved / device.bandwidth}
+    here = CHIPS[chip]
+    found = {"bandwidth": moved / bandwidth(chip)}
     for name, part in here.parts.items():
         slots = sum(number * part.pipes.get(pipe, part.pipes.get("*", 0)) for pipe, number in counts.items())
         found[name] = slots / part.rate / (here.processors * clock(chip))
@@ -324,7 +329,7 @@ def main() -> None:
         "triton": triton.__version__,
         "devices": {
             name: asdict(chip)
-            | {"clock": round(clock(name)), "bandwidth": DEVICES[name].bandwidth, "sheet": DEVICES[name].source}
+            | {"clock": round(clock(name)), "bandwidth": bandwidth(name), "sheet": DEVICES[name].source}
             for name, chip in CHIPS.items()
         },
     }
