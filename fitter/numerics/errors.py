@@ -132,7 +132,7 @@ def _supremum(function: Callable[[Array], Array], edges: Array, inner: Array, *,
     """Return sup |function| of a function that is smooth between the edges.
 
     The search looks at cells' ends and at `inner`, the values at their nodes, then closer around the largest. If
-    the function jumps between cells, a point a hair inside each end stands for the limit there.
+    the function jumps between cells, a point a hair inside each end gives the limit there.
     """
     starts, ends = edges[:-1], edges[1:]
     limits = np.stack(inside(edges) if jumps else (starts, ends), axis=1)

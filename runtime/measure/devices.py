@@ -59,20 +59,19 @@ class Device:
 # Between device and host, one way, in GB/s: PCI Express by its base specification, with 16 lanes and its encoding
 # of 128 bits in 130; NVLink-C2C by the data sheet of GH200.
 PCIE3, PCIE4, PCIE5, C2C = 15.75, 31.5, 63.0, 450.0
-# The shares of an H200's data sheet that steps of LLaMA-7B reached; copies alone reached 0.86, products 0.78.
+# Shares of an H200's data sheet: steps of LLaMA-7B took 4 to 6 % longer than by these; copies reached the last.
 REACHED, PRODUCTS, LINK = 0.8, 0.75, 0.86
 
 
 def _gpu(
     name: str, gib: int, link: float, bandwidth: float, products: float, single: float, rest: float, source: str
 ) -> Device:
-    """Return a device by its data sheet, in GB/s and TFLOP/s, of which kernels reach a part."""
+    """Return a device by its data sheet, in GB/s and TFLOP/s; kernels reach a part of these rates."""
     rates = (REACHED * bandwidth * GIGA, PRODUCTS * products * TERA, PRODUCTS * single * TERA, rest * TERA)
     return Device(name, gib * 2**30, *rates, 0.0, source, LINK * link * GIGA)
 
 
-# Dense rates, of which the shares above are taken; the data sheets of H100, H200 and B200 print those with
-# sparsity, which are twice as high.
+# Dense rates; the data sheets of H100, H200 and B200 print those with sparsity, which are twice as high.
 DEVICES: dict[str, Device] = {
     "a100": _gpu(
         "A100 80GB SXM", 80, PCIE4, 2039, 312, 19.5, 19.5,

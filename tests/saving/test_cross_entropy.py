@@ -64,7 +64,7 @@ class Model(nn.Module):
     [
         (5, 2, by_rows.PIECE, 1),
         (50, 260, by_rows.PIECE, 5),  # a quarter of the logits in each, in multiples of 8 rows
-        (50, 260, 800, 17),  # so many logits in each
+        (50, 260, 800, 17),  # logits in each
         (50, 2600, 800, 65),  # a 64th of them
         pytest.param(50257, 100, by_rows.PIECE, 5, marks=pytest.mark.full),
         pytest.param(4096, 4 * by_rows.PIECE // 4096 + 34, by_rows.PIECE, 5, marks=pytest.mark.full),
