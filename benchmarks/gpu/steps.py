@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from benchmarks.gpu.models import make, names
 from benchmarks.gpu.record import Record, Row
-from benchmarks.gpu.timer import step_memory, step_times
+from benchmarks.gpu.timer import graphed, step_memory, step_times
 from benchmarks.gpu.variants import VARIANTS, variants_of
 
 STEPS = 10
@@ -32,16 +29,14 @@ def measured(model: str, variant: str, device: str, tiny: bool) -> Row:
     forward = VARIANTS[variant].prepare(subject)
     inputs = subject.inputs()
 
-    def loss() -> Tensor:
-        torch.manual_seed(2)  # of dropout
-        return forward(inputs)
-
     def step() -> None:
         subject.model.zero_grad(set_to_none=True)
-        loss().backward()
+        forward(inputs).backward()
 
     step()  # compiles
-    memory = step_memory(subject.model, loss, device)
+    memory = step_memory(subject.model, partial(forward, inputs), device)
     times = step_times(step, device, 1 if tiny else STEPS, 0 if tiny else 3)
+    if VARIANTS[variant].graphed:
+        times |= graphed(step, device)
     size = {"batch": subject.size.batch, "tokens": subject.size.tokens, "blocks": len(subject.blocks())}
     return size | times | memory

@@ -36,10 +36,10 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(call: Callable[[], Any], device: str) -> float:
+def milliseconds(call: Callable[[], Any], device: str, calls: int = CALLS) -> float:
     """Return the median time of a call.
 
-    On a GPU, the current stream must not be the default one: it captures the calls. Backward passes run on the
+    On a GPU, the current stream must not be the default one: it captures so many calls. Backward passes run on the
     stream of their forward pass, so that must have been the same.
     """
     for _ in range(WARM):
@@ -48,11 +48,11 @@ def milliseconds(call: Callable[[], Any], device: str) -> float:
         return statistics.median(_clocked(call) for _ in range(WARM))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
     for _ in range(WARM):
         graph.replay()
-    return statistics.median(_between_events(graph.replay) for _ in range(REPLAYS)) / CALLS
+    return statistics.median(_between_events(graph.replay) for _ in range(REPLAYS)) / calls
 
 
 def _clocked(call: Callable[[], Any]) -> float:
@@ -91,6 +91,17 @@ def step_times(step: Callable[[], Any], device: str, steps: int, warm: int = WAR
             whole.append(1e3 * (time.perf_counter() - start))
     found = {"ms": statistics.median(whole)}
     return found | ({"host_ms": statistics.median(host)} if device == "cuda" else {})
+
+
+def graphed(step: Callable[[], Any], device: str) -> dict[str, Any]:
+    """Return the time of a step as one replayed CUDA graph, `graphed_ms`, or why it cannot be captured."""
+    if device != "cuda":
+        return {}
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return {"graphed_ms": milliseconds(step, device, calls=1)}
+    except RuntimeError as error:
+        return {"graphed": f"{type(error).__name__}: {error}"[:300]}
 
 
 def step_memory(model: nn.Module, forward: Callable[[], Tensor], device: str) -> dict[str, float]:

@@ -53,8 +53,8 @@ def compiled_by_fitact(subject: Loaded, **options: Any) -> Forward:
     return lambda inputs: loss_of(model(**inputs))
 
 
-def with_liger(subject: Loaded) -> Forward:
-    """Return the forward pass with Liger's gates, norms and fused loss."""
+def with_liger(subject: Loaded, prepare: Callable[[Loaded], Forward] = unchanged) -> Forward:
+    """Return the forward pass with Liger's gates, norms and fused loss, prepared once more."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     model = subject.model.get_base_model() if subject.size.lora else subject.model
@@ -62,7 +62,7 @@ def with_liger(subject: Loaded) -> Forward:
     before = dict(classes)
     apply_liger_kernel_to_llama(rope=False, fused_linear_cross_entropy=True, model=model)
     classes.update(before)  # it changes the module too, from which the next model is made
-    return unchanged(subject)
+    return prepare(subject)
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Variant:
         prepare: changes the model and returns its forward pass.
         exact: whether gradients are those of the baseline, bit for bit.
         compiled: whether the model is compiled, which takes much longer than all else.
+        graphed: whether a step is captured as a CUDA graph too.
         kind: the only kind of model that it is for, if not all.
 
     """
@@ -80,6 +81,7 @@ class Variant:
     prepare: Callable[[Loaded], Forward]
     exact: bool = False
     compiled: bool = False
+    graphed: bool = True
     kind: str | None = None
 
 
@@ -88,12 +90,13 @@ VARIANTS = {
     "exact": Variant(partial(converted, error="exact"), exact=True),
     "rounding": Variant(partial(converted, error="rounding")),
     "coarse": Variant(partial(converted, error="coarse")),
-    "exact, offloaded": Variant(partial(converted, error="exact", offload="all"), exact=True),
-    "rounding, offloaded": Variant(partial(converted, error="rounding", offload="all")),
+    "exact, offloaded": Variant(partial(converted, error="exact", offload="all"), exact=True, graphed=False),
+    "rounding, offloaded": Variant(partial(converted, error="rounding", offload="all"), graphed=False),
     "Few-Bit, 3 bits": Variant(partial(converted, method="fewbit", bits=3)),
     "checkpointing": Variant(checkpointed, exact=True),
     "selective checkpointing": Variant(partial(checkpointed, context_fn=selectively), exact=True),
     "Liger": Variant(with_liger, kind="llama"),
+    "Liger, exact": Variant(partial(with_liger, prepare=converted), kind="llama"),
     "baseline, again": Variant(unchanged, exact=True),  # its difference from the first is the noise
     "torch.compile": Variant(partial(compiled, budget=1.0), compiled=True),
     "torch.compile, budget 0.7": Variant(partial(compiled, budget=0.7), compiled=True),
