@@ -439,6 +439,17 @@ def _wrapped(entry: Any) -> Iterator[Tensor]:
             yield tensor
 
 
+def fake_mode() -> FakeTensorMode:
+    """Return a mode of fake tensors that have no address.
+
+    By default PyTorch gives 0, where a kernel that it does not know would read and write.
+    """
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
     """Keep fake tensors from logging the traceback of an error that is reported in one line anyway."""

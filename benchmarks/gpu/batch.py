@@ -18,7 +18,7 @@ from torch import nn
 import fitact
 from benchmarks.gpu.models import Forward, Inputs, Loaded, make, names
 from benchmarks.gpu.record import Record, Row
-from benchmarks.gpu.timer import MIB, step_memory, step_times
+from benchmarks.gpu.timer import step_memory, step_times
 from benchmarks.gpu.variants import VARIANTS, checkpointed, unchanged
 from fitact.planning import GIB, Group, Plan
 
@@ -35,8 +35,8 @@ GROWING = {
 COMPARED = ("baseline", "exact", "rounding", "coarse", "checkpointing", "selective checkpointing")
 TINY_GROWTH = "batch", 1
 REHEARSED = ("baseline", "exact", "checkpointing")
-TRIES = 10
-MOST = 2**20  # steps of growth
+REHEARSED_MIB = 8
+MOST = 2**12  # units
 
 
 def run(record: Record, device: str, tiny: bool) -> None:
@@ -104,47 +104,35 @@ def largest(model: str, variant: str, what: str, unit: int, device: str, tiny: b
     subject = make(model, device, tiny=tiny, whole=True)
     forward = VARIANTS[variant].prepare(subject)
 
-    def peak(units: int) -> float | None:
+    def fits(units: int) -> bool:
         inputs = subject.inputs(1, units * unit) if what == "tokens" else subject.inputs(units * unit)
-        return mib_of_step(subject, forward, inputs, device)
+        return step_fits(subject, forward, inputs, device)
 
     with limited(device):
-        found = most(peak, memory_left(device))
+        found = most(fits)
     return {"size": found * unit, "unit": unit, "gib": MEMORY}
 
 
-def most(peak: Callable[[int], float | None], left: float) -> int:
-    """Return the largest n for which `peak(n)` is not None, or what was found in `TRIES`; 0 if none.
-
-    The first guess takes the peak for linear, and `left` for what it may be.
-    """
-    one, two = peak(1), peak(2)
-    if one is None or two is None:
-        return 0 if one is None else 1
-    low, high = 2, MOST
-    n = min(MOST - 1, max(3, 2 + int((left - two) / max(two - one, 1e-3))))
-    for _ in range(TRIES):
-        fits = peak(n) is not None
-        low, high = (n, high) if fits else (low, n)
-        if high - low == 1:
-            break
-        near, middle = max(1, n // 32), (low + high) // 2
-        n = min(low + near, middle) if fits else max(high - near, middle)
+def most(fits: Callable[[int], bool]) -> int:
+    """Return the largest n up to `MOST` that fits, 0 if none: it is doubled while it does, then bisected."""
+    low, high = 0, 1
+    while high <= MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def mib_of_step(subject: Loaded, forward: Forward, inputs: Inputs, device: str) -> float | None:
-    """Return the peak of a step in MiB; None if it does not fit. A rehearsal has a memory of 8 MiB."""
+def step_fits(subject: Loaded, forward: Forward, inputs: Inputs, device: str) -> bool:
+    """Return whether a step fits the memory; that of a rehearsal is 8 MiB."""
     try:
         memory = step_memory(subject.model, partial(forward, inputs), device)
     except torch.OutOfMemoryError:
-        pass
-    else:
-        peak = memory.get("peak_mib", memory["saved_mib"])
-        return peak if device == "cuda" or peak <= memory_left(device) else None
-    subject.model.zero_grad(set_to_none=True)
-    torch.cuda.empty_cache()
-    return None
+        subject.model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        return False
+    return device == "cuda" or memory["saved_mib"] <= REHEARSED_MIB
 
 
 @contextmanager
@@ -158,8 +146,3 @@ def limited(device: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def memory_left(device: str) -> float:
-    """Return the MiB of the memory that are free."""
-    return (MEMORY * GIB - torch.cuda.memory_allocated()) / MIB if device == "cuda" else 8.0

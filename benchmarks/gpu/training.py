@@ -1,4 +1,4 @@
-"""Training for a few hundred steps on real text: tokens a second, peak and loss.
+"""Training for some steps on real text: tokens a second, peak and loss.
 
 The text is that of docs/, a byte a token. Weights are random, so losses only show whether the variants train
 alike; speed and memory are those of fine-tuning.
@@ -17,7 +17,7 @@ from benchmarks.gpu.record import ROOT, Record, Row
 from benchmarks.gpu.timer import MIB, WARM, synchronise
 from benchmarks.gpu.variants import VARIANTS
 
-STEPS = 200
+STEPS = 60
 MODELS = {"LLaMA-7B, LoRA": (2, 1024, 1e-3), "GPT-2 XL": (4, 1024, 1e-4)}  # batch, tokens, rate
 COMPARED = ("baseline", "exact", "checkpointing")
 LAST = 10  # losses whose mean is recorded

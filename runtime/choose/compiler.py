@@ -16,7 +16,7 @@ from fitact.runtime.measure import FLOPS, Saved, Subject, gpu_kernels, without_p
 from fitact.runtime.restore import Inputs, loss_of
 from fitact.runtime.saving import POLICIES
 from fitact.runtime.torch_internals import (
-    FakeTensorMode,
+    fake_mode,
     min_cut,
     partition_with,
     quiet_fake_tensors,
@@ -152,7 +152,7 @@ def compiled(
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
 
     partitions = _Partitions(len(values), budgets, coded, advance)
-    fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    fake = mode or fake_mode()
     given = (*values, *(leaves[i] for i in places))
     with mode or nullcontext(), without_packing(), quiet_fake_tensors(), suppress(_DoneError):
         trace_joint(run, given, len(values), fake, partitions.partition)

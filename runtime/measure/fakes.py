@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fitact.runtime.restore import Copying, Inputs, Runner
-from fitact.runtime.torch_internals import FakeTensor, FakeTensorMode
+from fitact.runtime.torch_internals import FakeTensor, FakeTensorMode, fake_mode
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode | None = None) -> tuple[nn.Module, FakeTensorMode]:
@@ -17,7 +17,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode | None = None) -> tuple[nn.
     if mode is None:
         tensors = (*model.parameters(), *model.buffers())
         modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
-        mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+        mode = modes[0] if modes else fake_mode()
     made = partial(fake, mode)
     with Copying(made, made):
         return copy.deepcopy(model), mode

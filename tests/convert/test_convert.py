@@ -699,6 +699,24 @@ def test_fake_and_real_runs_agree(given: dict[str, Any]) -> None:
     assert reports[0] == reports[1] and reports[0].saved_after < reports[0].saved_before
 
 
+class Addressed(nn.Sequential):
+    """A model with a kernel of its own, as Triton launches them: by addresses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        assert y.data_ptr(), "no memory: a GPU would write to address 0"
+        return y
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_kernels_never_get_the_address_of_a_fake_tensor(given: dict[str, Any], recwarn: Any) -> None:
+    kinds = nn.Sequential, Addressed
+    models = [kind(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.5)) for kind in kinds]
+    reports = [fitact.convert(model, **given, example_inputs=torch.randn(1000, 16)) for model in models]
+    assert reports[0].modules == reports[1].modules and reports[0].saved_after < reports[0].saved_before
+    assert not [each for each in recwarn if "data pointer" in str(each.message)]
+
+
 @pytest.mark.parametrize("of", ["parameters on meta", "fake parameters"])
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_models_without_memory(of: str, given: dict[str, Any]) -> None:

@@ -603,6 +603,36 @@ def test_selective_checkpoints_with_dropout() -> None:
     assert same(found, expected)
 
 
+@needs_gpu
+@pytest.mark.parametrize("of", ["a step", "a model"])
+@pytest.mark.parametrize("error", ["exact", "rounding", "coarse"])
+def test_contexts_in_cuda_graphs(error: str, of: str) -> None:
+    """A captured step, or a converted model that PyTorch captures, gives the gradients of eager steps."""
+    torch.manual_seed(0)
+    layers = torch.nn.LayerNorm(256), torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)
+    model: Any = torch.nn.Sequential(*layers, torch.nn.RMSNorm(256)).to("cuda", torch.bfloat16)
+    x, other = (torch.randn(8, 512, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    fitact.convert(model, error=error)
+
+    def gradients(inputs: torch.Tensor) -> list[torch.Tensor]:
+        loss = model(inputs).float().square().mean()
+        return [*torch.autograd.grad(loss, [*model.parameters()])]
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = [gradients(other) for _ in range(3)][-1]
+        if of == "a step":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                found = gradients(x)
+            x.copy_(other)
+            graph.replay()
+        else:
+            model = torch.cuda.make_graphed_callables(model, (x,))
+            found = gradients(other)
+        torch.cuda.synchronize()
+    assert all(map(same, found, expected))
+
+
 # ------------------------------------------------------------------------------------------------- block codes
 
 
