@@ -14,13 +14,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fitact.base import UsageError
 from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.catalog import CATALOG
 from fitact.fitter.expr.atoms import FUNCTIONS
@@ -29,13 +27,10 @@ from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
+from tests.fuzz.checks import AT, answered
+from tests.fuzz.grammar import FITS, RAW, written
 
 SECONDS = 20.0
-LONGEST = 800  # characters of a message
-AT = np.array([0.0, 1.0, -1.0, 1e4, -1e4, np.inf, -np.inf, np.nan])
-FITS = [
-    path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[2].glob("generated/fits/*.json"))
-]
 
 
 # ------------------------------------------------------------------------------------------ what is watched
@@ -123,12 +118,7 @@ def watched() -> Iterator[None]:
 def reads(read: Callable[[str], Any], text: str) -> Any:
     """Return what the text is read as, or None if it is refused as it should be."""
     with watched():
-        try:
-            return read(text)
-        except UsageError as error:
-            message = str(error)
-    assert message.isprintable(), "one line"
-    assert 10 < len(message) < LONGEST
+        return answered(lambda: read(text))
 
 
 def check_text(text: str) -> Activation | None:
@@ -419,18 +409,8 @@ def test_the_watch_sees(act, seen, monkeypatch):
 # ----------------------------------------------------------------------------------------------------- JSON
 
 RECORD = next(record for record in map(json.loads, FITS) if record["name"] == "gelu_fewbit1")
-RAW = "<raw>"  # stands for a piece of text that json.dumps would not write
 NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "0.1", "1E400", "5e-324", "1e39"]
 NUMBERS += ["9" * 400, "9" * 4300, "9" * 4301, "-" + "9" * 100_000, "0." + "3" * 100_000, "1e" + "9" * 5000]
-
-
-def written(record: object) -> str:
-    """Return the JSON of a record whose raw pieces are written as they are."""
-    text = json.dumps(record)
-    while (start := text.find(f'"{RAW}')) >= 0:
-        piece, end = json.decoder.py_scanstring(text, start + 1)
-        text = text[:start] + piece.removeprefix(RAW) + text[end:]
-    return text
 
 
 def replaced(**fields: object) -> str:

@@ -70,6 +70,7 @@ memory my_models:tiny --set a=1 -> --set is for --hf
 memory my_models:tinny -> it has no callable 'tinny'; near it are tiny
 memory tiny -> expected MODULE:CALLABLE
 memory no_models:tiny -> No module named 'no_models'
+plan --gib 8 -> plan takes one model
 plan --hf lama --gib 24 -> no model type 'lama'
 plan --hf llama --gib x -> --gib
 plan --hf llama --gib 24 --error exactly -> 'exactly' is not one of
@@ -110,7 +111,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]
     put(folder / "my_models.py", "def tiny():\n    import torch\n    return torch.nn.GELU(), torch.ones(2)\n")
     put(folder / "fit.json", record("fit"))
     lines = [line for line, _ in CASES]
-    return dict(zip(lines, answered(lines, folder), strict=True))
+    found = dict(zip(lines, answered(lines, folder), strict=True))
+    assert sorted(path.name for path in folder.iterdir()) == ["fit.json", "my_models.py"]
+    return found
 
 
 @pytest.mark.parametrize(("line", "part"), CASES, ids=[line for line, _ in CASES])

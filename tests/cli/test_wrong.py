@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fitact.fitter.catalog import METHODS
 from tests.conftest import ROOT, Command
 from tests.support.commands import put, record, tree
 from tests.support.refusals import within
@@ -34,6 +35,33 @@ def broken():
 
 def odd():
     return tiny()[0], torch.ones(5)
+
+def failing():
+    raise OSError("no such file: weights.bin")
+
+def wrong():
+    return 3
+
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("no gradient")
+
+class Calls(nn.Linear):
+    def __init__(self, call):
+        super().__init__(8, 8)
+        self.call = call
+    def forward(self, x):
+        return self.call(super().forward(x))
+
+def undifferentiated(batch=1):
+    return Calls(Forward.apply), torch.randn(batch, 8)
+
+def reading(batch=1):
+    return Calls(lambda x: x if bool(x.sum() > 0) else -x), torch.randn(batch, 8)
 """
 
 GATE = (ROOT / "generated" / "fits" / "swiglu_recompute.json").read_text("utf-8")
@@ -43,17 +71,12 @@ GATE = GATE.replace('"silu(g)*u"', '"sigmoid(g)*u"').replace('"name": "swiglu"',
 REFUSED = """
 nonsense -> nonsense
 --nonsense -> --nonsense
-fit --nonsense -> --nonsense
-codegen --nonsense -> --nonsense
-plot --nonsense -> --nonsense
 fit -> --fn
 fit --fn tanh -> --bits
 fit --bits 3 -> --fn
 fit --fn tanh --bits 1 extra -> extra
 
-fit --fn gelluu --bits 3 -> expected one of celu
 fit --fn '' --bits 3 -> empty
-fit --fn 'x +' --bits 3 --name a -> not a formula
 fit --fn "__import__('os')" --bits 3 --name a -> unexpected character
 fit --fn x*10**10**10 --bits 3 --name a -> out of range
 fit --fn '1 + 1' --bits 3 --name a -> does not depend on x
@@ -63,14 +86,12 @@ fit --fn x/x**2 --bits 3 --name a -> at x = 0
 
 fit --fn tanh --bits 0 -> bits: expected 1, 2, 3 or 4
 fit --fn tanh --bits -1 -> is not in the range 0<=x<=4
-fit --fn tanh --bits 5 -> is not in the range 0<=x<=4
 fit --fn tanh --bits 1 --bits 9 -> is not in the range 0<=x<=4
 fit --fn tanh --bits 1000000000000000000000000000000 -> is not in the range 0<=x<=4
 fit --fn tanh --bits 1.5 -> --bits
 fit --fn tanh --bits '' -> --bits
 fit --fn tanh --bits nan -> --bits
 
-fit --fn tanh --bits 1 --method magic -> --method
 fit --fn tanh --bits 1 --seed x -> --seed
 fit --fn tanh --bits 1 --name a --seed -1 -> --seed
 fit --fn tanh --bits 1 --name a --seed 4294967296 -> --seed
@@ -78,7 +99,6 @@ fit --fn tanh --method inverted --name a --tol nan -> expected a finite number
 fit --fn tanh --method inverted --name a --tol 1e999 -> expected a finite number
 
 fit --fn tanh --bits 1 --name a --domain 1 1 -> domain
-fit --fn tanh --bits 1 --name a --domain 2 1 -> domain
 fit --fn tanh --bits 1 --name a --domain nan 1 -> expected a finite number
 fit --fn tanh --bits 1 --name a --domain 0 1e400 -> expected a finite number
 fit --fn tanh --bits 1 --name a --domain 1 -> --domain
@@ -104,7 +124,6 @@ fit --fn gelu --bits 1 --name a --weight good.json -> good.json: schema: expecte
 fit --fn gelu --bits 1 --name a --weight escape.json -> sites[0].path: expected 1 to 500 printable characters
 fit --fn gelu --bits 1 --name a --weight .json -> .json: cannot be read
 
-fit --fn x*tanh(x) --bits 1 -> --name is required for an expression
 fit --fn tanh --fn x*tanh(x) --bits 1 -> --name is required for an expression
 fit --fn tanh --bits 1 --weight normal -> --name is required for --weight
 fit --fn tanh --bits 1 --domain -5 5 -> --name is required for --domain
@@ -112,7 +131,6 @@ fit --fn leaky_relu --param negative_slope=0.2 --bits 1 -> --name is required fo
 fit --fn tanh --bits 1 --bits 2 --name a -> for a single fit
 fit --fn tanh --bits 1 --bits 2 -o a.json -> for a single fit
 fit --fn tanh --bits 1 --name ../a -> --name: expected a Python identifier
-fit --fn tanh --bits 1 --name 1a -> --name: expected a Python identifier
 fit --fn tanh --bits 1 --name '' -> --name: expected a Python identifier
 fit --fn tanh --bits 1 --name class -> --name: expected a Python identifier
 fit --fn tanh --bits 1 --name _a -> --name: expected a Python identifier
@@ -130,18 +148,27 @@ fit --fn tanh --bits 2 -o good.json -> good.json: another fit
 fit --fn tanh --bits 2 -o file.json -> --force
 fit --fn tanh --bits 1 --bits 2 -> generated/fits/tanh_fewbit2.json: another fit
 
-fit --fn swiglu --bits 3 -> --method fewbit takes no gates, got 'swiglu': that of gates is recompute
 fit --fn silu --method recompute -> --method recompute is for gates such as swiglu or silu(g)*u, got 'silu'
 fit --fn swiglu --fn silu --method recompute -> expected functions of one kind, got 'swiglu' and 'silu'
-fit --fn swiglu --method recompute --weight normal -> --method recompute has no --weight: nothing is fitted
-fit --fn swiglu --method recompute --bits 2 -> --method recompute has no --bits: nothing is fitted
 fit --fn swiglu --method recompute --param a=1 -> a gate has no --param
 fit --fn 'silu(g)*u' --method recompute -> --name is required for an expression
 fit --fn 'silu(g + u)*u' --method recompute --name a -> which mixes g and u
 fit --fn 'silu(g)' --method recompute --name a -> got no factor of u
-fit --fn silu --method relumix --bits 2 --weight own.json -> --method relumix has no --weight
-fit --fn silu --method inverted --weight own.json -> --method inverted has no --weight
-fit --fn tanh --method output --weight own.json -> --method output has no --weight
+
+fit --fn gelu --method inverted --bits 0 -> use --bits 1
+fit --fn gelu --method inverted --tol 0 --name a -> tol: expected 1e-6 to 0.01, got 0.0
+fit --fn gelu --method inverted --tol 1e-3 -> --name is required for --tol
+fit --fn gelu --method inverted --domain -10 10 -> --name is required for --domain
+fit --fn gelu --method inverted --family parametric -> --name is required for --family
+fit --fn gelu --method inverted --family parametric --bits 1 --name a -> --family parametric has one bit
+fit --fn mish --method inverted --family parametric --name a -> those of gelu and silu
+fit --fn 'x + 2*sin(x)' --method inverted --name a -> too many monotone pieces over the reals
+fit --fn tanh --method relumix --bits 2 --domain -5 5 --weight normal --name a -> has no --domain or --weight
+fit --fn tanh --method relumix -> --bits is required for --method relumix
+fit --fn tanh --method relumix --bits 2 --objective derivative -> --name is required for
+fit --fn 'asinh(x)' --method output --derivative '1/cosh(y)' -> --name is required for --derivative
+fit --fn tanh --fn gelu --method output -> no closed form
+fit --fn tanh --method output --derivative 'y*(1 - y)' --name a -> not that function of the output
 
 fit --fn a*x --learn a=1 --name own --bits 3 -> that of formulas with learned parameters is recompute
 LEARN x*tanh(x) --learn '=1' -> a name is a Python identifier of at most 40 characters of ASCII
@@ -176,7 +203,6 @@ LEARN silu(g)*u --learn g=1 -> expected an expression in x, got the gate
 LEARN dyt --learn delta=1 -> dyt has no learned parameter 'delta'
 
 codegen --out nowhere none.json -> none.json: cannot be read: no such file
-plot none.json -> none.json: cannot be read: no such file
 codegen folder -> folder: cannot be read: is a directory
 plot folder -> folder: cannot be read: is a directory
 codegen file -> file: not JSON
@@ -190,9 +216,7 @@ plot hostile.json -> hostile.json: activation
 codegen good.json --out '' -> --out': expected the name of a folder
 codegen good.json --out - -> --out': expected the name of a folder
 codegen good.json twin.json -> two fits are called 'good'
-codegen good.json --standalone --hub -> --standalone, --hub: expected only one
 codegen gate.json --hub -> 'swiglu_recompute' is a gate that no MLP of transformers has
-plot good.json -o a.txt -> ends in .png, .svg or .pdf
 plot good.json -o png -> ends in .png, .svg or .pdf
 plot good.json -o folder.png -> expected the name of a file, and 'folder.png' is a folder
 
@@ -207,18 +231,29 @@ memory my_models:tiny --json a.json -> --json is now -o
 memory --hf gpt2 --set n_layer=1 --set n_layer=2 -> --set n_layer: given twice
 memory --hf gpt2 --set 'n_layer={[]:1}' -> n_layer
 memory my_models:leaves -> my_models:leaves: it failed: SystemExit: 3
+memory my_models:failing -> my_models:failing: it failed: OSError: no such file: weights.bin
+memory my_models:wrong -> my_models:wrong: expected a model and its inputs, got 3
+memory my_models:odd -> my_models:odd: its forward pass failed: RuntimeError
+memory my_models:reading -> its forward pass failed: it reads a tensor's value (aten._local_scalar_dense.default)
+plan my_models:reading --gib 1 -> and has none here: give a model and inputs with values to fitact.plan
+memory my_models:undifferentiated -> its backward pass failed: NotImplementedError: no gradient
+memory my_models:tiny --image 32 -> --image is for --hf and --timm
+memory my_models:tiny --freeze 'z*' -> 'z*': no parameter has such a name; there are *.weight, *.bias
+memory my_models:tiny --freeze '*' -> every parameter is frozen
+memory my_models:tiny --lora x_proj -> 'x_proj': no linear layer has that name; there are 0
+memory --hf bert --set hidden_size=100 -> bert: cannot be built: ValueError: The hidden size (100)
+memory --hf bert --seq 513 -> bert: seq 513 does not fit, the model has positions for 512
+memory --hf roberta --seq 511 -> roberta: seq 511 does not fit, the model has positions for 510
+memory --hf wav2vec2 -> fitact does not know its inputs, input_values
 memory leaves:tiny -> leaves: cannot be imported: SystemExit: 4
 
 calibrate -> CALL
-calibrate nope -> expected MODULE:CALLABLE
 calibrate nope:nope -> nope: cannot be imported
-calibrate my_models:nope -> it has no callable 'nope'
 calibrate my_models:leaves -> it failed: SystemExit: 3
 calibrate my_models:nothing -> expected a model and its inputs, or a model and several batches
 calibrate my_models:text -> expected a model and its inputs, or a model and several batches
 calibrate my_models:broken -> batch 2: it cannot be made: ZeroDivisionError
 calibrate my_models:odd -> batch 0: the model cannot be run with it: RuntimeError:
-calibrate my_models:tiny -o weights.txt -> weights.txt: expected a file name that ends in .json
 calibrate my_models:tiny -o '' -> expected the name of a file
 calibrate my_models:tiny --most 0 -> --most
 calibrate my_models:tiny --batch 0 -> --batch
@@ -233,6 +268,16 @@ codegen good.json --out file -> cannot be
 codegen good.json --out file/below -> cannot be written
 plot good.json -o file/a.png -> cannot be written
 """
+# Every option that a method does not have.
+OPTIONS = {"bits": "2", "domain": "-5 5", "weight": "normal", "seed": "3", "objective": "primitive"}
+OPTIONS |= {"restarts": "3", "tol": "1e-3", "family": "rational", "derivative": "y"}
+REFUSED += "\n".join(
+    f"fit --fn {function} --method {method} --{option} {value} -> --method {method} has no --{option}: "
+    for kind, function in (("activations", "tanh"), ("gates", "swiglu"), ("formulas", "dyt"))
+    for method, own in METHODS[kind].items()
+    for option, value in OPTIONS.items()
+    if option not in own
+)
 CASES = [
     (status, *line.replace("LEARN", "fit --method recompute --name own --fn").split(" -> "))
     for status, lines in ((2, REFUSED), (1, FAILED))

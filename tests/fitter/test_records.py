@@ -149,6 +149,12 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("domain.1", "domain[1]", True, None, [10]),
         ("weight", "weight: expected text", None, 1, True, ["uniform"], {}),
         ("weight", "weight", *HOSTILE, "", "gauss", "normal(0, -1)", "normal(" + "1" * 100_000),
+        *(
+            ("weight", f"weight '{weight}' is ", weight)
+            for weight in ("-1", "x", "1/x", "log(x)", "1e300", "exp(x**2*20)", "1/(x-1)**2")
+        ),
+        ("weight", ": it is zero all over", "0*x", "normal(1e300,1)"),
+        ("domain", "of at most 1e+30", [-1.7e308, 1.7e308], [0.0, 1e31], [1e300, 1.1e300]),
         ("even", "even: expected", 0, 1, None, "true", [], {}),
         ("borders", "borders: expected", None, 1, "abc", {}, [], [0.25, 0.5], [0.1] * 4),
         ("borders", "borders: expected increasing", [1, 1, 2], [3, 2, 1], [0.25, 0.75, 0.5]),
@@ -203,6 +209,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("bits", "approximants.bfloat16: expected 1 to 1 approximants, got 2", 0),
         ("domain", "domain: expected 2 numbers", [1.0]),
         ("domain", "domain: expected increasing numbers", [1.0, 1.0]),
+        ("domain", "domain: expected numbers of at most 3.4", [-1e308, 1.0]),
         ("domain", "domain: expected a list of numbers", "all"),
         ("borders", "borders: expected an object", []),
         ("borders.float32", "borders.float32: expected 1 numbers, got 0", []),

@@ -903,43 +903,12 @@ def tiny(batch=1, seq=8):
 def bare(batch=1):
     return nn.Linear(8, 8), torch.randn(batch, 8)
 
-def failing():
-    raise OSError("no such file: weights.bin")
-
-def wrong():
-    return 3
-
-def mismatched(batch=1):
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(batch, 9)
-
 class Calls(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 8)
     def forward(self, x):
         return nn.functional.gelu(self.linear(x))
-
-class Forward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, grad):
-        raise NotImplementedError("no gradient")
-
-class NoGradient(Calls):
-    def forward(self, x):
-        return Forward.apply(super().forward(x))
-
-def undifferentiated(batch=1):
-    return NoGradient(), torch.randn(batch, 8)
-
-class Reads(Calls):
-    def forward(self, x):
-        return super().forward(x) if bool(x.sum() > 0) else x
-
-def reading(batch=1):
-    return Reads(), torch.randn(batch, 8)
 
 def calling(batch=1):
     return Calls(), torch.randn(batch, 8)
@@ -997,49 +966,6 @@ def test_table_of_the_alternatives(command: Call, tmp_path: Path) -> None:
 def _cell(row: dict[str, Any]) -> str:
     again = f" (+{100 * row['flops']:.0f} %)" if row["flops"] else ""
     return f"{row['bytes'] / MIB:g}{again}"
-
-
-BAD = [
-    ("memory", "memory takes one model"),
-    ("memory mine:tiny --hf bert", "memory takes one model"),
-    ("memory mine", "'mine': expected MODULE:CALLABLE"),
-    ("memory absent:x", "absent: cannot be imported: ModuleNotFoundError"),
-    ("memory mine:absent", "mine: it has no callable 'absent'; there are"),
-    ("memory mine:failing", "mine:failing: it failed: OSError: no such file: weights.bin"),
-    ("memory mine:wrong", "mine:wrong: expected a model and its inputs, got 3"),
-    ("memory mine:mismatched", "mine:mismatched: its forward pass failed: RuntimeError"),
-    (
-        "memory mine:reading",
-        "its forward pass failed: it reads a tensor's value (aten._local_scalar_dense.default)",
-    ),
-    ("plan mine:reading --gib 1", "and has none here: give a model and inputs with values to fitact.plan"),
-    ("memory mine:undifferentiated", "its backward pass failed: NotImplementedError: no gradient"),
-    ("memory mine:tiny --set a=3", "--set is for --hf"),
-    ("memory mine:tiny --image 32", "--image is for --hf and --timm"),
-    ("memory mine:tiny --freeze 'z*'", "'z*': no parameter has such a name; there are *.weight, *.bias"),
-    ("memory mine:tiny --freeze '*'", "every parameter is frozen"),
-    ("memory mine:tiny --lora x_proj", "'x_proj': no linear layer has that name; there are 0, 2"),
-    ("memory mine:tiny --plot a.txt", "a.txt: expected a file name that ends in .png"),
-    ("memory mine:tiny --bits 5", "--bits"),
-    ("memory mine:tiny --budget 2", "--budget"),
-    ("memory --hf llamma", "transformers has no model type 'llamma'; near it are llama"),
-    ("memory --hf bert --set hiden_size=3", "its configuration has no 'hiden_size'; near it are hidden_size"),
-    ("memory --hf bert --set 3", "--set '3': expected NAME=VALUE"),
-    ("memory --hf bert --set hidden_size=100", "bert: cannot be built: ValueError: The hidden size (100)"),
-    ("memory --hf bert --seq 513", "bert: seq 513 does not fit, the model has positions for 512"),
-    ("memory --hf roberta --seq 511", "roberta: seq 511 does not fit, the model has positions for 510"),
-    ("memory --hf wav2vec2", "fitact does not know its inputs, input_values"),
-    ("memory --timm resnt50", "timm has no model 'resnt50'; near it are resnet50"),
-]
-
-
-@pytest.mark.usefixtures("mine")
-@pytest.mark.parametrize(("line", "message"), BAD, ids=[row[0] for row in BAD])
-def test_bad_input(command: Call, line: str, message: str) -> None:
-    status, out, err = command(line)
-    assert (status, out) == (2, "")
-    assert err.startswith("fitact: ") and err.count("\n") == 1
-    assert message in err
 
 
 @pytest.mark.usefixtures("mine")

@@ -1,8 +1,7 @@
-"""The command `fit` with each method: what its options make, and what is refused; what `show` says of a method."""
+"""The command `fit` with each method: what its options make; what `show` says of a method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,46 +40,6 @@ def test_makes(arguments: str, name: str, fields: dict[str, Any], command: Comma
     fit = read(Path(path))
     assert {key: getattr(fit, key) for key in fields} == fields
     assert again(fit).to_json() == fit.to_json()
-
-
-REFUSED = [
-    ("inverted --fn gelu --bits 0", "use --bits 1"),
-    ("inverted --fn gelu --bits 5", "is not in the range 0<=x<=4"),
-    ("inverted --fn gelu --weight normal", "--method inverted has no --weight"),
-    ("inverted --fn gelu --seed 3", "--method inverted has no --seed"),
-    ("inverted --fn gelu --objective derivative", "--method inverted has no --objective"),
-    ("inverted --fn gelu --tol 0 --name a", "tol: expected 1e-6 to 0.01, got 0.0"),
-    ("inverted --fn gelu --tol 1e-3", "--name is required for --tol"),
-    ("inverted --fn gelu --domain -5 5", "--name is required for --domain"),
-    ("inverted --fn gelu --domain -10 10", "--name is required for --domain"),
-    ("inverted --fn gelu --family parametric", "--name is required for --family"),
-    ("inverted --fn gelu --family parametric --bits 1 --name a", "--family parametric has one bit"),
-    ("inverted --fn mish --family parametric --name a", "those of gelu and silu"),
-    ("inverted --fn 'x + 2*sin(x)' --name a", "too many monotone pieces over the reals"),
-    ("inverted --fn 'log(x)' --name a", "not defined all over the domain"),
-    ("inverted --fn 'x*sigmoid(x)'", "--name is required for an expression"),
-    ("fewbit --fn gelu --bits 3 --family rational", "--method fewbit has no --family"),
-    ("fewbit --fn gelu --bits 3 --tol 1e-3", "--method fewbit has no --tol"),
-    ("fewbit --fn tanh --bits 2 --objective primitive", "--method fewbit has no --objective"),
-    ("fewbit --fn tanh --bits 2 --restarts 3", "--method fewbit has no --restarts"),
-    ("relumix --fn tanh --bits 2 --domain -5 5 --name a", "--method relumix has no --domain"),
-    ("relumix --fn tanh --bits 2 --weight normal --name a", "--method relumix has no --weight"),
-    ("relumix --fn tanh --bits 2 --domain -5 5 --weight normal --name a", "has no --domain or --weight"),
-    ("relumix --fn tanh", "--bits is required for --method relumix"),
-    ("relumix --fn tanh --bits 2 --objective derivative", "--name is required for"),
-    ("output --fn tanh --objective primitive", "--method output has no --objective"),
-    ("output --fn tanh --bits 3", "--method output has no --bits: it takes --derivative"),
-    ("output --fn tanh --domain -5 5", "--method output has no --domain"),
-    ("output --fn tanh --weight normal", "--method output has no --weight"),
-    ("output --fn 'asinh(x)' --derivative '1/cosh(y)'", "--name is required for --derivative"),
-    ("output --fn tanh --fn gelu", "no closed form"),
-    ("output --fn tanh --derivative 'y*(1 - y)' --name a", "not that function of the output"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[arguments for arguments, _ in REFUSED])
-def test_refuses(arguments: str, message: str, refuses: Callable[[str], str]) -> None:
-    assert message in refuses(f"fit --method {arguments}")
 
 
 @pytest.mark.parametrize(
