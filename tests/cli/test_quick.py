@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from fitact.fitter import syntax
 from fitact.fitter.expr import CONSTANTS, FUNCTIONS
 from tests.conftest import Command
 from tests.support.commands import FITS, put, record
+from tests.support.processes import python
 
 SLOW = ("torch", "transformers", "timm", "sympy", "scipy", "numpy", "matplotlib", "jinja2")
 # A command line, and a part of its one line of error.
@@ -83,7 +82,7 @@ CASES = [line.split(" -> ") for line in MISTAKES.strip().splitlines()]
 EACH = f"""
 import contextlib, io, json, shlex, sys
 from fitact.cli import main
-for line in json.load(sys.stdin):
+for line in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
         status = main(shlex.split(line))
     slow = [name for name in {SLOW} if sys.modules.pop(name, None)]
@@ -93,16 +92,8 @@ for line in json.load(sys.stdin):
 
 def answered(lines: list[str], folder: Path) -> list[list[object]]:
     """Return for each command line its status, what it prints, and what slow packages it imports."""
-    ran = subprocess.run(
-        [sys.executable, "-c", EACH],
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert not ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    printed = python(EACH, json.dumps(lines), folder=folder, PYTHONDONTWRITEBYTECODE="1")
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 @pytest.fixture(scope="module")

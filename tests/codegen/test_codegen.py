@@ -4,7 +4,6 @@ After a change of the templates that is meant, run `fitact codegen` and read the
 """
 
 import ast
-import importlib.util
 import json
 import re
 import subprocess
@@ -31,6 +30,7 @@ from fitact.fitter.expr.rewrite import stable
 from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json, read
+from tests.support.package import load
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "generated" / "fits").glob("*.json"))
@@ -129,9 +129,7 @@ def test_any_name_will_do(method, tmp_path, monkeypatch):
     x = torch.linspace(-9, 9, 3000)
     found = []
     for fit in fits:
-        spec = importlib.util.spec_from_file_location(f"any_name_{fit.name}", Path("made", f"{fit.name}.py"))
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load(Path("made", f"{fit.name}.py"), f"any_name_{fit.name}")
         for call in (getattr(module, fit.name), getattr(module, class_name(fit.name))()):
             leaf = x.clone().requires_grad_()
             y = call(leaf)

@@ -3,8 +3,6 @@
 import ast
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +16,7 @@ from fitact.codegen.dialects import Code
 from fitact.codegen.generate import generate, render
 from fitact.fitter.records.reading import from_json
 from tests.support import gates, learned
+from tests.support.processes import python
 
 # A fit of every method and every form, with every optional field.
 SHIPPED = (
@@ -171,7 +170,7 @@ def test_importing_what_a_stranger_s_fit_generates_runs_none_of_its_text(tmp_pat
         generate(bundle.plan([fit]), tmp_path / f"alone{i}", prune=False, layout=bundle.STANDALONE)
         lines.append(f"import made{i}, alone{i}.{fit.name}")
     assert len(lines) == HARMLESS
-    subprocess.run([sys.executable, "-c", "; ".join(lines)], cwd=tmp_path, check=True, timeout=300)
+    python("; ".join(lines), folder=tmp_path)
     assert not (tmp_path / "ran").exists()
 
 

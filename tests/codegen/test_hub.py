@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +17,11 @@ from fitact.base import UsageError
 from fitact.codegen import bundle
 from fitact.codegen.generate import generate
 from tests.codegen.test_codegen import fit as made_up
-from tests.codegen.test_standalone import load, passes, same, shipped
+from tests.codegen.test_standalone import passes, same, shipped
 from tests.conftest import ROOT
 from tests.support.commands import put, record
+from tests.support.package import load
+from tests.support.processes import python
 
 NAMES = ["gelu_fewbit3", "gelu_inverted1", "softplus_output"]
 Command = Callable[[str], tuple[int, str, str]]
@@ -129,11 +129,7 @@ def test_kernels_loads_them(hub: Path) -> None:
     """Validated and loaded by the library, in a process of its own."""
     pytest.importorskip("kernels", reason="pip install kernels, 0.17 or later, to load what --hub writes")
     paths = [hub / name.replace("_", "-") for name in NAMES]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, *paths], capture_output=True, text=True, check=False, cwd=hub
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "".join(f"{name} True\n" for name in NAMES)
+    assert python(LOADED, *paths, folder=hub) == "".join(f"{name} True\n" for name in NAMES)
 
 
 KERNELIZED = """
@@ -192,15 +188,8 @@ def test_a_model_of_transformers_is_kernelized(hub: Path) -> None:
     """GELU in BERT and the MLP of LLaMA: the same loss, fewer bytes saved; another activation is refused."""
     pytest.importorskip("kernels", reason="pip install kernels, 0.17 or later, to load what --hub writes")
     pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KERNELIZED, hub],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=hub,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "hidden_act: expected silu or swish, got 'gelu'\n"
+    found = python(KERNELIZED, hub, folder=hub, warnings="ignore")
+    assert found == "hidden_act: expected silu or swish, got 'gelu'\n"
 
 
 class Mlp(nn.Module):

@@ -27,6 +27,7 @@ from fitact.fitter.records.reading import read
 from fitact.runtime.kernels.registry import is_generated, registered
 from tests.codegen.test_codegen import fit as made_up
 from tests.conftest import ROOT
+from tests.support.package import load
 
 SHIPPED = sorted(path.stem for path in (ROOT / "generated" / "fits").glob("*.json"))
 NAMES = [
@@ -43,17 +44,6 @@ NAMES = [
 
 def shipped(name: str) -> AnyFit:
     return read(ROOT / "generated" / "fits" / f"{name}.json")
-
-
-def load(path: Path, name: str) -> ModuleType:
-    """Import a file, or the folder of a module, under a name."""
-    spec = importlib.util.spec_from_file_location(name, path / "__init__.py" if path.is_dir() else path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def forget(name: str) -> None:

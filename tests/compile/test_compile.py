@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -26,6 +23,7 @@ from fitact.generated.gelu_fewbit3 import GeluFewbit3
 from fitact.runtime.saving import blocks
 from fitact.runtime.torch_internals import storage_id
 from tests.support.compilers import needs_compiler
+from tests.support.processes import python
 
 pytestmark = needs_compiler
 TOKENS = 512
@@ -359,13 +357,8 @@ ERRORS = ("none", "exact", "rounding", "coarse")
 @pytest.mark.full
 def test_caches_of_other_options(tmp_path: Path) -> None:
     """Options that share PyTorch's caches get graphs of their own, and in the next process those of the cache."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    found = []
-    for _ in range(2):
-        command = [sys.executable, "-W", "ignore", "-c", CACHED]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        found.append([line.split() for line in result.stdout.splitlines()])
-    first, second = found
+    again = (python(CACHED, warnings="ignore", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    first, second = ([line.split() for line in printed.splitlines()] for printed in again)
     assert [row[0] for row in first] == list(ERRORS)
     assert [row[:3] for row in first] == [row[:3] for row in second]
     assert {row[3] for row in first} == {"0"}

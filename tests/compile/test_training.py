@@ -123,26 +123,10 @@ def test_accelerate() -> None:
     assert [record.bits for record in records if record.bits] == [8]
 
 
-START = """
-import os
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-
-import fitact
-from fitact.runtime.measure.saved import count_saved
-from tests.compile.test_compile import Gelu, off
-
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-"""
 # What is saved of half a batch, and the mean of both halves' gradients, are those of a single process.
 TRAIN = """
+from tests.compile.test_compile import Gelu, off
+
 halves = torch.randn(2, 320, 64, generator=torch.Generator().manual_seed(1))
 
 
@@ -170,9 +154,8 @@ def step(model, run, x):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = run(x)
     y.square().mean().backward()
-    gradients = [one.grad for one in model.parameters()]
-    whole = [one.full_tensor() if isinstance(one, DTensor) else one.clone() for one in gradients]
-    return sorted((dtype, storage.nbytes()) for storage, dtype in sizes.values()), whole
+    gradients = [full(one.grad).clone() for one in model.parameters()]
+    return sorted((dtype, storage.nbytes()) for storage, dtype in sizes.values()), gradients
 
 
 def whole(model):
@@ -188,24 +171,14 @@ for name, compiled in (("ddp", whole), ("fsdp", blocks)):
     assert expected.count(("torch.int64", 320 * 256)) == 2, expected  # codes of 8 bits of both blocks
     model = made()
     run = compiled(model)
-    if name == "ddp":
-        run = DistributedDataParallel(run)
-    else:
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        run = fully_shard(model, mesh=mesh)
+    run = DistributedDataParallel(run) if name == "ddp" else sharded(model, model)
     saved, found = step(model, run, halves[rank])
     assert saved == expected, (name, saved, expected)
     assert off(found, gradients) < 1e-5, (name, off(found, gradients))
     torch._dynamo.reset()
 """
-END = """
-dist.barrier()  # neither leaves while the other still talks to it
-dist.destroy_process_group()
-os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
-"""
 
 
 def test_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    run(START + TRAIN + END, tmp_path, warnings="ignore", seconds=600)
+    run(TRAIN, tmp_path, warnings="ignore", seconds=600)

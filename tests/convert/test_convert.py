@@ -7,11 +7,8 @@ import functools
 import itertools
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,8 @@ from fitact.runtime.choose.records import Conversion
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from tests.saving.test_modules import COPIES
+from tests.support.package import load
+from tests.support.processes import python
 
 from .test_context import MODELS
 
@@ -494,22 +493,11 @@ def test_bits_and_classes_that_are_given() -> None:
     assert sites(fitact.convert(model, replace=given)) == {"0": None, "1": "gelu_fewbit3", "2": "gelu_fewbit3"}
 
 
-def generated(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    name = path.parent.name if path.stem == "__init__" else path.stem
-    spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("method", ["fewbit", "output"])
 @pytest.mark.parametrize("standalone", [False, True], ids=["", "standalone"])
 def test_what_is_not_shipped_is_fitted_and_given(
     command: Callable[[str], tuple[int, str, str]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     method: str,
     standalone: bool,
 ) -> None:
@@ -517,8 +505,7 @@ def test_what_is_not_shipped_is_fitted_and_given(
     line = f"fit --fn leaky_relu --param negative_slope=0.2 --method {method} --name {name}"
     assert command(f"{line}{' --bits 1' * (method == 'fewbit')}")[0] == 0
     assert command("codegen --standalone" if standalone else "codegen")[0] == 0
-    folder = tmp_path / "standalone" / name / "__init__.py"
-    module = generated(folder if standalone else tmp_path / "generated" / f"{name}.py", monkeypatch)
+    module = load(tmp_path / (f"standalone/{name}" if standalone else f"generated/{name}.py"), name)
     kind = getattr(module, module.__all__[0])
     x = torch.randn(20, 16, requires_grad=True)
     baseline = torch.autograd.grad(model(x).sum(), x)
@@ -1030,10 +1017,8 @@ def test_compiled(activation: Callable[[], Any], method: str) -> None:
 
 
 def test_import_is_lazy() -> None:
-    program = (
-        "import fitact, sys; assert 'torch' not in sys.modules; fitact.convert; assert 'sympy' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    lazy = "assert 'torch' not in sys.modules; fitact.convert; assert 'sympy' not in sys.modules"
+    python(f"import fitact, sys; {lazy}")
     assert {"convert", "revert", "saving"} <= set(dir(fitact))
     for name, message in {
         "absent": "absent",

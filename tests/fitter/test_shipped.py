@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ from fitact.codegen.generate import render
 from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
+from tests.support.processes import python
 
 FITS = ROOT / "generated" / "fits"
 NAMES = sorted(path.stem for path in FITS.glob("*.json"))
@@ -45,7 +43,6 @@ def _on_an_older_cpu() -> dict[str, str]:
     """Return the environment in which NumPy, BLAS and the C library use no kernels of newer CPUs."""
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     return {
-        **os.environ,
         "NPY_DISABLE_CPU_FEATURES": " ".join(found),
         "OPENBLAS_CORETYPE": "Nehalem" if platform.machine() in ("x86_64", "AMD64") else "ARMV8",
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-AVX,-FMA,-FMA4",
@@ -75,8 +72,4 @@ for name in sys.argv[1:]:
     ],
 )
 def test_made_again_on_a_cpu_with_other_kernels(names: list[str]) -> None:
-    paths = [str(FITS / f"{name}.json") for name in names]
-    done = subprocess.run(
-        [sys.executable, "-c", AGAIN, *paths], env=_on_an_older_cpu(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    python(AGAIN, *(FITS / f"{name}.json" for name in names), **_on_an_older_cpu())

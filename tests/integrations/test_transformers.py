@@ -56,8 +56,9 @@ def test_same_training(autocast: bool, tmp_path: Path) -> None:
 
     baseline, model = made("llama lora, dropout"), made("llama lora, dropout")
     logger, callback = Logger(), FitactCallback(error="exact")
-    expected, _ = trained(baseline, tmp_path, bf16=autocast)
-    found, trainer = trained(model, tmp_path, logger, callback, bf16=autocast)
+    given = {"bf16": autocast, "gradient_accumulation_steps": 2}
+    expected, _ = trained(baseline, tmp_path, **given)
+    found, trainer = trained(model, tmp_path, logger, callback, **given)
     assert len(expected[0]) == 3 and not differences(expected, found)
     first = logger.logs[0]
     assert 0 < first["fitact/saved"] < 0.6 * first["fitact/saved_before"]

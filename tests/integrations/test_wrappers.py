@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import nn
 
 import fitact
 from tests.conftest import ROOT
+from tests.support.processes import python
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
@@ -163,11 +161,5 @@ print(f"{report.saved_before:,} {100 * report.saved_after / report.saved_before:
 
 def test_liger() -> None:
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LIGER],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert tuple(ran.stdout.split()) == ROWS["Liger, SwiGLU in float32"]
+    found = python(LIGER, warnings="ignore", TRITON_INTERPRET="1")
+    assert tuple(found.split()) == ROWS["Liger, SwiGLU in float32"]

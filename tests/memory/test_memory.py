@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import re
-import subprocess
 import sys
 import weakref
 from collections import Counter, OrderedDict
@@ -45,6 +44,7 @@ from fitact.runtime.restore import differentiate
 from fitact.runtime.saving import ERRORS
 from tests.conftest import ROOT
 from tests.support.peak import peak_memory
+from tests.support.processes import python
 
 REFERENCE = json.loads((ROOT / "tests" / "reference" / "activation_memory.json").read_text())
 MIB = 2**20
@@ -807,7 +807,7 @@ from fitact.runtime.measure.prepare import prepare
 from fitact.runtime.measure.subjects import Subject, blocks_of
 from fitact.runtime.measure.sources import hugging_face
 
-shapes, lines = json.load(sys.stdin)
+shapes, lines = json.loads(sys.argv[1])
 found = {}
 for name, (kind, sizes, seq, *_) in shapes.items():
     subject = prepare(hugging_face(kind, sizes), batch=1, seq=seq)
@@ -837,16 +837,7 @@ def test_large_shapes(tmp_path: Path) -> None:
         fewer = sizes if name in WHOLE else sizes | FEWER.get(name, {"num_hidden_layers": 2})
         options = "".join(f" --set {size}={value}" for size, value in fewer.items())
         lines.append(f"memory --hf {kind} --seq {seq}{options} --no-compiler -o {name}.json")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps([SHAPES, lines]),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found, most = json.loads(done.stdout.splitlines()[-1])
+    found, most = json.loads(python(PROGRAM, json.dumps([SHAPES, lines]), folder=tmp_path).splitlines()[-1])
     assert most < 4 * 2**20
     for name, (*_, blocks, parameters) in SHAPES.items():
         report = json.loads((tmp_path / f"{name}.json").read_text())
@@ -1020,8 +1011,7 @@ import fitact.runtime.choose.compare, fitact.runtime.measure.sources
 assert main(["--help"]) == main(["memory", "--help"]) == 0
 print(sorted({"transformers", "timm", "peft", "torchvision"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\n[]\n")
+    assert python(program).endswith("\n[]\n")
 
 
 def test_a_model_that_the_compiler_cannot_trace() -> None:

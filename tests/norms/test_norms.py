@@ -373,18 +373,8 @@ def test_wrong_inputs(name: str) -> None:
 
 
 DISTRIBUTED = """
-import os
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
 from fitact.runtime.norms import ms_layer_norm, ms_rms_norm
 
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 whole, dy = torch.randn(7, 5, 64), torch.randn(7, 5, 64)
 for norm in (ms_layer_norm, ms_rms_norm):
@@ -401,9 +391,6 @@ for norm in (ms_layer_norm, ms_rms_norm):
         assert torch.equal(dx.full_tensor(), gradient)
     half = DTensor.from_local(whole / 2, mesh, [Partial()], run_check=False)
     assert torch.equal(norm(half, 64).full_tensor(), expected)
-dist.barrier()
-dist.destroy_process_group()
-os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
 """
 
 

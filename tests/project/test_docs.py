@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
+from tests.support.package import load
+
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")])
 
 
 @pytest.fixture(scope="module")
-def build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def build() -> Any:
+    return load(ROOT / "docs" / "build.py", "docs_build")
 
 
 @pytest.mark.parametrize("page", ["commands", "api", "gallery"])
-def test_generated_pages(page: str, build: ModuleType) -> None:
+def test_generated_pages(page: str, build: Any) -> None:
     text = {"commands": build.commands, "api": build.api, "gallery": lambda: build.gallery(build.shipped())}[
         page
     ]()
     assert (ROOT / "docs" / f"{page}.md").read_text("utf-8") == text, "run python docs/build.py"
 
 
-def test_pages_with_results_of_a_gpu(build: ModuleType) -> None:
+def test_pages_with_results_of_a_gpu(build: Any) -> None:
     for path, text in build.with_results().items():
         assert path.read_text("utf-8") == text, "run python docs/build.py"
 
 
-def test_every_shipped_fit_has_a_picture(build: ModuleType) -> None:
+def test_every_shipped_fit_has_a_picture(build: Any) -> None:
     pictures = {path.stem for path in (ROOT / "docs" / "gallery").iterdir()}
     assert pictures == {fit.name for fit in build.shipped()}
 

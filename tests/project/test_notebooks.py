@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import nbformat
@@ -17,6 +15,7 @@ import pytest
 
 from fitact.fitter.records.reading import read
 from tests.conftest import ROOT
+from tests.support.package import load
 
 FOLDER = ROOT / "notebooks"
 NAMES = ["few_bit", "relu_mixtures", "inverted", "activation_memory", "norms", "any_activation"]
@@ -26,13 +25,9 @@ VARIES = "varies"  # the tag of cells whose numbers depend on the machine, such 
 MACHINE = re.compile(r"(?<![\w.:/~])/(home|root|tmp|usr|opt|var|mnt|work|Users|private)/|[A-Z]:\\|site-packages")
 
 
-def script(name: str, folder: Path = FOLDER) -> ModuleType:
+def script(name: str, folder: Path = FOLDER) -> Any:
     """Import a script of the notebooks' folder."""
-    spec = importlib.util.spec_from_file_location(f"notebooks_{name}", folder / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(folder / f"{name}.py", f"notebooks_{name}")
 
 
 def notebook(name: str, folder: Path = FOLDER) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import posixpath
 import re
 import tomllib
@@ -14,15 +13,12 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
+from tests.support.package import load
 
 
-def script(name: str) -> ModuleType:
+def script(name: str) -> Any:
     """Import a script of docs/."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "docs" / f"{name}.py", f"docs_{name}")
 
 
 @pytest.fixture(scope="module")

@@ -6,34 +6,15 @@ from pathlib import Path
 
 from tests.support.processes import run
 
-START = """
-import os
-import sys
+IMPORTS = """
 from itertools import product
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
-import fitact
 from fitact.generated.dyt_recompute import DytRecompute, dyt_recompute
 from fitact.generated.gelu_fewbit3 import gelu_fewbit3
 from fitact.generated.silu_inverted1 import silu_inverted1
 from fitact.generated.swiglu_recompute import swiglu_recompute
 from fitact.generated.xielu_recompute import XieluRecompute, xielu_recompute
-
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-"""
-END = """
-dist.barrier()  # neither leaves while the other still talks to it
-dist.destroy_process_group()
-os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
 """
 # Values and gradients of a tensor in parts are those of the whole.
 TENSORS = """
@@ -132,18 +113,12 @@ def compare(kind, given):
         assert [size for dtype, size in expected if dtype == "torch.uint8"] == 3 * [3 * 1024]
     train(reference, x, target)
     model = converted(given)
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    model = DistributedDataParallel(model) if kind == "ddp" else sharded(model, model)
     assert saved_storages(model, x[half]) == expected
     train(model, x[half], target[half])
     for own, reached in zip(model.parameters(), reference.parameters(), strict=True):
         for mine, theirs in ((own, reached), (own.grad, reached.grad)):
-            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
-            torch.testing.assert_close(whole.detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(full(mine).detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
 
 
 for kind in ("ddp", "fsdp"):
@@ -165,16 +140,10 @@ for kind in ("ddp", "fsdp"):
     reference, model = learned(), learned()
     train(reference, x, target)
     assert all(bool(p.grad.abs().max() > 0) for p in reference.parameters())
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    model = DistributedDataParallel(model) if kind == "ddp" else sharded(model, model)
     train(model, x[half], target[half])
     for own, reached in zip(model.parameters(), reference.parameters(), strict=True):
-        whole = own.full_tensor() if isinstance(own, DTensor) else own
-        torch.testing.assert_close(whole.detach(), reached.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(full(own).detach(), reached.detach(), rtol=1e-4, atol=1e-5)
 """
 # Of DTensors, values and gradients are those of the whole, also where channels are split unevenly, or the numbers.
 LEARNED_TENSORS = """
@@ -213,4 +182,4 @@ for function, wide, dim in (
 
 
 def test_in_two_processes(tmp_path: Path) -> None:
-    run(START + TENSORS + GATES + TRAIN + LEARNED + LEARNED_TENSORS + END, tmp_path)
+    run(IMPORTS + TENSORS + GATES + TRAIN + LEARNED + LEARNED_TENSORS, tmp_path)

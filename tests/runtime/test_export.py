@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from fitact.runtime import shipped
 from fitact.runtime.kernels import registry
 from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
 from tests.support.compilers import needs_compiler
+from tests.support.processes import python
 
 
 class Turned(nn.Module):
@@ -110,28 +109,23 @@ def test_compiled_ahead_of_time(names: tuple[str, ...], grad: bool, tmp_path: Pa
             expected = model(x)
             torch.testing.assert_close(compiled(x), expected)
     torch.save((x, expected), tmp_path / "expected.pt")
-    in_a_process_of_its_own(["import fitact", "import torch", RUN_COMPILED], tmp_path)
+    alone("import fitact", "import torch", RUN_COMPILED, folder=tmp_path)
 
 
 RUN = """
-import sys
-folder = sys.argv[1]
-x, expected = torch.load(folder + "/expected.pt")
-torch.testing.assert_close(torch.export.load(folder + "/program.pt2").module()(x), expected)
+x, expected = torch.load("expected.pt")
+torch.testing.assert_close(torch.export.load("program.pt2").module()(x), expected)
 """
 RUN_COMPILED = """
-import sys
-folder = sys.argv[1]
-x, expected = torch.load(folder + "/expected.pt")
+x, expected = torch.load("expected.pt")
 with torch.no_grad():
-    torch.testing.assert_close(torch._inductor.aoti_load_package(folder + "/model.pt2")(x), expected)
+    torch.testing.assert_close(torch._inductor.aoti_load_package("model.pt2")(x), expected)
 """
 
 
-def in_a_process_of_its_own(script: list[str], folder: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", "\n".join(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def alone(*lines: str, folder: Path | None = None) -> None:
+    """Run a program in a process of its own."""
+    python("\n".join(lines), folder=folder, warnings="ignore")
 
 
 def fails(missing: str, name: str) -> str:
@@ -179,7 +173,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> None:
-    in_a_process_of_its_own([*IMPORTS[order], RUN], exported)
+    alone(*IMPORTS[order], RUN, folder=exported)
 
 
 def test_torch_is_left_as_it_was() -> None:
@@ -191,7 +185,7 @@ import torch
 assert [finder for finder in finders if finder not in sys.meta_path] == finders[:1]
 assert torch.__spec__.loader.exec_module.__func__ is type(torch.__spec__.loader).exec_module
 """
-    in_a_process_of_its_own([script], Path())
+    alone(script)
 
 
 def test_shipped_activations_are_found_by_their_keys() -> None:
@@ -199,7 +193,7 @@ def test_shipped_activations_are_found_by_their_keys() -> None:
 
     keys = [module._KEY for module in (relu_output, silu_inverted1)]
     script = f"assert [registry.find(key).key for key in {keys}] == {keys}"
-    in_a_process_of_its_own(["from fitact.runtime.kernels import registry", script], Path())
+    alone("from fitact.runtime.kernels import registry", script)
     with pytest.raises(
         RuntimeError, match=r"expected the shipped relu_output to have the key 'relu_output-0', but"
     ):

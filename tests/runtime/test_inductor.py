@@ -19,6 +19,7 @@ from fitact.runtime.kernels import registry
 from tests.conftest import ROOT
 from tests.support.compilers import needs_compiler
 from tests.support.generated import backward_op, forward_op
+from tests.support.processes import python
 
 SCRIPT = """
 import sys
@@ -52,9 +53,7 @@ def computed(*cases: str) -> Found:
 def computed_by_inductor(folder: Path, *cases: str) -> Found:
     """The same, of a process that compiles."""
     path = folder / "found.pt"
-    command = [sys.executable, "-c", SCRIPT, str(path), *cases]
-    environment = os.environ | {"FITACT_CPU": "inductor", "TRITON_INTERPRET": "0"}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment)
+    python(SCRIPT, path, *cases, folder=ROOT, FITACT_CPU="inductor", TRITON_INTERPRET="0")
     found: Found = torch.load(path)
     return found
 

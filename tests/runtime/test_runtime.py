@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from fitact.runtime.kernels import registry
 from fitact.runtime.kernels.inputs import memory_order
 from tests.support.generated import forward_op, run
 from tests.support.inverses import unpacked
+from tests.support.processes import python
 from tests.support.steps import Shipped, each, shipped
 
 GELU3 = next(one for one in shipped() if one.name == "gelu_fewbit3")
@@ -87,8 +86,7 @@ assert x.grad is not None and torch.equal(gelu_fewbit3(x), torch.nn.functional.g
 
 @pytest.mark.parametrize("script", [IMPORT, WITHOUT_TRITON], ids=["imports little", "without triton"])
 def test_in_a_process_of_its_own(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(script)
 
 
 def test_keys() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from fitact.runtime.saving import saving
 from tests.support.gates import FITS, Baseline, gate_module, halves, special
 from tests.support.generated import EACH_DTYPE, LAYOUTS, forward_op, same, sizes
 from tests.support.learned import CASES, call, learned_module, numbers_of, shaped
+from tests.support.processes import python
 
 HALF = torch.bfloat16
 C = 6
@@ -381,8 +380,7 @@ def test_no_name_of_modules_is_free() -> None:
     """A learned parameter cannot hide what a module has, nor the module's own."""
     # PyTorch's names from a process of their own: other libraries, once imported, give nn.Module more
     own = {*dir(made("dyt"))} - {*dir(nn.Module())} - {"alpha", "gamma", "beta"}
-    text = "import torch; print(*dir(torch.nn.Module()))"
-    known = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
+    known = python("import torch; print(*dir(torch.nn.Module()))").split()
     assert {name for name in (*own, *known) if not name.startswith("_")} <= USED
 
 

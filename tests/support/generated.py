@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from fitact.codegen.generate import render
 from fitact.fitter.records.fit import AnyFit
 from fitact.runtime.kernels import ops, registry
 from fitact.runtime.measure.saved import Saved
+from tests.support import package
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
@@ -252,11 +251,7 @@ def load(fit: AnyFit) -> ModuleType:
     """Generate the module of a fit, and import it."""
     path = Path(tempfile.mkdtemp(dir=os.environ.get("FITACT_TESTS_SHARED")), f"{fit.name}.py")
     path.write_text(render(fit), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"of_tests_{path.parent.name}_{fit.name}", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # compilers look for it there
-    spec.loader.exec_module(module)
-    return module
+    return package.load(path, f"of_tests_{path.parent.name}_{fit.name}")
 
 
 def each_of(ones: Callable[[], Sequence[Generated]], only: set[str] | None = None) -> pytest.MarkDecorator:

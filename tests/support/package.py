@@ -1,11 +1,23 @@
-"""The files of the package, also where they are installed live."""
+"""The files of the package, also where they are installed live; and other files as modules."""
 
 from __future__ import annotations
 
 import importlib.util
 import pkgutil
+import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+
+def load(path: Path, name: str) -> Any:
+    """Import a file, or the folder of a module, under a name, where compilers and pickles look for it."""
+    spec = importlib.util.spec_from_file_location(name, path / "__init__.py" if path.is_dir() else path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 TOPS = ("fitact", "fitact.base", "fitact.codegen", "fitact.fitter", "fitact.generated", "fitact.runtime")
 
