@@ -90,7 +90,8 @@ def _stars(base: Callable[[int], str], n: int) -> tuple[str, int]:
 
 TORCH = Dialect(
     functions={
-        **{atom: atom.torch if "{0}" in atom.torch else f"{atom.torch}({{0}})" for atom in atoms.ATOMS},
+        **{atom: f"{atom.torch}({{0}})" for atom in atoms.ATOMS},
+        atoms.softplus: "_F.softplus({0}, threshold=50.0)",  # above its default, 20, float64 loses digits
         sympy.sqrt: "_torch.sqrt({0})",
     },
     where="_torch.where({0}, {1}, {2})",

@@ -17,7 +17,6 @@ from fitact.fitter.expr import (
     Array,
     Expr,
     beyond_singles,
-    differentiated,
     evaluate,
     parse,
     stable,
@@ -67,7 +66,7 @@ class Formula:
     @cached_property
     def derivative_formula(self) -> Expr:
         """Its derivative in x, as `formula`."""
-        return stable(differentiated(self.formula))
+        return stable(self.formula.diff(x))
 
     @property
     def torch(self) -> str | None:
@@ -136,7 +135,7 @@ class Activation(Formula):
     @cached_property
     def second_derivative_formula(self) -> Expr:
         """Its second derivative as a SymPy expression in `atoms.x`."""
-        return stable(differentiated(self.derivative_formula))
+        return stable(self.derivative_formula.diff(x))
 
     @property
     def torch(self) -> str | None:

@@ -22,7 +22,6 @@ from fitact.fitter.expr import (
     Array,
     Expr,
     constant,
-    differentiated,
     evaluate,
     text_of,
     value,
@@ -85,7 +84,7 @@ def _problem(typed: Expr, rewritten: Expr, derived: Expr) -> str | None:
         FLOAT32.evaluate(rewritten, POINTS.astype(np.float32), parts)
         found = np.broadcast_to(parts[rewritten], POINTS.shape).astype(np.float64)
     derivatives = evaluate(derived, POINTS)
-    formula = differentiated(typed)
+    formula = typed.diff(x)
     for i in np.argsort(np.abs(POINTS), kind="stable"):
         at = float(POINTS[i])
         true, derivative = value(typed, at, 20), value(formula, at, 20)
@@ -119,7 +118,7 @@ def bears(formula: Expr, functions: Collection[Any], error: float) -> bool:
     """
     if formula.free_symbols != {x}:
         return True
-    values, derivative = evaluate(formula, POINTS), evaluate(differentiated(formula), POINTS)
+    values, derivative = evaluate(formula, POINTS), evaluate(formula.diff(x), POINTS)
     with np.errstate(all="ignore"):
         allowed = AMPLIFIED * error * (np.abs(values) + np.abs(POINTS * derivative)) + TINY
         for node in formula.atoms(sympy.Function):

@@ -27,7 +27,6 @@ from fitact.fitter.expr import (
     Interval,
     Number,
     atoms,
-    differentiated,
     enclose,
     order,
     roughly,
@@ -173,7 +172,7 @@ class _Search:
     ) -> None:
         self.expr, self.low, self.high, self.limit = expr, low, high, limit
         self.cuts, self.reach = cuts, reach
-        self.derivative = differentiated(expr)
+        self.derivative = expr.diff(x)
         self.signs: list[Part] = []
         self.rough: list[Part] = []  # boxes beyond what enclosures can tell
         self.points: dict[float, Number] = {}
@@ -181,7 +180,7 @@ class _Search:
     @cached_property
     def curve(self) -> Expr:
         """The second derivative."""
-        return differentiated(self.derivative)
+        return self.derivative.diff(x)
 
     def run(self) -> None:
         """Cut boxes until each is decided, or has one crossing, or is left to exact values."""
@@ -320,7 +319,7 @@ class _Search:
 
     def touching(self, a: float, b: float, sign: int, size: Number) -> None:
         """Record what the extremum in (a, b), which points toward 0, brings: two crossings, a root, or nothing."""
-        at = _root((self.derivative, self.curve, differentiated(self.curve)), a, b, -sign)
+        at = _root((self.derivative, self.curve, self.curve.diff(x)), a, b, -sign)
         found = value(self.expr, at, 20)
         point = float(at)
         if abs(found) <= size * arb("1e-25"):

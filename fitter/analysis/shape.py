@@ -22,12 +22,12 @@ from fitact.fitter.expr import (
     Array,
     Expr,
     Number,
-    differentiated,
     evaluate,
     order,
     shifted,
     sign_of,
     value,
+    x,
 )
 
 from .roots import REALS, Roots, breaks, gap, roots
@@ -129,7 +129,7 @@ def parity(df: Expr, high: float = 10.0) -> Literal["even", "odd"] | None:
     If f′ is not finite somewhere, it has no parity.
     """
     at = np.concatenate([(np.arange(4000) + 1 / math.sqrt(2)) / 4000, np.geomspace(1e-6, 1.0, 200) / 1.0123])
-    extrema = np.abs(roots(differentiated(df), -high, high).at)  # a narrow feature lies between the others
+    extrema = np.abs(roots(df.diff(x), -high, high).at)  # a narrow feature lies between the others
     at = np.concatenate([at * high, extrema[extrema > 0]])
     right, left = evaluate(df, at), evaluate(df, -at)
     if not (np.isfinite(right).all() and np.isfinite(left).all()):

@@ -8,7 +8,6 @@ from .atoms import SMALLEST_SINGLE as SMALLEST_SINGLE
 from .atoms import Expr as Expr
 from .atoms import beyond_singles as beyond_singles
 from .atoms import constant as constant
-from .atoms import differentiated as differentiated
 from .atoms import varies as varies
 from .atoms import x as x
 from .balls import ONE as ONE

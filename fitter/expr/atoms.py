@@ -75,7 +75,7 @@ class _Atom(sympy.Function):
         arb: the function of balls.
         enclosure: the function of intervals; by default the function increases.
         parity: 1 for an even and −1 for an odd function, which never keeps a leading minus in u.
-        origin: the value at 0 if that is an integer; an odd function needs none.
+        origin: the value at 0 if that is an integer.
         triton, torch: the name of the function in generated code.
 
     """
@@ -85,15 +85,15 @@ class _Atom(sympy.Function):
     numpy: Callable[[Any], Any]
     arb: Function
     enclosure: Enclosure
-    parity = 0
-    origin: int | None = None
+    parity: int
+    origin: int | None
     triton: str
     torch: str
 
     @classmethod
     def eval(cls, u: Any) -> Any:
-        if u == 0 and (cls.parity < 0 or cls.origin is not None):
-            return sympy.Integer(cls.origin or 0)
+        if u == 0 and cls.origin is not None:
+            return sympy.Integer(cls.origin)
         if cls.parity and _leads_with_minus(u):
             return cls.parity * cls(-u)
         return None
@@ -120,10 +120,6 @@ def _exp(cls: Any, u: Any) -> Any:
     return rest.args[0] ** sign if rest.func is log and rest.is_number and abs(sign) == 1 else None
 
 
-def _log(cls: Any, u: Any) -> Any:
-    return sympy.Integer(0) if u == 1 else None
-
-
 ATOMS: list[Any] = []
 
 
@@ -135,56 +131,47 @@ def _atom(
     within: Interval = balls.REALS,
     *,
     encloses: Callable[[Function], Enclosure] | None = None,
-    triton: str | None = None,
-    torch: str | None = None,
+    triton: str = "_rt",
+    torch: str = "_torch",
     parity: int = 0,
-    origin: int | None = None,
     evaluated: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
     """Return a new atom.
 
     The columns are as in `_Atom`. A function that increases does so `within` these bounds; of any other `encloses`
-    makes the enclosure. `evaluated` is what SymPy calls `eval`.
+    makes the enclosure. `triton` and `torch` are the modules in which generated code finds it. `evaluated` is what
+    SymPy calls `eval`.
     """
     enclosure = encloses(arb) if encloses else rising(arb, *within)
     columns = {"derivative": derivative, "numpy": numpy, "arb": arb, "enclosure": enclosure}
     own: dict[str, Any] = {key: staticmethod(function) for key, function in columns.items()}
-    own |= {"triton": triton or f"_rt.{name}", "torch": torch or f"_torch.{name}"}
-    own |= {"parity": parity, "origin": origin, "__module__": __name__}
-    own |= {"eval": classmethod(evaluated)} if evaluated else {}
+    own |= {"triton": f"{triton}.{name}", "torch": f"{torch}.{name}", "parity": parity, "__module__": __name__}
+    own |= {"origin": arb(ZERO).unique_fmpz()} | ({"eval": classmethod(evaluated)} if evaluated else {})
     ATOMS.append(sympy.FunctionClass(name, (_Atom,), own))
     return ATOMS[-1]
 
 
 _TWO, _MATH = arb(2), "_rt.reference_math"  # where functions are that PyTorch lacks
 _ABOVE, _INSIDE, _UNIT = (ZERO, INF), (-ONE, ONE), (ZERO, ONE)
-exp: Any = _atom("exp", lambda u: exp(u), wide.exp, balls.exp, _ABOVE, triton="_tl.exp", origin=1, evaluated=_exp)
-expm1: Any = _atom("expm1", lambda u: exp(u), wide.expm1, far(arb.expm1, -ONE, INF), (-ONE, INF), origin=0)
-log: Any = _atom("log", lambda u: 1 / u, wide.log, balls.log, triton="_tl.log", evaluated=_log)
-log1p: Any = _atom("log1p", lambda u: 1 / (1 + u), wide.log1p, balls.log1p, origin=0)
+exp: Any = _atom("exp", lambda u: exp(u), wide.exp, balls.exp, _ABOVE, triton="_tl", evaluated=_exp)
+expm1: Any = _atom("expm1", lambda u: exp(u), wide.expm1, far(arb.expm1, -ONE, INF), (-ONE, INF))
+log: Any = _atom(
+    "log",
+    lambda u: 1 / u,
+    wide.log,
+    balls.log,
+    triton="_tl",
+    evaluated=lambda _, u: sympy.S.Zero if u == 1 else None,
+)
+log1p: Any = _atom("log1p", lambda u: 1 / (1 + u), wide.log1p, balls.log1p)
 # 1/(1 + exp(−u)); no tail of σ′ cancels
 sigmoid: Any = _atom(
     "sigmoid", lambda u: sigmoid(u) * sigmoid(-u), wide.sigmoid, lambda u: 1 / (1 + balls.exp(-u)), _UNIT
 )
-# log(1 + exp(u)); PyTorch's is the identity from a threshold on, by default 20: too early for float64
-softplus: Any = _atom(
-    "softplus",
-    lambda u: sigmoid(u),
-    wide.softplus,
-    balls.softplus,
-    _ABOVE,
-    torch="_F.softplus({0}, threshold=50.0)",
-)
+# log(1 + exp(u))
+softplus: Any = _atom("softplus", lambda u: sigmoid(u), wide.softplus, balls.softplus, _ABOVE, torch="_F")
 sinh: Any = _atom("sinh", lambda u: cosh(u), wide.sinh, far(arb.sinh, -INF, INF), parity=-1)
-cosh: Any = _atom(
-    "cosh",
-    lambda u: sinh(u),
-    wide.cosh,
-    far(arb.cosh, INF, INF),
-    encloses=partial(even, least=ONE),
-    parity=1,
-    origin=1,
-)
+cosh: Any = _atom("cosh", lambda u: sinh(u), wide.cosh, far(arb.cosh, INF, INF), encloses=even, parity=1)
 tanh: Any = _atom("tanh", lambda u: sech2(u), wide.tanh, far(arb.tanh, -ONE, ONE), _INSIDE, parity=-1)
 # 1/cosh² u = 1 − tanh² u
 sech2: Any = _atom(
@@ -193,9 +180,8 @@ sech2: Any = _atom(
     wide.sech2,
     far(lambda u: u.sech() ** 2, ZERO, ZERO),
     encloses=peak,
-    torch=f"{_MATH}.sech2",
+    torch=_MATH,
     parity=1,
-    origin=1,
 )
 # u/cosh² u
 tsech2: Any = _atom(
@@ -204,72 +190,41 @@ tsech2: Any = _atom(
     wide.tsech2,
     far(lambda u: u * u.sech() ** 2, ZERO, ZERO),
     encloses=lambda _: lambda u: balls.multiply(u, sech2.enclosure(u)),
-    torch=f"{_MATH}.tsech2",
+    torch=_MATH,
     parity=-1,
 )
 # log(cosh u)
 logcosh: Any = _atom(
-    "logcosh",
-    lambda u: tanh(u),
-    wide.logcosh,
-    balls.logcosh,
-    encloses=partial(even, least=ZERO),
-    torch=f"{_MATH}.logcosh",
-    parity=1,
-    origin=0,
+    "logcosh", lambda u: tanh(u), wide.logcosh, balls.logcosh, encloses=even, torch=_MATH, parity=1
 )
 asinh: Any = _atom("asinh", lambda u: 1 / hypot1(u), wide.asinh, far(arb.asinh, -INF, INF, LARGEST), parity=-1)
-sin: Any = _atom(
-    "sin",
-    lambda u: cos(u),
-    wide.sin,
-    balls.periodic(arb.sin),
-    encloses=partial(balls.through, within=_INSIDE),
-    triton="_tl.sin",
-    parity=-1,
-)
-cos: Any = _atom(
-    "cos",
-    lambda u: -sin(u),
-    wide.cos,
-    balls.periodic(arb.cos),
-    encloses=partial(balls.through, within=_INSIDE),
-    triton="_tl.cos",
-    parity=1,
-)
+_SIN, _COS, _WAVE = balls.periodic(arb.sin), balls.periodic(arb.cos), partial(balls.through, within=_INSIDE)
+sin: Any = _atom("sin", lambda u: cos(u), wide.sin, _SIN, encloses=_WAVE, triton="_tl", parity=-1)
+cos: Any = _atom("cos", lambda u: -sin(u), wide.cos, _COS, encloses=_WAVE, triton="_tl", parity=1)
 tan: Any = _atom(
     "tan", lambda u: 1 + tan(u) ** 2, wide.tan, balls.periodic(arb.tan), encloses=balls.through, parity=-1
 )
 atan: Any = _atom("atan", lambda u: hypot1(u) ** -2, wide.atan, arb.atan, parity=-1)
+_BELL = sympy.sqrt(sympy.pi) / 2  # the integral of exp(−u²) from 0
 erf: Any = _atom(
     "erf",
-    lambda u: 2 / sympy.sqrt(sympy.pi) * exp(-(u**2)),
+    lambda u: exp(-(u**2)) / _BELL,
     wide.special("erf"),
     far(arb.erf, -ONE, ONE),
     _INSIDE,
-    triton="_tl.erf",
+    triton="_tl",
     parity=-1,
 )
 # 1 − erf(u)
 erfc: Any = _atom(
     "erfc",
-    lambda u: -2 / sympy.sqrt(sympy.pi) * exp(-(u**2)),
+    lambda u: -exp(-(u**2)) / _BELL,
     wide.special("erfc"),
     far(arb.erfc, _TWO, ZERO),
     encloses=balls.falling,
-    origin=1,
 )
 # √(1 + u²)
-hypot1: Any = _atom(
-    "hypot1",
-    lambda u: isru(u),
-    lambda u: wide.hypot(u, np.ones((), u.dtype)),
-    balls.hypot,
-    encloses=partial(even, least=ONE),
-    torch=f"{_MATH}.hypot1",
-    parity=1,
-    origin=1,
-)
+hypot1: Any = _atom("hypot1", lambda u: isru(u), wide.hypot1, balls.hypot, encloses=even, torch=_MATH, parity=1)
 # u/√(1 + u²)
 isru: Any = _atom(
     "isru",
@@ -277,7 +232,7 @@ isru: Any = _atom(
     wide.isru,
     far(lambda u: u / balls.hypot(u), -ONE, ONE, LARGEST),
     _INSIDE,
-    torch=f"{_MATH}.isru",
+    torch=_MATH,
     parity=-1,
 )
 # (u + √(u² + 4))/2
@@ -287,7 +242,7 @@ squareplus: Any = _atom(
     wide.squareplus,
     balls.squareplus,
     _ABOVE,
-    torch=f"{_MATH}.squareplus",
+    torch=_MATH,
 )
 # u/(1 + |u|)
 softsign: Any = _atom(
@@ -296,30 +251,21 @@ softsign: Any = _atom(
     lambda u: u / (1 + np.abs(u)),
     far(lambda u: u / (1 + abs(u)), -ONE, ONE, LARGEST),
     _INSIDE,
-    torch="_F.softsign",
+    torch="_F",
     parity=-1,
 )
 # with PyTorch's derivatives, 0 at 0
 relu: Any = _atom(
     "relu",
-    lambda u: Where(u, sympy.Integer(1), sympy.Integer(0)),
+    lambda u: Where(u, sympy.S.One, sympy.S.Zero),
     lambda u: np.where(u < 0, np.zeros((), u.dtype), u),
     balls.relu,
-    torch="_F.relu",
-    origin=0,
+    torch="_F",
 )
 absolute: Any = _atom(
-    "absolute",
-    lambda u: sign(u),
-    np.abs,
-    abs,
-    encloses=lambda _: balls.sizes,
-    triton="_tl.abs",
-    torch="_torch.abs",
-    parity=1,
-    origin=0,
+    "abs", lambda u: sign(u), np.abs, abs, encloses=lambda _: balls.sizes, triton="_tl", parity=1
 )
-sign: Any = _atom("sign", lambda u: sympy.Integer(0), np.sign, arb.sgn, parity=-1)
+sign: Any = _atom("sign", lambda u: sympy.S.Zero, np.sign, arb.sgn, parity=-1)
 
 
 def _chosen(a: Any, b: Any, side: int) -> Any:
@@ -332,7 +278,7 @@ def _chosen(a: Any, b: Any, side: int) -> Any:
 # The functions of the language: name → (number of arguments, builder of the SymPy expression). Every activation
 # of the catalog is a function too.
 FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
-    **{"abs" if atom is absolute else atom.__name__: (1, atom) for atom in ATOMS},
+    **{atom.__name__: (1, atom) for atom in ATOMS},
     "sqrt": (1, lambda u: raised(u, sympy.S.Half)),
     "square": (1, lambda u: u**2),
     "min": (2, lambda a, b: _chosen(a, b, 1)),
@@ -349,7 +295,10 @@ def constant(expr: Expr) -> float:
     The value is infinite beyond the range of float64 and at a pole, and NaN where it is not real.
     """
     if expr.is_Rational:
-        return _ratio(expr.p, expr.q)
+        try:
+            return float(expr.p / expr.q)
+        except OverflowError:
+            return math.copysign(math.inf, expr.p)
     from .exact import value  # it imports this file
 
     return float(value(expr, 0, 20))
@@ -438,11 +387,6 @@ def depth(expr: Expr) -> int:
     return 1 + max(map(depth, expr.args), default=0)
 
 
-def differentiated(expr: Expr) -> Expr:
-    """Return the derivative of a formula with respect to `x`, as SymPy gives it."""
-    return expr.diff(x)
-
-
 def _parts(node: Expr, args: list[tuple[int, int, int]]) -> tuple[int, int, int]:
     """Return `sizes` from those of the arguments: the rules of differentiation, counted."""
     own = [sum(arg[k] for arg in args) for k in range(3)]
@@ -460,11 +404,3 @@ def _parts(node: Expr, args: list[tuple[int, int, int]]) -> tuple[int, int, int]
         return own[0] + 1, 0, 0
     # h(u): h′ u′, and h″ u′² + h′ u″, with u about twice in h′ and four times in h″
     return own[0] + 1, 2 * own[0] + own[1] + 3, 6 * own[0] + 3 * own[1] + own[2] + 6
-
-
-def _ratio(p: int, q: int) -> float:
-    """Return p / q, correctly rounded."""
-    try:
-        return p / q
-    except OverflowError:
-        return math.inf if p > 0 else -math.inf

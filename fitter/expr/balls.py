@@ -121,9 +121,9 @@ def sizes(u: Interval) -> Interval:
     return (-high, -low) if high < 0 else (ZERO, max(-low, high)) if high >= 0 else EMPTY
 
 
-def even(function: Function, least: Ball) -> Enclosure:
+def even(function: Function) -> Enclosure:
     """Return the enclosure of a function that increases with |u|."""
-    grown = rising(function, least)
+    grown = rising(function, function(ZERO))
     return lambda u: grown(sizes(u))
 
 

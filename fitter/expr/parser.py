@@ -98,9 +98,6 @@ class _Text(StrPrinter):
     def _print_WhereAtLeast(self, node: Expr) -> str:
         return self.conditional(node, ">=")
 
-    def _print_absolute(self, node: Expr) -> str:
-        return f"abs({self._print(node.args[0])})"
-
     def conditional(self, node: Expr, comparison: str) -> str:
         u, a, b = node.args
         bound, rest = u.as_coeff_Add()

@@ -80,9 +80,14 @@ def logcosh(u: Array) -> Array:
     return np.asarray(np.where(a < 1, log1p(2 * sinh(np.minimum(a, 1.0) / 2) ** 2), tail))
 
 
+def hypot1(u: Array) -> Array:
+    """Return √(1 + u²)."""
+    return hypot(u, np.ones((), u.dtype))
+
+
 def isru(u: Array) -> Array:
     """Return u/√(1 + u²)."""
-    return np.where(np.isinf(u), np.sign(u), u / hypot(u, np.ones((), u.dtype)))
+    return np.where(np.isinf(u), np.sign(u), u / hypot1(u))
 
 
 def squareplus(u: Array) -> Array:
