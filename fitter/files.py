@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fitact.base import FitactError, UsageError, read_text, record_of
+
+T = TypeVar("T")
 
 
 class Kind(NamedTuple):
@@ -26,13 +29,17 @@ class Kind(NamedTuple):
         """Return the record that a text holds; UsageError if it is not one of this kind."""
         return record_of(source, self.schema, self.what)
 
-    def check(self, path: Path) -> None:
-        """Raise UsageError unless this file is there and holds a record of this kind, whatever is in it."""
+    def read(self, path: Path, parse: Callable[[str], T]) -> T:
+        """Return what a file of this kind holds, which `parse` reads; a UsageError names the file."""
         source = read_text(path, self.limit)
         try:
-            self.record(source)
+            return parse(source)
         except FitactError as error:
             raise UsageError(f"{path}: {error}") from None
+
+    def check(self, path: Path) -> None:
+        """Raise UsageError unless this file is there and holds a record of this kind, whatever is in it."""
+        self.read(path, self.record)
 
 
 FIT = Kind("fitact.fit/1", "a fitact fit", 1 << 20)

@@ -104,7 +104,7 @@ class Activation(Formula):
 
     KIND = "activation"
 
-    parameters: Mapping[str, float] = field(default_factory=dict)
+    parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self.check()

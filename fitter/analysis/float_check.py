@@ -61,6 +61,7 @@ FLOAT32 = Arithmetic(
 )
 
 
+@lru_cache(maxsize=512)
 def problem(activation: Activation) -> str | None:
     """Return where floating point fails on a formula, in one line; None if it does not.
 
@@ -73,21 +74,15 @@ def problem(activation: Activation) -> str | None:
     part may overflow where the value is beyond 1e20, or underflow to 0 where it is below 1e-18, and a `where` may
     take the other branch if the roundings of its condition's terms decide.
     """
-    # of the formula as it was typed, so that a mistake in rewriting it is found too
-    return _problem(activation.typed, activation.formula, activation.derivative_formula)
-
-
-@lru_cache(maxsize=512)
-def _problem(typed: Expr, rewritten: Expr, derived: Expr) -> str | None:
+    parts: dict[Expr, Any] = {}
     with np.errstate(all="ignore"):
-        parts: dict[Expr, Any] = {}
-        FLOAT32.evaluate(rewritten, POINTS.astype(np.float32), parts)
-        found = np.broadcast_to(parts[rewritten], POINTS.shape).astype(np.float64)
-    derivatives = evaluate(derived, POINTS)
-    formula = typed.diff(x)
+        found = FLOAT32.evaluate(activation.formula, POINTS.astype(np.float32), parts).astype(np.float64)
+    derivatives = activation.derivative(POINTS)
+    typed = activation.typed  # so that a mistake in rewriting it is found too
+    slope = typed.diff(x)
     for i in np.argsort(np.abs(POINTS), kind="stable"):
         at = float(POINTS[i])
-        true, derivative = value(typed, at, 20), value(formula, at, 20)
+        true, derivative = value(typed, at, 20), value(slope, at, 20)
         if not (true.is_finite() and derivative.is_finite()) or abs(true) > LARGEST or abs(derivative) > LARGEST:
             continue
         allowed = max(ROUNDINGS * UNIT * float(abs(true) + abs(at * derivative)), LOST * float(abs(true))) + TINY

@@ -7,7 +7,7 @@ alone, u alone, or neither; the parser then checks it as a formula of that argum
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,12 +82,7 @@ class _Product(Parser):
         self.negative = False
 
     def factors(self) -> tuple[Activation, Activation]:
-        """Take the product apart; constants belong to a.
-
-        Raises:
-            UsageError: the text is not such a product; the message gives the reason and the column.
-
-        """
+        """Take the product apart; constants belong to a. Refuse a text that is no such product."""
         self.walk(self.tree(), 0, divides=False)
         for variable in VARIABLES:
             if variable not in self.products or variable not in _variables(self.products[variable]):
@@ -128,23 +123,11 @@ class _Product(Parser):
             case ast.Call(func=ast.Name(id=name), args=[ast.Name(), *numbers]) if name in CATALOG:
                 given = [constant(self.expression(number, 0)) for number in numbers]
                 return Activation.of(name, dict(zip(CATALOG[name].parameters, given, strict=False)))
-        expression = ast.unparse(Substituted({variable: ast.Name("x")}).visit(product))
         try:
-            return Activation(None, expression)
+            return Activation(None, re.sub(rf"\b{variable}\b", "x", ast.unparse(product)))
         except UsageError as error:
             what = f"gate {quote(self.text)}: of its factor of {variable}, called x"
             raise UsageError(f"{what}: {error}") from None
-
-
-class Substituted(ast.NodeTransformer):
-    """Puts expressions in place of names."""
-
-    def __init__(self, by_name: Mapping[str, ast.expr]) -> None:
-        self.by_name = by_name
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return what stands in place of a name."""
-        return self.by_name.get(node.id, node)
 
 
 def _variables(node: ast.expr) -> set[str]:

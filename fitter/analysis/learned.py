@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import keyword
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +31,6 @@ from fitact.fitter.expr import (
 )
 
 from .activation import Activation, Formula
-from .gate import Substituted
 
 MOST = 8  # learned parameters of a formula
 MAX_NAME = 40  # characters
@@ -181,8 +181,9 @@ class Learned(Formula):
 
     def start(self) -> Activation | None:
         """Return the activation that the formula is at the starts; None where it is constant there."""
-        starts = {one.name: ast.parse(repr(one.start), mode="eval").body for one in self.numbers}
-        text = ast.unparse(Substituted(starts).visit(Parser(self.expression, "formula", "x").tree()))
+        starts = {number.name: f"({number.start!r})" for number in self.numbers}
+        text = re.sub(r"\b[^\W\d]\w*", lambda name: starts.get(name[0], name[0]), self.expression)
+        text = ast.unparse(Parser(text, "formula", "x").tree())
         return Activation(None, text) if x in parse(text, what="formula").free_symbols else None
 
     def _check_start(self) -> None:

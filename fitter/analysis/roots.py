@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -48,6 +48,12 @@ NOISE_BITS = 7  # a value with fewer is left to exact arithmetic
 MIDDLE = 0.0587  # where the first boxes meet, about 0
 # The formula may have a corner or a jump where the first argument of these changes sign.
 SWITCHES = (atoms.Where, atoms.relu, atoms.absolute, atoms.sign)
+# These are infinite, or begin to be defined, where that of their argument is 0.
+SINGULAR: dict[Expr, Callable[[Expr], Expr]] = {
+    atoms.log: lambda u: u,
+    atoms.log1p: lambda u: 1 + u,
+    atoms.tan: atoms.cos,
+}
 
 
 @dataclass(frozen=True)
@@ -74,39 +80,23 @@ class Roots:
         return math.isinf(self.reach)
 
 
+@lru_cache(maxsize=512)
 def roots(expr: Expr, low: float, high: float, limit: int = 64) -> Roots:
     """Find all roots of a formula in (low, high), outward from 0.
 
-    A formula that fades below 1e-290 toward an end of the interval keeps its last sign.
-
-    Args:
-        expr: the formula.
-        low: the interval's lower end, at least −1.7e308.
-        high: its upper end, at most 1.7e308.
-        limit: the search stops when it has found more roots than this.
-
-    Returns:
-        The roots: exact where the formula is linear, otherwise correct to the last bit of float64.
-
+    They are exact where the formula is linear, otherwise correct to the last bit of float64. A formula that fades
+    below 1e-290 toward an end of the interval, whose ends are at most 1.7e308 in size, keeps its last sign. The
+    search stops when it has found more roots than `limit`.
     """
-    return _roots(expr, float(low), float(high), limit)
-
-
-@lru_cache(maxsize=512)
-def _roots(expr: Expr, low: float, high: float, limit: int) -> Roots:
+    low, high = float(low), float(high)
     if x not in expr.free_symbols:
         constant = value(expr, 0)
-        signs = () if constant.is_nan() else ((low, high, sign_of(constant)),)
-        return _assembled(signs, {}, math.inf)
+        return Roots(np.empty(0), (), () if constant.is_nan() else ((low, high, sign_of(constant)),), math.inf)
     search = _Search(expr, low, high, limit, *breaks(expr, low, high))
     search.run()
-    return _assembled(search.whole(), search.points, search.reach)
-
-
-def _assembled(signs: Sequence[Part], points: dict[float, Number], reach: float) -> Roots:
-    """Return the record of what a search has found."""
-    at = sorted(point for point in points if abs(point) < reach)
-    return Roots(np.array(at, dtype=np.float64), tuple(points[point] for point in at), tuple(signs), reach)
+    signs, points = tuple(search.whole()), search.points
+    at = sorted(point for point in points if abs(point) < search.reach)
+    return Roots(np.array(at, dtype=np.float64), tuple(points[point] for point in at), signs, search.reach)
 
 
 def breaks(
@@ -117,9 +107,7 @@ def breaks(
     They are the roots of the arguments of `where`, `relu`, `abs` and `sign` and, unless `switches_only`, the roots
     of denominators and of bases of fractional powers, and the ends of domains.
 
-    Returns:
-        Point in float64 → the same point to 25 digits or more, increasing; and the reach, infinite if complete.
-
+    The points are float64, increasing, each with the same point to 25 digits or more.
     """
     found: dict[float, Number] = {}
     reach = math.inf
@@ -139,24 +127,15 @@ def breaks(
 
 
 def _arguments(expr: Expr, switches_only: bool) -> list[Expr]:
-    arguments: dict[Expr, None] = {}
+    found = []
     for node in sympy.preorder_traversal(expr):
-        u = None
         if isinstance(node, SWITCHES):
-            u = node.args[0]
-        elif switches_only:
-            continue
-        elif node.is_Pow and not (node.exp.is_Integer and node.exp.p > 0):
-            u = node.base
-        elif isinstance(node, atoms.log):
-            u = node.args[0]
-        elif isinstance(node, atoms.log1p):
-            u = 1 + node.args[0]
-        elif isinstance(node, atoms.tan):
-            u = atoms.cos(node.args[0])
-        if u is not None and x in u.free_symbols:
-            arguments[u] = None
-    return list(arguments)
+            found.append(node.args[0])
+        elif not switches_only and node.is_Pow and not (node.exp.is_Integer and node.exp.p > 0):
+            found.append(node.base)
+        elif not switches_only and node.func in SINGULAR:
+            found.append(SINGULAR[node.func](node.args[0]))
+    return [u for u in dict.fromkeys(found) if x in u.free_symbols]
 
 
 def gap(point: float) -> float:

@@ -298,7 +298,7 @@ def constant(expr: Expr) -> float:
         try:
             return float(expr.p / expr.q)
         except OverflowError:
-            return math.copysign(math.inf, expr.p)
+            return math.inf if expr.p > 0 else -math.inf
     from .exact import value  # it imports this file
 
     return float(value(expr, 0, 20))

@@ -72,16 +72,7 @@ def steps(expr: Expr) -> tuple[tuple[Expr, Any, tuple[Expr, ...]], ...]:
 
 
 def evaluate(expr: Expr, at: Array) -> Array:
-    """Evaluate a formula in float64.
-
-    Args:
-        expr: a SymPy expression made by `parse`, or a derivative of one.
-        at: the points, any shape.
-
-    Returns:
-        The values, shape of `at`. Outside a formula's domain they are NaN or infinite, without a warning.
-
-    """
+    """Return a formula in float64 at points of any shape; beyond its domain NaN or infinite, without a warning."""
     with np.errstate(all="ignore"):
         values = FLOAT64.evaluate(expr, np.asarray(at, dtype=np.float64))
         return np.broadcast_to(np.asarray(values, dtype=np.float64), np.shape(at)).copy()

@@ -25,17 +25,11 @@ LEAST_ORDER = 0.03  # of a root: a smaller order means that the limit is not 0
 
 
 def value(expr: Expr, at: float | Number, digits: int = 50) -> Number:
-    """Return the value of a formula at a point, correct to `digits` significant digits.
+    """Return the value of a formula at a point, correct to `digits` significant digits, below 2000.
 
-    Args:
-        expr: a formula in `x`, which may be naive, such as `1 + erf(x)` at −12.
-        at: the point, a float or an exact ball.
-        digits: significant digits, below 2000.
-
-    Returns:
-        A number: NaN where the value is not real, infinite or NaN where a denominator is zero, and 0 where the
-        value cancels to less than 1e-400 or is below 2**-1e10. exp of more than 1e120 is infinite.
-
+    The formula may be naive, such as `1 + erf(x)` at −12. The value is NaN where it is not real, infinite or NaN
+    where a denominator is zero, and 0 where it cancels to less than 1e-400 or is below 2**-1e10. exp of more than
+    1e120 is infinite.
     """
     point, wanted = arb(at), int(3.33 * digits) + 4
     bits, lost = wanted + EXTRA, False
@@ -65,18 +59,10 @@ def shifted(at: Number, side: int, distance: str) -> Number:
 
 
 def order(expr: Expr, at: Number, side: int) -> float:
-    """Return the order of the zero of a formula at a point, seen from one side.
+    """Return the order of a formula's zero, known to 25 digits or more, from below (side −1) or above (1).
 
-    Args:
-        expr: the formula.
-        at: the zero, known to 25 digits or more.
-        side: −1 for the order from below, +1 from above.
-
-    Returns:
-        a, rounded to 6 decimals, where the formula behaves like hᵃ at a distance h of 1e-16: 0 where it has
-        another limit than 0, negative at a pole, `inf` where it is flatter than any power, NaN where it is
-        undefined.
-
+    It is a, rounded to 6 decimals, where the formula behaves like hᵃ at a distance h of 1e-16: 0 where it has
+    another limit than 0, negative at a pole, `inf` where it is flatter than any power, NaN where it is undefined.
     """
     far, near = (value(expr, shifted(at, side, distance), 30) for distance in ("1e-16", "5e-17"))
     if far.is_nan() or near.is_nan():
@@ -107,12 +93,8 @@ def _add(a: Ball, b: Ball) -> Ball:
     return total if abs(total) > NOTHING or not (total.contains(ZERO) and abs(total) < NOTHING) else ZERO
 
 
-def _constant(node: Expr) -> Ball:
-    return _constant_to(node, ctx.prec)
-
-
 @lru_cache(maxsize=10_000)
-def _constant_to(node: Expr, bits: int) -> Ball:
+def _constant(node: Expr, bits: int) -> Ball:
     """Return a constant to the working precision, which is that many bits."""
     if node.is_Rational:
         return arb(fmpq(int(node.p), int(node.q)))
@@ -123,7 +105,7 @@ def _constant_to(node: Expr, bits: int) -> Ball:
         return arb.pi()
     if node in (sympy.oo, -sympy.oo):
         return INF if node is sympy.oo else -INF
-    values = [_constant_to(arg, bits) for arg in node.args]
+    values = [_constant(arg, bits) for arg in node.args]
     if node.is_Add or node.is_Mul:
         return reduce(_add if node.is_Add else operator.mul, values)
     if node.is_Pow:
@@ -142,7 +124,7 @@ def _power(base: Ball, exponent: Ball, symbolic: Expr) -> Ball:
 
 
 def _interval(node: Expr) -> Interval:
-    ball = _constant(node)
+    ball = _constant(node, ctx.prec)
     low = ball.lower()
     return (low, low) if ball.is_exact() else (low, ball.upper())
 
@@ -166,5 +148,5 @@ def _raised(base: Interval, exponent: Interval, symbolic: Expr) -> Interval:
     return max(min(end.lower() for end in ends), ZERO), max(end.upper() for end in ends)
 
 
-BALLS = Arithmetic(_constant, _add, operator.mul, _power, "arb")
+BALLS = Arithmetic(lambda node: _constant(node, ctx.prec), _add, operator.mul, _power, "arb")
 INTERVALS = Arithmetic(_interval, balls.add, balls.multiply, _raised, "enclosure")

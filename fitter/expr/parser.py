@@ -12,6 +12,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -26,17 +27,13 @@ from .atoms import CONSTANTS, FUNCTIONS, Expr, Where, WhereAtLeast, constant, de
 from .exact import value
 
 MAX_NODES = 1000  # of the formula written out: gelu, silu, min and max stand for formulas that repeat theirs
-MAX_PARTS = (
-    5000  # of f″ written out, the one bound on the work that a formula takes; the literature's longest has 600
-)
+MAX_PARTS = 5000  # of f″ written out, the bound on the work that a formula takes; the literature's longest has 600
 MAX_NESTED = 30  # of SymPy's tree: its functions call themselves
 MAX_NUMBER = 1e300  # beyond it float64 arithmetic on the constant itself may overflow
 MIN_NUMBER = 1e-300  # and below it underflow
 MAX_DENOMINATOR = 10**6  # of a fraction that is written as one
 MAX_BITS = 1024  # of an exact power of a number
 MAX_EXPONENT = 1000  # in size
-MAX_READ = 256  # formulas that are remembered
-_READ: dict[tuple[str, str, tuple[str, ...]], Expr] = {}  # formulas read lately, by their text and its names
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -52,7 +49,8 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[Any, bool]] = {
 }
 
 
-def parse(text: str, *, what: str = "expression", variable: str = "x", learned: Sequence[str] = ()) -> Expr:
+@lru_cache(maxsize=256)
+def parse(text: str, *, what: str = "expression", variable: str = "x", learned: tuple[str, ...] = ()) -> Expr:
     """Read a formula in `x`.
 
     Args:
@@ -70,40 +68,28 @@ def parse(text: str, *, what: str = "expression", variable: str = "x", learned: 
     """
     if not isinstance(text, str):
         raise UsageError(f"{what}: expected text, got {quote(text)}")
-    key = text, variable, tuple(learned)
-    if (known := _READ.get(key)) is None:
-        if len(_READ) >= MAX_READ:
-            _READ.clear()
-        known = _READ[key] = Parser(text, what, variable, learned).parse()
-    return known
+    return Parser(text, what, variable, learned).parse()
 
 
 def text_of(expr: Expr, variable: str = "x") -> str:
     """Return a formula as text that `parse` reads, numbers that are no short fractions rounded to float64."""
-    numbers = {n: _decimal(n) for n in expr.atoms(sympy.Rational) if n.q > MAX_DENOMINATOR}
+    long = [number for number in expr.atoms(sympy.Rational) if number.q > MAX_DENOMINATOR]
+    numbers = {number: sympy.sign(number) * sympy.Symbol(repr(abs(constant(number)))) for number in long}
     return str(_Text().doprint(expr.xreplace({x: sympy.Symbol(variable), **numbers})))
-
-
-def _decimal(number: Expr) -> Expr:
-    text = sympy.Symbol(repr(abs(constant(number))))
-    return -text if number < 0 else text
 
 
 class _Text(StrPrinter):
     """SymPy's own notation, which is Python's, with the names of the language."""
 
     def _print_Where(self, node: Expr) -> str:
-        return self.conditional(node, ">")
-
-    def _print_WhereAtLeast(self, node: Expr) -> str:
-        return self.conditional(node, ">=")
-
-    def conditional(self, node: Expr, comparison: str) -> str:
         u, a, b = node.args
+        comparison = ">" if node.func is Where else ">="
         bound, rest = u.as_coeff_Add()
         if rest.could_extract_minus_sign():
             bound, rest, comparison = -bound, -rest, comparison.replace(">", "<")
         return f"where({self._print(rest)} {comparison} {self._print(-bound)}, {self._print(a)}, {self._print(b)})"
+
+    _print_WhereAtLeast = _print_Where
 
 
 class Parser(Syntax):
@@ -162,15 +148,10 @@ class Parser(Syntax):
 
     def number(self, node: ast.Constant) -> Expr:
         """Return a number, exactly as it is written."""
-        number = node.value
-        try:
-            size = abs(float(number))  # type: ignore[arg-type]
-        except OverflowError:
-            size = math.inf
-        if size > MAX_NUMBER:
+        if node.value > MAX_NUMBER:  # type: ignore[operator]
             self.refuse(node, f"the number is out of range: at most {MAX_NUMBER:g} in size")
         # repr is the shortest decimal that names this float: 0.1 becomes 1/10, as its writer meant
-        return sympy.Rational(repr(number))
+        return sympy.Rational(repr(node.value))
 
     def checked(self, node: ast.AST, expr: Expr) -> Expr:
         """Refuse what would hang or overflow later, before anything is built on it.
@@ -223,8 +204,8 @@ class Parser(Syntax):
                 self.refuse(node, "this power of numbers is out of range")
         elif abs(size) > MAX_EXPONENT:
             self.refuse(node, f"the exponent {size:g} is out of range: at most {MAX_EXPONENT} in size")
-        # SymPy multiplies out the power of a coefficient, and exactly
-        if _bits(base.as_coeff_Mul()[0]) * abs(size) > MAX_BITS:
+        number = base.as_coeff_Mul()[0]  # whose power SymPy multiplies out, exactly
+        if max(abs(number.p), number.q).bit_length() * abs(size) > MAX_BITS:
             self.refuse(node, "this power of numbers is out of range")
         if base == CONSTANTS["e"]:
             return self.checked(node, exp(exponent))
@@ -282,10 +263,3 @@ class Parser(Syntax):
             self.refuse(test, "a condition compares with <, <=, > or >=")
         kind, larger = _COMPARISONS[type(test.ops[0])]
         return self.checked(node, kind(left - right if larger else right - left, a, b))
-
-
-def _bits(number: Expr) -> int:
-    """Return the bits of an exact number; of any other constant, those of a float."""
-    if number.is_Rational:
-        return int(max(abs(number.p).bit_length(), number.q.bit_length()))
-    return 53

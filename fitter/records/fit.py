@@ -19,7 +19,7 @@ from fitact.fitter.expr import Array, Expr, parse, stable
 from fitact.fitter.files import FIT
 from fitact.fitter.numerics import DTYPES, LARGEST, Weight
 
-from .approximants import Approximant, Bits, PublishedApproximant, Single, codes
+from .approximants import Approximant, Bits, Single, codes
 from .validate import (
     check_bits,
     check_domain,
@@ -239,7 +239,7 @@ class InvertedFit(Fit):
                 raise UsageError(
                     f"approximants.{dtype}: expected 1 to {2**self.bits} approximants, got {len(approximants)}"
                 )
-            if len({_sort(approximant) for approximant in approximants}) > 1:
+            if len({(getattr(one, "anchor", None), one.approximates) for one in approximants}) > 1:
                 raise UsageError(
                     f"approximants.{dtype}: expected quotients, "
                     "or approximants of one anchor that approximate the same"
@@ -325,8 +325,3 @@ def _plain(value: Any) -> object:
     if isinstance(value, Formula | Weight):
         return value.record()
     return {part.name: getattr(value, part.name) for part in fields(value)}
-
-
-def _sort(approximant: Approximant) -> tuple[Any, ...]:
-    """Return what all approximants of a fit must have in common."""
-    return (approximant.anchor, approximant.approximates) if isinstance(approximant, PublishedApproximant) else ()

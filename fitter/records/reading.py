@@ -7,14 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fitact.base import FitactError, UsageError, label, quote, read_text
+from fitact.base import UsageError, label, quote
 from fitact.fitter.analysis import Activation, Formula, Gate, Learned, Number
 from fitact.fitter.catalog import CATALOG, GATES, LEARNED
 from fitact.fitter.files import FIT
 from fitact.fitter.numerics import Weight
 
 from .fit import KINDS, AnyFit, Option
-from .validate import check_keys, hints_of, mapping, readable, text
+from .validate import HINTS, check_keys, mapping, readable, text
 from .validate import read as read_as
 
 T = TypeVar("T", bound=Formula)
@@ -29,11 +29,7 @@ GONE = {
 
 def read(path: Path) -> AnyFit:
     """Read a fit from its file and check every field; a UsageError names the file and the field."""
-    source = read_text(path, FIT.limit)
-    try:
-        return from_json(source)
-    except FitactError as error:
-        raise UsageError(f"{path}: {error}") from None
+    return FIT.read(path, from_json)
 
 
 def from_json(source: str) -> AnyFit:
@@ -57,7 +53,7 @@ def from_json(source: str) -> AnyFit:
         if name in expected:
             raise UsageError(f"{name}: missing")
         raise UsageError(f"{label(name)}: not a field of a fit of the method {method}")
-    hints = hints_of(kind)
+    hints = HINTS[kind]
     return kind(**{name: read_as(hints[name], record[name], name, _READERS) for name in hints if name in expected})
 
 
@@ -110,15 +106,10 @@ def _named(record: dict[str, Any], what: str, known: Mapping[str, object], make:
     return made
 
 
-def _option(value: object, what: str) -> object:
-    """Return a value that the method's options check."""
-    return value
-
-
 _READERS: dict[Any, Callable[[object, str], Any]] = {
     Activation: _activation,
     Gate: _gate,
     Learned: _learned,
     Weight: lambda value, what: Weight(text(value, what)),
-    Option: _option,
+    Option: lambda value, what: value,  # the method's options check it
 }

@@ -57,18 +57,20 @@ def check_keys(what: str, record: Mapping[str, Any], expected: Iterable[str]) ->
         raise UsageError(f"{what}: expected {', '.join(sorted(expected))}, got {quote(sorted(record))}")
 
 
-def text(value: object, what: str) -> str:
-    """Return a text."""
-    if not isinstance(value, str):
-        raise UsageError(f"{what}: expected text, got {quote(value)}")
-    return value
+def _reader(kind: type[T], told: str) -> Callable[[object, str], T]:
+    """Return a function that returns a value of a type of Python, which messages call `told`."""
+
+    def read(value: object, what: str) -> T:
+        if not isinstance(value, kind):
+            raise UsageError(f"{what}: expected {told}, got {quote(value)}")
+        return value
+
+    return read
 
 
-def truth(value: object, what: str) -> bool:
-    """Return a truth value."""
-    if not isinstance(value, bool):
-        raise UsageError(f"{what}: expected true or false, got {quote(value)}")
-    return value
+text = _reader(str, "text")
+truth = _reader(bool, "true or false")
+mapping: Callable[[object, str], dict[str, Any]] = _reader(dict, "an object")
 
 
 def free_text(value: object, what: str) -> str:
@@ -81,40 +83,20 @@ def free_text(value: object, what: str) -> str:
     return value
 
 
-def mapping(value: object, what: str) -> dict[str, Any]:
-    """Return an object."""
-    if not isinstance(value, dict):
-        raise UsageError(f"{what}: expected an object, got {quote(value)}")
-    return value
-
-
-_HINTS: dict[Any, dict[str, Any]] = {}  # the types of the fields of each record that can be read
+HINTS: dict[Any, dict[str, Any]] = {}  # the types of the fields of each record that can be read
 
 
 def readable(kind: type[T]) -> type[T]:
     """Let `read` read a dataclass. Python evaluates its annotations here, so that reading runs nothing."""
-    _HINTS[kind] = get_type_hints(kind)
+    HINTS[kind] = get_type_hints(kind)
     return kind
 
 
-def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the types of the fields of a record."""
-    return _HINTS[kind]
-
-
 def read(kind: Any, value: object, what: str, readers: Mapping[Any, Callable[[object, str], Any]]) -> Any:
-    """Return a value of JSON as what an annotation asks for.
+    """Return a value of JSON as what an annotation asks for; a UsageError names the part that is something else.
 
-    Args:
-        kind: a number, a text or a truth value; a tuple or a mapping of such; a `Literal`; a dataclass; or a union
-            of dataclasses, which their fields `kind` tell apart.
-        value: the value.
-        what: what messages call it.
-        readers: of other types.
-
-    Raises:
-        UsageError: it is something else; the message names the part.
-
+    The annotation is a number, a text or a truth value; a tuple or a mapping of such; a `Literal`; a dataclass; or
+    a union of dataclasses, which their fields `kind` tell apart. `readers` are those of other types.
     """
     origin, of = get_origin(kind), get_args(kind)
     if (reader := readers.get(kind) or _SCALARS.get(kind)) is not None:
@@ -134,11 +116,11 @@ def read(kind: Any, value: object, what: str, readers: Mapping[Any, Callable[[ob
     if type(None) in of:
         return None if value is None else read(of[0], value, what, readers)
     if of:
-        tags = {tag: one for one in of for tag in get_args(_HINTS[one]["kind"])}
+        tags = {tag: one for one in of for tag in get_args(HINTS[one]["kind"])}
         if (tag := text(mapping(value, what).get("kind"), f"{what}.kind")) not in tags:
             raise UsageError(f"{what}.kind: expected one of {', '.join(tags)}, got {quote(tag)}")
         kind = tags[tag]
-    record, hints = mapping(value, what), _HINTS[kind]
+    record, hints = mapping(value, what), HINTS[kind]
     check_keys(what, record, [part.name for part in fields(kind)])
     try:
         return kind(**{key: read(hints[key], item, key, readers) for key, item in record.items()})

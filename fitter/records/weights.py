@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fitact.base import FitactError, UsageError, columns, few, quote, read_text
+from fitact.base import UsageError, columns, few, quote
 from fitact.fitter.files import WEIGHTS
 from fitact.fitter.numerics import DIGITS, Weight, of_counts
 
@@ -81,18 +81,7 @@ def site(
     extremes: tuple[float, float],
     cells: tuple[Sequence[float], Sequence[int]],
 ) -> Site:
-    """Return the record of a site from what was counted there.
-
-    Args:
-        path: as in `Site`.
-        activation: as in `Site`.
-        left_out: as in `Site`.
-        mean: of the numbers.
-        deviation: of the numbers.
-        extremes: the least and the largest number.
-        cells: the edges and the counts of a fine histogram.
-
-    """
+    """Return the record of a site from what was counted there: `cells` are edges and counts, a fine histogram."""
     edges, counts = cells
     histogram = of_counts(edges, counts)
     scale = max(deviation, abs(mean) * NARROWEST, NARROWEST)
@@ -181,11 +170,7 @@ class Calibration:
 
 def read_weights(path: Path) -> Calibration:
     """Read a calibration from its file and check every field; a UsageError names the file and the field."""
-    source = read_text(path, WEIGHTS.limit)
-    try:
-        return from_json(source)
-    except FitactError as error:
-        raise UsageError(f"{path}: {error}") from None
+    return WEIGHTS.read(path, from_json)
 
 
 def from_json(source: str) -> Calibration:
