@@ -17,10 +17,11 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -323,6 +324,44 @@ def count(way: Way, trips: int, work: Work) -> tuple[float, float]:
     return total, total - loop * work.reads / sum(one.load for one in way.loop)
 
 
+def compiled(
+    function: Any,
+    kinds: Mapping[str, str],
+    dtype: str,
+    target: str,
+    threads: int,
+    constants: Mapping[str, Any] = MappingProxyType({}),
+    multiples: Collection[str] = (),
+    **options: Any,
+) -> Any:
+    """Compile a kernel ahead of time, as the runtime's launch would.
+
+    Args:
+        function: what Triton compiles.
+        kinds: types of its arguments; others point to numbers of `dtype`.
+        dtype, target: what for.
+        threads: of a program.
+        constants: arguments that are constants.
+        multiples: arguments that are multiples of 16, as all pointers are.
+        options: of the compiler.
+
+    """
+    names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, f"*{dtype}") for name in names}
+    aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in multiples]
+    return triton.compile(
+        ASTSource(
+            fn=function,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        ),
+        target=GPUS[target],
+        options={"num_warps": threads // GPUS[target].warp_size, "enable_fp_fusion": True, **options},
+    )
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel and how it is launched.
@@ -363,14 +402,7 @@ class Kernel:
     def compile(self, dtype: str, target: str, output: str | None = None) -> Any:
         """Compile ahead of time, as the runtime's launch would; `output` is the dtype of y and dy, if another."""
         kinds = {"codes": "*u8", "n": "i64", "y": f"*{output or dtype}", "dy": f"*{output or dtype}"}
-        signature = {name: kinds.get(name, f"*{dtype}") for name in self.function.arg_names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-        warps = self.threads(dtype, output or dtype) // GPUS[target].warp_size
-        return triton.compile(
-            ASTSource(fn=self.function, signature=signature, constexprs={}, attrs=aligned),
-            target=GPUS[target],
-            options={"num_warps": warps, "enable_fp_fusion": True},
-        )
+        return compiled(self.function, kinds, dtype, target, self.threads(dtype, output or dtype))
 
 
 @dataclass(frozen=True)
@@ -407,22 +439,10 @@ class GateKernel:
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""
         function = getattr(self.gate, self.pass_)
-        of_rows = "i32" if self.view else "constexpr"
-        signature = {
-            name: of_rows if name.startswith(("width", "stride")) else "i64" if name == "n" else f"*{dtype}"
-            for name in function.arg_names
-        }
-        kinds = list(enumerate(signature.values()))
-        return triton.compile(
-            ASTSource(
-                fn=function,
-                signature=signature,
-                constexprs={(i,): None for i, kind in kinds if kind == "constexpr"},
-                attrs={(i,): [["tt.divisibility", 16]] for i, kind in kinds if kind[0] == "*" or kind == "i32"},
-            ),
-            target=GPUS[target],
-            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size, "enable_fp_fusion": True},
-        )
+        rows = [name for name in function.arg_names if name.startswith(("width", "stride"))]
+        kinds = {"n": "i64"} | dict.fromkeys(rows, "i32")
+        constants = {} if self.view else dict.fromkeys(rows)
+        return compiled(function, kinds, dtype, target, self.threads(dtype), constants, rows if self.view else ())
 
 
 @dataclass(frozen=True)
@@ -456,17 +476,7 @@ class BlockKernel:
         kinds |= dict.fromkeys(("rows", "across", "n"), "i32")
         constants = blocks.constants(self.pass_, self.bits, FLOATS[dtype], signs=False) | {"rest": self.rest}
         options = blocks.launching(torch.device("cpu"))
-        names, tensors = function.arg_names, ("x", "codes", "scales", "shifts")
-        return triton.compile(
-            ASTSource(
-                fn=function,
-                signature={name: kinds.get(name, "constexpr") for name in names},
-                constexprs={(names.index(name),): value for name, value in constants.items()},
-                attrs={(names.index(name),): [["tt.divisibility", 16]] for name in tensors},
-            ),
-            target=GPUS[target],
-            options=options | {"num_warps": block_kernels.THREADS // GPUS[target].warp_size},
-        )
+        return compiled(function, kinds, dtype, target, block_kernels.THREADS, constants, **options)
 
 
 @dataclass(frozen=True)
@@ -494,23 +504,16 @@ class Cost:
         return {name: round(value, 2) for name, value in asdict(self).items()}
 
 
-class Resources(NamedTuple):
-    """What a compiled kernel takes.
+class Code(NamedTuple):
+    """The machine code of a compiled kernel.
 
     Attributes:
+        text: as the assembler would read it, if it was asked for.
         registers: a thread's.
         spills: NVIDIA: bytes of stack and local memory; AMD: registers spilled and bytes of scratch.
         shared: bytes of memory that the threads of a program share.
 
     """
-
-    registers: int
-    spills: int
-    shared: int
-
-
-class Code(NamedTuple):
-    """The machine code of a compiled kernel: its text as the assembler would read it, and its resources."""
 
     text: str
     registers: int
@@ -518,25 +521,25 @@ class Code(NamedTuple):
     shared: int
 
 
-def resources(asm: Any) -> Resources:
+def resources(asm: Any, code: str = "") -> Code:
     """Return what a kernel takes, as its compiler notes it: a hundredth of the time of `machine_code`."""
     if "cubin" not in asm:
         text = asm["amdgcn"]
         spills = sum(_field(rf"\.{what}:\s+(\d+)", text) for what in SPILLED)
         shared = _field(r"\.group_segment_fixed_size:\s+(\d+)", text)
-        return Resources(_field(r"\.vgpr_count:\s+(\d+)", text), spills, shared)
+        return Code(code, _field(r"\.vgpr_count:\s+(\d+)", text), spills, shared)
     usage = _tool("cuobjdump", asm["cubin"], "-res-usage")
     registers, stack, local, shared = (
         _field(rf"\b{what}:(\d+)", usage) for what in ("REG", "STACK", "LOCAL", "SHARED")
     )
-    return Resources(registers, stack + local, shared)
+    return Code(code, registers, stack + local, shared)
 
 
 def machine_code(asm: Any) -> Code:
     """Return what the tools of the GPU's maker say of what was compiled."""
     # no data flow: it is not asked for, and it takes time
     text = _tool("nvdisasm", asm["cubin"], "-c", "-ndf") if "cubin" in asm else asm["amdgcn"]
-    return Code(text, *resources(asm))
+    return resources(asm, text)
 
 
 def machine_codes(asms: Sequence[Any], target: str) -> list[Code]:
@@ -554,7 +557,7 @@ def machine_codes(asms: Sequence[Any], target: str) -> list[Code]:
     if len(lines) != ends[-1]:
         raise ValueError(f"nvdisasm printed {len(lines)} instructions: expected {ends[-1]}")
     return [
-        Code(_labelled(lines[start:end], start * _NVIDIA_SIZE, section.subroutines), *resources(asm))
+        resources(asm, _labelled(lines[start:end], start * _NVIDIA_SIZE, section.subroutines))
         for asm, section, start, end in zip(asms, sections, [0, *ends], ends, strict=False)
     ]
 

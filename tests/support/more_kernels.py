@@ -6,14 +6,11 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-import triton
-from triton.compiler import ASTSource
-
 from fitact.runtime.kernels.learned_tiles import BLOCK, TRIPS
 from fitact.runtime.kernels.norm_tiles import RowTiling, ms_norm_backward, ms_norm_forward, plan
 from fitact.runtime.kernels.reference import TILE
 from fitact.runtime.kernels.registry import find
-from tests.support.instructions import GPUS
+from tests.support.instructions import compiled
 
 # How the channels lie: one alone, beside each other, in images.
 PLACES = {"one": (False, False), "last": (True, False), "image": (True, True)}
@@ -58,26 +55,11 @@ class LearnedKernel:
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""
         channels, inner = PLACES[self.place]
-        kinds = {
-            "numbers": "*fp32",
-            "sums": "*fp32",
-            "channels": "i32" if channels else "constexpr",
-            "inner": "i32" if inner else "constexpr",
-            "rows": "i64",
-            "n": "i64",
-        }
+        kinds = {"numbers": "*fp32", "sums": "*fp32", "channels": "i32", "inner": "i32", "rows": "i64", "n": "i64"}
+        constants = {name: None for name, given in (("channels", channels), ("inner", inner)) if not given}
         kernel = getattr(self.formula, self.pass_)
-        signature = {argument: kinds.get(argument, f"*{dtype}") for argument in kernel.arg_names}
-        constexprs = {(i,): None for i, kind in enumerate(signature.values()) if kind == "constexpr"}
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, (name, kind) in enumerate(signature.items())
-            if kind[0] == "*" or (name == "channels" and kind == "i32")
-        }
-        return triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned),
-            target=GPUS[target],
-            options={"num_warps": self.threads(dtype) // GPUS[target].warp_size, "enable_fp_fusion": True},
+        return compiled(
+            kernel, kinds, dtype, target, self.threads(dtype), constants, ("channels",) if channels else ()
         )
 
 
@@ -117,18 +99,10 @@ class NormKernel:
             "width": self.plan.width,
             "whole": self.plan.whole,
         }
-        signature = dict(zip(kernel.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
-        aligned = [*range(len(tensors)), len(tensors)] + ([len(tensors) + 1] if self.columns % 16 == 0 else [])
-        return triton.compile(
-            ASTSource(
-                fn=kernel,
-                signature=signature,
-                constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-                attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-            ),
-            target=GPUS[target],
-            options={"num_warps": self.plan.threads // GPUS[target].warp_size, "enable_fp_fusion": True},
-        )
+        names = kernel.arg_names
+        multiples = names[len(tensors) : len(tensors) + 1 + (self.columns % 16 == 0)]
+        signature = dict(zip(names, kinds, strict=False))
+        return compiled(kernel, signature, dtype, target, self.plan.threads, constants, multiples)
 
 
 @dataclass(frozen=True)
@@ -152,17 +126,6 @@ class PlainKernel:
 
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, for a multiple of 16 elements."""
-        names = self.function.arg_names
-        return triton.compile(
-            ASTSource(
-                fn=self.function,
-                signature={name: "i32" if name == "n" else f"*{dtype}" for name in names},
-                constexprs={},
-                attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
-            ),
-            target=GPUS[target],
-            options={
-                "num_warps": PLAIN // self.elements(dtype) // GPUS[target].warp_size,
-                "enable_fp_fusion": True,
-            },
+        return compiled(
+            self.function, {"n": "i32"}, dtype, target, PLAIN // self.elements(dtype), multiples=("n",)
         )
