@@ -7,7 +7,6 @@ alone: while a text is read, no file is opened, nothing is imported, executed, s
 import builtins
 import json
 import os
-import re
 import signal
 import sys
 import warnings
@@ -29,6 +28,7 @@ from fitact.fitter.records.reading import from_json
 from fitact.fitter.syntax import MAX_DEPTH, MAX_LENGTH
 from tests.fuzz.checks import AT, answered
 from tests.fuzz.grammar import FITS, RAW, written
+from tests.support.rows import listed
 
 SECONDS = 20.0
 
@@ -258,9 +258,7 @@ UNICODE = {
 }
 # Nothing in them is a formula, and some of them would do something if they were run.
 PROGRAMS = [
-    *re.split(
-        r"\s{2,}",
-        r"""
+    *listed(r"""
 __import__('os').system('touch x')  __import__(chr(111) + chr(115)).mkdir(chr(120))  canary()  canary(x)*x
 canary.x  canary[x]  canary + x  exp(canary)  where(canary > 0, x, 1)  where(x > 0, canary(), canary())
 exp(x=canary())  exp(*canary())  exp(x, evaluate=False)  [canary() for x in x]  {canary()}  {x: canary()}
@@ -270,13 +268,8 @@ import canary  del x  assert canary()  raise canary  exec('canary()')  open('x',
 x.__class__.__mro__  ().__class__.__base__.__subclasses__()  exp.__globals__  exp(x).diff(x)  sympify(x)
 f'{canary()}'  '{0.__class__}'.format(x)  {x.__class__}  {alpha}*x  %(x)s  x % (canary(),)  x @ canary  `canary`
 $(touch x)  x && touch x  ../x  x # canary()  x // canary  @canary  ...
-""".strip(),
-    ),
-    "x\ncanary()",
-    "x\rcanary()",
-    "x\x0ccanary()",
-    "\\x63anary()",
-    "# -*- coding: unicode_escape -*-\ncanary()",
+"""),
+    *("x\ncanary()", "x\rcanary()", "x\x0ccanary()", "\\x63anary()", "# -*- coding: unicode_escape -*-\ncanary()"),
 ]
 
 
@@ -298,15 +291,11 @@ DERIVATIVES = {
 
 # Each was once rewritten without end, or into something that grew with every pass.
 REWRITTEN = [
-    "exp(x)*(e-1)",
-    "exp(-x)*(1-tanh(1))",
-    "1/(1+(e-1)*exp(x))",
-    "1/(log(2)+2*exp(x)+log(3)*exp(2*x))",
-    "sinh(x/2)/(exp(2*x)+exp(x)+1)",
-    "abs(x)/(1+exp(-x)+exp(-2*x))",
-    "expm1(x)/(exp(2*x)+exp(x)+1)",
-    "1/(sech2(2)-exp(erfc(x**2)))",
-    "1/(exp(2*(-x)**1.5)+exp((-x)**1.5)+0.5)",
+    *listed("""
+    exp(x)*(e-1)   exp(-x)*(1-tanh(1))   1/(1+(e-1)*exp(x))   1/(log(2)+2*exp(x)+log(3)*exp(2*x))
+    sinh(x/2)/(exp(2*x)+exp(x)+1)   abs(x)/(1+exp(-x)+exp(-2*x))   expm1(x)/(exp(2*x)+exp(x)+1)
+    1/(sech2(2)-exp(erfc(x**2)))   1/(exp(2*(-x)**1.5)+exp((-x)**1.5)+0.5)
+    """),
     # what SymPy multiplies out by itself, and coefficients that leave the range of float64
     *("((10*x)**1000)**1000", "(((10*x)**1000)**1000)**1000", "((x/10)**1000)**1000", "(sqrt(8*x)**1000)**1000"),
     *("exp(1e10*log(10) + x)", "exp(1e10*log(10)*x/x)", "exp(690)*x*exp(690)", "x*1e200*1e200", "x/1e-200/1e-200"),
@@ -370,14 +359,8 @@ def test_letters_beyond_ascii(text):
 
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_programs_are_refused_and_not_run(text):
-    for formula in (
-        text,
-        f"({text})",
-        f" {text} ",
-        f"x + {text}",
-        f"exp({text})",
-        f"where(x > 0, {text}, {text})",
-    ):
+    around = (text, f"({text})", f" {text} ", f"x + {text}", f"exp({text})", f"where(x > 0, {text}, {text})")
+    for formula in around:
         assert check_text(formula) is None
 
 

@@ -31,6 +31,7 @@ from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from fitact.fitter.records.reading import from_json, read
 from tests.support.package import load
+from tests.support.rows import listed
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "generated" / "fits").glob("*.json"))
@@ -195,42 +196,17 @@ def test_a_long_formula_stays_in_one_line_of_the_docstring():
 
 # ----------------------------------------------------------------------------------------------- the printers
 
-FORMULAS = [
-    "x",
-    "-x",
-    "2 - x",
-    "x/3 - 1/x",
-    "-1/x + 1e-5",
-    "1/(1 + x**2)",
-    "x*(1 + erf(x/sqrt(2)))/2",
-    "x*sigmoid(1.702*x)",
-    "x*tanh(softplus(x))",
-    "x*tanh(softplus(x)) + softplus(x)*exp(-softplus(x))",
-    "-x**2 + (-x)**3 - (x - 1)**4/7",
-    "x/(2 - x)/(3 + x**2)/5",
-    "x - (x - (x - 1)*(2 - x))",
-    "-(x + 1)*-(x - 1)",
-    "1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))",
-    "x*where(x > 1, 1, 0.1)",
-    "where(2 - x >= x**2, exp(x), 1/3)",
-    "where(x > -1, where(x < 2, x, 0.1), 0.7)",
-    "x*min(max(x/6 + 0.5, 0), 1)",
-    "max(0.1*x, x) + abs(x - 1)*sign(x + 2) - relu(-x)",
-    "2**x + 0.3**(x + 1)",
-    "e**(-x) - pi**x",
-    "(1 + x**2)**0.3 - (1 + x**2)**-0.3",
-    "(1 + x**2)**(x/5)",
-    "x/sqrt(1 + x**2) - sqrt(1 + x**2)**-3",
-    "log(1 + x**2) - log1p(exp(x))",
-    "exp(-x**2)*(1 + x**2)/(2 + exp(-x**2))",
-    "x**-2*exp(-x**-2)",
-    "1e-30*x + 1e30*x",
-    "sqrt(pi)*x/e - log(2)",
-    "(x**2)**0.5*3",
-    "2*(x + 1)*(x + 1)**0.5",
-    "-exp(-(-x))/-x",
-    "exp(x)**3/exp(x + 1)**2",
-]
+FORMULAS = listed("""
+x   -x   2 - x   x/3 - 1/x   -1/x + 1e-5   1/(1 + x**2)   x*(1 + erf(x/sqrt(2)))/2   x*sigmoid(1.702*x)
+x*tanh(softplus(x))   x*tanh(softplus(x)) + softplus(x)*exp(-softplus(x))   -x**2 + (-x)**3 - (x - 1)**4/7
+x/(2 - x)/(3 + x**2)/5   x - (x - (x - 1)*(2 - x))   -(x + 1)*-(x - 1)
+1.0507009873554805*where(x > 0, x, 1.6732632423543772*expm1(x))   x*where(x > 1, 1, 0.1)
+where(2 - x >= x**2, exp(x), 1/3)   where(x > -1, where(x < 2, x, 0.1), 0.7)   x*min(max(x/6 + 0.5, 0), 1)
+max(0.1*x, x) + abs(x - 1)*sign(x + 2) - relu(-x)   2**x + 0.3**(x + 1)   e**(-x) - pi**x
+(1 + x**2)**0.3 - (1 + x**2)**-0.3   (1 + x**2)**(x/5)   x/sqrt(1 + x**2) - sqrt(1 + x**2)**-3
+log(1 + x**2) - log1p(exp(x))   exp(-x**2)*(1 + x**2)/(2 + exp(-x**2))   x**-2*exp(-x**-2)   1e-30*x + 1e30*x
+sqrt(pi)*x/e - log(2)   (x**2)**0.5*3   2*(x + 1)*(x + 1)**0.5   -exp(-(-x))/-x   exp(x)**3/exp(x + 1)**2
+""")
 POINTS = np.concatenate([np.linspace(-12, 12, 97) + 1e-3, [-40.0, -25.0, 25.0, 40.0]])
 
 

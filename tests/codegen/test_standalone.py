@@ -30,16 +30,8 @@ from tests.conftest import ROOT
 from tests.support.package import load
 
 SHIPPED = sorted(path.stem for path in (ROOT / "generated" / "fits").glob("*.json"))
-NAMES = [
-    "gelu_fewbit3",
-    "gelu_inverted1",
-    "gelu_relumix2",
-    "hardswish_inverted2",
-    "quick_gelu_fewbit3",
-    "silu_inverted_published",
-    "softplus_output",
-    "tanh_fewbit3",
-]
+NAMES = ["gelu_fewbit3", "gelu_inverted1", "gelu_relumix2", "hardswish_inverted2", "quick_gelu_fewbit3"]
+NAMES += ["silu_inverted_published", "softplus_output", "tanh_fewbit3"]
 
 
 def shipped(name: str) -> AnyFit:

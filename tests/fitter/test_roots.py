@@ -218,16 +218,8 @@ def test_exact_values(text: str, at: float, expected) -> None:
 
 
 def test_exact_values_never_fail() -> None:
-    for text in (
-        "exp(exp(exp(x)))",
-        "sin(exp(exp(x)))",
-        "1/x",
-        "log(x)",
-        "x**0.5",
-        "tan(x**300)",
-        "x/abs(x)",
-        "atan(1/x)",
-    ):
+    texts = "exp(exp(exp(x))) sin(exp(exp(x))) 1/x log(x) x**0.5 tan(x**300) x/abs(x) atan(1/x)"
+    for text in texts.split():
         for at in (-1e300, -1.0, 0.0, 1e-300, 20.0, 1e300):
             value(parse(text), at)
     assert value(parse("1/x"), 0.0) == flint.arb.pos_inf() and value(parse("sqrt(x)"), -1.0).is_nan()

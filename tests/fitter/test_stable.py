@@ -11,6 +11,7 @@ from fitact.fitter.expr.atoms import x
 from fitact.fitter.expr.exact import value
 from fitact.fitter.expr.parser import parse
 from fitact.fitter.expr.rewrite import stable
+from tests.support.rows import listed
 
 POINTS = [-41.3, -7.7, -2.3, -0.61, -1e-3, 0.0137, 0.37, 1.9, 5.3, 12.1, 33.7]
 IDIOMS = {
@@ -36,20 +37,11 @@ IDIOMS = {
     "exp(-(x - 50)**2)**2": "exp(-2*(x - 50)**2)",
     "1/(exp(2*x) + exp(x))**3": "exp(-3*x)*sigmoid(-x)**3",
 }
-OTHERS = [
-    "sigmoid(10*x + 50) - sigmoid(10*x - 50)",
-    "sigmoid(10*x - 50) - sigmoid(10*x + 50)",
-    "x*log(2 - exp(-exp(x)))",
-    "sqrt(1 + x**2) - 1 + x",
-    "sqrt(1 + x**2) - x",
-    "x*(1 + x/sqrt(1 + x**2))/2",
-    "x/(x/2 + exp(-x/3))",
-    "exp((x - 1)/x**2)**2",
-    "(1 + exp(-1.5*x))**(-1/3)",
-    "cos(x) - 1",
-    "cosh(x) - 1",
-    "exp(x)*(e - 1)",
-]
+OTHERS = listed("""
+sigmoid(10*x + 50) - sigmoid(10*x - 50)   sigmoid(10*x - 50) - sigmoid(10*x + 50)   x*log(2 - exp(-exp(x)))
+sqrt(1 + x**2) - 1 + x   sqrt(1 + x**2) - x   x*(1 + x/sqrt(1 + x**2))/2   x/(x/2 + exp(-x/3))
+exp((x - 1)/x**2)**2   (1 + exp(-1.5*x))**(-1/3)   cos(x) - 1   cosh(x) - 1   exp(x)*(e - 1)
+""")
 
 
 @pytest.mark.parametrize(("text", "better"), IDIOMS.items(), ids=list(IDIOMS))

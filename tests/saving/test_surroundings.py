@@ -466,15 +466,8 @@ MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in b
 
 
 QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed", "gate")
-QUICK += (
-    "dropout",
-    "composed",
-    "adapters",
-    "group norm",
-    "calls: attention",
-    "calls: gelu, dropout",
-    "calls: adapter",
-)
+QUICK += ("dropout", "composed", "adapters", "group norm", "calls: attention", "calls: gelu, dropout")
+QUICK += ("calls: adapter",)
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in (*SMALL, *REAL)]
 # Other hooks may store the very tensor from which another is recomputed: if it is changed later, backward raises.
 SPOILT = {

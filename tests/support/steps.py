@@ -11,17 +11,8 @@ import torch
 from tests.support.generated import HALVES, Generated, each_of, fits, patterns, same
 
 # Exact as step functions: PyTorch's own gradient is the reference at every float.
-PIECEWISE_LINEAR = (
-    "hardshrink",
-    "hardsigmoid",
-    "hardtanh",
-    "identity",
-    "leaky_relu",
-    "relu",
-    "relu6",
-    "softshrink",
-    "threshold",
-)
+PIECEWISE_LINEAR = ("hardshrink", "hardsigmoid", "hardtanh", "identity", "leaky_relu", "relu", "relu6")
+PIECEWISE_LINEAR += ("softshrink", "threshold")
 
 
 @dataclass(frozen=True)
@@ -72,13 +63,9 @@ def around(borders: list[float], dtype: torch.dtype) -> torch.Tensor:
 
 # One of each kind: every width, an even derivative, a jump, exact steps, a formula that PyTorch lacks.
 SOME = {
-    "gelu_fewbit1",
-    "gelu_fewbit2",
-    "gelu_fewbit3",
-    "gelu_fewbit4",
+    *(f"gelu_fewbit{bits}" for bits in (1, 2, 3, 4)),
     "hardtanh_fewbit1",
     "quick_gelu_fewbit3",
     "relu6_fewbit2",
-    "selu_fewbit3",
-    "tanh_fewbit3",
 }
+SOME |= {"selu_fewbit3", "tanh_fewbit3"}

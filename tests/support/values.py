@@ -31,6 +31,7 @@ from fitact.fitter.numerics.weight import Weight
 from fitact.fitter.records.fit import StepFit
 from tests.support.generated import load, patterns
 from tests.support.literature import LITERATURE
+from tests.support.rows import listed
 from tests.support.shared import shared
 
 Array = NDArray[np.float64]
@@ -45,99 +46,29 @@ PROMISED = 64  # by `check`, which also passes what is off by LOST
 LOST = 2.0**-9
 
 # What a user may write beside the literature: some of it floating point cannot evaluate, and then `check` says so.
-WRITTEN = (
-    "x**2/(exp(x) + exp(-x))**3",
-    "x*exp(x)/(exp(x)**3 + 2)",
-    "x*exp(2*x)/(1 + exp(x))**4",
-    "exp(x)/(1 + exp(x))**2",
-    "exp(x)/(1 + exp(2*x) + x**2)",
-    "x*exp(-x)/(1 + exp(-3*x))",
-    "exp(-x)*x**3",
-    "exp(x)*exp(-x**2)",
-    "x**3*exp(-x**2)",
-    "x**2*exp(-abs(x))",
-    "(x**2 + x)*exp(-x**2/2)",
-    "x**3/(1 + x**2)",
-    "(x**2 - 1)/(x**2 + 1)",
-    "x**4/(1 + x**4)",
-    "sqrt(x**4 + 1)",
-    "x/(1 + x**2)",
-    "(1 + x**2)**0.25",
-    "x/(1 + x**4)**0.25",
-    "x*exp(-x**4)",
-    "cos(x**2)*exp(-x**2)",
-    "sin(x)/x",
-    "tanh(x)*exp(-x**2)*x**2",
-    "log(1 + x**2)",
-    "log(exp(x) + exp(2*x) + 1)",
-    "sqrt(1 + exp(x))",
-    "sqrt(1 + exp(2*x)) - exp(x)",
-    "sigmoid(x)**0.5",
-    "sigmoid(x)*(1 - sigmoid(x))",
-    "sigmoid(x) - sigmoid(x - 1)",
-    "sigmoid(x) - sigmoid(2*x)",
-    "tanh(x) - tanh(x/2)",
-    "erf(x) - erf(x - 1)",
-    "exp(-x)*(exp(x) - 1)",
-    "1 - exp(-x**2)",
-    "atan(x) - x",
-    "x - sin(x)",
-    "x - log(1 + exp(x))",
-    "asinh(x) - log(abs(x) + 1)",
-    "x*(sqrt(1 + x**2) - x)",
-    "x/(x + sqrt(1 + x**2))",
-    "x/(1 + abs(x))**2",
-    "x*abs(x)/(1 + x**2)",
-    "x**2*sigmoid(x)",
-    "x**2*sigmoid(-x**2)",
-    "where(x > 0, sqrt(x), -sqrt(-x))",
-    "log(1 + abs(x))*sign(x)",
-    "where(x > 0, log(x + 1), -log(1 - x))",
-    "exp(x)*erfc(x)",
-    "exp(x**2)*erfc(x)",
-    "softplus(x)**2",
-    "exp(sigmoid(x)) - 1",
-    "exp(exp(-x**2)) - 1",
-    "cosh(x) - 1",
-    "cosh(x) - sinh(x)",
-    "x*sinh(x)/cosh(x)**2",
-    "1/cosh(x)**3",
-    "x/cosh(x)",
-    "1/(cosh(x) + 1)",
-    "1/(x**2 + 1e-6)",
-    "x*sigmoid(100*x)",
-    "x*sigmoid(x**3)",
-    "x*tanh(1/(1 + x**2))",
-    "exp(-(x - 50)**2)",
-    "sin(50*x)/(1 + x**2)",
-    "relu(x)**3/(1 + relu(x)**2)",
-    "x*relu(x + 3)/(6 + abs(x))",
-    "x*exp(x)*exp(-2*abs(x))",
-    "x**2/(x**2 + exp(-x))",
-    "x*exp(-exp(-x))",
-    "exp(x - exp(x))",
-    "exp(-softplus(x))*x",
-    "log(2 + exp(x)) - log(1 + exp(x))",
-    "x*log(1 + exp(-abs(x)))",
-    "sqrt(x**2 + 1e-12)",
-    "(sigmoid(x) - 0.5)*x",
-    "x*2**(-abs(x))",
-    "(1 + x)**3/(1 + abs(x)**3)",
-    "x*tanh(log(1 + x**2))",
-    "tanh(x)/x",
-    "(exp(x) - 1)/x",
-    "x/(exp(x) - 1)",
-    "e**(2*x)/(e**(2*x) + e**x + 1)",
-    "1/(1 + exp(-x) + exp(x))",
-    "x/(1 + exp(-x)*(1 + x**2))",
-    "1/(1 + exp(-x))**2 - 1/(1 + exp(-2*x))",
-    "x*sigmoid(x)*sigmoid(-x)*exp(x)",
-    "1/(exp(x) + exp(-2*x))",
-    "x/(exp(3*x) + exp(-x) + 1)",
-    "x/(2 + exp(x) + exp(-x))",
-    "(exp(x) - exp(-x))/(exp(x) + exp(-x) + 2)",
-    "x*(exp(2*x) + 2*exp(x))/(exp(2*x) + 2*exp(x) + 2)",
-)
+WRITTEN = listed("""
+x**2/(exp(x) + exp(-x))**3   x*exp(x)/(exp(x)**3 + 2)   x*exp(2*x)/(1 + exp(x))**4   exp(x)/(1 + exp(x))**2
+exp(x)/(1 + exp(2*x) + x**2)   x*exp(-x)/(1 + exp(-3*x))   exp(-x)*x**3   exp(x)*exp(-x**2)   x**3*exp(-x**2)
+x**2*exp(-abs(x))   (x**2 + x)*exp(-x**2/2)   x**3/(1 + x**2)   (x**2 - 1)/(x**2 + 1)   x**4/(1 + x**4)
+sqrt(x**4 + 1)   x/(1 + x**2)   (1 + x**2)**0.25   x/(1 + x**4)**0.25   x*exp(-x**4)   cos(x**2)*exp(-x**2)
+sin(x)/x   tanh(x)*exp(-x**2)*x**2   log(1 + x**2)   log(exp(x) + exp(2*x) + 1)   sqrt(1 + exp(x))
+sqrt(1 + exp(2*x)) - exp(x)   sigmoid(x)**0.5   sigmoid(x)*(1 - sigmoid(x))   sigmoid(x) - sigmoid(x - 1)
+sigmoid(x) - sigmoid(2*x)   tanh(x) - tanh(x/2)   erf(x) - erf(x - 1)   exp(-x)*(exp(x) - 1)   1 - exp(-x**2)
+atan(x) - x   x - sin(x)   x - log(1 + exp(x))   asinh(x) - log(abs(x) + 1)   x*(sqrt(1 + x**2) - x)
+x/(x + sqrt(1 + x**2))   x/(1 + abs(x))**2   x*abs(x)/(1 + x**2)   x**2*sigmoid(x)   x**2*sigmoid(-x**2)
+where(x > 0, sqrt(x), -sqrt(-x))   log(1 + abs(x))*sign(x)   where(x > 0, log(x + 1), -log(1 - x))
+exp(x)*erfc(x)   exp(x**2)*erfc(x)   softplus(x)**2   exp(sigmoid(x)) - 1   exp(exp(-x**2)) - 1   cosh(x) - 1
+cosh(x) - sinh(x)   x*sinh(x)/cosh(x)**2   1/cosh(x)**3   x/cosh(x)   1/(cosh(x) + 1)   1/(x**2 + 1e-6)
+x*sigmoid(100*x)   x*sigmoid(x**3)   x*tanh(1/(1 + x**2))   exp(-(x - 50)**2)   sin(50*x)/(1 + x**2)
+relu(x)**3/(1 + relu(x)**2)   x*relu(x + 3)/(6 + abs(x))   x*exp(x)*exp(-2*abs(x))   x**2/(x**2 + exp(-x))
+x*exp(-exp(-x))   exp(x - exp(x))   exp(-softplus(x))*x   log(2 + exp(x)) - log(1 + exp(x))
+x*log(1 + exp(-abs(x)))   sqrt(x**2 + 1e-12)   (sigmoid(x) - 0.5)*x   x*2**(-abs(x))
+(1 + x)**3/(1 + abs(x)**3)   x*tanh(log(1 + x**2))   tanh(x)/x   (exp(x) - 1)/x   x/(exp(x) - 1)
+e**(2*x)/(e**(2*x) + e**x + 1)   1/(1 + exp(-x) + exp(x))   x/(1 + exp(-x)*(1 + x**2))
+1/(1 + exp(-x))**2 - 1/(1 + exp(-2*x))   x*sigmoid(x)*sigmoid(-x)*exp(x)   1/(exp(x) + exp(-2*x))
+x/(exp(3*x) + exp(-x) + 1)   x/(2 + exp(x) + exp(-x))   (exp(x) - exp(-x))/(exp(x) + exp(-x) + 2)
+x*(exp(2*x) + 2*exp(x))/(exp(2*x) + 2*exp(x) + 2)
+""")
 
 
 @cache

@@ -1,0 +1,22 @@
+"""Rows of parametrised tests: texts in a table, and what runs in the full product alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def listed(text: str) -> list[str]:
+    """Return texts that stand two spaces or a line apart."""
+    return re.split(r" {2,}|\n\s*", text.strip())
+
+
+def full(rows: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return rows of which those that are not quick belong to the full product; a row may be a tuple."""
+    return [
+        pytest.param(*(row if type(row) is tuple else [row]), marks=[] if row in quick else pytest.mark.full)
+        for row in rows
+    ]
