@@ -28,6 +28,7 @@ from fitact.runtime.kernels.registry import is_generated, registered
 from tests.codegen.test_codegen import fit as made_up
 from tests.conftest import ROOT
 from tests.support.package import load
+from tests.support.rows import full
 
 SHIPPED = sorted(path.stem for path in (ROOT / "generated" / "fits").glob("*.json"))
 NAMES = ["gelu_fewbit3", "gelu_inverted1", "gelu_relumix2", "hardswish_inverted2", "quick_gelu_fewbit3"]
@@ -65,12 +66,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OBSERVE = (ROOT / "tests" / "support" / "observe.py").read_text(encoding="utf-8")
-EACH = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in NAMES else pytest.mark.full) for name in SHIPPED],
-)
-
-
 # ------------------------------------------------------------------------------------------------ what is in them
 
 
@@ -91,7 +86,7 @@ def test_the_kernels_are_whole(folder: Path) -> None:
     assert {f"standalone_whole.runtime.kernels.{name}" for name in ("ops", "tiles", "learned")} < found
 
 
-@EACH
+@pytest.mark.parametrize("name", full(SHIPPED, NAMES))
 def test_the_module_is_that_of_the_package(name: str) -> None:
     """But for the header, the namespace of its ops, and where its runtime is."""
     fit = shipped(name)

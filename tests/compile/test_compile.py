@@ -59,17 +59,6 @@ class Dropped(nn.Module):
         return self.last(F.layer_norm(x + F.dropout(self.linear(x), 0.25), (256,)))
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(2, 128, 64))
-
-
 def made(*blocks: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(block() for block in blocks)).to(dtype)

@@ -66,11 +66,12 @@ class Spectrum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.out = nn.Embedding(4, 64), nn.Linear(66, 64)
+        self.index, self.embedding, self.bend = nn.ReLU(), nn.Embedding(4, 64), nn.Tanh()
+        self.act, self.out = nn.GELU(), nn.Linear(66, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        wave = torch.fft.rfft(self.embedding(F.relu(x.argmax(-1) % 4))).tanh()
-        found: Tensor = self.out(F.gelu(torch.view_as_real(wave).flatten(-2)))
+        wave = self.bend(torch.fft.rfft(self.embedding(self.index(x.argmax(-1) % 4))))
+        found: Tensor = self.out(self.act(torch.view_as_real(wave).flatten(-2)))
         return found
 
 

@@ -27,6 +27,7 @@ from fitact.runtime.measure.saved import count_saved
 from tests.saving.test_modules import COPIES
 from tests.support.package import load
 from tests.support.processes import python
+from tests.support.rows import full
 
 from .test_context import MODELS
 
@@ -283,39 +284,23 @@ def test_an_input_that_another_activation_keeps(method: str) -> None:
 
 def test_what_computes_a_parameter() -> None:
     """Its gradient is not the model's to approximate, and its dtype not autocast's."""
-    norm = nn.LayerNorm(64)
-    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
-    model, x = nn.Sequential(nn.Linear(64, 64), norm, nn.GELU(), nn.Linear(64, 64)), torch.randn(50, 64)
+    model, x = MODELS["parametrised"](), torch.randn(50, 32)
     with torch.autocast("cpu", torch.bfloat16):
         report = fitact.convert(model, "fewbit", example_inputs=x)
         model(x).sum().backward()
     assert "parametrizations" not in str(report)
 
 
-class Spectrum(nn.Module):
-    """An activation of complex numbers, one of real ones, and one of indices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index, self.embedding, self.bend = nn.ReLU(), nn.Embedding(4, 64), nn.Tanh()
-        self.act, self.out = nn.GELU(), nn.Linear(66, 64)
-
-    def forward(self, i: Tensor) -> Tensor:
-        wave = self.bend(torch.fft.rfft(self.embedding(self.index(i))))
-        found: Tensor = self.out(self.act(torch.view_as_real(wave).flatten(-2)))
-        return found
-
-
 def test_numbers_that_are_not_real() -> None:
     torch.manual_seed(0)
-    model, i = Spectrum(), torch.randint(0, 4, (500,))
-    expected = model(i)
-    report = fitact.convert(model, "fewbit", example_inputs=i)
+    model, x = MODELS["complex"](), torch.randn(500, 32)
+    expected = model(x)
+    report = fitact.convert(model, "fewbit", example_inputs=x)
     reasons = {site.name: site.reason for site in report if site.name != "act"}
     assert not report.replaced
     assert all(one.startswith("its replacement cannot be run: ") for one in reasons.values()), reasons
     assert report.saved_before and report.saved_after and report.saved_after <= report.saved_before
-    assert torch.equal(model(i), expected)
+    assert torch.equal(model(x), expected)
 
 
 def hooked() -> nn.Module:
@@ -913,7 +898,7 @@ def stack(seed: int) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", full(range(6), range(3)))
 def test_reports_of_random_models(seed: int, autocast: bool) -> None:
     """They say what is saved, which is never more than of the baseline."""
     model, x = stack(seed), torch.randn(4 * ROWS, 64)

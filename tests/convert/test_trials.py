@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fitact
 from fitact.runtime.measure.prepare import imported
+from tests.support.rows import full
 
 X = torch.randn(4, 16)
 IDS = torch.randint(1, 61, (2, 9))
@@ -193,16 +194,13 @@ TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
     "dpt": lambda: _segmenter("DPT", 32, **DPT),
     "segformer": lambda: _segmenter("Segformer", 32, **SEGFORMER),
 }
-QUICK = ("llama", "mixtral")
 
 
 def hooks_of(model: nn.Module) -> list[list[str]]:
     return [[str(hook) for hook in module._forward_hooks.values()] for module in model.modules()]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in TRANSFORMERS]
-)
+@pytest.mark.parametrize("name", full(TRANSFORMERS, ("llama", "mixtral")))
 def test_models_of_transformers(name: str) -> None:
     """They install recorders of their outputs in their first forward pass."""
     model, inputs = TRANSFORMERS[name]()

@@ -14,6 +14,7 @@ from fitact.fitter.catalog import CATALOG
 from fitact.fitter.methods import fewbit
 from fitact.fitter.records.reading import from_json
 from tests.support.generated import BASELINE
+from tests.support.rows import full
 from tests.support.steps import PIECEWISE_LINEAR
 
 PARAMETERS = [
@@ -112,7 +113,9 @@ def test_warns(name, bits, domain, reason) -> None:
     assert "\n" not in str(caught[0].message)
 
 
-@pytest.mark.parametrize("name", sorted(set(CATALOG) - {"relu2", "exp", *WIDTHS}))
+@pytest.mark.parametrize(
+    "name", full(sorted(set(CATALOG) - {"relu2", "exp", *WIDTHS}), ("gelu", "selu", "snake", "softsign", "tanh"))
+)
 def test_the_rest_of_the_catalog_warns_of_nothing(name: str) -> None:
     """Warnings are errors in these tests. The derivatives of relu2 and exp are unbounded."""
     fewbit.fit(Activation.of(name), 3, "a_fit")

@@ -12,6 +12,7 @@ from fitact.fitter.methods.table import again
 from fitact.fitter.records.reading import from_json, read
 from tests.conftest import ROOT
 from tests.support.processes import python
+from tests.support.rows import full
 
 FITS = ROOT / "generated" / "fits"
 NAMES = sorted(path.stem for path in FITS.glob("*.json"))
@@ -29,9 +30,7 @@ def quick(name: str) -> bool:
     return name.endswith(("_published", "_output")) or name == "gelu_relumix2"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if quick(name) else pytest.mark.full) for name in NAMES]
-)
+@pytest.mark.parametrize("name", full(NAMES, quick))
 @pytest.mark.filterwarnings("ignore::fitact.FitWarning")
 def test_made_again(name: str) -> None:
     made = again(read(FITS / f"{name}.json"))

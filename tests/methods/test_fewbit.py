@@ -18,6 +18,7 @@ from fitact.fitter.numerics.partition import dp_borders
 from fitact.fitter.numerics.weight import Weight
 from tests.support.curves import CURVES, Curve, step_errors
 from tests.support.refusals import refused
+from tests.support.rows import full
 
 # Fits on odd domains, and of few levels, warn: tests/fitter/test_catalog.py has what they say.
 pytestmark = pytest.mark.filterwarnings("ignore::fitact.FitWarning")
@@ -75,7 +76,7 @@ QUICK = ("bend", "gelu", "hardswish", "relu", "selu", "tanh")
 
 def cases(rows):
     """Rows that begin with a name; those of other names belong to the full product."""
-    return [pytest.param(*row, marks=[] if row[0] in QUICK else pytest.mark.full) for row in rows]
+    return full(map(tuple, rows), lambda row: row[0] in QUICK)
 
 
 def text(name):
@@ -268,11 +269,7 @@ def test_dp_borders_equal_brute_force(name, domain, weight, cells, levels):
     ("name", "weight", "bits"),
     [
         *cases((*row, bits) for row in PLAIN for bits in BITS),
-        *(
-            pytest.param(*row, bits, marks=[] if bits == 3 else pytest.mark.full)
-            for row in WEIGHTED
-            for bits in BITS
-        ),
+        *full(((*row, bits) for row in WEIGHTED for bits in BITS), lambda row: row[2] == 3),
     ],
 )
 def test_borders_are_where_the_derivative_is_midway(name, weight, bits):
@@ -288,23 +285,15 @@ def test_borders_are_where_the_derivative_is_midway(name, weight, bits):
         assert low - 1e-4 <= mid <= high + 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "bits", "domain", "weight"),
-    [
-        ("gelu", 3, DOMAIN, "uniform"),
-        ("gelu", 3, DOMAIN, "normal(0,1)"),
-        ("gelu", 2, (0.0, 5.0), "uniform"),
-        ("silu", 3, DOMAIN, "uniform"),
-        ("mish", 2, DOMAIN, "exp(x/4)"),
-        ("softplus", 2, DOMAIN, "uniform"),
-        ("selu", 2, DOMAIN, "uniform"),
-        ("selu", 3, DOMAIN, "uniform"),
-        ("hardswish", 2, DOMAIN, "uniform"),
-        ("bump", 2, DOMAIN, "uniform"),
-        ("bend", 2, (-2.0, 3.0), "uniform"),
-        ("tanh", 3, DOMAIN, "uniform"),
-    ],
-)
+RESTARTED = [
+    *(("gelu", 3, DOMAIN, "normal(0,1)"), ("gelu", 2, (0.0, 5.0), "uniform"), ("mish", 2, DOMAIN, "exp(x/4)")),
+    *(("softplus", 2, DOMAIN, "uniform"), ("selu", 2, DOMAIN, "uniform"), ("hardswish", 2, DOMAIN, "uniform")),
+    *(("bump", 2, DOMAIN, "uniform"), ("bend", 2, (-2.0, 3.0), "uniform"), ("tanh", 3, DOMAIN, "uniform")),
+    *((name, 3, DOMAIN, "uniform") for name in ("gelu", "silu", "selu")),
+]
+
+
+@pytest.mark.parametrize(("name", "bits", "domain", "weight"), full(RESTARTED, RESTARTED[::2]))
 def test_no_random_restart_is_better(name, bits, domain, weight):
     a_fit = fitted(name, bits, domain, weight)
     low, high = domain = (0.0 if a_fit.even else domain[0], domain[1])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import relumix
 from tests.support.curves import ALPHA, CURVES, LAMBDA, quad
 from tests.support.refusals import refused
+from tests.support.rows import full
 
 # Few-Bit fits on odd domains warn; what of is in tests/fitter/test_catalog.py.
 pytestmark = pytest.mark.filterwarnings("ignore::fitact.FitWarning")
@@ -116,21 +117,10 @@ SMOOTH = ("gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu")
 QUICK = ("gelu", "tanh", "elu")
 
 
-def some_full(names, quick):
-    """Of these, all but the quick ones belong to the full product."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
-
-
 def cases(names, widths, quick):
     """Pairs of them; of the quick ones, GELU at 3 bits and more belongs to the full product too."""
-    return [
-        pytest.param(
-            name, bits, marks=() if name in quick and not (name == "gelu" and bits > 2) else pytest.mark.full
-        )
-        for name in names
-        for bits in widths
-        if bits > 1 or bridged(name)
-    ]
+    rows = ((name, bits) for name in names for bits in widths if bits > 1 or bridged(name))
+    return full(rows, lambda row: row[0] in quick and not (row[0] == "gelu" and row[1] > 2))
 
 
 def bridged(name):
@@ -240,14 +230,7 @@ def test_published_coefficients_evaluate_to_the_published_figure(name):
 LONG = {2: (1e-4, (*QUICK, "silu")), 3: (1e-3, ("tanh", "elu", "softsign", "squareplus")), 4: (1e-3, ("elu",))}
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        pytest.param(name, bits, marks=() if name in quick else pytest.mark.full)
-        for bits, (_, quick) in LONG.items()
-        for name in SEARCHED
-    ],
-)
+@pytest.mark.parametrize(("name", "bits"), full(product(SEARCHED, LONG), lambda row: row[0] in LONG[row[1]][1]))
 def test_as_good_as_a_long_search(name, bits):
     assert mixed(name, bits).objective <= BEST[name][str(bits)] * (1 + LONG[bits][0])
 
@@ -354,7 +337,7 @@ class Brute:
 
 
 @pytest.mark.parametrize("objective", relumix.OBJECTIVES)
-@pytest.mark.parametrize("name", some_full([name for name in SEARCHED if name not in ALGEBRAIC], ("gelu", "elu")))
+@pytest.mark.parametrize("name", full([name for name in SEARCHED if name not in ALGEBRAIC], ("gelu", "elu")))
 def test_brute_force_over_three_knots_finds_nothing_better(name, objective):
     found = mixed(name, 2, objective)
     least, knots = Brute(name, objective).least()

@@ -16,20 +16,22 @@ from fitact.runtime.measure.prepare import prepare
 from fitact.runtime.measure.sources import hugging_face
 from fitact.runtime.measure.subjects import Subject, copied
 
+from . import test_plan
+
 DEVICE = DEVICES["t4"]
 EXACT, ROUNDING = POLICIES["exact"], POLICIES["rounding"]
 
 
-class Block(nn.Module):
+class Block(test_plan.Block):
+    """A block that may run several times."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(32), nn.GELU()
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        super().__init__(32)
         self.times = 1
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
-            x = x + self.down(self.act(self.up(self.norm(x))))
+            x = super().forward(x)
         return x
 
 

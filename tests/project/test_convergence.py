@@ -39,7 +39,6 @@ TINY = Setting(
 THREE_STEPS = dataclasses.replace(
     TINY, recipes={name: dataclasses.replace(recipe, steps=3) for name, recipe in TINY.recipes.items()}
 )
-PAIRS = sorted((task, method) for task in tasks.SMALL.recipes for method in methods_of("small"))
 
 
 # The quantiser

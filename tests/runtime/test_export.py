@@ -16,6 +16,7 @@ from fitact.runtime.kernels import registry
 from fitact.runtime.norms import MSLayerNorm, MSRMSNorm
 from tests.support.compilers import needs_compiler
 from tests.support.processes import python
+from tests.support.rows import full
 
 
 class Turned(nn.Module):
@@ -39,7 +40,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "rms norm": lambda: MSRMSNorm(16),
 }
 QUICK = ("fewbit", "output, turned", "rms norm")
-SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in LAYERS]
 BATCH = ({0: torch.export.Dim("batch")},)
 
 
@@ -74,7 +74,7 @@ def saved_and_loaded(program: Any, folder: Path) -> Any:
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", full(LAYERS, QUICK))
 def test_exported_programs(name: str, grad: bool, strict: bool, tmp_path: Path) -> None:
     """Saved and loaded again, too: outputs and gradients are eager's, of any size."""
     program = export(between_layers(name), torch.randn(6, 8), strict=strict, grad=grad)
@@ -165,13 +165,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param(name, marks=[] if name in ("torch first", "the runtime fails") else pytest.mark.full)
-        for name in IMPORTS
-    ],
-)
+@pytest.mark.parametrize("order", full(IMPORTS, ("torch first", "the runtime fails")))
 def test_import_fitact_is_all_that_loading_needs(order: str, exported: Path) -> None:
     alone(*IMPORTS[order], RUN, folder=exported)
 

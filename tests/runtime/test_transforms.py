@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.generated import (
     sizes,
 )
 from tests.support.kinds import QUICK, USUAL, each_kind, every_kind, kinds
+from tests.support.rows import full
 
 BACKENDS = [None, "eager", "aot_eager"]
 
@@ -73,15 +75,10 @@ def test_compiled(one: Generated, backend: str, layout: str, autocast: str) -> N
         assert same(dx, run(f, x, dy)[1])
 
 
-@pytest.mark.parametrize(
-    ("one", "budget"),
-    [
-        pytest.param(name, budget, marks=[] if (name, budget) == ("gelu_fewbit3", 1.0) else pytest.mark.full)
-        for name in QUICK
-        for budget in (1.0, 0.5, 0.0)
-    ],
-    indirect=["one"],
-)
+BUDGETS = full(product(QUICK, (1.0, 0.5, 0.0)), [("gelu_fewbit3", 1.0)])
+
+
+@pytest.mark.parametrize(("one", "budget"), BUDGETS, indirect=["one"])
 def test_compile_with_the_default_backend(one: Generated, budget: float) -> None:
     """Between two operations that Inductor would like to fuse and recompute: gradients as without it."""
 
@@ -100,15 +97,11 @@ def test_compile_with_the_default_backend(one: Generated, budget: float) -> None
         assert set(sizes(saved)) == {x.numel() * 4, *one.saved(y)}
 
 
-@pytest.mark.parametrize(
-    ("one", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if layout == "contiguous" or name in QUICK else pytest.mark.full)
-        for name in USUAL
-        for layout in ("contiguous", "transposed", "channels_last")
-    ],
-    indirect=["one"],
-)
+ORDERED = product(USUAL, ("contiguous", "transposed", "channels_last"))
+ORDERS = full(ORDERED, lambda row: row[1] == "contiguous" or row[0] in QUICK)
+
+
+@pytest.mark.parametrize(("one", "layout"), ORDERS, indirect=["one"])
 def test_compile_dynamic_recompiles_once(one: Generated, layout: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -16,6 +16,7 @@ from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
 from tests.support.convolutions import IMAGES as X
 from tests.support.convolutions import KINDS, UNITS, unit
+from tests.support.rows import full
 from tests.support.saving import HALF, SETTINGS, agree, observed, pair, peaks, saves, train
 
 SLOPES: dict[str, Callable[[], nn.Module]] = {
@@ -84,9 +85,7 @@ def convolutions(n: int, act: Callable[[], nn.Module] = nn.GELU, **options: Any)
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(
-    "n", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("n", full([1, 2, 3], [2]))
 def test_options(n: int, options: str) -> None:
     make = partial(convolutions, n, **OPTIONS[options])
     for x, dtype in ((X[n], torch.float32), (X[n][0], torch.float32), (X[n], HALF)):
@@ -229,10 +228,7 @@ def test_peak(name: str, dtype: torch.dtype) -> None:
 SHARES = {"convnext_atto": 0.51, "mobilenetv3_small_100": 0.41, "resnet18": 0.59, "efficientnet_b0": 0.33}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [one if one == "mobilenetv3_small_100" else pytest.param(one, marks=pytest.mark.full) for one in SHARES],
-)
+@pytest.mark.parametrize("name", full(SHARES, ["mobilenetv3_small_100"]))
 def test_timm(name: str) -> None:
     timm = imported("timm")
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))

@@ -23,6 +23,7 @@ from fitact.runtime.torch_internals import storage_id, tree_leaves
 from tests.support.models import NEWER, TIMM_CONV, VIT, batch_of, inputs_of, made, step
 from tests.support.peak import peak_memory
 from tests.support.processes import run
+from tests.support.rows import full
 from tests.support.saving import HALF, PRECISIONS, cast, differences, gradients
 
 # Shares of the baseline's bytes, a little above what was measured: in float32, in bfloat16, and under autocast.
@@ -74,8 +75,7 @@ QUICK |= {"mixtral-float32", "gpt_oss-bfloat16"}
 
 def some(names: Iterable[str], *quick: str) -> pytest.MarkDecorator:
     """Parametrise by names; all but the quick ones run in the full product alone."""
-    rows = [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
-    return pytest.mark.parametrize("name", rows)
+    return pytest.mark.parametrize("name", full(names, quick))
 
 
 def both(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

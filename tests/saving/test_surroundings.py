@@ -34,6 +34,7 @@ from tests.support.blocks import MLP, MODELS, RMSNorm
 from tests.support.calls import CALLS, Attention, repeated
 from tests.support.convolutions import IMAGES, UNITS
 from tests.support.models import inputs_of, made
+from tests.support.rows import full
 from tests.support.saving import HALF, X, cast, differences, gradients, loss_of, saved_bytes_of
 
 from .test_models import SHARES
@@ -468,7 +469,6 @@ MAY_RAISE = "a step between the passes, autocast"  # weights are cast again in b
 QUICK = ("block", "calls: experts", "in place", "leaky relu", "scores changed", "repetition changed", "gate")
 QUICK += ("dropout", "composed", "adapters", "group norm", "calls: attention", "calls: gelu, dropout")
 QUICK += ("calls: adapter",)
-NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in (*SMALL, *REAL)]
 # Other hooks may store the very tensor from which another is recomputed: if it is changed later, backward raises.
 SPOILT = {
     *(("scores changed", around) for around in ("checkpoint", "selective", "save_on_cpu")),
@@ -519,7 +519,7 @@ def test_table(name: str, case: str) -> None:
     assert not differences(expected, found)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full((*SMALL, *REAL), QUICK))
 def test_bytes_of_the_context(name: str) -> None:
     """A converted model saves as much as the model does in the bare context, and less than the baseline."""
     of = subject(name)

@@ -12,6 +12,7 @@ from fitact.fitter.methods import fewbit, output
 from tests.support.generated import Generated, each_of, load
 from tests.support.inverses import inverses, made
 from tests.support.outputs import Output, outputs
+from tests.support.rows import full
 from tests.support.steps import Shipped, shipped
 
 
@@ -49,8 +50,7 @@ def kind(name: str) -> Generated:
 
 def kinds(*quick: str) -> pytest.MarkDecorator:
     """Parametrise the fixture `one` by each kind; all but the quick ones run in the full product alone."""
-    params = [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in USUAL]
-    return pytest.mark.parametrize("one", params, indirect=True)
+    return pytest.mark.parametrize("one", full(USUAL, quick), indirect=True)
 
 
 each = partial(each_of, every)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ def listed(text: str) -> list[str]:
     return re.split(r" {2,}|\n\s*", text.strip())
 
 
-def full(rows: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+def full(rows: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
     """Return rows of which those that are not quick belong to the full product; a row may be a tuple."""
+    often = quick if callable(quick) else quick.__contains__
     return [
-        pytest.param(*(row if type(row) is tuple else [row]), marks=[] if row in quick else pytest.mark.full)
+        pytest.param(*(row if type(row) is tuple else [row]), marks=[] if often(row) else pytest.mark.full)
         for row in rows
     ]
