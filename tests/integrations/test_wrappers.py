@@ -13,7 +13,6 @@ from torch import nn
 import fitact
 from tests.conftest import ROOT
 from tests.support.processes import python
-from tests.support.rows import full
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
@@ -51,6 +50,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix tuning": ("PrefixTuningConfig", TOKENS),
     "P-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 64, **TOKENS}),
 }
+QUICK = ("DoRA", "IA3", "OFT")
 
 
 def llama() -> Any:
@@ -119,7 +119,10 @@ def row(model: nn.Module) -> tuple[str, str]:
     return f"{report.saved_before:,}", f"{100 * report.saved_after / report.saved_before:.1f}"
 
 
-@pytest.mark.parametrize("name", full((*ADAPTERS, *LAYERS_OF), ("DoRA", "IA3", "OFT")))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in (*ADAPTERS, *LAYERS_OF)],
+)
 def test_table(name: str) -> None:
     found = row(adapted(name) if name in ADAPTERS else LAYERS_OF[name]())
     assert float(found[1]) < 100
