@@ -14,7 +14,6 @@ nearby stationary point, where f′(s_i) is midway between the levels on its two
 from __future__ import annotations
 
 import warnings
-from functools import partial
 
 import numpy as np
 
@@ -73,38 +72,43 @@ def fit(
 
     """
     check_bits(bits, StepFit.BITS)
-    low, high = domain
-    check_width(low, high)
+    low, high = map(float, domain)
     weight = weight or Weight()
+    _check_domain(weight, low, high)
     check_finite(activation, low, high)
-    check_height(weight, low, high)
-    make = partial(_fitted, activation, bits, name, (low, high), weight, cells, seed)
     even = -low == high and activation.derivative_parity(high) == "even"
-    ways = [even] if not even or _is_even(weight, high) else [True, False]
-    fitted = min((make(even=way) for way in ways), key=lambda one: one.error["objective"])
-    _warn(fitted)
-    return fitted
+    found = []
+    for way in [even] if not even or _is_even(weight, high) else [True, False]:
+        borders, levels = _fitted(activation, bits, low, high, weight, cells, even=way)
+        found.append(
+            StepFit(
+                name=name,
+                method=METHOD,
+                activation=activation,
+                bits=bits,
+                domain=(low, high),
+                weight=weight,
+                even=way,
+                borders=tuple(borders.tolist()),
+                levels=tuple(levels.tolist()),
+                error=step_errors(activation, weight, (low, high), borders, levels, way),
+                options={"cells": cells, "seed": seed},
+            )
+        )
+    best = min(found, key=lambda one: one.error["objective"])
+    _warn(best)
+    return best
 
 
 def _fitted(
-    activation: Activation,
-    bits: int,
-    name: str,
-    domain: tuple[float, float],
-    weight: Weight,
-    cells: int,
-    seed: int,
-    *,
-    even: bool,
-) -> StepFit:
-    """Fit on |x| if `even`, where f′ and the domain are symmetric, or on x."""
-    low, high = domain
+    activation: Activation, bits: int, low: float, high: float, weight: Weight, cells: int, *, even: bool
+) -> tuple[Array, Array]:
+    """Return the best borders and levels, of |x| if `even`, where f′ and the domain are symmetric, or of x."""
     breakpoints = np.union1d(activation.switch_points(low, high), weight.breakpoints(low, high))
     counted: Function = weight
     if even:
         breakpoints = np.unique(np.abs(breakpoints[breakpoints != 0]))
-        if not _is_even(weight, high):
-            counted = partial(_folded, weight)
+        counted = weight if _is_even(weight, high) else lambda at: weight(at) + weight(-at)
     # a grid that has the extrema of f′ misses no feature of it, however narrow
     extrema = roots(activation.second_derivative_formula, low, high).at
     marks = np.union1d(breakpoints, np.abs(extrema) if even else extrema)
@@ -117,25 +121,7 @@ def _fitted(
     levels = best_levels(moments, borders)
     levels = without_noise(levels, np.max(np.abs(levels))).astype(np.float32).astype(np.float64)
     smooth = without_noise(borders, max(np.max(np.abs(borders)), (high - low) / 16))
-    borders = round_borders(borders, smooth, breakpoints, activation.derivative, high - low)
-    return StepFit(
-        name=name,
-        method=METHOD,
-        activation=activation,
-        bits=bits,
-        domain=(float(low), float(high)),
-        weight=weight,
-        even=even,
-        borders=tuple(borders.tolist()),
-        levels=tuple(levels.tolist()),
-        error=step_errors(activation, weight, (low, high), borders, levels, even),
-        options={"cells": cells, "seed": seed},
-    )
-
-
-def _folded(weight: Weight, at: Array) -> Array:
-    """Return what an error at x and at -x counts together."""
-    return weight(at) + weight(-at)
+    return round_borders(borders, smooth, breakpoints, activation.derivative, high - low), levels
 
 
 def best_levels(moments: Moments, borders: Array) -> Array:
@@ -183,16 +169,7 @@ def without_noise(numbers: Array, scale: float) -> Array:
 def round_borders(borders: Array, smooth: Array, breakpoints: Array, derivative: Function, width: float) -> Array:
     """Round to float32; a border on a jump where f′ has the upper side's value goes to the float32 below.
 
-    Args:
-        borders: inner borders, increasing.
-        smooth: the same without noise, in place of those that are no breakpoints.
-        breakpoints: where f′ may jump.
-        derivative: f′.
-        width: of the domain.
-
-    Raises:
-        UsageError: two borders have the same float32.
-
+    Those on no breakpoint are taken from `smooth`, without noise. If two have the same float32, raise UsageError.
     """
     on_breakpoint = np.isin(borders, breakpoints)
     rounded = np.where(on_breakpoint, borders, smooth).astype(np.float32)
@@ -213,17 +190,13 @@ def _is_even(weight: Weight, high: float) -> bool:
     return bool(np.allclose(weight(at), weight(-at), rtol=1e-12, atol=0.0))
 
 
-def check_width(low: float, high: float) -> None:
-    """Raise UsageError unless these are ends of a domain, at most MAX_DOMAIN in size and not too near."""
+def _check_domain(weight: Weight, low: float, high: float) -> None:
+    """Raise UsageError unless the domain is neither too large nor too narrow, and the weight valid on it."""
     got = f"got {low!r} {high!r}"
     if not (abs(low) <= MAX_DOMAIN and abs(high) <= MAX_DOMAIN and low < high):
         raise UsageError(f"domain: expected two numbers A < B of at most {MAX_DOMAIN:g} in size, {got}")
     if high - low < max(MIN_WIDTH * max(abs(low), abs(high)), 1 / MAX_DOMAIN):
         raise UsageError(f"domain: too narrow for borders in float32, {got}")
-
-
-def check_height(weight: Weight, low: float, high: float) -> None:
-    """Raise UsageError unless the weight is valid on the domain and large enough somewhere."""
     weight.check(low, high)
     if (height := weight(np.linspace(low, high, POINTS)).max()) < 1 / MAX_VALUE:
         raise UsageError(

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from flint import arb
@@ -127,31 +128,17 @@ def fit(
             found.append(_fitted(activation, sample, goals))
             progress((i + len(found) / len(samples)) / len(DTYPES))
         approximants[dtype] = tuple(found)
-    return record(activation, name, width, domain, borders, approximants, {"family": "rational", "tol": tol})
-
-
-def record(
-    activation: Activation,
-    name: str,
-    bits: int,
-    domain: tuple[float, float] | None,
-    borders: Mapping[str, tuple[float, ...]],
-    approximants: Mapping[str, tuple[Approximant, ...]],
-    options: Mapping[str, float | str],
-) -> InvertedFit:
-    """Return the record of a fit, its errors and floors those of the worst approximants."""
-    return InvertedFit(
-        name=name,
-        method=METHOD,
-        activation=activation,
-        bits=bits,
-        domain=domain,
-        borders=borders,
-        approximants=approximants,
-        error={dtype: max(approximant.error for approximant in approximants[dtype]) for dtype in DTYPES},
-        floor={dtype: max(approximant.floor for approximant in approximants[dtype]) for dtype in DTYPES},
-        options=options,
+    options = {"family": "rational", "tol": tol}
+    return record(
+        approximants, activation=activation, name=name, bits=width, domain=domain, borders=borders, options=options
     )
+
+
+def record(approximants: Mapping[str, tuple[Approximant, ...]], **fields: Any) -> InvertedFit:
+    """Return the record of a fit, its errors and floors those of the worst approximants."""
+    error = {dtype: max(one.error for one in approximants[dtype]) for dtype in DTYPES}
+    floor = {dtype: max(one.floor for one in approximants[dtype]) for dtype in DTYPES}
+    return InvertedFit(method=METHOD, approximants=approximants, error=error, floor=floor, **fields)
 
 
 def cells(
@@ -163,16 +150,8 @@ def cells(
     """Return the cells of x that a code of that many bits distinguishes.
 
     They are the intervals on which f is monotone and f, f′ and f″ are continuous. If `bits` allows for more, they
-    are cut beside the extrema, where rounding y costs most, at the borders that make the floor least.
-
-    Args:
-        activation: f.
-        bits: 0 to 4; as few as will do by default.
-        domain: the interval of x; the reals by default.
-        dtype: the storage dtype for which the floor is made least; it has no effect without `bits`.
-
-    Returns:
-        The cells, increasing, without gaps, at most 2^bits.
+    are cut beside the extrema, where rounding y costs most, at the borders that make the floor of the dtype least.
+    The cells increase, without gaps, and are at most 2^bits.
 
     Raises:
         UsageError: bits or domain are out of range; f is undefined or f′ is infinite somewhere in the domain; or
@@ -208,16 +187,14 @@ def _fitted(activation: Activation, samples: Samples, goals: Sequence[float]) ->
     least: dict[tuple[int, int], float] = {}
     for allowed in goals:
         ends = _settled(samples, allowed)
-        for found in itertools.chain([exact] if exact else [], _candidates(samples, ends, allowed, least)):
-            p, q = found
+        for p, q in itertools.chain([exact] if exact else [], _candidates(samples, ends, allowed, least)):
             t = variable(cell.radicals, samples.y[list(ends)]) if len(p) > 1 else np.zeros(2)
             a, b = sorted(t.tolist())
             if has_pole(q, a, b):
                 continue
             approximant = Quotient(radicals=cell.radicals, low=a, high=b, numerator=p, denominator=q)
-            if (found is exact and not samples.half) or (
-                _error(approximant, samples.y, samples.derivative) <= allowed
-            ):
+            exactly = (p, q) == exact and not samples.half
+            if exactly or _error(approximant, samples.y, samples.derivative) <= allowed:
                 error, floor = stated(approximant, samples)
                 return replace(approximant, error=error, floor=floor)
     raise UsageError(
@@ -251,30 +228,26 @@ def _candidates(
 
 def _settled(samples: Samples, allowed: float) -> tuple[int, int]:
     """Return the first and last sample between which f′ changes; t is clamped where f′ has met a limit."""
-    derivative, last = samples.derivative, len(samples.derivative) - 1
-    ends = [0, last]
-    if samples.cell.low <= -REALS:
+    last = len(samples.derivative) - 1
+
+    def settled(derivative: Array) -> int:
         off = np.abs(derivative - derivative[0]) > SETTLED * allowed * max(1.0, abs(derivative[0]))
-        ends[0] = max(int(np.argmax(off)) - 1, 0) if off.any() else last
-    if samples.cell.high >= REALS:
-        off = np.abs(derivative - derivative[last]) > SETTLED * allowed * max(1.0, abs(derivative[last]))
-        ends[1] = min(last - int(np.argmax(off[::-1])) + 1, last) if off.any() else 0
-    return ends[0], max(ends)
+        return max(int(np.argmax(off)) - 1, 0) if off.any() else last
+
+    first = settled(samples.derivative) if samples.cell.low <= -REALS else 0
+    return first, max(first, last - settled(samples.derivative[::-1]) if samples.cell.high >= REALS else last)
 
 
 def _degrees() -> Iterator[tuple[int, int]]:
     """Yield degrees of numerator and denominator, the cheapest first."""
-    polynomials = [(a, 0) for a in range(MAX_DEGREES)]
-    quotients = [(b + more, b) for b in range(1, MAX_DEGREES) for more in (-1, 0, 1)]
-    pairs = [(a, b) for a, b in polynomials + quotients if a + b <= MAX_DEGREES]
+    pairs = [(a, b) for b in range(MAX_DEGREES) for a in range(MAX_DEGREES) if not b or abs(a - b) <= 1]
+    pairs = [pair for pair in pairs if sum(pair) <= MAX_DEGREES]
     yield from sorted(pairs, key=lambda pair: (sum(pair) + DIVISION * (pair[1] > 0), pair[1]))
 
 
 def stated(approximant: Callable[..., Single], samples: Samples) -> tuple[float, float]:
     """Return the error and floor of the derivative that modules compute, to four significant digits."""
-    error = max(
-        _error(approximant, samples.y, samples.derivative), _error(approximant, samples.saved, samples.derivative)
-    )
+    error = max(_error(approximant, y, samples.derivative) for y in (samples.y, samples.saved))
     floor = max(samples.floor, floor_of(samples.saved, samples.derivative))
     return float(f"{error:.4g}"), float(f"{floor:.4g}")
 
@@ -339,11 +312,9 @@ def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell,
             "fit it on a smaller domain"
         )
     f, df = activation.formula, activation.derivative_formula
-    points: dict[float, Number] = {}
-    for expr in (f, df):
-        points.update(breaks(expr, low, high)[0])
     found = roots(df, low, high)
-    points.update(zip(found.at.tolist(), found.exact, strict=True))
+    points = {**breaks(f, low, high)[0], **breaks(df, low, high)[0]}
+    points |= dict(zip(found.at.tolist(), found.exact, strict=True))
     ends = [low, *(piece.low for piece in shape.pieces[1:]), high]
     gaps = [a.high for a, b in itertools.pairwise(shape.pieces) if a.high != b.low]
     if not shape.pieces or shape.pieces[0].low != low or shape.pieces[-1].high != high or gaps:
@@ -378,9 +349,7 @@ def _beyond(activation: Activation, end: float, far: float) -> Number | None:
     if not found.exact:
         return None
     nearest = found.exact[0 if far > end else -1]
-    corners = [
-        at for expr in (activation.formula, activation.derivative_formula) for at in breaks(expr, low, high)[0]
-    ]
+    corners = {**breaks(activation.formula, low, high)[0], **breaks(activation.derivative_formula, low, high)[0]}
     return None if any(abs(at - end) <= abs(nearest - end) for at in corners) else nearest
 
 

@@ -70,22 +70,19 @@ def fit(activation: Activation, name: str, *, refit: bool = True) -> InvertedFit
     for s, (kind, approximates) in enumerate(SHAPES[known]):
         c = _best(activation, known, s, parts[1].low, minimum) if refit else np.array(PUBLISHED[known][s])
         approximant = PublishedApproximant(
-            kind=kind,
-            approximates=approximates,
-            anchor=minimum,
-            coefficients=tuple(c.tolist()),
+            kind=kind, approximates=approximates, anchor=minimum, coefficients=tuple(c.tolist())
         )
         for dtype, approximants in found.items():
             error, floor = stated(approximant, samples_of(activation, parts[s], dtype, borders, s))
             approximants.append(replace(approximant, error=error, floor=floor))
     return record(
-        activation,
-        name,
-        1,
-        None,
-        dict.fromkeys(DTYPES, borders),
         {dtype: tuple(approximants) for dtype, approximants in found.items()},
-        {"family": "parametric"} if refit else {"source": SOURCE},
+        activation=activation,
+        name=name,
+        bits=1,
+        domain=None,
+        borders=dict.fromkeys(DTYPES, borders),
+        options={"family": "parametric"} if refit else {"source": SOURCE},
     )
 
 
@@ -95,22 +92,15 @@ def published(name: str) -> InvertedFit:
 
 
 def _best(activation: Activation, name: str, s: int, border: float, minimum: float) -> Array:
-    approximant, derivative = _piece(activation, name, s, border, minimum)
-    best = np.array(PUBLISHED[name][s])
-    for start in REFITS:
-        best = min(
-            best, _nearest(approximant, derivative, best * start), key=lambda c: _off(approximant, derivative, c)
-        )
-    return best
-
-
-def _piece(
-    activation: Activation, name: str, s: int, border: float, minimum: float
-) -> tuple[Callable[[Array], Array], Array]:
-    """Return the approximant of a piece as a function of the coefficients, and f′, on a sample of x."""
+    """Return the best coefficients of piece s that are found."""
     x = np.unique(border + (-1.0, 1.0)[s] * DISTANCES)
     y, derivative = np.maximum(activation.value(x), minimum), activation.derivative(x)
-    return functools.partial(_approximant, name, s, y=y, minimum=minimum), derivative
+    approximant = functools.partial(_approximant, name, s, y=y, minimum=minimum)
+    best = np.array(PUBLISHED[name][s])
+    for start in REFITS:
+        near = _nearest(approximant, derivative, best * start)
+        best = min(best, near, key=lambda c: _off(approximant, derivative, c))
+    return best
 
 
 def _approximant(name: str, s: int, c: Array, y: Array, minimum: float) -> Array:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from flint import arb, ctx
@@ -110,7 +110,7 @@ def fit(
         FitWarning: floating point fails on the formula, see `float_check.problem`.
 
     """
-    found = mixture(activation, bits, objective=objective, restarts=restarts, seed=seed, progress=progress)
+    found = mixture(activation, bits, objective, restarts, seed, progress)
     float_check.warn(activation)
     options: dict[str, float | str] = {"objective": objective, "restarts": restarts, "seed": seed}
     return _record(activation, found, name, options)
@@ -120,9 +120,8 @@ def published(name: str) -> StepFit:
     """Return the mixture whose coefficients the paper prints, one of `PUBLISHED`."""
     function, objective, free, knots = PUBLISHED[name]
     activation = Activation.of(function)
-    slopes = np.cumsum([0.0, *free, 1.0 - sum(free)])
-    found = Mixture(np.array(knots), slopes, math.nan)
-    found = Mixture(found.knots, found.slopes, evaluated(activation, found, objective))
+    found = Mixture(np.array(knots), np.cumsum([0.0, *free, 1.0 - sum(free)]), math.nan)
+    found = replace(found, objective=evaluated(activation, found, objective))
     return _record(activation, found, name, {"objective": objective, "source": "arXiv 2406.16282"})
 
 
@@ -149,13 +148,7 @@ def _record(activation: Activation, found: Mixture, name: str, options: dict[str
 
 
 def mixture(
-    activation: Activation,
-    bits: int,
-    *,
-    objective: str = "primitive",
-    restarts: int = RESTARTS,
-    seed: int = 0,
-    progress: Progress = lambda share: None,
+    activation: Activation, bits: int, objective: str, restarts: int, seed: int, progress: Progress
 ) -> Mixture:
     """Return the best mixture found, in float64; for arguments and errors see `fit`."""
     check_bits(bits, StepFit.BITS)
@@ -189,24 +182,11 @@ def mixture(
     return frame.undone(found)
 
 
-def _refuse_poles(activation: Activation) -> None:
-    for point in breaks(activation.formula, -REACH, REACH)[0].values():
-        for side in (-1, 1):
-            beside = value(activation.formula, shifted(point, side, "1e-12"), 15)
-            if not abs(beside) < 1e9 * (1 + abs(point)):
-                raise UsageError(
-                    f"{activation}: it is not finite near x = {float(point):.6g}, "
-                    "and a mixture of ReLUs is; use --method fewbit on a domain without that point"
-                )
-
-
 def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
     """Return the lines that f tends to on both sides.
 
-    Raises:
-        UsageError: one side has none, or f tends to it so slowly that the square of the distance has no integral,
-            or f is not finite somewhere.
-
+    Raise UsageError if one side has none, or f tends to it so slowly that the square of the distance has no
+    integral, or f is not finite somewhere.
     """
     for side, end in zip((-1, 1), activation.asymptotes, strict=True):
         toward = f"as x tends to {'+' if side > 0 else '-'}infinity"
@@ -215,20 +195,27 @@ def asymptotes(activation: Activation) -> tuple[Asymptote, Asymptote]:
                 f"{activation}: a mixture of ReLUs is a straight line {toward}, and this activation tends to "
                 "none; use --method fewbit"
             )
-        near, far = (abs(_distance(activation, end, side * 10.0**k)) for k in (8, 10))
+        with ctx.workprec(200):
+            off = (
+                value(activation.formula, at, 40) - arb(end.slope) * at - end.intercept
+                for at in (side * 1e8, side * 1e10)
+            )
+            near, far = map(float, map(abs, off))
         rounding = 1e-9 + 2.0**-50 * abs(end.slope) * 1e10
         if far > rounding and far > near * 10.0 ** (-2 * LEAST_POWER):
             raise UsageError(
                 f"{activation}: {toward} it nears its asymptote too slowly for the squared distance to have an "
                 "integral; use --method fewbit"
             )
-    _refuse_poles(activation)
+    for point in breaks(activation.formula, -REACH, REACH)[0].values():
+        for side in (-1, 1):
+            beside = value(activation.formula, shifted(point, side, "1e-12"), 15)
+            if not abs(beside) < 1e9 * (1 + abs(point)):
+                raise UsageError(
+                    f"{activation}: it is not finite near x = {float(point):.6g}, "
+                    "and a mixture of ReLUs is; use --method fewbit on a domain without that point"
+                )
     return activation.asymptotes
-
-
-def _distance(activation: Activation, line: Asymptote, at: float) -> float:
-    with ctx.workprec(200):
-        return float(value(activation.formula, at, 40) - arb(line.slope) * at - line.intercept)
 
 
 def evaluated(activation: Activation, found: Mixture, objective: str) -> float:
@@ -374,18 +361,10 @@ class Primitive:
 
     A table holds the integrals of g, x g and g² from 0, and of the squared distances from the asymptotes, on cells
     whose ends include 0 and every break of h; a knot adds the integral over part of a cell. Beyond ±1e5 a distance
-    counts as a power of x, with the exponent seen there.
-
-    Args:
-        activation: h.
-        left, right: its asymptotes.
-        frame: the units of everything else here.
-
+    counts as a power of x, with the exponent seen there. Everything here is in the units of the frame.
     """
 
-    def __init__(
-        self, activation: Activation, left: Asymptote, right: Asymptote, frame: Frame = Frame(0.0, 1.0, 1.0)
-    ) -> None:
+    def __init__(self, activation: Activation, left: Asymptote, right: Asymptote, frame: Frame) -> None:
         def h(u: Array) -> Array:
             return activation.value(frame.center + frame.scale * u) / frame.size
 

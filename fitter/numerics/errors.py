@@ -26,23 +26,11 @@ def step_errors(
     levels: Array,
     even: bool,
 ) -> dict[str, float]:
-    """Return the errors of a step function q, by name, each to ten significant digits.
+    """Return the errors of a step function q over a domain [A, B], by name, each to ten significant digits.
 
-    Args:
-        activation: f.
-        weight: w.
-        domain: [A, B], over which the errors are taken.
-        borders: inner borders, increasing; of |x| if `even`.
-        levels: one more than the borders.
-        even: whether q is a function of |x|.
-
-    Returns:
-        `objective` = ∫ (f′ − q)² w, `rms` = √(objective / ∫ w), `max` = sup |f′ − q|; and `primitive_norm` =
-        √∫ (h − h̃)² and `primitive_max` = sup |h − h̃|, where h and h̃ are the integrals of f′ and q from A.
-
-    Raises:
-        UsageError: f′ has features too narrow to be integrated.
-
+    They are `objective` = ∫ (f′ − q)² w, `rms` = √(objective / ∫ w), `max` = sup |f′ − q|; and `primitive_norm` =
+    √∫ (h − h̃)² and `primitive_max` = sup |h − h̃|, where h and h̃ are the integrals of f′ and q from A. The
+    borders are of |x| if `even`. If f′ has features too narrow to be integrated, raise UsageError.
     """
     low, high = domain
     corners = activation.switch_points(low, high)

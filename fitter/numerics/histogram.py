@@ -83,29 +83,19 @@ def parsed(text: str) -> Histogram:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise UsageError("expected histogram(edges; masses)")
-    edges, masses = (_numbers(part) for part in match.groups())
-    return Histogram(edges, masses)
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    parts = [part.strip(" ") for part in text.split(",")]
-    for part in parts:
+    edges, masses = ([part.strip(" ") for part in numbers.split(",")] for numbers in match.groups())
+    for part in (*edges, *masses):
         if not re.fullmatch(NUMBER, part, re.ASCII):
             raise UsageError(f"expected a number, got {quote(part)}")
-    return tuple(map(float, parts))
+    return Histogram(tuple(map(float, edges)), tuple(map(float, masses)))
 
 
 def of_counts(edges: Sequence[float], counts: Sequence[int]) -> Histogram:
     """Return a histogram with few cells from one with many.
 
     With n values, N is 2 n^(1/3) (Rice's rule) and at most half of MOST_CELLS. The edges are those of the fine
-    histogram near the quantiles (1 - cos(πi/N))/2, which lie closer in the tails, and those of its cells that hold
-    2/N of the values or more.
-
-    Args:
-        edges: of the fine histogram, increasing.
-        counts: how many values lie in each of its cells; not all zero.
-
+    histogram, whose counts are not all zero, near the quantiles (1 - cos(πi/N))/2, which lie closer in the tails,
+    and those of its cells that hold 2/N of the values or more.
     """
     fine = np.asarray(edges, dtype=np.float64)
     sums = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])

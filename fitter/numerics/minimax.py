@@ -78,17 +78,9 @@ def minimax(
 ) -> tuple[float, Coefficients | None]:
     """Find the quotient p/q of given degrees whose largest weighted distance from the data is least.
 
-    The distance at t is the larger of |p/q/size − low| and |p/q/size − high|, divided by weight; q > 0 at all t.
-    The programmes run on a few t. Those with the largest distance are added until no other t has a larger one.
-
-    Args:
-        t: (n,), increasing.
-        low: the least value at each t.
-        high: the largest value at each t.
-        size: the divisor of p/q at each t.
-        weight: the divisor of a distance at each t.
-        degrees: of p and q.
-        allowed: the search ends once the distance cannot be this small.
+    The distance at t, (n,) increasing, is the larger of |p/q/size − low| and |p/q/size − high| divided by weight,
+    which all have the shape of t; q > 0 at all t. The programmes run on a few t. Those with the largest distance
+    are added until no other t has a larger one, or the distance cannot be as small as `allowed`.
 
     Returns:
         The distance at the last few t, at most that at all t; and the coefficients of p and q as float32 numbers,

@@ -21,7 +21,7 @@ from .moments import quadrature
 LARGEST = 1e30  # of a weight, and of the ends of a domain
 CELLS = 2000  # least number of cells over which the mass is summed
 _TWO = rf"({NUMBER}) *, *({NUMBER})"
-_NORMAL = re.compile(rf"normal(?:\( *{_TWO} *\))?", re.ASCII)
+_NORMAL = re.compile(rf"normal()(?:\( *{_TWO} *\))?", re.ASCII)
 _STUDENT = re.compile(rf"student(?:\( *({NUMBER}) *(?:, *{_TWO} *)?\))?", re.ASCII)
 _DATA = re.compile(rf"(?:({NUMBER})\*)?(histogram\([^()]*\))(?: \+ ({NUMBER})\*(student.*))?", re.ASCII)
 MOST_FREEDOM = 1000.0  # degrees: beyond, Student's density is the normal one to three digits
@@ -109,34 +109,22 @@ class Weight:
     @cached_property
     def _density(self) -> _Density | None:
         """The density that the text names, if it names one."""
-        if len(self.text) > MAX_LENGTH:
+        normal = self.text.startswith("normal")
+        if len(self.text) > MAX_LENGTH or not (normal or self.text.startswith("student")):
             return None
-        if self.text.startswith("normal"):
-            return self._normal()
-        return self._student() if self.text.startswith("student") else None
-
-    def _normal(self) -> _Density:
-        match = _NORMAL.fullmatch(self.text)
+        match = (_NORMAL if normal else _STUDENT).fullmatch(self.text)
         if match is None:
-            raise UsageError(f"weight {quote(self.text)}: expected normal or normal(mean, deviation)")
-        mean, deviation = float(match[1] or 0), float(match[2] or 1)
-        if not (math.isfinite(mean) and 0 < deviation < math.inf):
-            raise UsageError(f"weight {quote(self.text)}: expected a finite mean and a deviation above 0")
-        text = f"exp(-((x - ({mean!r}))/{deviation!r})**2/2)/({deviation!r}*sqrt(2*pi))"
-        return _Density(mean, deviation, math.inf, text)
-
-    def _student(self) -> _Density:
-        match = _STUDENT.fullmatch(self.text)
-        if match is None:
-            raise UsageError(
-                f"weight {quote(self.text)}: expected student, student(freedom) or student(freedom, mean, scale)"
-            )
+            forms = "normal or normal(mean, deviation)"
+            forms = forms if normal else "student, student(freedom) or student(freedom, mean, scale)"
+            raise UsageError(f"weight {quote(self.text)}: expected {forms}")
         freedom, mean, scale = float(match[1] or 3), float(match[2] or 0), float(match[3] or 1)
         if not (0 < freedom <= MOST_FREEDOM and math.isfinite(mean) and 0 < scale < math.inf):
-            raise UsageError(
-                f"weight {quote(self.text)}: expected degrees of freedom above 0 and up to {MOST_FREEDOM:g}, a "
-                "finite mean and a scale above 0"
-            )
+            told = f"degrees of freedom above 0 and up to {MOST_FREEDOM:g}, a finite mean and a scale above 0"
+            told = "a finite mean and a deviation above 0" if normal else told
+            raise UsageError(f"weight {quote(self.text)}: expected {told}")
+        if normal:
+            text = f"exp(-((x - ({mean!r}))/{scale!r})**2/2)/({scale!r}*sqrt(2*pi))"
+            return _Density(mean, scale, math.inf, text)
         gammas = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
         height = gammas / math.sqrt(freedom * math.pi)
         power = f"(1 + ((x - ({mean!r}))/{scale!r})**2/{freedom!r})**({-(freedom + 1) / 2!r})"

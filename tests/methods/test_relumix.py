@@ -135,7 +135,7 @@ def activation(name):
 
 @cache
 def mixed(name, bits, objective="primitive", restarts=relumix.RESTARTS, seed=0):
-    return relumix.mixture(activation(name), bits, objective=objective, restarts=restarts, seed=seed)
+    return relumix.mixture(activation(name), bits, objective, restarts, seed, float)
 
 
 def line_through(oracle, knots, slopes):
@@ -403,7 +403,7 @@ def test_refused_options(options, reason):
 def test_a_slow_tail_whose_square_has_an_integral(power, objective):
     """|x|^-0.6 squared is |x|^-1.2."""
     text = f"x + (1 + x**2)**(-{power / 2!r})"
-    found = relumix.mixture(Activation.of(text), 2, objective=objective)
+    found = relumix.mixture(Activation.of(text), 2, objective, relumix.RESTARTS, 0, float)
 
     def off(x):
         return (1 + x * x) ** (-power / 2)
@@ -461,7 +461,7 @@ def test_a_jump_is_no_matter_to_the_derivative(text, jumps, slopes):
     "text", ["relu(x) + exp(-(x - 9)**2)", "abs(x) + 0.5*exp(-20*(x + 7)**2)", "relu(x) + 0.1*tanh(x - 20)"]
 )
 def test_what_bends_far_from_its_corners_is_no_broken_line(text, objective):
-    found = relumix.mixture(Activation.of(text), 2, objective=objective)
+    found = relumix.mixture(Activation.of(text), 2, objective, relumix.RESTARTS, 0, float)
     assert found.objective > 1e-4
 
 
@@ -489,7 +489,7 @@ SIMILAR = [
 @pytest.mark.parametrize("objective", relumix.OBJECTIVES)
 @pytest.mark.parametrize(("text", "width", "height"), SIMILAR)
 def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objective):
-    found = relumix.mixture(Activation.of(text), 2, objective=objective, restarts=1)
+    found = relumix.mixture(Activation.of(text), 2, objective, 1, 0, float)
     primitive = objective == "primitive"
     expected = GELU[0] * width * height**2 if primitive else GELU[1] * height**2 / width
     assert found.objective == pytest.approx(expected, rel=1e-6, abs=0)
@@ -500,7 +500,7 @@ def test_the_optimum_of_a_similar_function_is_similar(text, width, height, objec
 
 def test_progress_reaches_the_end_and_never_turns_back():
     shares = []
-    relumix.mixture(Activation.of("tanh"), 2, restarts=1, progress=shares.append)
+    relumix.mixture(Activation.of("tanh"), 2, "primitive", 1, 0, shares.append)
     assert shares == sorted(shares)
     assert 0 < shares[0] < 0.5
     assert shares[-1] == 1
