@@ -71,6 +71,12 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def function_of(node: Any) -> type[torch.autograd.Function]:
+    """Return the function whose call a node belongs to."""
+    function: type[torch.autograd.Function] = type(node)._forward_cls
+    return function
+
+
 _MARK = "_fitact_mark"
 
 

@@ -1,7 +1,8 @@
 """What fits: whether plans hold what they promise, then the largest batch and the longest sequence in 24 GiB.
 
 The plans were made without a GPU: `fitact plan --hf llama --lora all --batch 8 --seq 2048 --device h200 --gib GIB
---error ERROR -o benchmarks/gpu/plans/ERROR_GIB.json`, and the one that offloads with `--host-gib 48`.
+--error ERROR -o benchmarks/gpu/plans/ERROR_GIB.json`, the first one with `--front` and the one that offloads with
+`--host-gib 48`.
 """
 
 from __future__ import annotations

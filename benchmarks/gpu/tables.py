@@ -160,7 +160,7 @@ def of_batch(rows: Sequence[Row]) -> list[str]:
         if "ms" in row
     ]
     largest = [
-        [row["model"], row["variant"], f"{row['size']:,} {row['largest']}"] for row in rows if "size" in row
+        [row["model"], row["variant"], f"{row['largest']} {row['size']:,}"] for row in rows if "size" in row
     ]
     header = ["plan", "promised, GiB", "peak, GiB", "promised, ms", "ms"]
     return [table(header, plans), table(["", "", "largest"], largest)]

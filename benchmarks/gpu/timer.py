@@ -27,6 +27,7 @@ def free() -> None:
         torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        torch.rand((), device="cuda")  # after a broken capture there are no random numbers any more
         torch.cuda.empty_cache()
 
 

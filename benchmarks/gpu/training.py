@@ -42,6 +42,8 @@ def trained(model: str, variant: str, device: str, tiny: bool) -> Row:
     for i in range(WARM + steps):
         if i == WARM:
             synchronise(device)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         torch.manual_seed(i)  # of dropout

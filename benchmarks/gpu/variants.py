@@ -95,8 +95,8 @@ VARIANTS = {
     "Few-Bit, 3 bits": Variant(partial(converted, method="fewbit", bits=3)),
     "checkpointing": Variant(checkpointed, exact=True),
     "selective checkpointing": Variant(partial(checkpointed, context_fn=selectively), exact=True),
-    "Liger": Variant(with_liger, kind="llama"),
-    "Liger, exact": Variant(partial(with_liger, prepare=converted), kind="llama"),
+    "Liger": Variant(with_liger, kind="llama", graphed=False),
+    "Liger, exact": Variant(partial(with_liger, prepare=converted), kind="llama", graphed=False),
     "baseline, again": Variant(unchanged, exact=True),  # its difference from the first is the noise
     "torch.compile": Variant(partial(compiled, budget=1.0), compiled=True),
     "torch.compile, budget 0.7": Variant(partial(compiled, budget=0.7), compiled=True),

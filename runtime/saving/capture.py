@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -29,14 +30,14 @@ from fitact.runtime.torch_internals import (
 )
 
 from . import cheap
-from .recompute import Computed, Reading, Recompute, Unsuitable
+from .liger import call_of, is_known
+from .recompute import Computed, Reading, Recompute, Unsuitable, unpack
 from .storage import (
     Bits,
     Hooks,
     Mark,
     Small,
     Stored,
-    free_passed,
     is_dense,
     is_leaf,
     is_parameter,
@@ -135,6 +136,8 @@ class Capture(TorchFunctionMode):
         if not hooks or hooks[0] is not self._pack:
             return func(*args, **(kwargs or {}))
         self.autocast = any_autocast()
+        if "liger_kernel" in sys.modules:
+            self._note(args)
         return rule(self, func, args, kwargs or {})
 
     def call(self, func: Function, *args: Any, **kwargs: Any) -> Any:
@@ -189,6 +192,14 @@ class Capture(TorchFunctionMode):
     def settle(self, stored: Stored, storage: torch.UntypedStorage, output: Any = None) -> None:
         """Store what could not be recomputed, after a call that returned the output."""
         mark_of(storage).add(stored.settle())
+
+    def _note(self, args: Sequence[Any]) -> None:
+        """Record on what functions of Liger's have returned how to recompute it."""
+        for x in args:
+            if isinstance(x, Tensor) and is_plain(x) and is_known(x) and not version_of_saved(x):
+                mark = marked(x.untyped_storage(), self.hooks)
+                if mark.recompute is None and not mark.has(0) and (call := call_of(x)) is not None:
+                    set_recompute(self, x, *call, {})
 
     # ----------------------------------------------------------------------------------------------- saved tensors
 
@@ -335,12 +346,6 @@ class Capture(TorchFunctionMode):
         like = [argument for argument in arguments if argument.shape == copy.shape and not argument.requires_grad]
         wide = len(like) == 1 and is_parameter(like[0]) and like[0].dtype == torch.float32
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
-
-
-def unpack(saved: Stored | Reading) -> Tensor:
-    """Return what autograd saved."""
-    free_passed()
-    return saved.unpack()
 
 
 def _of_shape(tensor: Tensor) -> Tensor:

@@ -130,36 +130,10 @@ def test_table(name: str) -> None:
 
 
 def test_every_row_is_tested() -> None:
-    assert [*ROWS] == [*ADAPTERS, *LAYERS_OF, "Liger, SwiGLU in float32"]
-
-
-# Triton's interpreter gives kernels Python's numbers, which have no `to`.
-LIGER = """
-from types import SimpleNamespace
-import torch, fitact
-from torch import nn
-from triton.runtime.interpreter import GridExecutor
-
-class Scalar(float):
-    def to(self, dtype): return float(self)
-
-def call(self, *args, inner=GridExecutor.__call__, **given):
-    own = lambda value: Scalar(value) if type(value) is float else value
-    return inner(self, *map(own, args), **{key: own(value) for key, value in given.items()})
-
-GridExecutor.__call__ = call
-from liger_kernel.transformers import LigerSwiGLUMLP
-torch.manual_seed(0)
-sizes = SimpleNamespace(hidden_size=64, intermediate_size=128, hidden_act="silu")
-model = nn.Sequential(*(layer for _ in range(2) for layer in (nn.RMSNorm(64), LigerSwiGLUMLP(sizes))))
-x = torch.randn(64, 64)
-report = fitact.convert(model, example_inputs=x)
-assert report.gradient.error == 0 and fitact.verify(model, x).same
-print(f"{report.saved_before:,} {100 * report.saved_after / report.saved_before:.1f}")
-"""
+    assert [*ROWS] == [*ADAPTERS, *LAYERS_OF, "Liger, in float32"]
 
 
 def test_liger() -> None:
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    found = python(LIGER, warnings="ignore", TRITON_INTERPRET="1")
-    assert tuple(found.split()) == ROWS["Liger, SwiGLU in float32"]
+    found = python("import tests.support.liger", folder=ROOT, warnings="ignore", TRITON_INTERPRET="1")
+    assert tuple(found.split()) == ROWS["Liger, in float32"]

@@ -1,0 +1,133 @@
+"""Functions of Liger's, which no mode sees: others of their names, which save and overwrite what Liger's do."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fitact.runtime.measure import count_saved
+from fitact.runtime.saving import saving
+
+
+class LigerSiLUMulFunction(torch.autograd.Function):
+    """silu(g·a)·b·d, whose backward writes over what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, *numbers: float) -> Tensor:  # type: ignore[override]
+        shape, (ctx.gate_multiplier, ctx.down_multiplier) = a.shape, numbers or (1.0, 1.0)
+        a, b = a.view(-1, shape[-1]), b.view(-1, shape[-1])
+        ctx.save_for_backward(a, b)
+        y = (F.silu(a * ctx.gate_multiplier) * b).view(shape)
+        return y if ctx.down_multiplier == 1 else y * ctx.down_multiplier
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            a, b = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+            y = F.silu(a * ctx.gate_multiplier) * b * ctx.down_multiplier
+        grads = torch.autograd.grad(y, (a, b), grad.view(a.shape))
+        for each, new in zip((a, b), grads, strict=True):
+            each.data.copy_(new)
+        return *(each.view(grad.shape) for each in grads), None, None
+
+
+class LigerRMSNormFunction(torch.autograd.Function):
+    """x/rms(x)·(offset + w), cast as LLaMA's or Gemma's; its node does not have eps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor | None, offset: float, casting_mode: int) -> Tensor:  # type: ignore[override]
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        ctx.offset, ctx.casting_mode = offset, casting_mode
+        inverse = (x.float().square().mean(1) + 1e-2).rsqrt()
+        ctx.save_for_backward(*((x, inverse) if w is None else (x, w, inverse)))
+        return norm(x, w, inverse, offset, casting_mode).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, *weights, inverse = ctx.saved_tensors  # as if the deviations were numbers
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in (x, *weights)]
+            y = norm(leaves[0], leaves[1] if weights else None, inverse, ctx.offset, ctx.casting_mode)
+        grads = torch.autograd.grad(y, leaves, grad.view(x.shape))
+        return grads[0].view(grad.shape), grads[1] if weights else None, None, None
+
+
+def norm(x: Tensor, w: Tensor | None, inverse: Tensor, offset: float, mode: int) -> Tensor:
+    y = x.float() * inverse[:, None]
+    if mode == 0:
+        y = y.to(x.dtype)
+    if w is not None:
+        y = y * (offset + (w if mode == 0 else w.float()))
+    return y.to(x.dtype)
+
+
+@pytest.fixture(autouse=True)
+def _imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+
+
+def trained(context: Any, function: Any, factors: str, dtype: torch.dtype) -> tuple[list[Tensor], int]:
+    """Return the gradients of a step, and the bytes that it saves."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 64, dtype=dtype, requires_grad=True) for _ in range(4)]
+    scale, x = torch.randn(64, dtype=dtype, requires_grad=True), torch.randn(4, 64, 64, dtype=dtype)
+    with count_saved(nn.ParameterList([*weights, scale])) as saved, context:
+        a, b = F.linear(x, weights[0]), F.linear(x, weights[1])
+        if factors == "recomputed":
+            a, b = a.sin(), b * 1.5
+        y = function(a, b, scale)
+        loss = F.linear(F.dropout(y, 0.25), weights[2]).float().square().mean()
+        loss = loss + F.linear(y, weights[3]).float().mean()
+    return [*torch.autograd.grad(loss, [*weights, scale], materialize_grads=True)], saved.bytes
+
+
+FUNCTIONS = {
+    "gate": (lambda a, b, scale: LigerSiLUMulFunction.apply(a, b)),
+    "gate with numbers": (lambda a, b, scale: LigerSiLUMulFunction.apply(a, b, 1.25, 0.5)),
+    "LLaMA's norm": (lambda a, b, scale: LigerRMSNormFunction.apply(a + b, scale, 0.0, 0)),
+    "Gemma's norm": (lambda a, b, scale: LigerRMSNormFunction.apply(a + b, scale, 1.0, 1)),
+    "norm without a weight": (lambda a, b, scale: LigerRMSNormFunction.apply(a + b, None, 0.0, 0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factors", ["stored", "recomputed"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_outputs_are_computed_again(name: str, factors: str, dtype: torch.dtype) -> None:
+    expected, before = trained(nullcontext(), FUNCTIONS[name], factors, dtype)
+    for around in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+        with around:
+            found, after = trained(saving(), FUNCTIONS[name], factors, dtype)
+        assert all(map(torch.equal, found, expected))
+    output = 4 * 64 * 64 * dtype.itemsize
+    assert after <= before - output  # dropout's factors are in bits
+    coded, least = trained(saving("rounding"), FUNCTIONS[name], factors, dtype)
+    off = sum((a - b).double().norm() ** 2 for a, b in zip(coded, expected, strict=True)) ** 0.5
+    assert off < 0.02 * sum(each.double().norm() ** 2 for each in expected) ** 0.5 and least <= after
+
+
+@pytest.mark.parametrize("of", ["another way to cast", "made in other hooks", "changed since"])
+def test_what_is_left_as_it_is(of: str) -> None:
+    mode = -1 if of == "another way to cast" else 0
+
+    def function(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        own = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
+        with own if of == "made in other hooks" else nullcontext():
+            if of == "changed since":
+                y: Tensor = LigerSiLUMulFunction.apply(a, b, 1.25, 0.5)  # no view, which could not be changed
+            else:
+                y = LigerRMSNormFunction.apply(a + b, scale, 0.0, mode)
+        if of == "changed since":
+            with torch.no_grad():
+                y.mul_(2)
+        return y
+
+    found = [trained(context, function, "stored", torch.float32)[0] for context in (nullcontext(), saving())]
+    assert all(map(torch.equal, *found))
