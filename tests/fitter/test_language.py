@@ -275,13 +275,6 @@ def test_refusal_names_the_column(text, column):
 # -------------------------------------------------------------------------------------------- activations
 
 
-@pytest.mark.parametrize("name", CATALOG)
-def test_activation_of_a_name(name):
-    activation = Activation.of(name)
-    entry = CATALOG[name]
-    assert (activation.name, activation.expression) == (name, entry.expression.format(**entry.parameters))
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -87,35 +87,6 @@ def test_compiled_alone() -> None:
     assert calls in ([], [1, 1])
 
 
-def test_a_changed_tensor_raises_as_in_pytorch() -> None:
-    """Of what is stored, and of what is recomputed."""
-    layer = nn.Linear(16, 16)
-    for change in ("input", "output"):
-        x = torch.randn(4, 16, requires_grad=True)
-        with saving():
-            hidden = x * 2
-            y = F.gelu(hidden)
-            z = layer(y)
-        with torch.no_grad():
-            {"input": hidden, "output": y}[change].add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            z.sum().backward()
-
-
-def test_a_change_that_pytorch_allows() -> None:
-    """Scores in half precision are stored in place of their softmax in float32, and then changed."""
-    found = []
-    for context in (nullcontext(), saving()):
-        x = torch.linspace(-1, 1, 640).view(10, 64).to(HALF).requires_grad_()
-        with context:
-            scores = x * 3
-            weights = F.softmax(scores, -1, dtype=torch.float32)
-            scores.add_(1)
-        weights.square().sum().backward()
-        found.append(x.grad)
-    assert not differences(*found)
-
-
 def test_nothing_is_held_when_the_graph_is_gone() -> None:
     """An output that lives on holds nothing of what it could be recomputed from."""
     x = torch.randn(64, 16, requires_grad=True)
@@ -178,15 +149,9 @@ def test_contexts_and_functional() -> None:
     given = dict(model.named_parameters())
 
     def value(given: dict[str, Tensor]) -> Tensor:
-        with saving():
-            return loss_of(functional_call(model, given, (X,)))
+        return loss_of(functional_call(model, given, (X,)))
 
-    found, expected = grad(value)(given), torch.autograd.grad(loss_of(model(X)), [*given.values()])
-    assert all(torch.equal(*both) for both in zip(found.values(), expected, strict=True))
-    with (
-        pytest.raises(UsageError, match=r"^saving.*enter it in the function that torch.func"),
-        saving(),
-    ):
+    with pytest.raises(UsageError, match=r"^saving.*enter it in the function that torch.func"), saving():
         grad(value)(given)
 
 
