@@ -65,13 +65,13 @@ def silu_from_input_backward(dy, x, dx, n):
     backward_tile(dy, x, None, dx, n, silu_derivative, bits=0)
 
 
-_WITHOUT_CODES = Kernel.of("relu2_output", "backward").activation  # the references are launched as its kernels are
+_WITHOUT_CODES = Kernel.of("relu2_output", "backward").registered  # the references are launched as its kernels are
 KERNELS: tuple[Kernel | GateKernel | BlockKernel, ...] = (
     *(Kernel.of(module, pass_) for module in MODULES for pass_ in ("forward", "backward")),
     *(GateKernel.of("geglu_recompute", pass_) for pass_ in ("forward", "backward")),
     *(BlockKernel(bits, pass_) for bits in BITS for pass_ in ("encode", "decode")),
-    Kernel("gelu_from_input", "backward", gelu_from_input_backward, _WITHOUT_CODES),
-    Kernel("silu_from_input", "backward", silu_from_input_backward, _WITHOUT_CODES),
+    Kernel("gelu_from_input", "backward", _WITHOUT_CODES, gelu_from_input_backward),
+    Kernel("silu_from_input", "backward", _WITHOUT_CODES, silu_from_input_backward),
 )
 CASES = {f"{kernel.module} {kernel.pass_} {dtype}": (kernel, dtype) for kernel, dtype in product(KERNELS, DTYPES)}
 

@@ -247,7 +247,7 @@ def traffic(kernel: AnyKernel, dtype: str) -> Traffic:
     if isinstance(kernel, LearnedKernel):
         return Traffic((2 if kernel.pass_ == "backward" else 1) * size, size)
     if isinstance(kernel, Kernel):
-        codes = kernel.activation.bits / 8
+        codes = kernel.registered.bits / 8
         if forward:
             return Traffic(size, size + codes)
         rows = len({"dy", "x", "y"} & set(kernel.function.arg_names[:-2]))

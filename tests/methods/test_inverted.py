@@ -1,6 +1,7 @@
 """f′ from the output and a piece: against mpmath's inverse, dense samples, and all inputs of half precision."""
 
 import itertools
+import json
 import math
 
 import mpmath
@@ -14,7 +15,7 @@ from fitact.fitter.analysis.activation import Activation
 from fitact.fitter.methods import inverted, inverted_published
 from fitact.fitter.numerics.dtypes import DTYPES
 from tests.support.curves import CURVES
-from tests.support.inverses import fitted
+from tests.support.inverses import fitted, paper
 
 pytestmark = pytest.mark.full
 
@@ -27,25 +28,6 @@ FLOORS = {  # of any function of y and that many bits, x and y in the dtype
     ("gelu", 2): {"bfloat16": 0.006597, "float16": 0.002496},
     ("silu", 2): {"bfloat16": 0.006242, "float16": 0.002065},
 }
-
-
-def _paper(name):
-    """The paper's approximants as its section 5.1 has them, but for its errata: both pieces as rows."""
-    minimum = -0.16997120747990369 if name == "gelu" else -0.2784645427610738
-
-    def approximants(left, right, y):
-        v = np.maximum(y - minimum, 0.0)
-        u = np.minimum(v / -minimum, 1.0)
-        high = 1 + (right[0] + right[1] * np.sqrt(v) + right[2] * v) * np.exp(right[3] * (right[4] - v) ** 3)
-        if name == "gelu":
-            return np.stack([left[0] + left[1] * u ** left[2] * (1 - u) ** left[3], high])
-        low = left[0] + left[1] * np.sqrt(v) + left[2] * v + left[3] * v * v
-        return np.stack([low * (1 - y) + y, high * (1 - y) + y])
-
-    return approximants
-
-
-PAPER = {name: _paper(name) for name in ("gelu", "silu")}
 
 
 def cast(values, dtype):
@@ -303,15 +285,15 @@ def test_a_formula_that_fails_in_float32_is_warned_of():
 
 @pytest.mark.parametrize(("name", "published"), [("gelu", (0.00122, 0.0187)), ("silu", (0.000831, 0.00291))])
 def test_the_papers_approximants(name, published):
-    """Of exact outputs, in float64: the approximants written out here."""
+    """Of exact outputs, in float64."""
     value, derivative, middle = CURVES[name].value, CURVES[name].derivative, CURVES[name].minimum
     activation = Activation.of(name)
     printed, refit = (inverted_published.fit(activation, "own", refit=again) for again in (False, True))
     x = np.linspace(-20, 20, 400_001)
     off = []
     for fit in (printed, refit):
-        coefficients = [approximant.coefficients for approximant in fit.approximants["float32"]]
-        wrong = np.abs(PAPER[name](*coefficients, value(x)) - derivative(x))
+        parts = json.loads(fit.to_json())["approximants"]["float32"]
+        wrong = [np.abs(paper(one, value(x), one["anchor"]) - derivative(x)) for one in parts]
         off.append([wrong[0][x < middle].max(), wrong[1][x > middle].max()])
     assert [float(f"{error:.3g}") for error in off[0]] == list(published)
     assert all(a <= b for a, b in zip(off[1], off[0], strict=True))

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -30,8 +30,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fitact.runtime.kernels import blocks as block_kernels
-from fitact.runtime.kernels.activations import Pointwise
-from fitact.runtime.kernels.gates import Gate
 from fitact.runtime.kernels.launch import threads_of
 from fitact.runtime.kernels.reference import TILE
 from fitact.runtime.kernels.registry import find
@@ -358,42 +356,51 @@ def compiled(
             attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
         ),
         target=GPUS[target],
-        options={"num_warps": threads // GPUS[target].warp_size, "enable_fp_fusion": True, **options},
+        options={"enable_fp_fusion": True, **options, "num_warps": threads // GPUS[target].warp_size},
     )
 
 
 @dataclass(frozen=True)
-class Kernel:
+class OfModule:
     """A kernel and how it is launched.
 
     Attributes:
         module: name of its module.
         pass_: forward or backward.
-        function: what Triton compiles; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n.
-        activation: the one whose bits and threads are the kernel's.
+        registered: the activation, gate or formula whose kernel it is.
 
     """
 
     module: str
     pass_: str
-    function: Any
-    activation: Pointwise
+    registered: Any
 
     @classmethod
-    def of(cls, module: str, pass_: str) -> Kernel:
+    def of(cls, module: str, pass_: str, *options: Any) -> Self:
         """Return a kernel of a generated module."""
-        activation = find(importlib.import_module(f"fitact.generated.{module}")._KEY)
-        return cls(module, pass_, getattr(activation, pass_), activation)
+        return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), *options)
+
+
+@dataclass(frozen=True)
+class Kernel(OfModule):
+    """A kernel of an activation, or another `own` that is launched as that is."""
+
+    own: Any = None
+
+    @property
+    def function(self) -> Any:
+        """What is compiled; its arguments are some of x, y, codes, n, or of dy, x, y, codes, dx, n."""
+        return self.own or getattr(self.registered, self.pass_)
 
     def threads(self, *dtypes: str) -> int:
         """Return the threads of a program."""
-        return self.activation.threads(*(torch.empty(0, dtype=FLOATS[dtype]) for dtype in dtypes))
+        return self.registered.threads(*(torch.empty(0, dtype=FLOATS[dtype]) for dtype in dtypes))
 
     def work(self, dtype: str) -> Work:
         """Return what a thread has to do in a full tile."""
         elements = TILE // self.threads(dtype)
         size = DTYPES[dtype].itemsize
-        codes = elements * self.activation.bits // 8
+        codes = elements * self.registered.bits // 8
         if self.pass_ == "forward":
             return Work(elements, size, size, writes_once=codes)
         rows = {"dy", "x", "y"} & set(self.function.arg_names[:-2])
@@ -406,26 +413,10 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class GateKernel:
-    """A kernel of a gate and how it is launched.
+class GateKernel(OfModule):
+    """A kernel of a gate; `view`: whether g and u are rows of longer ones, where they are read as they are."""
 
-    Attributes:
-        module: name of its module.
-        pass_: forward or backward.
-        gate: the gate.
-        view: whether g and u are rows of longer ones, where they are read as they are.
-
-    """
-
-    module: str
-    pass_: str
-    gate: Gate
     view: bool = False
-
-    @classmethod
-    def of(cls, module: str, pass_: str, view: bool = False) -> GateKernel:
-        """Return a kernel of a generated module."""
-        return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), view)
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
@@ -438,7 +429,7 @@ class GateKernel:
 
     def compile(self, dtype: str, target: str) -> Any:
         """Compile ahead of time, as the runtime's launch would."""
-        function = getattr(self.gate, self.pass_)
+        function = getattr(self.registered, self.pass_)
         rows = [name for name in function.arg_names if name.startswith(("width", "stride"))]
         kinds = {"n": "i64"} | dict.fromkeys(rows, "i32")
         constants = {} if self.view else dict.fromkeys(rows)

@@ -64,7 +64,8 @@ def _quotient(approximant: Any, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return p / q, sizes
 
 
-def _paper(approximant: Any, y: np.ndarray, anchor: float) -> np.ndarray:
+def paper(approximant: Any, y: np.ndarray, anchor: float) -> np.ndarray:
+    """One of the paper's approximants as its section 5.1 has it, but for its errata."""
     c = approximant["coefficients"]
     y = np.clip(y, anchor, 1000)
     v = y - anchor
@@ -140,7 +141,7 @@ class Inverse(Generated):
                 anchor = (
                     approximant["anchor"] if y.dtype == torch.float64 else float(np.float32(approximant["anchor"]))
                 )
-                found[own] = _paper(approximant, at[own], anchor)
+                found[own] = paper(approximant, at[own], anchor)
                 lost[own] = 64 * unit
         return torch.from_numpy(found), torch.from_numpy(lost)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
 from fitact.runtime.kernels.learned_tiles import BLOCK, TRIPS
 from fitact.runtime.kernels.norm_tiles import RowTiling, ms_norm_backward, ms_norm_forward, plan
 from fitact.runtime.kernels.reference import TILE
-from fitact.runtime.kernels.registry import find
-from tests.support.instructions import compiled
+from tests.support.instructions import OfModule, compiled
 
 # How the channels lie: one alone, beside each other, in images.
 PLACES = {"one": (False, False), "last": (True, False), "image": (True, True)}
@@ -18,26 +16,10 @@ PLAIN = 1024  # elements of a program of a plain kernel
 
 
 @dataclass(frozen=True)
-class LearnedKernel:
-    """A kernel of a formula with learned parameters.
+class LearnedKernel(OfModule):
+    """A kernel of a formula with learned parameters; `place`: how the channels lie, of `PLACES`."""
 
-    Attributes:
-        module: name of its module.
-        pass_: forward or backward.
-        formula: the formula.
-        place: how the channels lie, of `PLACES`.
-
-    """
-
-    module: str
-    pass_: str
-    formula: Any
-    place: str
-
-    @classmethod
-    def of(cls, module: str, pass_: str, place: str) -> LearnedKernel:
-        """Return a kernel of a generated module."""
-        return cls(module, pass_, find(importlib.import_module(f"fitact.generated.{module}")._KEY), place)
+    place: str = "one"
 
     def threads(self, dtype: str) -> int:
         """Return the threads of a program."""
@@ -57,7 +39,7 @@ class LearnedKernel:
         channels, inner = PLACES[self.place]
         kinds = {"numbers": "*fp32", "sums": "*fp32", "channels": "i32", "inner": "i32", "rows": "i64", "n": "i64"}
         constants = {name: None for name, given in (("channels", channels), ("inner", inner)) if not given}
-        kernel = getattr(self.formula, self.pass_)
+        kernel = getattr(self.registered, self.pass_)
         return compiled(
             kernel, kinds, dtype, target, self.threads(dtype), constants, ("channels",) if channels else ()
         )
