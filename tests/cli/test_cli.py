@@ -209,12 +209,7 @@ def edit(path: str, old: bytes, new: bytes) -> None:
 ONE = "generated/one.py"
 # what was done, the file that the difference shows, a line of it, whether codegen puts it right
 DRIFTS: dict[str, tuple[Callable[[], object], str, str, bool]] = {
-    "edited": (
-        lambda: edit(ONE, b"    0.25,\n", b"    0.375,\n"),
-        "one.py",
-        "+        0.25,",
-        True,
-    ),
+    "edited": (lambda: edit(ONE, b"    0.25,\n", b"    0.375,\n"), "one.py", "+        0.25,", True),
     "last newline": (lambda: put(ONE, Path(ONE).read_text()[:-1]), "one.py", "", True),
     "line ends": (lambda: edit(ONE, b"\n", b"\r\n"), "one.py", "", True),
     "emptied": (lambda: put(ONE), "one.py", "+import torch as _torch", True),

@@ -481,10 +481,7 @@ def test_bits_and_classes_that_are_given() -> None:
 @pytest.mark.parametrize("method", ["fewbit", "output"])
 @pytest.mark.parametrize("standalone", [False, True], ids=["", "standalone"])
 def test_what_is_not_shipped_is_fitted_and_given(
-    command: Callable[[str], tuple[int, str, str]],
-    tmp_path: Path,
-    method: str,
-    standalone: bool,
+    command: Callable[[str], tuple[int, str, str]], tmp_path: Path, method: str, standalone: bool
 ) -> None:
     model, name = mlp(nn.LeakyReLU(0.2)), f"leaky_relu_{method}"
     line = f"fit --fn leaky_relu --param negative_slope=0.2 --method {method} --name {name}"

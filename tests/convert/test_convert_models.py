@@ -18,16 +18,7 @@ import fitact
 from fitact.integrations.transformers import register
 from fitact.runtime.measure.prepare import imported
 from fitact.runtime.measure.saved import count_saved
-from tests.support.models import (
-    GROUPED,
-    MODELS,
-    QUICK,
-    TIMM_CONV,
-    WORDS,
-    batch_of,
-    logits,
-    model_of,
-)
+from tests.support.models import GROUPED, MODELS, QUICK, TIMM_CONV, WORDS, batch_of, logits, model_of
 from tests.support.rows import full
 from tests.support.shared import shared
 

@@ -221,7 +221,7 @@ REFUSALS: dict[str, str] = {
 ODD: dict[str, list[str]] = {
     "empty": ["", "   "],
     CHARACTER: [
-        *('"x"', "x\n", "\tx", "x\r\n+1", "x\0", "x\\\n+1", "\N{FULLWIDTH LATIN SMALL LETTER X}", "x\ud800"),
+        *('"x"', "x\n", "\tx", "x\r\n+1", "x\0", "x\\\n+1", "\N{FULLWIDTH LATIN SMALL LETTER X}", "x\ud800")
     ],
     "characters are too many": ["x+" * 500_000 + "x", "(" * 10_000 + "x" + ")" * 10_000, "x" * (MAX_LENGTH + 1)],
     NESTED: [

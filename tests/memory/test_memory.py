@@ -91,12 +91,7 @@ def candidate(name: str, model: nn.Module) -> AbstractContextManager[Any]:
 def saved_by(subject: Subject, name: str = "baseline", autocast: torch.dtype | None = None) -> Saved:
     cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
     try:
-        with (
-            gpu_kernels(),
-            count_saved(subject.model, detail=True) as saved,
-            cast,
-            candidate(name, subject.model),
-        ):
+        with gpu_kernels(), count_saved(subject.model, detail=True) as saved, cast, candidate(name, subject.model):
             subject.run()
     except UsageError as error:  # the method has nothing for the model, which stays as it is
         assert "no activation that can be replaced" in str(error)

@@ -154,12 +154,7 @@ def polish(name, borders, pinned=(), domain=DOMAIN, weight="uniform", *, rough=F
     options = {"ftol": 1e-8, "gtol": 1e-7} if rough else {"ftol": 1e-14, "gtol": 1e-11}
     bounds = [(low, high)] * count
     found = optimize.minimize(
-        loss,
-        borders,
-        jac=True,
-        method="L-BFGS-B",
-        bounds=bounds,
-        options=options | {"maxiter": 300},
+        loss, borders, jac=True, method="L-BFGS-B", bounds=bounds, options=options | {"maxiter": 300}
     )
     return found.fun, found.x
 

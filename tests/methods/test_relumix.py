@@ -446,8 +446,7 @@ def test_broken_lines_are_exact(text, bits, knots, slopes, objective):
 
 
 @pytest.mark.parametrize(
-    ("text", "jumps", "slopes"),
-    [("hardshrink", [-0.5, 0.5], [1, 0, 1]), ("threshold", [1.0], [0, 1])],
+    ("text", "jumps", "slopes"), [("hardshrink", [-0.5, 0.5], [1, 0, 1]), ("threshold", [1.0], [0, 1])]
 )
 def test_a_jump_is_no_matter_to_the_derivative(text, jumps, slopes):
     fit = relumix.fit(Activation.of(text), 2, "a_fit", objective="derivative")

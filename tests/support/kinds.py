@@ -32,11 +32,7 @@ def own_output() -> Generated:
     return Output(fit.name, json.loads(fit.to_json()), load(fit), closed="1/cosh(y)")
 
 
-OWN = {
-    "own_fewbit": own_fewbit,
-    "own_output": own_output,
-    "own_inverted": lambda: made("softplus(x)", None),
-}
+OWN = {"own_fewbit": own_fewbit, "own_output": own_output, "own_inverted": lambda: made("softplus(x)", None)}
 # Nothing saved but codes, or the output alone, or both.
 QUICK = ("gelu_fewbit3", "tanh_output", "gelu_inverted1")
 USUAL = (*QUICK, "own_inverted", "hardswish_inverted2", "gelu_relumix2", "own_fewbit", "own_output")
