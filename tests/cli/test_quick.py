@@ -65,6 +65,7 @@ memory --hf llama --bits 9 -> 9 is not in the range
 plan --hf llama --gib 24 --plot a.txt -> ends in .png, .svg or .pdf
 memory --hf llama --plot a.txt -> ends in .png, .svg or .pdf
 memory --timm resnet999 -> no model 'resnet999'; near it are resnet50
+memory --timm resnet18.a9_in1k -> no weights 'a9_in1k'; near it are a3_in1k
 memory my_models:tiny --set a=1 -> --set is for --hf
 memory my_models:tinny -> it has no callable 'tinny'; near it are tiny
 memory tiny -> expected MODULE:CALLABLE
@@ -134,8 +135,8 @@ def test_model_types() -> None:
 def test_timm_models() -> None:
     timm = pytest.importorskip("timm")
     assert set(names.timm_models()) == {name.partition(".")[0] for name in timm.list_models()}
-    for name in ("resnet18", "resnet18.a1_in1k", "tv_resnet34"):  # with weights, and a name of once
-        assert timm.is_model(name)
+    assert timm.is_model("tv_resnet34")  # a name of once
+    for name in ("tv_resnet34", "resnet18", *timm.list_pretrained("resnet18.*"), *timm.list_pretrained("qwen3_*")):
         names.check_timm(name)
 
 

@@ -96,9 +96,14 @@ def check_layers(kind: str, layers: Iterable[str]) -> None:
 
 
 def check_timm(name: str) -> None:
-    """Raise UsageError if timm has no such model."""
-    if (known := timm_models()) and name.partition(".")[0] not in _timm():
+    """Raise UsageError if timm has no such model, or surely no such weights of it."""
+    model, _, tag = name.partition(".")
+    source = _timm()
+    if (known := timm_models()) and model not in source:
         raise UsageError(f"timm has no model {quote(name)}{near(name, known)}")
+    tags = list(dict.fromkeys(re.findall(rf"""["']{re.escape(model)}\.([\w.-]+)["']""", source)))
+    if tag and tags and tag not in tags:
+        raise UsageError(f"timm's {model} has no weights {quote(tag)}{near(tag, tags)}")
 
 
 def check_place(call: str) -> None:
