@@ -16,21 +16,12 @@ from fitact.base import NAME, UsageError, quote
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the catalog.
+    """One row of the catalog. Its texts have {names} of parameters."""
 
-    Attributes:
-        expression: the activation in the language of `parser`, with {names} of parameters.
-        torch: a call of PyTorch's own function on `x`, as generated code writes it, with the same names; None
-            where PyTorch has no such function.
-        parameters: their default values, which are PyTorch's if it has any.
-        output: the derivative as an expression in the output `y`, with the same names, where it is one.
-
-    """
-
-    expression: str
-    torch: str | None
-    parameters: Mapping[str, float] = field(default_factory=dict)
-    output: str | None = None
+    expression: str  # in the language of `parser`
+    torch: str | None  # a call of PyTorch's own function on `x`, as generated code writes it, if there is one
+    parameters: Mapping[str, float] = field(default_factory=dict)  # the default values, PyTorch's if it has any
+    output: str | None = None  # the derivative as an expression in the output `y`, where it is one
 
     def filled(self, text: str, parameters: Mapping[str, float]) -> str:
         """Return `expression`, `torch` or `output` with values of the parameters, defaults for those not given.
@@ -66,10 +57,7 @@ CATALOG: dict[str, Entry] = {
     ),
     "exp": Entry("exp(x)", "torch.exp(x)", output="y"),
     "gelu": Entry("x*(1 + erf(x/sqrt(2)))/2", "F.gelu(x)"),
-    "gelu_tanh": Entry(
-        "x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))/2",
-        'F.gelu(x, approximate="tanh")',
-    ),
+    "gelu_tanh": Entry("x*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))/2", 'F.gelu(x, approximate="tanh")'),
     "hardshrink": Entry(
         "where(x >= -{lambd}, where(x <= {lambd}, 0, x), x)", "F.hardshrink(x, {lambd})", {"lambd": 0.5}
     ),

@@ -12,18 +12,11 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of JSON file.
+    """A kind of JSON file."""
 
-    Attributes:
-        schema: what its field `schema` says.
-        what: what such a file is called in messages.
-        limit: the most bytes that are read.
-
-    """
-
-    schema: str
-    what: str
-    limit: int
+    schema: str  # what its field `schema` says
+    what: str  # what such a file is called in messages
+    limit: int  # the most bytes that are read
 
     def record(self, source: str) -> dict[str, Any]:
         """Return the record that a text holds; UsageError if it is not one of this kind."""

@@ -71,9 +71,7 @@ def _draw_factor(fit: GateFit, upper: Axes, lower: Axes, *, name: str, argument:
     _line(upper, x, factor.value(x), color=EXACT, linewidth=1.8, label=f"${name}$ exact")
     _line(lower, x, factor.derivative(x), color=EXACT, linewidth=1.8)
     upper.set_xlim(-REACH, REACH)
-    _dress(fit, upper, lower, f"${argument}$ is saved: no error", along=argument)
-    upper.set_ylabel("value")
-    lower.set_ylabel("derivative")
+    _dress(fit, upper, lower, f"{argument}\n${argument}$ is saved: no error", "value", "derivative")
 
 
 def _draw_formula(fit: LearnedFit, upper: Axes, lower: Axes) -> None:
@@ -86,9 +84,7 @@ def _draw_formula(fit: LearnedFit, upper: Axes, lower: Axes) -> None:
         _line(lower, x, formula.at_start(one, x), linewidth=1.2, label=f"in {name}")
     upper.set_xlim(-REACH, REACH)
     lower.legend(fontsize=7, ncols=2, frameon=False)
-    _dress(fit, upper, lower, "$x$ is saved: no error")
-    upper.set_ylabel("value")
-    lower.set_ylabel("derivatives")
+    _dress(fit, upper, lower, "x\n$x$ is saved: no error", "value", "derivatives")
 
 
 def _draw_primitive(fit: StepFit, upper: Axes, lower: Axes) -> None:
@@ -105,8 +101,7 @@ def _draw_primitive(fit: StepFit, upper: Axes, lower: Axes) -> None:
     _error(lower, x[shown], (value - line)[shown])
     _mark(borders, low, high, upper, lower)
     norm, most = fit.error["primitive_norm"], fit.error["primitive_max"]
-    _dress(fit, upper, lower, f"norm of the error = {norm:.4g}\nmax error = {most:.3g}")
-    upper.set_ylabel("value")
+    _dress(fit, upper, lower, f"x\nnorm of the error = {norm:.4g}\nmax error = {most:.3g}", "value")
 
 
 def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
@@ -123,7 +118,7 @@ def _draw_step(fit: StepFit, upper: Axes, lower: Axes) -> None:
     _error(lower, x, derivative - step)
     _mark(borders, low, high, upper, lower)
     norm = "$L$" if fit.method == "fewbit" else f"{literal(str(fit.options.get('objective', '')))} objective"
-    _dress(fit, upper, lower, f"{norm} = {fit.error['objective']:.4g}\nmax error = {fit.error['max']:.3g}")
+    _dress(fit, upper, lower, f"x\n{norm} = {fit.error['objective']:.4g}\nmax error = {fit.error['max']:.3g}")
 
 
 def _line(axes: Axes, x: Array, y: NDArray[Any], **style: Any) -> None:
@@ -158,7 +153,7 @@ def _draw_output(fit: OutputFit, upper: Axes, lower: Axes) -> None:
     upper.set_xlim(-REACH, REACH)
     approximant = f"$f\\,'$ = {literal(fit.derivative, 50) if len(fit.derivative) < 50 else 'g(y)'}"
     errors = f"max error = {fit.error['bfloat16']:.2g} (bfloat16), {fit.error['float16']:.2g} (float16)"
-    _dress(fit, upper, lower, f"{approximant}\n{errors}")
+    _dress(fit, upper, lower, f"x\n{approximant}\n{errors}")
     lower.set_ylabel("error / max(1, |$f\\,'$|)", fontsize=8)
 
 
@@ -175,8 +170,8 @@ def _draw_over_output(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
         _line(lower, y[of], _size(found - derivative)[of], color=FITTED, linewidth=0.7)
     _floor(lower, fit, "float32")
     error, floor = fit.error["float32"], fit.floor["float32"]
-    _dress(fit, upper, lower, f"max error = {error:.2g} (float32), floor = {floor:.2g}", along="y = f(x)")
-    lower.set_ylabel("|error|")
+    message = f"y = f(x)\nmax error = {error:.2g} (float32), floor = {floor:.2g}"
+    _dress(fit, upper, lower, message, below="|error|")
 
 
 def _draw_over_input(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
@@ -196,8 +191,8 @@ def _draw_over_input(fit: InvertedFit, upper: Axes, lower: Axes) -> None:
         for axes in (upper, lower):
             axes.axvline(border, color="black", alpha=0.25, linewidth=0.7)
     errors = ", ".join(f"{fit.error[dtype]:.2g}" for dtype in DTYPES)
-    _dress(fit, upper, lower, f"max error = {errors}\ndashed: no function of that $y$ and code is nearer")
-    lower.set_ylabel("|error|")
+    message = f"x\nmax error = {errors}\ndashed: no function of that $y$ and code is nearer"
+    _dress(fit, upper, lower, message, below="|error|")
 
 
 def _inputs(fit: InvertedFit, dtype: str) -> Array:
@@ -219,19 +214,21 @@ def _floor(axes: Axes, fit: InvertedFit, dtype: str, color: str = FITTED) -> Non
     axes.axhline(max(fit.floor[dtype], LEAST), color=color, linewidth=1.0, linestyle=(0, (4, 3)))
 
 
-def _dress(fit: AnyFit, upper: Axes, lower: Axes, message: str, along: str = "x") -> None:
+def _dress(
+    fit: AnyFit, upper: Axes, lower: Axes, xlabel: str, above: str = "derivative", below: str = "error"
+) -> None:
     """Add what all panels have: title, legend, labels."""
     label = literal(fit.activation.name or fit.activation.expression)
     upper.set_title(f"{fit.name}:  $f$ = {label}", fontsize=11, pad=22)
-    upper.set_ylabel("derivative")
+    upper.set_ylabel(above)
     # above the axes: inside them it would cover one curve or another
     legend = {"ncols": 4, "columnspacing": 1.0, "handlelength": 1.4, "frameon": False, "fontsize": 9}
     upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), **legend)
     upper.tick_params(labelbottom=False)
     if lower.get_yscale() == "linear":
         lower.axhline(0, color="black", linewidth=0.6)
-    lower.set_ylabel("error")
-    lower.set_xlabel(f"{along}\n{message}", linespacing=1.5)
+    lower.set_ylabel(below)
+    lower.set_xlabel(xlabel, linespacing=1.5)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
 

@@ -41,14 +41,17 @@ class Syntax:
         text = self.text
         if len(text) > MAX_LENGTH:
             raise UsageError(f"{self.what}: {len(text)} characters are too many; at most {MAX_LENGTH} are read")
+        depth = 0
         for column, character in enumerate(text, 1):
             if character == "^":
                 self.refuse(column, "a power is written **, not ^")
             if character not in CHARACTERS:
                 self.refuse(column, f"unexpected character {character!a}; a formula is plain ASCII")
+            depth += (character in "([{") - (character in ")]}")
+            if depth > MAX_DEPTH:  # Python's own parser could fail
+                self.refuse(column, f"brackets are nested deeper than {MAX_DEPTH}")
         if not text.strip():
             raise UsageError(f"{self.what}: it is empty; write a formula in x such as x*sigmoid(x)")
-        self.check_brackets()
         indent = len(text) - len(text.lstrip())
         try:
             with warnings.catch_warnings():
@@ -66,14 +69,6 @@ class Syntax:
         for node in ast.walk(self.tree()):
             if isinstance(node, ast.Name) and node.id not in (*variables, *NAMES, *CATALOG):
                 self.refuse(node, unknown(node.id, variables))
-
-    def check_brackets(self) -> None:
-        """Refuse brackets nested so deep that Python's own parser could fail."""
-        depth = 0
-        for column, character in enumerate(self.text, 1):
-            depth += (character in "([{") - (character in ")]}")
-            if depth > MAX_DEPTH:
-                self.refuse(column, f"brackets are nested deeper than {MAX_DEPTH}")
 
     def refuse(self, where: int | ast.AST, reason: str) -> NoReturn:
         """Raise UsageError at a column or a node."""

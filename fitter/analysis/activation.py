@@ -30,18 +30,11 @@ from .shape import Asymptote, Breakpoint, Monotone
 
 @dataclass(frozen=True)
 class Formula:
-    """What a fit is made of. The subclasses are the kinds: activations, gates, formulas with learned parameters.
-
-    Attributes:
-        name: its name in the catalog, or None for a user's own formula.
-        expression: the formula's text.
-
-    """
+    """What a fit is made of. The subclasses are the kinds: activation, gate, formula with learned parameters."""
 
     KIND: ClassVar[str]
-    ARITY: ClassVar[int] = 1
 
-    name: str | None
+    name: str | None  # in the catalog; None for a user's own formula
     expression: str
 
     def __str__(self) -> str:

@@ -52,13 +52,7 @@ def _power(base: Any, exponent: Any, symbolic: Expr) -> Any:
     return np.exp(exponent * np.log(base))
 
 
-FLOAT32 = Arithmetic(
-    lambda node: np.float32(constant(node)),
-    operator.add,
-    operator.mul,
-    lambda base, exponent, symbolic: _power(base, np.float32(exponent), symbolic),
-    "numpy",
-)
+FLOAT32 = Arithmetic(lambda node: np.float32(constant(node)), operator.add, operator.mul, _power, "numpy")
 
 
 @lru_cache(maxsize=512)
@@ -102,14 +96,9 @@ def problem(activation: Activation) -> str | None:
 def bears(formula: Expr, functions: Collection[Any], error: float) -> bool:
     """Return whether a formula is hardly further off than its functions are.
 
-    Each function is made larger by a relative error, one place after another. The formula may then change by eight
-    times that share of itself and of x times its derivative: x − tanh(x) changes by more near 0.
-
-    Args:
-        formula: in `atoms.x` alone; one with learned parameters passes unchecked.
-        functions: atoms whose values are off.
-        error: the relative error of these.
-
+    Each of these atoms is made larger by a relative error, one place after another. The formula may then change by
+    eight times that share of itself and of x times its derivative: x − tanh(x) changes by more near 0. A formula
+    with learned parameters passes unchecked.
     """
     if formula.free_symbols != {x}:
         return True

@@ -23,11 +23,7 @@ VARIABLES = ("g", "u")
 
 @dataclass(frozen=True)
 class Gate(Formula):
-    """A gate h = a(g)·b(u).
-
-    Attributes:
-        name: its name among `GATES`, or None for a user's own product.
-        expression: the product's text.
+    """A gate h = a(g)·b(u); its name is one of `GATES`, or None for a user's own product.
 
     Raises:
         UsageError: the expression is not a product of a formula in g and one in u; or one of these has a constant
@@ -36,7 +32,6 @@ class Gate(Formula):
     """
 
     KIND = "gate"
-    ARITY = 2
 
     def __post_init__(self) -> None:
         _ = self._factors

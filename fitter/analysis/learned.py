@@ -52,21 +52,11 @@ USED = frozenset(_USED.split())
 
 @dataclass(frozen=True)
 class Number:
-    """A learned parameter.
+    """A learned parameter; a UsageError if the name has another meaning, or float32 does not hold the start."""
 
-    Attributes:
-        name: in the formula, and of the parameter.
-        start: its value before training.
-        channel: whether there is one for every channel.
-
-    Raises:
-        UsageError: the name has another meaning, or float32 does not hold the start.
-
-    """
-
-    name: str
-    start: float
-    channel: bool = False
+    name: str  # in the formula, and of the parameter
+    start: float  # before training
+    channel: bool = False  # whether there is one for every channel
 
     def __post_init__(self) -> None:
         what = f"learned parameter {quote(self.name)}"
@@ -76,8 +66,6 @@ class Number:
             self.start == 0 or SMALLEST_SINGLE <= abs(self.start) <= LARGEST_SINGLE
         ):
             raise UsageError(f"{what}: expected a start that float32 holds, got {quote(self.start)}")
-        if not isinstance(self.channel, bool):
-            raise UsageError(f"{what}: channel: expected true or false, got {quote(self.channel)}")
 
 
 def _taken(name: object) -> str | None:
@@ -101,12 +89,7 @@ def _taken(name: object) -> str | None:
 
 @dataclass(frozen=True)
 class Learned(Formula):
-    """A formula with learned parameters, y = f(x; a, b, …).
-
-    Attributes:
-        name: its name among `LEARNED`, or None for a user's own formula.
-        expression: the formula's text.
-        numbers: the learned parameters, in the order in which modules take them.
+    """A formula with learned parameters, y = f(x; a, b, …); its name is in `LEARNED`, or None for a user's own.
 
     Raises:
         UsageError: the expression is not a formula in x and the numbers, does not mention one of them, has a
@@ -116,7 +99,7 @@ class Learned(Formula):
 
     KIND = "formula"
 
-    numbers: tuple[Number, ...]
+    numbers: tuple[Number, ...]  # in the order in which modules take them
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.numbers) <= MOST:
@@ -133,11 +116,8 @@ class Learned(Formula):
     def of(cls, text: str, numbers: Mapping[str, tuple[float, bool]]) -> Learned:
         """Return what a name of `LEARNED` or a formula stands for.
 
-        Args:
-            text: the name or the formula.
-            numbers: the learned parameters by name, each with its start and whether every channel has its own;
-                for a name of `LEARNED`, those that differ.
-
+        The learned parameters are by name, each with its start and whether every channel has its own; for a name
+        of `LEARNED`, those that differ.
         """
         if text in LEARNED:
             expression, own = LEARNED[text]
@@ -188,10 +168,9 @@ class Learned(Formula):
 
     def _check_start(self) -> None:
         """Refuse starts at which the formula or one of its derivatives is not finite."""
-        of = [("", self.formula), ("the derivative in x of ", self.derivative_formula)]
-        for name, one in zip(self.names, self.gradient_formulas, strict=True):
-            of.append((f"the derivative in {name} of ", one))
-        for what, formula in of:
+        whats = ["", *(f"the derivative in {name} of " for name in ("x", *self.names))]
+        formulas = self.formula, self.derivative_formula, *self.gradient_formulas
+        for what, formula in zip(whats, formulas, strict=True):
             found = self.at_start(formula, POINTS)
             if not np.isfinite(found).all():
                 i = np.flatnonzero(~np.isfinite(found))[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -60,24 +59,14 @@ SINGULAR: dict[Expr, Callable[[Expr], Expr]] = {
 class Roots:
     """The roots of a formula in an open interval, and its signs between them.
 
-    Attributes:
-        at: where it is zero or jumps from one sign to the other, float64, increasing.
-        exact: the same points to 25 digits or more.
-        signs: (low, high, sign) of all intervals on which the sign is −1, 0 or 1 except at isolated roots,
-            increasing; where the formula is undefined there is no interval.
-        reach: the |x| up to which these are all roots; infinite if there are no more.
-
+    `signs` are of all intervals, increasing, on which the sign is −1, 0 or 1 except at isolated roots; where the
+    formula is undefined there is no interval.
     """
 
-    at: Array
-    exact: tuple[Number, ...]
+    at: Array  # where it is zero or jumps from one sign to the other, float64, increasing
+    exact: tuple[Number, ...]  # the same points to 25 digits or more
     signs: tuple[Part, ...]
-    reach: float
-
-    @property
-    def complete(self) -> bool:
-        """Whether these are all roots."""
-        return math.isinf(self.reach)
+    reach: float  # the |x| up to which these are all roots; infinite if there are no more
 
 
 @lru_cache(maxsize=512)
@@ -169,7 +158,7 @@ class _Search:
         boxes = [(_nearest(a, b), a, b) for a, b in itertools.pairwise(bounds) if holes.get(a) != b]
         heapq.heapify(boxes)
         left = MAX_WORK // (len(steps(self.expr)) + len(steps(self.derivative)) + 1)
-        crossings: list[tuple[float, float, float, int]] = []
+        crossings: list[Part] = []
         while boxes:
             near, a, b = heapq.heappop(boxes)
             if near >= self.reach:
@@ -187,15 +176,13 @@ class _Search:
                 for box in ((a, middle), (middle, b)):
                     heapq.heappush(boxes, (_nearest(*box), *box))
             elif abs(found) == 10:
-                crossings.append((near, a, b, found // 10))
+                crossings.append((a, b, found // 10))
             elif found == TINY:
                 self.rough.append((a, b, TINY))
             elif found != UNDEFINED:
                 self.signs.append((a, b, found))
-        work = [(near, a, b, sign) for near, a, b, sign in crossings]
-        work += [(_nearest(a, b), a, b, sign) for a, b, sign in self.merged()]
-        for near, a, b, sign in sorted(work, key=operator.itemgetter(0)):
-            if near >= self.reach:
+        for a, b, sign in sorted([*crossings, *self.merged()], key=lambda part: _nearest(*part[:2])):
+            if (near := _nearest(a, b)) >= self.reach:
                 break
             if len(self.points) > self.limit:
                 self.reach = near

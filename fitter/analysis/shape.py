@@ -50,18 +50,14 @@ class Breakpoint:
 class Asymptote:
     """How f behaves toward +∞ or −∞.
 
-    Attributes:
-        kind: "line" where f − (slope·x + intercept) tends to 0; "infinite" where f tends to ±∞ along no line;
-            "none" where no limit is seen, as for an oscillation; "undefined" where f is not real.
-        slope, intercept: of the line, else NaN.
-        limit: of f, ±∞ included; NaN where there is none.
-
+    `kind` is "line" where f − (slope·x + intercept) tends to 0; "infinite" where f tends to ±∞ along no line;
+    "none" where no limit is seen, as for an oscillation; "undefined" where f is not real.
     """
 
     kind: Literal["line", "infinite", "none", "undefined"]
-    slope: float = math.nan
+    slope: float = math.nan  # of the line, else NaN
     intercept: float = math.nan
-    limit: float = math.nan
+    limit: float = math.nan  # of f, ±∞ included; NaN where there is none
 
 
 @dataclass(frozen=True)

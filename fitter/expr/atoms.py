@@ -67,28 +67,17 @@ def _leads_with_minus(u: Any) -> bool:
 
 
 class _Atom(sympy.Function):
-    """A function of one argument u: a row of the table, whose columns are class attributes.
-
-    Attributes:
-        derivative: of u, as a formula.
-        numpy: the function of arrays, in their dtype.
-        arb: the function of balls.
-        enclosure: the function of intervals; by default the function increases.
-        parity: 1 for an even and −1 for an odd function, which never keeps a leading minus in u.
-        origin: the value at 0 if that is an integer.
-        triton, torch: the name of the function in generated code.
-
-    """
+    """A function of one argument u: a row of the table, whose columns are class attributes."""
 
     nargs = 1
-    derivative: Callable[[Any], Any]
-    numpy: Callable[[Any], Any]
-    arb: Function
-    enclosure: Enclosure
-    parity: int
-    origin: int | None
-    triton: str
-    torch: str
+    derivative: Callable[[Any], Any]  # of u, as a formula
+    numpy: Callable[[Any], Any]  # the function of arrays, in their dtype
+    arb: Function  # of balls
+    enclosure: Enclosure  # of intervals; by default the function increases
+    parity: int  # 1 for an even and −1 for an odd function, which never keeps a leading minus in u
+    origin: int | None  # the value at 0 if that is an integer
+    triton: str  # its name in the device code of generated modules
+    torch: str  # and in their PyTorch operators
 
     @classmethod
     def eval(cls, u: Any) -> Any:
@@ -309,6 +298,8 @@ def beyond_singles(expr: Expr) -> str | None:
 
     In a product, float32 must hold the product of the constants, and float64 each of them.
     """
+    from .exact import value  # it imports this file
+
     for node in sympy.preorder_traversal(expr):
         numbers = [arg for arg in node.args if not arg.free_symbols]
         if len(numbers) == len(node.args):
@@ -321,8 +312,6 @@ def beyond_singles(expr: Expr) -> str | None:
                 continue
             if size and math.isfinite(size):
                 return f"{size:g}"
-            from .exact import value  # it imports this file
-
             if (precise := value(number, 0, 20)) != 0:  # 0 only in float64
                 return str(precise.str(6, radius=False))
     return None
@@ -353,13 +342,10 @@ def raised(base: Expr, exponent: Expr) -> Expr:
         return base**exponent
     if exponent.q <= MAX_ORDER and max(abs(number.p), number.q) <= MAX_RADICAND:
         return base**exponent
-    return _root(abs(number), exponent) * (sympy.sign(number) * rest) ** exponent
-
-
-def _root(number: Expr, exponent: Expr) -> Expr:
-    """Return a positive number to a fraction: a fraction if it is one."""
-    (upper, above), (lower, below) = (sympy.integer_nthroot(int(n), int(exponent.q)) for n in (number.p, number.q))
-    return sympy.Rational(upper, lower) ** exponent.p if above and below else exp(exponent * log(number))
+    size = abs(number)
+    (upper, above), (lower, below) = (sympy.integer_nthroot(int(n), int(exponent.q)) for n in (size.p, size.q))
+    root = sympy.Rational(upper, lower) ** exponent.p if above and below else exp(exponent * log(size))
+    return root * (sympy.sign(number) * rest) ** exponent
 
 
 @lru_cache(maxsize=10_000)
@@ -378,23 +364,17 @@ def terms(total: Expr) -> tuple[Expr, ...]:
 
 @lru_cache(maxsize=10_000)
 def sizes(expr: Expr) -> tuple[int, int, int]:
-    """Return how many parts a formula has when written out, and about how many its first two derivatives have."""
-    return _parts(expr, [sizes(arg) for arg in expr.args])
+    """Return how many parts a formula has when written out, and about how many its first two derivatives have.
 
-
-def depth(expr: Expr) -> int:
-    """Return how deep a formula is nested."""
-    return 1 + max(map(depth, expr.args), default=0)
-
-
-def _parts(node: Expr, args: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """Return `sizes` from those of the arguments: the rules of differentiation, counted."""
+    These are the rules of differentiation, counted.
+    """
+    args = [sizes(arg) for arg in expr.args]
     own = [sum(arg[k] for arg in args) for k in range(3)]
     if not args:
-        return 1, int(node == x), 0
-    if node.is_Add or isinstance(node, Where):
+        return 1, int(expr == x), 0
+    if expr.is_Add or isinstance(expr, Where):
         return own[0] + 1, own[1] + 1, own[2] + 1
-    if node.is_Mul:
+    if expr.is_Mul:
         moving = [arg for arg in args if arg[1]]
         first = sum(arg[1] + own[0] - arg[0] for arg in moving)
         second = sum(arg[2] + own[0] - arg[0] for arg in moving)
@@ -404,3 +384,8 @@ def _parts(node: Expr, args: list[tuple[int, int, int]]) -> tuple[int, int, int]
         return own[0] + 1, 0, 0
     # h(u): h′ u′, and h″ u′² + h′ u″, with u about twice in h′ and four times in h″
     return own[0] + 1, 2 * own[0] + own[1] + 3, 6 * own[0] + 3 * own[1] + own[2] + 6
+
+
+def depth(expr: Expr) -> int:
+    """Return how deep a formula is nested."""
+    return 1 + max(map(depth, expr.args), default=0)

@@ -18,21 +18,13 @@ from .wide import Array
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A kind of number, and how a formula is evaluated in it.
+    """A kind of number, and how a formula is evaluated in it."""
 
-    Attributes:
-        constant: a subformula without `x` → its value.
-        add, multiply: two values → their sum, their product.
-        power: value of the base, value of the exponent, and the exponent as a SymPy expression → value.
-        column: the column of the table of atoms that has their functions.
-
-    """
-
-    constant: Callable[[Expr], Any]
+    constant: Callable[[Expr], Any]  # of a subformula without `x`
     add: Callable[[Any, Any], Any]
     multiply: Callable[[Any, Any], Any]
-    power: Callable[[Any, Any, Expr], Any]
-    column: Literal["numpy", "arb", "enclosure"]
+    power: Callable[[Any, Any, Expr], Any]  # of the base, the exponent, and the exponent as a SymPy expression
+    column: Literal["numpy", "arb", "enclosure"]  # of the table of atoms, which has their functions
 
     def evaluate(self, expr: Expr, at: Any, done: dict[Expr, Any] | None = None) -> Any:
         """Return the value of a formula; `done` receives the value of every subformula."""

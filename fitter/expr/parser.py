@@ -51,20 +51,10 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[Any, bool]] = {
 
 @lru_cache(maxsize=256)
 def parse(text: str, *, what: str = "expression", variable: str = "x", learned: tuple[str, ...] = ()) -> Expr:
-    """Read a formula in `x`.
+    """Return a formula in Python's notation, e.g. `"x*sigmoid(1.702*x)"`, as a SymPy expression in the symbol `x`.
 
-    Args:
-        text: the formula, Python's notation, e.g. `"x*sigmoid(1.702*x)"`.
-        what: how error messages call it.
-        variable: what the text calls `x`.
-        learned: names of learned parameters, which become symbols of these names.
-
-    Returns:
-        A SymPy expression in the symbol `x`; it may turn out to be constant.
-
-    Raises:
-        UsageError: the text is not a formula of this language; the message gives the reason and the column.
-
+    `variable` is what the text calls `x`, and `what` how messages call the text. The names of learned parameters
+    become symbols. If the text is not a formula of this language, a UsageError gives the reason and the column.
     """
     if not isinstance(text, str):
         raise UsageError(f"{what}: expected text, got {quote(text)}")

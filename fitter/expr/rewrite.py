@@ -204,14 +204,8 @@ def _power(node: Expr) -> Expr:
         return raised(number, exponent) * _once(rest**exponent) if number > 0 and number != 1 else node
     c, rest = base.as_coeff_Add()
     k, square = rest.as_coeff_Mul()
-    if (
-        (2 * exponent).is_Integer
-        and not exponent.is_Integer
-        and c > 0
-        and k > 0
-        and square.is_Pow
-        and square.exp == 2
-    ):
+    halves = (2 * exponent).is_Integer and not exponent.is_Integer
+    if halves and c > 0 and k > 0 and square.is_Pow and square.exp == 2:
         return c**exponent * hypot1(sympy.sqrt(k / c) * square.base) ** (2 * exponent)
     if constant(exponent) < 0 and (pair := _exponentials(base)):
         (w, a), (v, b) = pair

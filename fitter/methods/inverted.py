@@ -285,21 +285,13 @@ def _exact(activation: Activation, samples: Samples, ends: tuple[int, int]) -> C
 
 @dataclass(frozen=True)
 class Cell:
-    """An interval of x on which f is monotone and smooth.
+    """An interval of x on which f is monotone and smooth."""
 
-    Attributes:
-        low, high: its ends; ±REALS stand for ±∞.
-        direction: 1 where f rises, −1 where it falls, 0 where it is constant.
-        radicals: the terms of the variable t in which f′ is a smooth function of y.
-        roots: for each radical the root of f′, in x, that it comes from; NaN if there is none.
-
-    """
-
-    low: float
+    low: float  # ±REALS stand for ±∞
     high: float
-    direction: int
-    radicals: tuple[Radical, ...]
-    roots: tuple[float, ...]
+    direction: int  # 1 where f rises, −1 where it falls, 0 where it is constant
+    radicals: tuple[Radical, ...]  # the terms of the variable t in which f′ is a smooth function of y
+    roots: tuple[float, ...]  # the root of f′, in x, that each radical comes from; NaN if there is none
 
 
 def smooth_cells(activation: Activation, low: float, high: float) -> tuple[Cell, ...]:
@@ -414,24 +406,15 @@ def cell_borders(activation: Activation, parts: Sequence[Cell]) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples that a fit on one cell has to meet.
-
-    Attributes:
-        cell: the cell.
-        x, y, derivative: x, increasing, y rounded to the dtype, (n,) float32, and f′(x).
-        saved: y as a module computes it; for a formula it is off by some roundings of float32.
-        floor: half the spread of f′ over the x of one y, relative, at its largest.
-        half: whether the dtype is one of half precision.
-
-    """
+    """The samples that a fit on one cell has to meet, (n,)."""
 
     cell: Cell
-    x: Array
-    y: Single
+    x: Array  # increasing
+    y: Single  # rounded to the dtype
     derivative: Array
-    saved: Single
-    floor: float
-    half: bool
+    saved: Single  # y as a module computes it; for a formula it is off by some roundings of float32
+    floor: float  # half the spread of f′ over the x of one y, relative, at its largest
+    half: bool  # whether the dtype is one of half precision
 
 
 def samples_of(activation: Activation, cell: Cell, dtype: str, borders: Sequence[float], s: int) -> Samples:

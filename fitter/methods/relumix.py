@@ -42,7 +42,6 @@ OBJECTIVES = ("primitive", "derivative")
 RESTARTS = 4  # of the annealing, by default
 LEAST_POWER = 0.52  # of x in a tail whose square has an integral: 1/2, and a margin for the test
 CELLS = 4000
-SIDES = np.array([-1.0, 1.0])
 REACH = 1e5  # of the table of integrals; beyond it, tails follow their power law
 INNER = 12.0  # up to here its cells are even, then they grow
 HALF_WIDTH = 40.0  # of the search for knots
@@ -243,7 +242,7 @@ def _broken_line(activation: Activation, count: int, right: Asymptote) -> Mixtur
     """Return f itself if f′ is a step function with at most `count` borders, else None; spare knots do nothing."""
     corners = [point.at for point in activation.breakpoints()]
     bends = roots(activation.second_derivative_formula, -REALS, REALS)
-    if len(corners) > count or not bends.complete or any(sign for *_, sign in bends.signs):
+    if len(corners) > count or bends.reach < math.inf or any(sign for *_, sign in bends.signs):
         return None
     corners = corners or [0.0]
     edge = 1 + max(map(abs, corners))
@@ -258,7 +257,7 @@ def _derivative_optimum(activation: Activation, count: int, left: Asymptote, rig
     """Return the best step function for h′ with outer levels m±: Few-Bit's programme, then Newton's method."""
     ends = (left.slope, right.slope)
     width = HALF_WIDTH
-    while width < REACH and np.max(np.abs(activation.derivative(width * SIDES) - ends) ** 2) * width > 1e-12:
+    while width < REACH and width * np.max((activation.derivative(np.array([-width, width])) - ends) ** 2) > 1e-12:
         width *= 2
     switches = activation.switch_points(-width, width)
     marks = np.union1d(switches, roots(activation.second_derivative_formula, -width, width).at)
@@ -286,18 +285,11 @@ def _derivative_optimum(activation: Activation, count: int, left: Asymptote, rig
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of ReLUs in float64.
+    """A mixture of ReLUs in float64."""
 
-    Attributes:
-        knots: c, (2^k − 1,), increasing.
-        slopes: of h̃ between them, (2^k,); the weights a are their differences.
-        objective: what was minimised.
-
-    """
-
-    knots: Array
-    slopes: Array
-    objective: float
+    knots: Array  # c, (2^k − 1,), increasing
+    slopes: Array  # of h̃ between them, (2^k,); the weights a are their differences
+    objective: float  # what was minimised
 
     @property
     def weights(self) -> Array:

@@ -19,11 +19,6 @@ def _inverted(activation: Activation, name: str, *, family: str = "rational", **
     return inverted.fit(activation, name, **options)
 
 
-def _gate(gate: Gate, name: str) -> GateFit:
-    """Return the fit of a gate, which approximates nothing."""
-    return GateFit(name=name, method="gate_recompute", activation=gate, error={})
-
-
 def _learned(formula: Learned, name: str) -> LearnedFit:
     """Return the fit of a formula with learned parameters; warn if floating point fails on its start."""
     if (start := formula.start()) is not None:
@@ -37,7 +32,7 @@ _FIT: dict[str, Callable[..., AnyFit]] = {
     "relumix": relumix.fit,
     "inverted": _inverted,
     "output": output.fit,
-    "gate_recompute": _gate,
+    "gate_recompute": lambda gate, name: GateFit(name=name, method="gate_recompute", activation=gate, error={}),
     "learned_recompute": _learned,
 }
 

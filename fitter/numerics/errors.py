@@ -19,12 +19,7 @@ MISSED = 1e-6  # of the variation of f
 
 
 def step_errors(
-    activation: Activation,
-    weight: Weight,
-    domain: tuple[float, float],
-    borders: Array,
-    levels: Array,
-    even: bool,
+    activation: Activation, weight: Weight, domain: tuple[float, float], borders: Array, levels: Array, even: bool
 ) -> dict[str, float]:
     """Return the errors of a step function q over a domain [A, B], by name, each to ten significant digits.
 

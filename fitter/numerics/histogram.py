@@ -26,18 +26,14 @@ _TEXT = re.compile(r"histogram\(([^();]*);([^();]*)\)")
 class Histogram:
     """A density that is constant on each of some cells and zero beyond them; its integral is 1.
 
-    Attributes:
-        edges: of the cells, increasing, one more than there are cells.
-        masses: of the cells, none negative; only their ratios matter.
-
     Raises:
         UsageError: the edges do not increase, a number is not finite or too large, there are no cells or too many,
             or no cell has a mass.
 
     """
 
-    edges: tuple[float, ...]
-    masses: tuple[float, ...]
+    edges: tuple[float, ...]  # of the cells, increasing, one more than there are cells
+    masses: tuple[float, ...]  # of the cells, none negative; only their ratios matter
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.masses) <= MOST_CELLS or len(self.edges) != len(self.masses) + 1:
@@ -65,6 +61,11 @@ class Histogram:
     def __call__(self, at: Array) -> Array:
         """Return the density at the points, float64 of any shape; at an edge, that of the cell above."""
         return np.asarray(self.heights[np.searchsorted(self.edges, at, side="right")])
+
+    def breakpoints(self, low: float, high: float) -> Array:
+        """Return the edges inside (low, high)."""
+        edges = np.array(self.edges)
+        return edges[(low < edges) & (edges < high)]
 
     @property
     def text(self) -> str:

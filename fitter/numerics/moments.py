@@ -34,17 +34,10 @@ def quadrature(function: Function, edges: Array) -> Array:
 class Moments:
     """The running integrals W = ∫w, F = ∫w·g and S = ∫w·g² from the left end of the domain.
 
-    Args:
-        function: g, smooth between breakpoints.
-        weight: w ≥ 0, smooth between breakpoints.
-        low, high: the domain.
-        breakpoints: points inside it where g or w jumps or has a corner: always on the grid.
-        cells: about how many cells the grid has. It starts with even steps, with extra points around 0 and the
-            breakpoints in case the domain is wide, and is refined where g varies most.
-
-    Attributes:
-        grid: the grid points, (n + 1,), increasing.
-        sums: W, F and S at the grid points, (3, n + 1).
+    The function g and the weight w ≥ 0 are smooth between the breakpoints, which are always on the grid. This has
+    about `cells` cells: it starts with even steps, with extra points around 0 and the breakpoints in case the
+    domain is wide, and is refined where g varies most. `grid` are its points, (n + 1,), increasing, and `sums` W,
+    F and S there, (3, n + 1).
 
     Raises:
         UsageError: g is unbounded somewhere, has a jump that is no breakpoint, or is too steep to be integrated.
@@ -52,13 +45,7 @@ class Moments:
     """
 
     def __init__(
-        self,
-        function: Function,
-        weight: Function,
-        low: float,
-        high: float,
-        breakpoints: Array,
-        cells: int,
+        self, function: Function, weight: Function, low: float, high: float, breakpoints: Array, cells: int
     ) -> None:
         self.function = function
         self.weight = weight

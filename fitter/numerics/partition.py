@@ -25,24 +25,21 @@ def dp_borders(moments: Moments, levels: int, ends: tuple[float, float] | None =
 
     `best[k, i]` is the least error of k + 1 levels on the first i cells: the recursion
     best[k, i] = min over j < i of best[k − 1, j] + spread(j, i), all j and many k at once. `ends` gives the first
-    and the last level of the function, and the first and the last interval then cost the error about these.
-
-    Raises:
-        UsageError: the grid has too few cells.
-
+    and the last level of the function, and the first and the last interval then cost the error about these. If the
+    grid has too few cells, raise UsageError.
     """
     sums = moments.sums
     n = len(moments.grid) - 1
     if n < levels:
         raise UsageError(f"cells: {n} are too few for {levels} levels")
     best = np.full((levels, n + 1), np.inf)
-    last = np.zeros((levels, n + 1), dtype=np.intp)
+    last, rows = np.zeros((levels, n + 1), dtype=np.intp), np.arange(levels - 1)
     for i in range(1, n + 1):
         cost = spread(sums[:, i, None] - sums[:, :i])
         best[0, i] = cost[0] if ends is None else about(sums[:, i], ends[0])
         candidates = best[:-1, :i] + cost
         last[1:, i] = candidates.argmin(axis=1)
-        best[1:, i] = candidates.min(axis=1)
+        best[1:, i] = candidates[rows, last[1:, i]]
     if ends is not None:
         last[-1, n] = np.argmin(best[-2, :n] + about(sums[:, n, None] - sums[:, :n], ends[1]))
     found = np.empty(levels - 1, dtype=np.intp)

@@ -29,18 +29,12 @@ MOST_FREEDOM = 1000.0  # degrees: beyond, Student's density is the normal one to
 
 @dataclass(frozen=True)
 class _Density:
-    """A density round `centre`, whose width is about `scale`.
-
-    Attributes:
-        text: the density as a formula.
-        freedom: degrees of freedom of Student's density; infinite for the normal one.
-
-    """
+    """A density round `centre`, whose width is about `scale`."""
 
     centre: float
     scale: float
-    freedom: float
-    text: str
+    freedom: float  # of Student's density, degrees; infinite for the normal one
+    text: str  # the density as a formula
 
     def marks(self, width: float) -> Array:
         """Return points that find the density on an interval of that width, however narrow it is."""
@@ -49,16 +43,6 @@ class _Density:
             octaves = 2.0 ** np.arange(3, 3 + max(math.ceil(math.log2(width / self.scale)), 0))
             offsets = np.concatenate([-octaves[::-1], offsets, octaves])
         return np.asarray(self.centre + self.scale * offsets)
-
-
-@dataclass(frozen=True)
-class _Data:
-    """A density from data and a tail, each times its share."""
-
-    histogram: Histogram
-    share: float
-    tail: Weight | None
-    tail_share: float
 
 
 @dataclass(frozen=True)
@@ -80,17 +64,17 @@ class Weight:
     text: str = "uniform"
 
     def __post_init__(self) -> None:
-        _ = self._data or self._expr
+        _ = self._parts or self._expr
 
     def record(self) -> str:
         """Return the weight as JSON has it: its text."""
         return self.text
 
     @cached_property
-    def _data(self) -> _Data | None:
-        """The histogram that the text holds, if it holds one."""
+    def _parts(self) -> list[tuple[float, Histogram | Weight]]:
+        """The histogram that the text holds, if it holds one, and its tail, each with its share."""
         if "histogram" not in self.text:
-            return None
+            return []
         name = f"weight {quote(self.text)}"
         if len(self.text) > histogram.LONGEST:
             raise UsageError(f"{name}: expected at most {histogram.LONGEST} characters, got {len(self.text)}")
@@ -104,7 +88,7 @@ class Weight:
             found = histogram.parsed(match[2])
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
-        return _Data(found, share, Weight(match[4]) if match[4] else None, tail_share)
+        return [(share, found), *([(tail_share, Weight(match[4]))] if match[4] else [])]
 
     @cached_property
     def _density(self) -> _Density | None:
@@ -140,9 +124,8 @@ class Weight:
 
     def __call__(self, at: Array) -> Array:
         """Return w at the points, float64 of any shape."""
-        if (data := self._data) is not None:
-            found = data.share * data.histogram(at)
-            return found if data.tail is None else found + data.tail_share * data.tail(at)
+        if self._parts:
+            return np.asarray(sum(share * part(at) for share, part in self._parts))
         return evaluate(self._expr, at)
 
     def check(self, low: float, high: float) -> None:
@@ -174,10 +157,8 @@ class Weight:
 
         They are the points where w may have a corner or a jump, and some that find a narrow density.
         """
-        if (data := self._data) is not None:
-            edges = np.array(data.histogram.edges)
-            edges = edges[(low < edges) & (edges < high)]
-            return edges if data.tail is None else np.union1d(edges, data.tail.breakpoints(low, high))
+        if self._parts:
+            return np.unique(np.concatenate([part.breakpoints(low, high) for _, part in self._parts]))
         found = switch_points(self._expr, low, high)
         if self._density is not None:
             marks = self._density.marks(high - low + abs(self._density.centre))

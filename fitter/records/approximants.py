@@ -33,19 +33,14 @@ Approximates = Literal["derivative", "sigmoid"]
 class Radical:
     """One term of the variable t: a radical of y − anchor.
 
-    Attributes:
-        anchor: f at a root of f′, a float32.
-        order: m, 1 + the order of that root; 1 for y − anchor itself.
-        side: 1 for max(y − anchor, 0)^(1/m), −1 for max(anchor − y, 0)^(1/m), 0 for the signed radical on both
-            sides.
-        sign: 1 or −1, of the term in the sum.
-
+    For `side` 1 it is max(y − anchor, 0)^(1/m), for −1 max(anchor − y, 0)^(1/m), and for 0 the signed radical on
+    both sides.
     """
 
-    anchor: float
-    order: int
+    anchor: float  # f at a root of f′, a float32
+    order: int  # m, 1 + the order of that root; 1 for y − anchor itself
     side: int
-    sign: int = 1
+    sign: int = 1  # or −1, of the term in the sum
 
     def __post_init__(self) -> None:
         for what, allowed in (("side", (-1, 0, 1)), ("sign", (-1, 1))):
@@ -80,25 +75,16 @@ def variable(radicals: Sequence[Radical], y: Floats, anchors: Sequence[float | N
 class Quotient:
     """f′ = p(t)/q(t), where t is a sum of radicals of y.
 
-    Attributes:
-        radicals: the terms of t.
-        low, high: the interval that t is clamped to, float32 numbers; q > 0 on it.
-        numerator, denominator: coefficients of p and q, float32 numbers, constant first; (1,) for a polynomial.
-        error: max |p/q − f′| / max(1, |f′|) over the x of this cell, for y rounded to the storage dtype.
-        floor: the least such error that any function of that y has.
-
-    Raises:
-        UsageError: the numbers do not define such a function.
-
+    All numbers but the last two are float32. If they define no such function, a UsageError is raised.
     """
 
-    radicals: tuple[Radical, ...]
-    low: float
+    radicals: tuple[Radical, ...]  # the terms of t
+    low: float  # of the interval that t is clamped to; q > 0 on it
     high: float
-    numerator: tuple[float, ...]
-    denominator: tuple[float, ...]
-    error: float = 0.0
-    floor: float = 0.0
+    numerator: tuple[float, ...]  # coefficients of p, constant first
+    denominator: tuple[float, ...]  # and of q; (1,) for a polynomial
+    error: float = 0.0  # max |p/q − f′| / max(1, |f′|) over the x of this cell, for y rounded to the storage dtype
+    floor: float = 0.0  # the least such error that any function of that y has
     kind: Literal["quotient"] = "quotient"
     approximates: Literal["derivative"] = "derivative"
 
@@ -150,21 +136,13 @@ class PublishedApproximant:
 
     `power` is c0 + c1·u^c2·(1 − u)^c3 with u = v/|anchor|, `root` is c0 + c1·√v + c2·v + c3·v², and
     `exponential` is 1 + (c0 + c1·√v + c2·v)·exp(c3·(c4 − v)³).
-
-    Attributes:
-        kind: one of `SHAPES`.
-        approximates: `derivative`, or `sigmoid` for q = sigmoid(x), with f′ = q·(1 − y) + y for SiLU.
-        anchor: f at its minimum.
-        coefficients: c0, c1, …
-        error, floor: as those of `Quotient`.
-
     """
 
     kind: Kind
-    approximates: Approximates
+    approximates: Approximates  # the derivative, or q = sigmoid(x), with f′ = q·(1 − y) + y for SiLU
     anchor: float
-    coefficients: tuple[float, ...]
-    error: float = 0.0
+    coefficients: tuple[float, ...]  # c0, c1, …
+    error: float = 0.0  # as those of `Quotient`
     floor: float = 0.0
 
     def __post_init__(self) -> None:

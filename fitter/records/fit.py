@@ -55,12 +55,6 @@ def check_options(method: str, options: Mapping[str, object]) -> None:
 class Fit:
     """What every fit has. The subclasses are the kinds of fit, and each serves one or more methods.
 
-    Attributes:
-        name: the fit's name, and that of the module generated from it.
-        method: how it was made.
-        activation: the activation f, the gate, or the formula with learned parameters.
-        error: errors by name, none negative.
-
     Raises:
         UsageError: a field is not valid; the message names it.
 
@@ -69,10 +63,10 @@ class Fit:
     METHODS: ClassVar[tuple[str, ...]]
     ERRORS: ClassVar[tuple[str, ...]] = ()
 
-    name: str
+    name: str  # and that of the module generated from it
     method: str
     activation: Formula
-    error: Mapping[str, float]
+    error: Mapping[str, float]  # by name, none negative
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -287,13 +281,7 @@ class InvertedFit(Fit):
 @readable
 @dataclass(frozen=True, kw_only=True)
 class GateFit(Fit):
-    """A gate that saves g and u for backward and nothing else: a, a′, b and b′ are recomputed, exactly.
-
-    Attributes:
-        activation: the gate.
-        error: empty.
-
-    """
+    """A gate that saves g and u for backward and nothing else: a, a′, b and b′ are recomputed, exactly."""
 
     METHODS = ("gate_recompute",)
 
@@ -303,13 +291,7 @@ class GateFit(Fit):
 @readable
 @dataclass(frozen=True, kw_only=True)
 class LearnedFit(Fit):
-    """A formula with learned parameters that saves x for backward, and computes all else from it again, exactly.
-
-    Attributes:
-        activation: the formula.
-        error: empty.
-
-    """
+    """A formula with learned parameters that saves x for backward, and recomputes all else from it, exactly."""
 
     METHODS = ("learned_recompute",)
 

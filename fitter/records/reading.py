@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,38 +60,41 @@ def from_json(source: str) -> AnyFit:
 
 def _activation(value: object, what: str) -> Activation:
     record = mapping(value, what)
-    if set(record) - {"parameters"} != {"name", "expression"}:
-        raise UsageError(f"{what}: expected name and expression, got {quote(sorted(record))}")
+    check_keys(what, record, ("expression", "name", *({"parameters"} & set(record))))
     parameters = read_as(Mapping[str, float], record.get("parameters", {}), f"{what}.parameters", {})
-    if record["name"] is None and not parameters:
-        return Activation(None, text(record["expression"], f"{what}.expression"))
-    return _named(record, what, CATALOG, lambda name: Activation.of(name, parameters))
+    own = None if parameters else partial(Activation, None)
+    return _formula(record, what, CATALOG, partial(Activation.of, parameters=parameters), own)
 
 
 def _gate(value: object, what: str) -> Gate:
     record = mapping(value, what)
     check_keys(what, record, ("expression", "name"))
-    if record["name"] is None:
-        return Gate(None, text(record["expression"], f"{what}.expression"))
-    return _named(record, what, GATES, Gate.of)
+    return _formula(record, what, GATES, Gate.of, partial(Gate, None))
 
 
 def _learned(value: object, what: str) -> Learned:
     record = mapping(value, what)
     check_keys(what, record, ("expression", "learned", "name"))
     numbers: tuple[Number, ...] = read_as(tuple[Number, ...], record["learned"], f"{what}.learned", {})
-    if record["name"] is None:
-        return Learned(None, text(record["expression"], f"{what}.expression"), numbers)
     given = {one.name: (one.start, one.channel) for one in numbers}
-    return _named(record, what, LEARNED, lambda name: Learned.of(name, given))
+    named = partial(Learned.of, numbers=given)
+    return _formula(record, what, LEARNED, named, partial(Learned, None, numbers=numbers))
 
 
 readable(Number)
 
 
-def _named(record: dict[str, Any], what: str, known: Mapping[str, object], make: Callable[[str], T]) -> T:
-    """Return what a name of a catalog stands for, if the rest of the record is the catalog's."""
+def _formula(
+    record: dict[str, Any],
+    what: str,
+    known: Mapping[str, object],
+    make: Callable[[str], T],
+    own: Callable[[str], T] | None,
+) -> T:
+    """Return what a formula without a name is, or what a name of a catalog stands for if all else is as there."""
     name = record["name"]
+    if name is None and own is not None:
+        return own(text(record["expression"], f"{what}.expression"))
     if not isinstance(name, str) or name not in known:
         raise UsageError(
             f"{what}.name: {quote(name)} is not in this catalog; the name of any other formula is null"
