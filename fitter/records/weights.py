@@ -27,18 +27,32 @@ NARROWEST = 2.0**-16  # deviation of that tail
 @readable
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What goes into one activation of a model; a UsageError names the field that is not valid."""
+    """What goes into one activation of a model.
 
-    path: str  # of the activation in the model; for a function that a module calls itself `path:function`
-    activation: str  # its name in the catalog, or its formula or class
-    count: int  # how many numbers were seen, at least one
-    left_out: int  # how many were NaN, infinite or huge, and are not counted
+    Attributes:
+        path: of the activation in the model; for a function that a module calls itself `path:function`.
+        activation: its name in the catalog, or its formula or class.
+        count: how many numbers were seen, at least one.
+        left_out: how many were NaN, infinite or huge, and are not counted.
+        mean, deviation, least, largest: of the numbers.
+        quantiles: those of 0.1 % and 99.9 %, to the width of a cell of the fine histogram.
+        weight: their density, with a tail.
+
+    Raises:
+        UsageError: a field is not valid; the message names it.
+
+    """
+
+    path: str
+    activation: str
+    count: int
+    left_out: int
     mean: float
     deviation: float
     least: float
     largest: float
-    quantiles: tuple[float, ...]  # of 0.1 % and 99.9 %, to the width of a cell of the fine histogram
-    weight: Weight  # the density of the numbers, with a tail
+    quantiles: tuple[float, ...]
+    weight: Weight
 
     def __post_init__(self) -> None:
         for what in ("path", "activation"):
