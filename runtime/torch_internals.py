@@ -77,6 +77,14 @@ def function_of(node: Any) -> type[torch.autograd.Function]:
     return function
 
 
+def packed_by(node: Any) -> list[Any]:
+    """Return what hooks made of the tensors that a custom function saved; nothing once they are freed."""
+    try:
+        return [getattr(saved, "data", None) for saved in node._raw_saved_tensors]
+    except RuntimeError:
+        return []
+
+
 _MARK = "_fitact_mark"
 
 

@@ -31,13 +31,14 @@ from fitact.runtime.torch_internals import (
 
 from . import cheap
 from .liger import call_of, is_known
-from .recompute import Computed, Reading, Recompute, Unsuitable, unpack
+from .recompute import Computed, Reading, Recompute, Unsuitable
 from .storage import (
     Bits,
     Hooks,
     Mark,
     Small,
     Stored,
+    free_passed,
     is_dense,
     is_leaf,
     is_parameter,
@@ -346,6 +347,12 @@ class Capture(TorchFunctionMode):
         like = [argument for argument in arguments if argument.shape == copy.shape and not argument.requires_grad]
         wide = len(like) == 1 and is_parameter(like[0]) and like[0].dtype == torch.float32
         return like[0] if wide and copy.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def unpack(saved: Stored | Reading) -> Tensor:
+    """Return what autograd saved."""
+    free_passed()
+    return saved.unpack()
 
 
 def _of_shape(tensor: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fitact.runtime.torch_internals import function_of
+from fitact.runtime.torch_internals import function_of, packed_by
 
-from .recompute import Computed, Operand, Reading, looked_at
+from .recompute import Computed, Operand, Reading
 from .storage import Mark, Stored
 
 NORM = "LigerRMSNormFunctionBackward"
@@ -36,9 +36,12 @@ def is_known(x: Tensor) -> bool:
 def call_of(x: Tensor) -> tuple[Callable[..., Tensor], list[Operand]] | None:
     """Return a call that computes what a function has returned; None if a context did not see what that saved."""
     node: Any = x.grad_fn
-    name, operands = type(node).__name__, [_operand(saved) for saved in looked_at(node)]
-    if not operands or (name == NORM and node.casting_mode not in (LLAMA, GEMMA)):
+    name, packed = type(node).__name__, packed_by(node)
+    if not packed or not all(isinstance(each, Stored | Reading) for each in packed):
         return None
+    if name == NORM and node.casting_mode not in (LLAMA, GEMMA):
+        return None
+    operands = [_operand(each) for each in packed]
     if name == NORM:
         return partial(_norm, node.casting_mode == GEMMA, node.offset, x.shape), operands
     numbers = [getattr(node, number) for number in NODES[name] if hasattr(node, number)]

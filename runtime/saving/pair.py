@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from fitact.runtime.torch_internals import base_of, break_graph, version_of_saved, without_torch_function
 
-from .capture import Capture, is_plain
+from .capture import Capture, is_plain, unpack
 from .offload import Amount, offload_hooks
 from .quantising import DTYPES, FEW, STATISTIC, policy_of
-from .recompute import Reading, unpack
+from .recompute import Reading
 from .storage import Quantised, Stored, is_dense, is_parameter, marked
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

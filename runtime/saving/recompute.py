@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
@@ -28,7 +27,6 @@ from .storage import (
     Mark,
     Quantised,
     Stored,
-    free_passed,
     in_layout,
     is_parameter,
     layout_of,
@@ -328,30 +326,3 @@ class Reading:
             raise RuntimeError(CHANGED.format(version_of_saved(self._guard), self._saved_at))
         with quietly() if torch.is_grad_enabled() else without_torch_function():
             return self.computed.read(self.layout)
-
-
-def unpack(saved: Stored | Reading) -> Tensor:
-    """Return what autograd saved."""
-    if _looking.found is not None:
-        _looking.found.append(saved)
-        return NOTHING
-    free_passed()
-    return saved.unpack()
-
-
-class _Looking(threading.local):
-    found: list[Stored | Reading] | None = None
-
-
-_looking = _Looking()
-NOTHING = torch.empty(0)
-
-
-def looked_at(node: Any) -> Sequence[Stored | Reading]:
-    """Return how that is stored which a node of a `torch.autograd.Function` has saved in contexts."""
-    found = _looking.found = []
-    try:
-        node.saved_tensors  # noqa: B018  autograd unpacks them
-    finally:
-        _looking.found = None
-    return found

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fitact.runtime.measure import count_saved
 from fitact.runtime.saving import saving
@@ -113,21 +114,37 @@ def test_outputs_are_computed_again(name: str, factors: str, dtype: torch.dtype)
     assert off < 0.02 * sum(each.double().norm() ** 2 for each in expected) ** 0.5 and least <= after
 
 
-@pytest.mark.parametrize("of", ["another way to cast", "made in other hooks", "changed since"])
+@pytest.mark.parametrize("of", ["cast in another way", "changed since", "made in a checkpoint"])
 def test_what_is_left_as_it_is(of: str) -> None:
-    mode = -1 if of == "another way to cast" else 0
+    """A checkpoint inside, which gives each tensor once, is not asked for any."""
+    runs = []
+
+    def norm_again(x: Tensor, *others: Any) -> Tensor:
+        runs.append(of)
+        y: Tensor = LigerRMSNormFunction.apply(x, *others)
+        return y
 
     def function(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-        own = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
-        with own if of == "made in other hooks" else nullcontext():
-            if of == "changed since":
-                y: Tensor = LigerSiLUMulFunction.apply(a, b, 1.25, 0.5)  # no view, which could not be changed
-            else:
-                y = LigerRMSNormFunction.apply(a + b, scale, 0.0, mode)
-        if of == "changed since":
+        if of == "cast in another way":
+            return norm_again(a + b, scale, 0.0, -1)
+        if of == "made in a checkpoint":
+            y: Tensor = checkpoint(norm_again, a + b, scale, 0.0, 0, use_reentrant=False)
+            F.linear(y, y[0])
+            assert len(runs) % 2
+        else:
+            y = LigerSiLUMulFunction.apply(a, b, 1.25, 0.5)  # no view, which could not be changed
             with torch.no_grad():
                 y.mul_(2)
         return y
 
     found = [trained(context, function, "stored", torch.float32)[0] for context in (nullcontext(), saving())]
     assert all(map(torch.equal, *found))
+
+
+def test_after_backward() -> None:
+    """What was freed cannot be read again; what a function returned can."""
+    x = torch.randn(8, 64, requires_grad=True)
+    with saving():
+        y = LigerRMSNormFunction.apply(x * 1, None, 0.0, 0)
+        torch.autograd.grad([y], [x], [torch.ones_like(x)])
+        assert F.linear(y, y.detach()).shape == (8, 8)
